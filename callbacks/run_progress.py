@@ -1,0 +1,218 @@
+"""A progress bar for the whole run that costs microseconds per step.
+
+Lightning's bars redraw every step and read each displayed metric from the device, which makes it wait. This one looks
+at the clock, draws a few times per second, and shows what was logged last.
+"""
+
+import sys
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ProgressBar
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from typing_extensions import override
+
+__all__ = ["RunProgress", "format_metrics"]
+
+
+def format_metrics(metrics: dict[str, float]) -> str:
+    """Scalars on one line: ``train/loss 0.0312  val/accuracy 0.9921``; single classes are left out."""
+    shown = {name: value for name, value in metrics.items() if "_class_" not in name and name != "train/lr"}
+    return "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
+
+
+class RunProgress(ProgressBar):
+    """Shows one bar for all epochs on a terminal, and one line per epoch elsewhere.
+
+    Runs on: the start and end of training, evaluation and prediction, and every batch.
+
+    Args:
+        interval: seconds between two drawings.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[RunProgress()], logger=False, accelerator="cpu")
+        >>> type(trainer.progress_bar_callback).__name__
+        'RunProgress'
+    """
+
+    def __init__(self, interval: float = 0.5) -> None:
+        super().__init__()
+        self.interval = interval
+        self._enabled = True
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._next_drawing = 0.0
+        self._metrics = ""
+        self._epoch_began = 0.0
+
+    @override
+    def enable(self) -> None:
+        self._enabled = True
+
+    @override
+    def disable(self) -> None:
+        self._enabled = False
+
+    @override
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        if self._progress is not None:
+            self._progress.console.print(*args, **kwargs)
+        elif self._enabled:
+            print(*args, **kwargs)  # noqa: T201
+
+    def _start(self, description: str, total: float | None) -> None:
+        self._metrics = ""
+        if self._enabled and sys.stderr.isatty():
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            # Drawn by hand: a thread that draws would take the interpreter from the training loop at its will.
+            self._progress = Progress(
+                *columns,
+                TextColumn("{task.fields[metrics]}"),
+                console=Console(stderr=True),
+                auto_refresh=False,
+                transient=True,
+            )
+            self._progress.start()
+            self._task = self._progress.add_task(description, total=total, metrics="")
+
+    def _draw(self, **changes: Any) -> None:
+        """Draw now; callers on a hot path ask the clock first."""
+        self._next_drawing = time.monotonic() + self.interval
+        if self._progress is not None:
+            self._progress.update(self._task, metrics=self._metrics, refresh=True, **changes)
+
+    def _stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    @property
+    def _is_due(self) -> bool:
+        return self._progress is not None and time.monotonic() >= self._next_drawing
+
+    # Training
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        epochs, batches = trainer.max_epochs or -1, trainer.num_training_batches
+        total = epochs * batches if epochs > 0 else float("inf")
+        if trainer.max_steps > 0:
+            total = min(total, trainer.max_steps * trainer.accumulate_grad_batches)
+        self._start("training", None if total == float("inf") else total)
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._epoch_began = time.monotonic()
+        self._draw(description=self._epoch(trainer))
+
+    @staticmethod
+    def _epoch(trainer: pl.Trainer) -> str:
+        of = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
+        return f"epoch {trainer.current_epoch + 1}{of}"
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._is_due:
+            # What was logged is on its way to the logger at this moment anyway: no extra wait for the device.
+            self._metrics = format_metrics(self._logged(trainer))
+            self._draw(completed=self._done(trainer))
+
+    @staticmethod
+    def _logged(trainer: pl.Trainer) -> dict[str, float]:
+        return {name: float(value) for name, value in trainer.logged_metrics.items()}
+
+    @staticmethod
+    def _done(trainer: pl.Trainer) -> float:
+        return trainer.fit_loop.total_batch_idx + 1
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self._metrics = format_metrics(metrics)
+        if self._progress is not None:
+            self._draw(completed=self._done(trainer), description=self._epoch(trainer))
+        elif self._enabled:
+            seconds = time.monotonic() - self._epoch_began
+            print(f"{self._epoch(trainer)}  {self._metrics}  {seconds:.1f} s", flush=True)  # noqa: T201
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._stop()
+
+    # Evaluation and prediction
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "validate":
+            self._start("validating", sum(trainer.num_val_batches))
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._is_due:
+            if trainer.state.fn == "validate":
+                self._draw(completed=batch_idx + 1)
+            else:
+                self._draw(description=f"{self._epoch(trainer)}, validating")
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "validate":
+            self._stop()
+
+    @override
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._start("testing", sum(trainer.num_test_batches))
+
+    @override
+    def on_test_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._is_due:
+            self._draw(completed=batch_idx + 1)
+
+    @override
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop()
+
+    @override
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._start("predicting", sum(trainer.num_predict_batches))
+
+    @override
+    def on_predict_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._is_due:
+            self._draw(completed=batch_idx + 1)
+
+    @override
+    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop()

@@ -1,0 +1,80 @@
+"""MNIST's file format: a header of big-endian sizes, then the bytes (LeCun, Cortes and Burges, 1998)."""
+
+import gzip
+import struct
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from datamodules.errors import UserError
+
+__all__ = ["check_images_and_labels", "read_idx"]
+
+_UINT8 = 0x08
+
+
+def read_idx(path: Path, dimensions: int) -> Tensor:
+    """The uint8 tensor in an idx or idx.gz file.
+
+    Args:
+        dimensions: how many are expected: 1 for labels, 3 for images (n, height, width).
+
+    Raises:
+        UserError: the file is damaged, cut short, too long, or of another kind.
+    """
+    try:
+        data = path.read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path} is damaged: {error}; delete it, then run again to download it anew") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    header = 4 + 4 * dimensions
+    if len(data) < header or data[:2] != b"\0\0" or data[2] != _UINT8 or data[3] != dimensions:
+        raise UserError(
+            f"{path} is no idx file of bytes in {dimensions} dimensions: it starts with {data[:4].hex() or 'nothing'}, "
+            f"expected 000008{dimensions:02x}"
+        )
+    shape = struct.unpack(f">{dimensions}I", data[4:header])
+    row = 1
+    for size in shape[1:]:
+        row *= size
+    found, expected = len(data) - header, shape[0] * row
+    if found != expected:
+        where = f"it ends in row {found // max(1, row)}" if found < expected else "there is more behind the last row"
+        raise UserError(
+            f"{path} promises {shape[0]:,} rows of {row} bytes and holds {found:,} bytes instead of {expected:,}: {where}"
+        )
+    if expected == 0:
+        raise UserError(f"{path} is empty: its header says {' x '.join(map(str, shape))}")
+    # A bytearray, since torch warns of memory that it may not write.
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=header).reshape(shape)
+
+
+def check_images_and_labels(
+    images: Tensor, labels: Tensor, num_classes: int, images_from: str, labels_from: str, image_size: int = 28
+) -> None:
+    """Refuse what would train on rubbish, or end on a GPU in an unreadable device assert.
+
+    Args:
+        images: uint8 of shape (n, height, width).
+        labels: uint8 of shape (n,).
+
+    Raises:
+        UserError: with the file, the row and the reason.
+    """
+    if len(images) != len(labels):
+        raise UserError(f"{images_from} holds {len(images):,} images and {labels_from} {len(labels):,} labels")
+    if tuple(images.shape[1:]) != (image_size, image_size):
+        height, width = images.shape[1:]
+        raise UserError(f"{images_from} holds images of {height} x {width}, expected {image_size} x {image_size}")
+    outside = (labels >= num_classes).nonzero()
+    if len(outside):
+        row = int(outside[0])
+        raise UserError(
+            f"label {int(labels[row])} at row {row} of {labels_from} is outside 0..{num_classes - 1} "
+            f"({len(outside):,} of {len(labels):,} labels are); pass --num-classes {int(labels.max()) + 1} or fix the file"
+        )

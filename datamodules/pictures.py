@@ -1,0 +1,82 @@
+"""Photographs and drawings of digits as MNIST would hold them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from datamodules.errors import UserError
+
+__all__ = ["as_mnist", "load_pictures"]
+
+
+def as_mnist(picture: Image.Image) -> Tensor:
+    """A picture of one digit as MNIST prepares its own: light on dark, 20 pixels high or wide, centred by mass.
+
+    A picture of 28 x 28 that is light on dark is taken to be prepared already. Otherwise the border tells the
+    background, what differs from it is cut out, scaled to fit 20 x 20 and put with its centre of mass in the middle of
+    28 x 28 (LeCun, Cortes and Burges, 1998).
+
+    Args:
+        picture: any size and mode; transparency counts as background.
+
+    Returns:
+        uint8 of shape (1, 28, 28).
+    """
+    if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
+        rgba = picture.convert("RGBA")
+        # On white unless the opaque part is itself light.
+        opaque = torch.frombuffer(bytearray(rgba.convert("L").tobytes()), dtype=torch.uint8)
+        alpha = torch.frombuffer(bytearray(rgba.getchannel("A").tobytes()), dtype=torch.uint8)
+        ink = opaque[alpha > 127].float()
+        background = 0 if len(ink) and ink.mean() > 127 else 255
+        picture = Image.alpha_composite(Image.new("RGBA", rgba.size, (background,) * 3 + (255,)), rgba)
+    grey = ImageOps.exif_transpose(picture).convert("L")
+    pixels = torch.frombuffer(bytearray(grey.tobytes()), dtype=torch.uint8).reshape(grey.height, grey.width).float()
+    border = torch.cat((pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1])).median()
+    if pixels.shape == (28, 28) and border < 64:
+        return pixels.to(torch.uint8).unsqueeze(0)
+    ink = (pixels - border).abs()
+    # Paper is never even: what is within a fifth of the strongest contrast of the border is background.
+    strongest = ink.max()
+    if strongest < 16:
+        return torch.zeros(1, 28, 28, dtype=torch.uint8)
+    ink = ((ink / strongest - 0.2) / 0.8).clamp(0, 1)
+    rows, columns = ink.amax(1).nonzero().flatten(), ink.amax(0).nonzero().flatten()
+    ink = ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    factor = 20 / max(ink.shape)
+    size = [max(1, round(side * factor)) for side in ink.shape]
+    small = F.interpolate(ink[None, None], size=size, mode="bilinear", align_corners=False, antialias=True)[0, 0]
+    small = small / small.max()
+    mass = small.sum()
+    canvas = torch.zeros(28, 28)
+    corner = []
+    for axis in (0, 1):
+        along = small.sum(1 - axis)
+        centre = float((along * torch.arange(len(along))).sum() / mass)
+        corner.append(min(max(0, round(13.5 - centre)), 28 - small.shape[axis]))
+    canvas[corner[0] : corner[0] + small.shape[0], corner[1] : corner[1] + small.shape[1]] = small
+    return canvas.mul(255).round().to(torch.uint8).unsqueeze(0)
+
+
+def load_pictures(files: Sequence[str]) -> Tensor:
+    """Picture files as a uint8 tensor of shape (n, 1, 28, 28).
+
+    Raises:
+        UserError: no file was given, or one is missing or no picture.
+    """
+    if not files:
+        raise UserError("no picture to predict; type the names of PNG or JPEG files after the options")
+    images = []
+    for file in files:
+        try:
+            with Image.open(Path(file)) as picture:
+                images.append(as_mnist(picture))
+        except FileNotFoundError as error:
+            raise UserError(f"{file} does not exist") from error
+        except (UnidentifiedImageError, OSError) as error:
+            raise UserError(f"{file} cannot be read as a picture: {error}") from error
+    return torch.stack(images)

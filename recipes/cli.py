@@ -1,0 +1,489 @@
+"""One command line for every recipe: ``run(MyRecipe, MyDataModule)``."""
+
+import csv
+import json
+import logging
+import math
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import yaml
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import override
+
+from callbacks.run_progress import RunProgress
+from datamodules.errors import UserError
+from recipes.flags import FlagGroup, FlagParser
+from recipes.launch import Precision, is_rank_zero, resolve_precision, tune_allocator
+from recipes.recipe import Recipe
+from recipes.report import count_parameters, flops_per_sample, format_count, hardware, results_table, write_json
+
+__all__ = ["RunSettings", "run"]
+
+_COMMANDS = {
+    "fit": "train, then test the best checkpoint (this is what no command means)",
+    "validate": "score a checkpoint on the validation part",
+    "test": "score a checkpoint on the test set",
+    "predict": "what a checkpoint says of your files",
+}
+
+# The command line sets these itself, or they hold objects that no flag can spell.
+_OWN_TRAINER_PARAMETERS = frozenset(
+    {
+        "logger",
+        "callbacks",
+        "precision",
+        "default_root_dir",
+        "enable_autolog_hparams",
+        "plugins",
+        "enable_model_summary",
+    }
+)
+_COMMON_TRAINER_PARAMETERS = frozenset(
+    {
+        *("accelerator", "strategy", "devices", "num_nodes", "max_epochs", "max_steps", "fast_dev_run"),
+        *("gradient_clip_val", "log_every_n_steps", "limit_train_batches", "profiler"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How a run is named, stored and seeded.
+
+    Args:
+        name: the run's folder in RUN_DIR/RECIPE/; a number is added where it exists; by default the time.
+        run_dir: folder of all runs.
+        seed: of everything random.
+        precision: of the arithmetic; auto takes bf16-mixed where the hardware is fast at it.
+        resume: checkpoint to go on from, in its run's folder and with its settings.
+        ckpt: checkpoint to validate, test or predict with; its settings are the defaults.
+        output: JSON or CSV file for scores and predictions.
+        tune_allocator: keep large blocks of memory between steps (Linux on CPU).
+    """
+
+    name: str | None = None
+    run_dir: str = "runs"
+    seed: int = 1
+    precision: Precision = "auto"
+    resume: str | None = None
+    ckpt: str | None = None
+    output: str | None = None
+    tune_allocator: bool = True
+
+
+def run(
+    recipe_class: type[Recipe],
+    data_class: type[pl.LightningDataModule],
+    callbacks: Callable[[], Sequence[Callback]] = tuple,
+    args: Sequence[str] | None = None,
+) -> None:
+    """Give a recipe and its data a command line: fit, validate, test and predict.
+
+    Every parameter of the two constructors and of the Trainer is a flag. Ends the process with status 2 and one line
+    for a user's mistake, and with 130 for Ctrl-C.
+
+    Args:
+        recipe_class: what to train.
+        data_class: what to train on.
+        callbacks: makes further callbacks for the Trainer.
+        args: the command line; by default that of the process.
+    """
+    try:
+        _CommandLine(recipe_class, data_class, callbacks).main(list(sys.argv[1:] if args is None else args))
+    except UserError as error:
+        if is_rank_zero():
+            print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def program_name() -> str:
+    """What the user typed to start us: ``python -m recipes.mnist``."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.name.endswith(".__main__"):
+        return f"python -m {spec.parent}"
+    return f"python {sys.argv[0]}"
+
+
+def _quiet() -> None:
+    """Keep Lightning's tips, deprecations and notes about our own choices from the user."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for module in ("lightning", "torch", "tensorboard", "torchmetrics"):
+        warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
+    warnings.filterwarnings("ignore", message=r".*(isinstance\(treespec, LeafSpec\)|trace might not generalize).*")
+    logging.getLogger("lightning_recipes").addHandler(_OneLine())
+    logging.getLogger("lightning_recipes").propagate = False
+
+
+class _OneLine(logging.Handler):
+    """Our own notes, as a plain line each."""
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        if is_rank_zero():
+            print(record.getMessage(), file=sys.stderr)  # noqa: T201
+
+
+def _say(message: str) -> None:
+    if is_rank_zero():
+        print(message, flush=True)  # noqa: T201
+
+
+def _saved_config(path: str) -> dict[str, Any]:
+    """The settings inside a checkpoint of a recipe."""
+    if not Path(path).is_file():
+        raise UserError(f"there is no checkpoint {path}")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True).get("config", {})
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path} is not a readable checkpoint: {reason}") from error
+
+
+class _Stopwatch(Callback):
+    """Seconds of training, validation left out, and the samples trained on meanwhile."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.validation_seconds = 0.0
+        self.batches = 0
+        self._began = self._validation_began = 0.0
+        self._first_batch = 0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._began, self._first_batch = time.monotonic(), trainer.fit_loop.total_batch_idx
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.seconds = time.monotonic() - self._began
+        self.batches = trainer.fit_loop.total_batch_idx - self._first_batch
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validation_began = time.monotonic()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self.validation_seconds += time.monotonic() - self._validation_began
+
+    def samples_per_second(self, samples_per_epoch: int, batches_per_epoch: float) -> float:
+        """Training samples of all devices per second of training."""
+        samples = self.batches * samples_per_epoch / max(1, batches_per_epoch)
+        return samples / max(1e-9, self.seconds - self.validation_seconds)
+
+
+class _CommandLine:
+    def __init__(
+        self,
+        recipe_class: type[Recipe],
+        data_class: type[pl.LightningDataModule],
+        callbacks: Callable[[], Sequence[Callback]],
+    ) -> None:
+        self.began = time.monotonic()
+        self.recipe_class, self.data_class, self.callbacks = recipe_class, data_class, callbacks
+        self.program = program_name()
+
+    # Reading the command line
+
+    def _parser(self) -> FlagParser:
+        groups = [
+            FlagGroup("Run", RunSettings),
+            FlagGroup("Data", self.data_class, frozenset({"predict_files"})),
+            FlagGroup("Recipe", self.recipe_class),
+            FlagGroup("Trainer", pl.Trainer, _OWN_TRAINER_PARAMETERS, _COMMON_TRAINER_PARAMETERS),
+        ]
+        parser = FlagParser(groups, self.program, self.recipe_class.__doc__ or "")
+        parser.set_defaults(self.recipe_class.trainer_defaults)
+        return parser
+
+    def _print_help(self, parser: FlagParser, everything: bool) -> None:
+        summary = (self.recipe_class.__doc__ or "").strip().splitlines()[0]
+        commands = "\n".join(f"  {name:<10} {text}" for name, text in _COMMANDS.items())
+        print(f"usage: {self.program} [{'|'.join(_COMMANDS)}] [flags]\n\n{summary}\n\nCommands:\n{commands}")  # noqa: T201
+        parser.print_flags(everything)
+        rest = "" if everything else "  --help-all                        every flag, with its whole text\n"
+        print(  # noqa: T201
+            f"\nSettings:\n{rest}"
+            "  --config FILE                     YAML file of settings; the command line wins over it\n"
+            "  --print-config                    print all settings as such a file, and end"
+        )
+
+    def main(self, args: list[str]) -> None:
+        command = args.pop(0) if args and args[0] in _COMMANDS else "fit"
+        if args and not args[0].startswith("-") and command != "predict":
+            raise UserError(f"unknown command {args[0]!r}; expected one of {', '.join(_COMMANDS)}, or a flag")
+        parser = self._parser()
+        if {"-h", "--help", "--help-all", "--help_all"} & set(args):
+            self._print_help(parser, any("all" in a for a in args if a.startswith("--help")))
+            return
+        files: list[str] = []
+        if command == "predict":
+            parser.add_argument("files", nargs="*")
+        checkpoint = self._named_in(args, "resume" if command == "fit" else "ckpt")
+        if checkpoint:
+            saved = _saved_config(checkpoint)
+            mine = {"name", "run_dir", "resume", "ckpt", "output"}
+            parser.set_defaults({k: v for k, v in saved.items() if k in parser._flags and k not in mine})
+        namespace = parser.parse(args)
+        config = namespace.as_dict()
+        config.pop("config", None)
+        if command == "predict":
+            files = config.pop("files")
+            config |= {"devices": 1, "num_nodes": 1}
+        if command != "fit" and not config["ckpt"]:
+            raise UserError(
+                f"{command} needs a checkpoint; pass --ckpt runs/{self.recipe_class.title}/NAME/checkpoints/last.ckpt"
+            )
+        _quiet()
+        self._execute(command, parser, config, files)
+
+    @staticmethod
+    def _named_in(args: Sequence[str], flag: str) -> str | None:
+        """The value of a flag that has to be known before the others are read."""
+        for i, arg in enumerate(args):
+            if arg == f"--{flag}" and i + 1 < len(args):
+                return args[i + 1]
+            if arg.startswith(f"--{flag}="):
+                return arg.partition("=")[2]
+        return None
+
+    # Building and running
+
+    def _execute(self, command: str, parser: FlagParser, config: dict[str, Any], files: list[str]) -> None:
+        settings = RunSettings(**parser.select(config, "Run"))
+        tuned = settings.tune_allocator and tune_allocator()
+        precision, why = resolve_precision(settings.precision, config["accelerator"])
+        config["precision"] = precision
+        pl.seed_everything(settings.seed, workers=True, verbose=False)
+        folder = self._folder(settings) if command == "fit" and not config["fast_dev_run"] else None
+        stopwatch = _Stopwatch()
+        try:
+            data_options = parser.select(config, "Data") | ({"predict_files": files} if files else {})
+            data = self.data_class(**data_options)
+            recipe = self.recipe_class(**parser.select(config, "Recipe"))
+            recipe.run_config = config
+            trainer = pl.Trainer(
+                **parser.select(config, "Trainer"),
+                precision=precision,  # type: ignore[arg-type]
+                logger=self._loggers(folder, bool(settings.resume)),
+                callbacks=[stopwatch, *self._callbacks(folder, recipe, data, command), *self.callbacks()],
+                default_root_dir=str(folder) if folder else None,
+                enable_autolog_hparams=False,
+                enable_model_summary=False,
+            )
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            raise UserError(str(error)) from error
+        if folder is not None and is_rank_zero():
+            (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+        allocator = ", memory kept between steps" if tuned and trainer.strategy.root_device.type == "cpu" else ""
+        if command != "predict":
+            _say(f"{self.recipe_class.title}: {hardware(trainer)}, precision {precision} ({why}){allocator}")
+        try:
+            if command == "fit":
+                self._fit(trainer, recipe, data, folder, settings, stopwatch, config)
+            elif command == "predict":
+                outputs = trainer.predict(recipe, data, ckpt_path=settings.ckpt, weights_only=True)
+                self._show_predictions(recipe.prediction_rows(outputs or [], files), settings.output)
+            else:
+                evaluate = trainer.validate if command == "validate" else trainer.test
+                scores = evaluate(recipe, data, ckpt_path=settings.ckpt, weights_only=True, verbose=False)
+                self._show_scores(scores[0], settings)
+        except MisconfigurationException as error:
+            raise UserError(str(error)) from error
+
+    def _folder(self, settings: RunSettings) -> Path:
+        """The run's folder, made by this call: a second run never writes into the first one's."""
+        if settings.resume:
+            return Path(settings.resume).resolve().parent.parent
+        parent = Path(settings.run_dir) / self.recipe_class.title
+        name = settings.name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        if not is_rank_zero():
+            return parent / name
+        for number in range(1, sys.maxsize):
+            folder = parent / (name if number == 1 else f"{name}-{number}")
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise UserError(f"cannot make the run's folder {folder}: {error.strerror}; pass --run-dir") from error
+            return folder
+        raise AssertionError
+
+    @staticmethod
+    def _loggers(folder: Path | None, resuming: bool) -> list[Logger] | bool:
+        if folder is None:
+            return False
+        metrics_file, rows = folder / "metrics.csv", []
+        if resuming and metrics_file.is_file():
+            with metrics_file.open(newline="") as file:
+                rows = [{k: v for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
+        csv_logger = CSVLogger(str(folder), name="", version="")
+        if is_rank_zero() and rows:
+            # The logger begins with an empty file; what the interrupted run wrote stays in front.
+            csv_logger.experiment.metrics.extend(rows)
+            csv_logger.save()
+        graph = TensorBoardLogger(str(folder), name="", version="", log_graph=True, default_hp_metric=False)
+        return [graph, csv_logger]
+
+    def _callbacks(
+        self, folder: Path | None, recipe: Recipe, data: pl.LightningDataModule, command: str
+    ) -> list[Callback]:
+        callbacks: list[Callback] = [RunProgress(), *recipe.recipe_callbacks()]
+        if folder is not None:
+            validates = getattr(data.hparams, "val_fraction", 1) > 0
+            callbacks.append(
+                ModelCheckpoint(
+                    folder / "checkpoints",
+                    filename="best",
+                    monitor=recipe.monitor if validates else None,
+                    mode=recipe.monitor_mode,
+                    save_last=True,
+                    enable_version_counter=False,
+                )
+            )
+        return callbacks
+
+    def _fit(
+        self,
+        trainer: pl.Trainer,
+        recipe: Recipe,
+        data: pl.LightningDataModule,
+        folder: Path | None,
+        settings: RunSettings,
+        stopwatch: _Stopwatch,
+        config: dict[str, Any],
+    ) -> None:
+        try:
+            trainer.fit(recipe, data, ckpt_path=settings.resume, weights_only=True)
+        except SystemExit:
+            # Lightning ends the process on Ctrl-C after it has put its house in order.
+            if trainer.state.status == "interrupted":
+                self._say_how_to_go_on(folder)
+                sys.exit(130)
+            raise
+        best = getattr(trainer.checkpoint_callback, "best_model_path", "") or None
+        scores = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        scores |= trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False)[0]
+        if not trainer.is_global_zero:
+            return
+        self._report(trainer, recipe, data, folder, stopwatch, scores, best, config)
+
+    def _say_how_to_go_on(self, folder: Path | None) -> None:
+        last = folder / "checkpoints" / "last.ckpt" if folder else None
+        if last is None or not last.exists():
+            _say("\ninterrupted before the first checkpoint, which comes at the end of the first epoch")
+        else:
+            _say(f"\ninterrupted; go on with\n  {self.program} --resume {_shown(last)}")
+
+    # Telling the user
+
+    def _report(
+        self,
+        trainer: pl.Trainer,
+        recipe: Recipe,
+        data: pl.LightningDataModule,
+        folder: Path | None,
+        stopwatch: _Stopwatch,
+        scores: dict[str, float],
+        best: str | None,
+        config: dict[str, Any],
+    ) -> None:
+        parameters, trainable = count_parameters(recipe.network)
+        flops = flops_per_sample(recipe)
+        sizes = getattr(data, "sizes", {})
+        rate = stopwatch.samples_per_second(sizes.get("train", 0), trainer.num_training_batches)
+        wall = time.monotonic() - self.began
+        title = getattr(getattr(data, "info", None), "title", type(data).__name__)
+        rows = {"data": f"{title}: " + ", ".join(f"{size:,} {part}" for part, size in sizes.items())}
+        rows["parameters"] = f"{parameters:,} ({trainable:,} trainable)"
+        if flops is not None:
+            rows["FLOPs per sample"] = f"{format_count(flops)}, forward"
+        rows |= recipe.headline(scores)
+        rows["training"] = f"{stopwatch.seconds:.1f} s, {rate:,.0f} samples/s; {wall:.1f} s in all"
+        if best and folder is not None:
+            first = sorted(_shown(p) for p in [Path(best)])[0]
+            rows["best checkpoint"] = first
+            rows["TensorBoard"] = f"tensorboard --logdir {_shown(folder.parent)}"
+            rows["predict"] = f"{self.program} predict --ckpt {first} {recipe.predict_example}"
+        results_table("", rows)
+        if folder is None:
+            return
+        write_json(
+            folder / "results.json",
+            {
+                "scores": scores,
+                "data": {"name": title, "sizes": sizes},
+                "parameters": parameters,
+                "trainable_parameters": trainable,
+                "flops_per_sample": flops,
+                "training_seconds": stopwatch.seconds,
+                "validation_seconds": stopwatch.validation_seconds,
+                "wall_seconds": wall,
+                "samples_per_second": rate,
+                "best_checkpoint": best,
+                "hardware": hardware(trainer),
+                "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "lightning": pl.__version__},
+                "config": config,
+            },
+        )
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                plain = {k: v for k, v in config.items() if isinstance(v, (int, float, str, bool))}
+                final = {k: v for k, v in scores.items() if "_class_" not in k and math.isfinite(v)}
+                logger.log_hyperparams(plain, {f"final/{k}": v for k, v in final.items()})
+                logger.save()
+
+    @staticmethod
+    def _show_scores(scores: dict[str, float], settings: RunSettings) -> None:
+        if not is_rank_zero():
+            return
+        results_table("", {name: f"{value:.4f}" for name, value in scores.items()})
+        if settings.output:
+            write_json(Path(settings.output), dict(scores))
+
+    @staticmethod
+    def _show_predictions(rows: list[dict[str, Any]], output: str | None) -> None:
+        table = Table(box=None, pad_edge=False)
+        for name in rows[0] if rows else []:
+            table.add_column(name, overflow="fold")
+        for row in rows:
+            table.add_row(*(f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()))
+        Console(highlight=False).print(table)
+        if output is None:
+            return
+        path = Path(output)
+        if path.suffix == ".csv":
+            with path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+                writer.writeheader()
+                writer.writerows(rows)
+        elif path.suffix == ".json":
+            path.write_text(json.dumps(rows, indent=2) + "\n")
+        else:
+            raise UserError(f"--output {output}: expected a name that ends in .json or .csv")
+
+
+def _shown(path: Path) -> str:
+    """A path as a person would type it from here."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

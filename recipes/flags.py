@@ -1,0 +1,185 @@
+"""A flat command line from the signatures of classes: one flag per parameter, in groups.
+
+jsonargparse reads names, types, defaults and texts from constructors and their docstrings. This file adds what people
+expect of a command line: dashes or underscores, bare switches, help on one page, and mistakes answered in a line.
+"""
+
+import difflib
+import inspect
+import re
+import shutil
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
+from typing_extensions import override
+
+from datamodules.errors import UserError
+
+__all__ = ["FlagGroup", "FlagParser", "describe_type"]
+
+_TRUE_OR_FALSE = {"true", "false", "yes", "no", "1", "0"}
+
+
+@dataclass(frozen=True)
+class FlagGroup:
+    """The flags of one class.
+
+    Args:
+        title: its heading in the help.
+        cls: whose constructor is read.
+        skip: parameters without a flag.
+        common: those that plain ``--help`` shows; None shows all.
+    """
+
+    title: str
+    cls: type
+    skip: frozenset[str] = frozenset()
+    common: frozenset[str] | None = None
+
+
+def describe_type(annotation: Any) -> str:
+    """A type in words: "a whole number", "one of a, b"."""
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    if annotation in names:
+        return names[annotation]
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, arguments))
+    if origin in (Union, types.UnionType):
+        parts = dict.fromkeys(describe_type(a) for a in arguments if a is not type(None))
+        return " or ".join(parts)
+    if origin in (list, tuple, set, Sequence, Iterable):
+        return "a list of " + (describe_type(arguments[0]) if arguments else "values")
+    if origin is dict:
+        return "a mapping"
+    return getattr(annotation, "__name__", str(annotation))
+
+
+def _type_name(annotation: Any) -> str:
+    """A type in a word, for the help."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        joined = "|".join(map(str, arguments))
+        return joined if len(joined) <= 34 else f"{arguments[0]}|{arguments[1]}|..."
+    if origin in (Union, types.UnionType):
+        return "|".join(dict.fromkeys(_type_name(a) for a in arguments if a is not type(None)))
+    return {"str": "TEXT", "NoneType": "null"}.get(
+        name := getattr(annotation, "__name__", str(annotation)), name.upper()
+    )
+
+
+def _allows_bare(annotation: Any) -> bool:
+    return annotation is bool or (get_origin(annotation) in (Union, types.UnionType) and bool in get_args(annotation))
+
+
+class FlagParser(ArgumentParser):
+    """A parser for the parameters of several classes, which share one flag where they share a name.
+
+    Raises:
+        UserError: from `parse_args`, for any mistake on the command line or in the file.
+    """
+
+    def __init__(self, groups: Sequence[FlagGroup], prog: str, description: str) -> None:
+        super().__init__(prog=prog, description=description, add_help=False, exit_on_error=False)
+        self.flag_groups = groups
+        self.names: dict[str, list[str]] = {}
+        self._shown: list[tuple[FlagGroup, list[str]]] = []
+        seen: set[str] = set()
+        for group in groups:
+            names = ArgumentParser(exit_on_error=False).add_class_arguments(group.cls, skip=set(group.skip))
+            self.names[group.title] = names
+            self.add_class_arguments(group.cls, skip=set(group.skip) | (seen & set(names)), instantiate=False)
+            self._shown.append((group, [name for name in names if name not in seen]))
+            seen |= set(names)
+        self.add_argument("--config", action=ActionConfigFile, help="a YAML file of settings, as --print-config prints")
+        self._flags = {action.dest: action for action in self._actions if action.option_strings}
+
+    def _type(self, name: str) -> Any:
+        action = self._flags[name]
+        return getattr(action, "_typehint", None) or action.type
+
+    def select(self, config: dict[str, Any], title: str) -> dict[str, Any]:
+        """The parameters of one group's class."""
+        return {name: config[name] for name in self.names[title]}
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        raise UserError(message)
+
+    def _spell_out(self, args: Sequence[str]) -> list[str]:
+        """Underscores, values for bare switches, and a word about flags that do not exist."""
+        spelled = []
+        for i, arg in enumerate(args):
+            if not re.match(r"--\w", arg):
+                spelled.append(arg)
+                continue
+            flag, equals, value = arg[2:].partition("=")
+            name = flag.replace("-", "_")
+            if name.startswith("no_") and name not in self._flags and not equals:
+                name, equals, value = name[3:], "=", "false"
+            known = name.split(".")[0]
+            if known not in self._flags and name != "print_config":
+                close = difflib.get_close_matches(known, self._flags, n=1, cutoff=0.5)
+                hint = f"did you mean --{close[0].replace('_', '-')}?" if close else "--help-all lists the flags"
+                raise UserError(f"there is no flag --{flag}; {hint}")
+            following = args[i + 1].lower() if i + 1 < len(args) else "--"
+            bare = not equals and name in self._flags and _allows_bare(self._type(name))
+            if bare and following not in _TRUE_OR_FALSE and not following.lstrip("-").isdigit():
+                equals, value = "=", "true"
+            spelled.append(f"--{name}{equals}{value}")
+        return spelled
+
+    def parse(self, args: Sequence[str]) -> Namespace:
+        """Read a command line."""
+        args = self._spell_out(args)
+        try:
+            config = self.parse_args(args)
+        except UserError as error:
+            raise UserError(self._in_a_line(str(error), args)) from None
+        except Exception as error:
+            raise UserError(self._in_a_line(str(error), args)) from error
+        return config
+
+    def _in_a_line(self, message: str, args: Sequence[str]) -> str:
+        """jsonargparse explains a wrong value at length; a person wants the flag, the value and the type."""
+        key = re.search(r"[Kk]ey \"?'?([\w.]+)", message) or re.search(r"argument -*([\w.-]+)", message)
+        name = key[1].replace("-", "_") if key else ""
+        if name in self._flags and self._type(name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            wanted = describe_type(self._type(name))
+            given = [a.partition("=")[2] or b for a, b in zip(args, [*args[1:], ""]) if a.split("=")[0] == f"--{name}"]
+            if not given or given[-1].startswith("--") or "expected one argument" in message:
+                in_file = re.search(r"[Gg]ot value: (.*)", message)
+                if not in_file:
+                    return f"{flag} needs a value: {wanted}"
+                return f"{name}: {in_file[1]} in the file is not {wanted}"
+            return f"{flag} {given[-1]} is not {wanted}"
+        if key and ("not expected" in message or "is not" in message):
+            close = difflib.get_close_matches(name, self._flags, n=1, cutoff=0.5)
+            return f"there is no setting {name}" + (f"; did you mean {close[0]}?" if close else "")
+        return re.sub(r"\s+", " ", message.removeprefix("error: ")).strip()
+
+    def print_flags(self, everything: bool = False) -> None:
+        """The help: grouped, a line per flag; `everything` adds the rarely used ones and whole texts."""
+        width = shutil.get_terminal_size((100, 24)).columns
+        lines = []
+        for group, names in self._shown:
+            shown = [n for n in names if everything or group.common is None or n in group.common]
+            if not shown:
+                continue
+            lines.append(f"\n{group.title}:")
+            for name in shown:
+                action = self._flags[name]
+                left = f"  --{name.replace('_', '-')} {_type_name(self._type(name))}"
+                text = re.sub(r"\s+", " ", (action.help or "").replace("%%", "%").strip())
+                text = "" if "==SUPPRESS==" in text else text
+                text = re.split(r"(?<=[a-z\d)])[.;] ", text)[0].strip().rstrip(".")
+                if action.default not in (None, inspect.Parameter.empty):
+                    text += f" ({action.default})"
+                if not everything and 34 + len(text) > width:
+                    text = text[: width - 37] + "..."
+                lines.append(f"{left:<33} {text}" if len(left) < 33 else f"{left}\n{'':<33} {text}")
+        print("\n".join(lines))  # noqa: T201

@@ -1,0 +1,35 @@
+"""The MNIST recipe as a LightningModule."""
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from recipes.classification import Classifier
+from recipes.mnist.network import ClassicNet, MNISTNet
+
+__all__ = ["MNISTClassifier"]
+
+
+class MNISTClassifier(Classifier):
+    """Classifies 28 x 28 grey pictures; override `build_network` to train your own network.
+
+    Args:
+        network: "default" is small, fast and exact; "classic" is the two-convolution network of the tutorials.
+    """
+
+    title = "mnist"
+    trainer_defaults: ClassVar[dict[str, Any]] = {"max_epochs": 10}
+
+    example_input_array: Tensor
+
+    def __init__(self, network: Literal["default", "classic"] = "default", lr: float = 0.01, **kwargs: Any) -> None:
+        super().__init__(lr=lr, **kwargs)
+        self.example_input_array = torch.zeros(1, 1, 28, 28)
+
+    @override
+    def build_network(self) -> nn.Module:
+        """Maps floats of shape (batch, 1, 28, 28) to logits of shape (batch, num_classes)."""
+        build = {"default": MNISTNet, "classic": ClassicNet}[self.hparams.network]
+        return build(num_classes=self.hparams.num_classes)

@@ -1,0 +1,180 @@
+"""What all recipes share: optimiser, schedule, exact means, and metrics that never make the device wait."""
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.types import STEP_OUTPUT, OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from callbacks.updates import total_updates
+from datamodules.errors import UserError
+from recipes.optim import SCHEDULES, ScheduleName, build_optimizer, build_scheduler, optimizer_class, parameter_groups
+
+__all__ = ["MeanOverTargets", "Recipe"]
+
+# Our metrics are already the same on every rank; averaging equal numbers over ranks would change the last digit.
+warnings.filterwarnings("ignore", message=r".*sync_dist=True.*")
+
+
+class MeanOverTargets(Metric):
+    """The mean over all targets of all batches and ranks.
+
+    Sums are float64: float32 batch sums add up without rounding there, so the number of ranks does not show.
+    """
+
+    full_state_update = False
+    total: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_dtype(torch.float64)
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    @override
+    def update(self, total: Tensor, count: int | Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            total: the sum over the batch's targets, a scalar.
+            count: how many targets it has.
+        """
+        self.total += total.to(torch.float64)
+        self.count += count
+
+    @override
+    def compute(self) -> Tensor:
+        return (self.total / self.count.clamp(min=1)).float()
+
+
+class Recipe(pl.LightningModule):
+    """The base of every recipe: override `build_network` and `training_step`, and the rest follows.
+
+    `training_step` returns ``{"loss": mean, "count": targets behind that mean}``; a bare mean counts the batch's
+    samples. Nothing here waits for the device during a step: losses add up on it, and are read once per
+    ``log_every_n_steps`` of the Trainer.
+
+    Args:
+        optimizer: any of torch.optim by name, such as sgd, adam or adamw.
+        lr: peak learning rate.
+        weight_decay: for weights; the parameters of norms and biases are exempt.
+        momentum: of optimisers that have it.
+        schedule: shape of the learning rate over the run.
+        fused: one kernel for the whole update; by default where the device has it.
+        channels_last: keep convolutions in the layout that bf16 kernels want.
+    """
+
+    title = "recipe"
+    """Names the run's folder: runs/<title>/."""
+
+    trainer_defaults: dict[str, Any] = {}  # noqa: RUF012
+    """What this recipe's command line sets in the Trainer unless told otherwise, such as ``max_epochs``."""
+
+    monitor = "val/loss"
+    """The score that decides which checkpoint is the best, and whether more is better."""
+    monitor_mode = "min"
+
+    predict_example = "FILE"
+    """What stands behind the options of the predict command that the final table shows."""
+
+    def __init__(
+        self,
+        optimizer: str = "adam",
+        lr: float = 0.001,
+        weight_decay: float = 0.0,
+        momentum: float = 0.9,
+        schedule: ScheduleName = "one_cycle",
+        fused: bool | None = None,
+        channels_last: bool = True,
+    ) -> None:
+        super().__init__()
+        optimizer_class(optimizer)
+        if schedule not in SCHEDULES:
+            raise UserError(f"no schedule {schedule!r}; expected one of {', '.join(SCHEDULES)}")
+        if not lr > 0 or math.isinf(lr):
+            raise UserError(f"learning rate {lr} is not a positive number; pass --lr 0.001")
+        self.save_hyperparameters()
+        self.network = self.build_network()
+        if channels_last:
+            self.network.to(memory_format=torch.channels_last)
+        # (mean, count) of the steps since the last log: references, so a step costs no operation on the device.
+        self._losses: list[tuple[Tensor, int | Tensor]] = []
+        self._log_now = False
+        self.run_config: dict[str, Any] = {}
+
+    def build_network(self) -> nn.Module:
+        """The network to train. It is called in the constructor, when ``self.hparams`` is set."""
+        raise NotImplementedError(f"{type(self).__name__} has to override build_network()")
+
+    @override
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.network(inputs)
+
+    def recipe_callbacks(self) -> Sequence[pl.Callback]:
+        """Callbacks that the command line adds for this recipe."""
+        return ()
+
+    def headline(self, scores: dict[str, float]) -> dict[str, str]:
+        """The rows of the final table that say how good the run is, from all logged scores."""
+        return {name: f"{value:.4f}" for name, value in scores.items()}
+
+    def prediction_rows(self, outputs: Sequence[Any], files: Sequence[str]) -> list[dict[str, Any]]:
+        """A row per prediction, for the table and the file of the predict command, from `predict_step`'s outputs."""
+        raise NotImplementedError(f"{type(self).__name__} has to override prediction_rows()")
+
+    def updates_in_run(self) -> float:
+        """Optimiser steps at which the run ends, known once training has begun."""
+        return total_updates(self.trainer)
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        fused = self.hparams.fused
+        # A fused optimiser under AMP with gradient clipping raises inside Lightning (#21435).
+        if fused is None and getattr(self._trainer, "gradient_clip_val", None):
+            fused = False
+        optimizer = build_optimizer(
+            self.hparams.optimizer,
+            parameter_groups(self, self.hparams.weight_decay),
+            self.hparams.lr,
+            self.hparams.momentum,
+            fused,
+        )
+        scheduler = build_scheduler(optimizer, self.hparams.schedule, self.updates_in_run)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @override
+    def on_train_start(self) -> None:
+        self._losses.clear()
+
+    @override
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        every = self.trainer.log_every_n_steps
+        self._log_now = every > 0 and (self.global_step + 1) % every == 0
+        if self._log_now:
+            # The rate of the update that is about to happen: afterwards the schedule has moved on.
+            self.log("train/lr", optimizer.param_groups[0]["lr"])
+
+    @override
+    def on_train_batch_end(self, outputs: STEP_OUTPUT, batch: Any, batch_idx: int) -> None:
+        if self.trainer.log_every_n_steps > 0 and isinstance(outputs, dict):
+            self._losses.append((outputs["loss"], outputs.get("count", 1)))
+        if self._log_now and self._losses:
+            means, counts = zip(*self._losses, strict=True)
+            weights = torch.stack([torch.as_tensor(count, device=self.device) for count in counts])
+            # A rank whose share of a step is empty has no mean: its loss may be NaN.
+            total = torch.where(weights > 0, torch.stack(means) * weights, 0.0).sum()
+            self.log("train/loss", total / weights.sum().clamp(min=1), batch_size=1, sync_dist=True)
+            self._losses.clear()
+        self._log_now = False
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["config"] = self.run_config
