@@ -130,10 +130,12 @@ class ClassificationPictures(pl.Callback):
             return
         matrix = getattr(pl_module, "confusion_matrix", None)
         names = getattr(pl_module, "class_names", None) or [str(i) for i in range(self._first[1].shape[1])]
-        first, worst = ([part.cpu() for part in parts] for parts in (self._first, self._worst))
-        figures = {f"{stage}/predictions": samples_figure(*first, names, f"{stage}: predictions")}
-        if len(worst[0]):
-            figures[f"{stage}/mistakes"] = samples_figure(*worst, names, f"{stage}: most confident mistakes")
+        figures = {}
+        for name, parts in (("predictions", self._first), ("most confident mistakes", self._worst)):
+            images, logits, targets = (part.cpu() for part in parts)
+            if len(images):
+                figure = samples_figure(images, logits, targets, names, f"{stage}: {name}")
+                figures[f"{stage}/{name.split()[-1]}"] = figure
         if matrix is not None:
             figures[f"{stage}/confusion_matrix"] = confusion_figure(matrix.cpu(), names, f"{stage}: confusion matrix")
         for logger in loggers:

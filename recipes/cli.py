@@ -4,10 +4,12 @@ import csv
 import json
 import logging
 import math
+import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -144,15 +146,24 @@ def _say(message: str) -> None:
         print(message, flush=True)  # noqa: T201
 
 
-def _saved_config(path: str) -> dict[str, Any]:
-    """The settings inside a checkpoint of a recipe."""
+def _load(path: str) -> dict[str, Any]:
+    """A checkpoint, without running code from it."""
     if not Path(path).is_file():
         raise UserError(f"there is no checkpoint {path}")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True).get("config", {})
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{path} is not a readable checkpoint: {reason}") from error
+
+
+@contextmanager
+def _as_user_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Exceptions that a user's settings cause."""
+    try:
+        yield
+    except kinds as error:
+        raise error if isinstance(error, UserError) else UserError(str(error)) from error
 
 
 class _Stopwatch(Callback):
@@ -238,8 +249,10 @@ class _CommandLine:
             parser.add_argument("files", nargs="*")
         checkpoint = self._named_in(args, "resume" if command == "fit" else "ckpt")
         if checkpoint:
-            saved = _saved_config(checkpoint)
+            saved = _load(checkpoint).get("config", {})
             mine = {"name", "run_dir", "resume", "ckpt", "output"}
+            if command != "fit":
+                mine |= {"devices", "num_nodes", "accelerator", "strategy"}  # Those of the machine that trained it.
             parser.set_defaults({k: v for k, v in saved.items() if k in parser._flags and k not in mine})
         namespace = parser.parse(args)
         config = namespace.as_dict()
@@ -248,9 +261,8 @@ class _CommandLine:
             files = config.pop("files")
             config |= {"devices": 1, "num_nodes": 1}
         if command != "fit" and not config["ckpt"]:
-            raise UserError(
-                f"{command} needs a checkpoint; pass --ckpt runs/{self.recipe_class.title}/NAME/checkpoints/last.ckpt"
-            )
+            example = f"runs/{self.recipe_class.title}/NAME/checkpoints/best.ckpt"
+            raise UserError(f"{command} needs a checkpoint; pass --ckpt {example}")
         _quiet()
         self._execute(command, parser, config, files)
 
@@ -272,41 +284,50 @@ class _CommandLine:
         precision, why = resolve_precision(settings.precision, config["accelerator"])
         config["precision"] = precision
         pl.seed_everything(settings.seed, workers=True, verbose=False)
-        folder = self._folder(settings) if command == "fit" and not config["fast_dev_run"] else None
         stopwatch = _Stopwatch()
-        try:
+        with _as_user_errors(ValueError, TypeError, MisconfigurationException):
             data_options = parser.select(config, "Data") | ({"predict_files": files} if files else {})
             data = self.data_class(**data_options)
             recipe = self.recipe_class(**parser.select(config, "Recipe"))
-            recipe.run_config = config
-            trainer = pl.Trainer(
-                **parser.select(config, "Trainer"),
-                precision=precision,  # type: ignore[arg-type]
-                logger=self._loggers(folder, bool(settings.resume)),
-                callbacks=[stopwatch, *self._callbacks(folder, recipe, data, command), *self.callbacks()],
-                default_root_dir=str(folder) if folder else None,
-                enable_autolog_hparams=False,
-                enable_model_summary=False,
-            )
-        except (ValueError, TypeError, MisconfigurationException) as error:
-            raise UserError(str(error)) from error
-        if folder is not None and is_rank_zero():
-            (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-        allocator = ", memory kept between steps" if tuned and trainer.strategy.root_device.type == "cpu" else ""
-        if command != "predict":
-            _say(f"{self.recipe_class.title}: {hardware(trainer)}, precision {precision} ({why}){allocator}")
+        recipe.run_config = config
+        folder = self._folder(settings) if command == "fit" and not config["fast_dev_run"] else None
         try:
-            if command == "fit":
-                self._fit(trainer, recipe, data, folder, settings, stopwatch, config)
-            elif command == "predict":
-                outputs = trainer.predict(recipe, data, ckpt_path=settings.ckpt, weights_only=True)
-                self._show_predictions(recipe.prediction_rows(outputs or [], files), settings.output)
-            else:
-                evaluate = trainer.validate if command == "validate" else trainer.test
-                scores = evaluate(recipe, data, ckpt_path=settings.ckpt, weights_only=True, verbose=False)
-                self._show_scores(scores[0], settings)
-        except MisconfigurationException as error:
-            raise UserError(str(error)) from error
+            with _as_user_errors(ValueError, TypeError, MisconfigurationException):
+                trainer = pl.Trainer(
+                    **parser.select(config, "Trainer"),
+                    precision=precision,  # type: ignore[arg-type]
+                    logger=self._loggers(folder, settings.resume),
+                    callbacks=[stopwatch, *self._callbacks(folder, recipe, data), *self.callbacks()],
+                    default_root_dir=str(folder) if folder else None,
+                    enable_autolog_hparams=False,
+                    enable_model_summary=False,
+                )
+            if folder is not None and is_rank_zero():
+                (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+            kept = ", memory kept between steps" if tuned and trainer.strategy.root_device.type == "cpu" else ""
+            if command != "predict":
+                _say(f"{self.recipe_class.title}: {hardware(trainer)}, precision {precision} ({why}){kept}")
+            with _as_user_errors(MisconfigurationException):
+                if command == "fit":
+                    self._fit(trainer, recipe, data, folder, settings, stopwatch, config)
+                elif command == "predict":
+                    outputs = trainer.predict(recipe, data, ckpt_path=settings.ckpt, weights_only=True)
+                    self._show_predictions(recipe.prediction_rows(outputs or [], files), settings.output)
+                else:
+                    evaluate = trainer.validate if command == "validate" else trainer.test
+                    scores = evaluate(recipe, data, ckpt_path=settings.ckpt, weights_only=True, verbose=False)
+                    self._show_scores(dict(scores[0]), settings)
+        except UserError:
+            if folder is not None and is_rank_zero() and not (folder / "checkpoints").exists():
+                shutil.rmtree(folder)  # Nothing was learnt: leave no empty run behind.
+            raise
+        except RuntimeError as error:
+            if "Error(s) in loading state_dict" not in str(error):
+                raise
+            first = str(error).splitlines()[1].strip()
+            raise UserError(
+                f"{settings.resume or settings.ckpt} holds another network than this one: {first[:200]}"
+            ) from error
 
     def _folder(self, settings: RunSettings) -> Path:
         """The run's folder, made by this call: a second run never writes into the first one's."""
@@ -328,24 +349,25 @@ class _CommandLine:
         raise AssertionError
 
     @staticmethod
-    def _loggers(folder: Path | None, resuming: bool) -> list[Logger] | bool:
+    def _loggers(folder: Path | None, resume: str | None) -> list[Logger] | bool:
         if folder is None:
             return False
-        metrics_file, rows = folder / "metrics.csv", []
-        if resuming and metrics_file.is_file():
+        rows: list[dict[str, Any]] = []
+        metrics_file = folder / "metrics.csv"
+        if resume and metrics_file.is_file():
+            done = _load(resume)["global_step"]
             with metrics_file.open(newline="") as file:
-                rows = [{k: v for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
+                rows = [{k: v for k, v in row.items() if v} for row in csv.DictReader(file) if int(row["step"]) < done]
         csv_logger = CSVLogger(str(folder), name="", version="")
         if is_rank_zero() and rows:
-            # The logger begins with an empty file; what the interrupted run wrote stays in front.
+            # The logger begins with an empty file; what was logged up to the checkpoint stays in front.
             csv_logger.experiment.metrics.extend(rows)
             csv_logger.save()
         graph = TensorBoardLogger(str(folder), name="", version="", log_graph=True, default_hp_metric=False)
         return [graph, csv_logger]
 
-    def _callbacks(
-        self, folder: Path | None, recipe: Recipe, data: pl.LightningDataModule, command: str
-    ) -> list[Callback]:
+    @staticmethod
+    def _callbacks(folder: Path | None, recipe: Recipe, data: pl.LightningDataModule) -> list[Callback]:
         callbacks: list[Callback] = [RunProgress(), *recipe.recipe_callbacks()]
         if folder is not None:
             validates = getattr(data.hparams, "val_fraction", 1) > 0
@@ -446,6 +468,7 @@ class _CommandLine:
         )
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
+                logger.log_graph(recipe)
                 plain = {k: v for k, v in config.items() if isinstance(v, (int, float, str, bool))}
                 final = {k: v for k, v in scores.items() if "_class_" not in k and math.isfinite(v)}
                 logger.log_hyperparams(plain, {f"final/{k}": v for k, v in final.items()})

@@ -129,7 +129,11 @@ class FlagParser(ArgumentParser):
             bare = not equals and name in self._flags and _allows_bare(self._type(name))
             if bare and following not in _TRUE_OR_FALSE and not following.lstrip("-").isdigit():
                 equals, value = "=", "true"
-            spelled.append(f"--{name}{equals}{value}")
+            spelled += ["--config", value] if name == "config" and equals else [f"--{name}{equals}{value}"]
+        # jsonargparse lets the last one win; here the command line wins over the file, wherever the file is named.
+        files = [i for i, arg in enumerate(spelled) if arg == "--config" and i + 1 < len(spelled)]
+        for i in reversed(files):
+            spelled[:0] = [spelled.pop(i), spelled.pop(i)]
         return spelled
 
     def parse(self, args: Sequence[str]) -> Namespace:
@@ -157,9 +161,13 @@ class FlagParser(ArgumentParser):
                     return f"{flag} needs a value: {wanted}"
                 return f"{name}: {in_file[1]} in the file is not {wanted}"
             return f"{flag} {given[-1]} is not {wanted}"
-        if key and ("not expected" in message or "is not" in message):
-            close = difflib.get_close_matches(name, self._flags, n=1, cutoff=0.5)
-            return f"there is no setting {name}" + (f"; did you mean {close[0]}?" if close else "")
+        if missing := re.search(r"File does not exist: '?([^'\n]*)", message):
+            return f"there is no file {missing[1]}"
+        if unknown := re.search(r"Option '([^']+)' is not accepted", message):
+            close = difflib.get_close_matches(unknown[1], self._flags, n=1, cutoff=0.5)
+            return f"there is no setting {unknown[1]}" + (f"; did you mean {close[0]}?" if close else "")
+        if problem := re.search(r"Problems parsing config: (.*)", message, re.DOTALL):
+            return "the file of settings cannot be read: " + re.sub(r"\s+", " ", problem[1]).strip()
         return re.sub(r"\s+", " ", message.removeprefix("error: ")).strip()
 
     def print_flags(self, everything: bool = False) -> None:

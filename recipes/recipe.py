@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -75,7 +75,7 @@ class Recipe(pl.LightningModule):
     title = "recipe"
     """Names the run's folder: runs/<title>/."""
 
-    trainer_defaults: dict[str, Any] = {}  # noqa: RUF012
+    trainer_defaults: ClassVar[dict[str, Any]] = {}
     """What this recipe's command line sets in the Trainer unless told otherwise, such as ``max_epochs``."""
 
     monitor = "val/loss"
@@ -85,11 +85,13 @@ class Recipe(pl.LightningModule):
     predict_example = "FILE"
     """What stands behind the options of the predict command that the final table shows."""
 
+    hparams: Any  # type: ignore[assignment]
+
     def __init__(
         self,
-        optimizer: str = "adam",
+        optimizer: str = "adamw",
         lr: float = 0.001,
-        weight_decay: float = 0.0,
+        weight_decay: float = 0.01,
         momentum: float = 0.9,
         schedule: ScheduleName = "one_cycle",
         fused: bool | None = None,
@@ -150,13 +152,17 @@ class Recipe(pl.LightningModule):
         scheduler = build_scheduler(optimizer, self.hparams.schedule, self.updates_in_run)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    @property
+    def _log_every(self) -> int:
+        return self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+
     @override
     def on_train_start(self) -> None:
         self._losses.clear()
 
     @override
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        every = self.trainer.log_every_n_steps
+        every = self._log_every
         self._log_now = every > 0 and (self.global_step + 1) % every == 0
         if self._log_now:
             # The rate of the update that is about to happen: afterwards the schedule has moved on.
@@ -164,7 +170,7 @@ class Recipe(pl.LightningModule):
 
     @override
     def on_train_batch_end(self, outputs: STEP_OUTPUT, batch: Any, batch_idx: int) -> None:
-        if self.trainer.log_every_n_steps > 0 and isinstance(outputs, dict):
+        if self._log_every > 0 and isinstance(outputs, dict):
             self._losses.append((outputs["loss"], outputs.get("count", 1)))
         if self._log_now and self._losses:
             means, counts = zip(*self._losses, strict=True)

@@ -30,6 +30,10 @@ def flops_per_sample(module: pl.LightningModule) -> int | None:
     example = module.example_input_array
     if not isinstance(example, torch.Tensor):
         return None
+    if example.is_floating_point():
+        # precision 64-true and 16-true change the weights' type.
+        example = example.to(next(module.parameters()).dtype)
+        module.example_input_array = example
     training = module.training
     module.eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
