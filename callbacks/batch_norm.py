@@ -1,0 +1,225 @@
+"""Batch normalisation over several processes, for layers that already exist.
+
+torch's SyncBatchNorm runs on accelerators only, is a class of its own, and turning it back loses the class and the mode
+of a layer. Here a layer changes its class in place and nothing else: parameters, buffers, hooks, mode and name stay,
+``isinstance(layer, nn.BatchNorm2d)`` stays true, and copies and pickles of it are plain layers.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
+
+__all__ = ["average_statistics", "combine_moments", "restore", "synchronise"]
+
+
+def combine_moments(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, biased variance and count of a whole from those of its parts (Chan, Golub and LeVeque, 1979).
+
+    Args:
+        parts: (part, 2 * channels + 1): means, biased variances and the number of values. Parts may be empty.
+
+    Example:
+        >>> combine_moments(torch.tensor([[1.0, 0.0, 1.0], [4.0, 1.0, 2.0], [0.0, 0.0, 0.0]]))
+        (tensor([3.]), tensor([2.6667]), tensor(3.))
+    """
+    means, variances, counts = parts.split([(parts.shape[1] - 1) // 2] * 2 + [1], dim=1)
+    total = counts.sum()
+    shares = counts / total.clamp(min=1)
+    mean = (shares * means).sum(0)
+    return mean, (shares * (variances + (means - mean) ** 2)).sum(0), total
+
+
+def _local_moments(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What one process adds to `combine_moments`, in float64 so that combining adds no rounding."""
+    channels = x.shape[1]
+    if x.numel() == 0:
+        return torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
+    # The kernel behind nn.BatchNorm, 4 to 25 times faster than torch.var_mean; the discarded buffers set its precision.
+    buffers = torch.zeros(2, channels, dtype=dtype, device=x.device)
+    mean, variance = torch.batch_norm_update_stats(x, buffers[0], buffers[1], 0.0)
+    return torch.cat(
+        [mean.double(), variance.double(), mean.new_full((1,), x.numel() // channels, dtype=torch.float64)]
+    )
+
+
+class _SynchronisedFunction(torch.autograd.Function):
+    """Normalises with the statistics of a group: one all-gather forwards, one all-reduce backwards.
+
+    The gradients of weight and bias are this process's part, as everywhere under DDP, which averages them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running: tuple[Tensor, Tensor] | None,
+        momentum: float,
+        eps: float,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        moments = _local_moments(x, dtype)
+        parts = [torch.empty_like(moments) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, moments, group)
+        mean, variance, total = combine_moments(torch.stack(parts))
+        if total == 1:
+            raise ValueError(
+                "batch normalisation found 1 value per channel in the whole group, expected 2 or more: "
+                "pass drop_last=True or a larger batch size"
+            )
+        if running is not None and total > 0:
+            running[0].lerp_(mean.to(running[0].dtype), momentum)
+            running[1].lerp_((variance * (total / (total - 1))).to(running[1].dtype), momentum)
+        mean, variance = mean.to(dtype), variance.to(dtype)
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.eps, ctx.group, ctx.total = eps, group, max(total.item(), 1)
+        if x.numel() == 0:
+            return torch.empty_like(x)
+        weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
+        return F.batch_norm(x, mean, variance, weight, bias, eps=eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, variance = ctx.saved_tensors
+        grad_input = None
+        sums = torch.zeros(2, len(mean), dtype=torch.float64, device=x.device)
+        if x.numel() > 0:
+            # In evaluation mode the kernel yields sum(dy * x_hat) and sum(dy), in one pass over x and dy.
+            _, by_x_hat, plain = torch.ops.aten.native_batch_norm_backward(
+                grad_output, x, None, mean, variance, None, None, False, ctx.eps, [False, True, True]
+            )
+            sums = torch.stack([by_x_hat, plain]).double()
+        grad_weight = sums[0].to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = sums[1].to(weight.dtype) if ctx.needs_input_grad[2] else None
+        if ctx.needs_input_grad[0]:
+            # A process without samples has nothing to add, but the others wait for it.
+            sums = sums.clone()
+            dist.all_reduce(sums, group=ctx.group)
+            scale = (variance + ctx.eps).rsqrt()
+            scale = scale if weight is None else scale * weight.to(scale.dtype)
+            slope, shift = (-scale * sums / ctx.total).to(scale.dtype)
+            grad_input = torch.empty_like(x)
+            if x.numel() > 0:
+                # dx = scale * (dy - mean(dy) - x_hat * mean(dy * x_hat)), in two calls of a kernel that is fast and
+                # accurate for half-precision activations too, where plain products are 5 times slower.
+                projection = F.batch_norm(x, mean, variance, slope, shift, eps=ctx.eps)
+                unit = torch.ones_like(mean)
+                grad_input = F.batch_norm(grad_output, unit - 1, unit, scale, eps=0.0).add_(projection)
+        return grad_input, grad_weight, grad_bias, None, None, None, None
+
+
+class _Synchronised(_BatchNorm):
+    """The second base of the classes that `synchronise` makes."""
+
+    original: ClassVar[type[_BatchNorm]]
+    process_group: ClassVar[dist.ProcessGroup | None]
+    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
+
+    @override
+    @torch.compiler.disable  # a collective inside an autograd function; the layers around it compile
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        if input.device.type != "cpu":
+            # torch's layer sends the statistics of an empty half-precision batch in half, the other ranks in float32.
+            empty = input.float() if input.numel() == 0 and input.dtype != torch.float64 else input
+            return nn.SyncBatchNorm.forward(self, empty).to(input.dtype)  # type: ignore[arg-type]
+        self._check_input_dim(input)
+        momentum = self.momentum
+        running = None
+        if self.track_running_stats and self.running_mean is not None:
+            assert self.running_var is not None
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+            momentum = 1.0 / self.num_batches_tracked.item() if momentum is None else momentum
+            running = (self.running_mean, self.running_var)
+        output: Tensor = _SynchronisedFunction.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, running, momentum, self.eps, self.process_group
+        )
+        return output
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy (a moving average of the weights, a pickled model) takes part in no collective: it is a plain layer.
+        reduced: Any = super().__reduce_ex__(protocol)
+        return object.__new__, (self.original,), *reduced[2:]
+
+
+def _synchronised_class(cls: type[_BatchNorm], process_group: dist.ProcessGroup | None) -> type[_BatchNorm]:
+    if cls.forward is not _BatchNorm.forward and "__class__" not in cls.forward.__code__.co_freevars:
+        raise TypeError(
+            f"{cls.__name__}.forward normalises by itself, so it cannot be synchronised: "
+            "let it call super().forward(input), or use torch's class"
+        )
+    # Ours comes behind the user's class and before _BatchNorm, where forward() and super().forward() end.
+    attributes = {"original": cls, "process_group": process_group}
+    return type(f"Synchronised{cls.__name__}", (cls, _Synchronised), attributes)
+
+
+def synchronise(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+    """Makes every batch normalisation layer of a module normalise over a process group, in place; `restore` undoes it.
+
+    CUDA and other accelerators run torch's kernels, the CPU ours. Batch sizes may differ between processes and be
+    zero on some. Layers in evaluation mode keep using their running statistics. Each process must call the layers in
+    the same order.
+
+    Args:
+        process_group: all processes if None.
+
+    Raises:
+        TypeError: a subclass normalises in a `forward` of its own.
+
+    Example:
+        >>> net = nn.Sequential(nn.BatchNorm2d(3))
+        >>> synchronise(net)
+        >>> type(net[0]).__name__, isinstance(net[0], nn.BatchNorm2d)
+        ('SynchronisedBatchNorm2d', True)
+        >>> restore(net)
+        >>> type(net[0]).__name__
+        'BatchNorm2d'
+    """
+    done = (_Synchronised, nn.SyncBatchNorm)
+    layers = [m for m in module.modules() if isinstance(m, _BatchNorm) and not isinstance(m, done)]
+    classes = {cls: _synchronised_class(cls, process_group) for cls in {type(layer) for layer in layers}}
+    for layer in layers:
+        layer.__class__ = classes[type(layer)]  # type: ignore[assignment]
+
+
+def restore(module: nn.Module) -> None:
+    """Gives the layers that `synchronise` changed their classes back."""
+    for layer in module.modules():
+        if isinstance(layer, _Synchronised):
+            layer.__class__ = layer.original  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def average_statistics(module: nn.Module) -> None:
+    """Replaces the running statistics of batch normalisation layers by their means over all processes, in place.
+
+    Every process must call it; one all-reduce in all. The mean over processes is taken as the running mean is over
+    time: means of means, means of variances. That commutes with the running update, so a run learns the same however
+    often it is evaluated or saved; adding the variance between the processes' means would not.
+
+    DDP overwrites all statistics with those of rank 0 before each forward pass, so under plain DDP pass
+    ``broadcast_buffers=False``, or only the last step of the other ranks enters. ``SyncBN(group_size=1)`` does both.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    buffers = [b for layer in layers for b in (layer.running_mean, layer.running_var) if b is not None]
+    if not buffers:
+        return
+    # In float64 the mean of equal float32 numbers is that number, for any number of processes.
+    flat = torch.cat([buffer.double() for buffer in buffers])
+    dist.all_reduce(flat)
+    for buffer, mean in zip(buffers, (flat / dist.get_world_size()).split([len(b) for b in buffers]), strict=True):
+        buffer.copy_(mean)

@@ -1,0 +1,77 @@
+"""Lengths of time that carry their unit: ``"500 steps"``, ``"2 epochs"``, ``"5%"``, or an int of steps."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Duration"]
+
+_PATTERN = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(steps?|epochs?|%)?")
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training in optimiser steps, epochs or per cent of the run.
+
+    Args:
+        value: how many of the unit.
+        unit: a step is one update of the weights, whatever the number of micro-batches it was accumulated from.
+    """
+
+    value: float
+    unit: Literal["steps", "epochs", "%"]
+
+    @classmethod
+    def parse(cls, text: "int | str | Duration") -> "Duration":
+        """Read a duration as users write it.
+
+        Raises:
+            ValueError: it is neither an int of steps nor a number with a unit.
+
+        Example:
+            >>> Duration.parse("2 epochs")
+            Duration(value=2.0, unit='epochs')
+            >>> Duration.parse(500) == Duration.parse("500 steps") == Duration.parse("500")
+            True
+        """
+        if isinstance(text, Duration):
+            return text
+        match = _PATTERN.fullmatch(str(text).strip().lower()) if type(text) in (int, str) else None
+        if match is None:
+            raise ValueError(f'cannot read {text!r} as a duration: write "500 steps", "2 epochs", "5%" or 500 (steps)')
+        value, unit = float(match[1]), (match[2] or "steps")[:4]
+        if unit == "%":
+            if value > 100:
+                raise ValueError(f"{text!r} is longer than the run: expected 0% to 100%")
+            return cls(value, "%")
+        if unit == "step":
+            if value != int(value):
+                raise ValueError(f'{text!r} is not a whole number of steps: write "{math.ceil(value)} steps"')
+            return cls(value, "steps")
+        return cls(value, "epochs")
+
+    def to_steps(self, steps_per_epoch: float, total_steps: float) -> int:
+        """The duration in steps, rounded up, so that only a duration of zero has no step.
+
+        Args:
+            steps_per_epoch: updates of an epoch; infinite where the loader has no length.
+            total_steps: updates of the run; infinite where nothing ends it.
+
+        Raises:
+            ValueError: the unit has no length in this run.
+
+        Example:
+            >>> Duration.parse("5%").to_steps(steps_per_epoch=100, total_steps=1010)
+            51
+        """
+        scale = {"steps": 1.0, "epochs": steps_per_epoch, "%": total_steps / 100}[self.unit]
+        if math.isinf(scale) and self.value:
+            reason = "the loader has no length" if self.unit == "epochs" else "the run has no end"
+            raise ValueError(f'"{self}" is unknown because {reason}: write the duration in steps, such as "500 steps"')
+        # Without rounding, 7 % of 100 steps would be 7.000000000000001, and eight steps.
+        return math.ceil(round(self.value * scale, 6)) if self.value else 0
+
+    def __str__(self) -> str:
+        number = int(self.value) if self.value == int(self.value) else self.value
+        return f"{number}{'' if self.unit == '%' else ' '}{self.unit}"

@@ -1,0 +1,274 @@
+"""Random numbers that a rerun and a resumed run draw again, and that differ between ranks.
+
+Lightning gives every rank the same generator state, so that dropout masks are equal on all of them, and stores no
+generator state in checkpoints. Here the state is an address: before each step the generators are seeded from
+``(seed, rank, update, micro-batch)``. Nothing has to be stored, and nothing drawn in between can shift what follows.
+"""
+
+import os
+import random
+import re
+import secrets
+import traceback
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+from typing_extensions import override
+
+from datamodules.randomness import derive_seed
+
+__all__ = ["SeedControl", "explain_nondeterminism", "seed_generators", "seed_torch"]
+
+
+def seed_torch(seed: int, device: torch.device | None = None) -> None:
+    """Seeds torch's global generators of the CPU and of one accelerator.
+
+    About 1 microsecond, and no device synchronisation: a CUDA generator's state lives on the host. `torch.manual_seed`
+    takes 100, since it asks for every kind of device that there might be.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device is not None and device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+
+
+def seed_generators(seed: int, device: torch.device | None = None) -> None:
+    """Seeds the global generators of Python, NumPy and torch, in about 8 microseconds.
+
+    Example:
+        >>> seed_generators(5)
+        >>> first = torch.rand(2)
+        >>> seed_generators(5)
+        >>> bool((first == torch.rand(2)).all())
+        True
+    """
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    seed_torch(seed, device)
+
+
+# The seed of a step is also what is asked for right before it, between steps.
+_derive_seed = lru_cache(maxsize=1)(derive_seed)
+
+
+def explain_nondeterminism(exception: BaseException, pl_module: nn.Module) -> str | None:
+    """What to do about torch's complaint about an operation without deterministic form; None for other exceptions."""
+    found = re.match(r"(.+?) does not have a deterministic implementation", str(exception))
+    if not found:
+        return None
+    names = {id(module): name for name, module in pl_module.named_modules()}
+    objects = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(exception.__traceback__)]
+    layers = [o for o in objects if isinstance(o, nn.Module) and names.get(id(o))]
+    where = f" in layer {names[id(layers[-1])]!r} ({type(layers[-1]).__name__})" if layers else ""
+    return (
+        f"SeedControl(deterministic=True): the first operation without a deterministic form is {found[1]!r}{where}. "
+        "Replace it, or pass deterministic=False."
+    )
+
+
+def _set_environment(seed: int) -> Callable[[], None]:
+    """Tells Lightning the seed for its `DistributedSampler` and to seed workers by rank; returns how to undo it."""
+    settings = {"PL_GLOBAL_SEED": str(seed & 0xFFFFFFFF), "PL_SEED_WORKERS": "1"}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+
+    def undo() -> None:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+    return undo
+
+
+def _set_determinism(deterministic: bool, benchmark: bool | None) -> Callable[[], None]:
+    """Sets torch's switches, leaving alone what is not asked for; returns how to undo it."""
+    enabled, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    cudnn = torch.backends.cudnn
+    before = cudnn.deterministic, cudnn.benchmark
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        cudnn.deterministic = True
+    if deterministic or benchmark is not None:
+        cudnn.benchmark = bool(benchmark)
+
+    def undo() -> None:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        cudnn.deterministic, cudnn.benchmark = before
+
+    return undo
+
+
+class SeedControl(pl.Callback):
+    """Makes random numbers a function of the seed and the place in the run: equal on a rerun, different on each rank.
+
+    - Constructing it seeds all generators, as ``torch.manual_seed(seed)`` does. Build it before the module and the
+      initial weights repeat. It does so again before ``setup`` and ``configure_model``, alike on all ranks; and DDP
+      sends rank 0's weights to every rank in any case.
+    - Each training step draws from (seed, rank, update, micro-batch), the last counted within the epoch. What torch
+      draws between two steps has its own address. So a rerun, or a resume at any point, draws the same numbers.
+    - Each evaluation step draws from (seed, loader, number of the batch over all ranks). Training after a validation
+      draws what it would have drawn without it.
+    - Before each epoch the generators are seeded alike on all ranks, so that samplers whose indices Lightning deals to
+      the ranks agree on the order; workers of a `DataLoader` get a seed for each epoch, rank and worker.
+
+    It costs about 25 microseconds a step and never waits for the device.
+
+    Three limits. A data set that draws from global generators depends on the number of workers. A stock `DataLoader`
+    starts its order anew on a resume. Data that are addressed by sample (`datamodules`) have neither fault. In a batch
+    transfer hook the first batch of an epoch draws alike on all ranks.
+
+    Runs on: construction, `setup`, `on_fit_start`, `on_sanity_check_end`, `on_train_start`, `on_train_epoch_start`,
+    `on_train_batch_start`, `on_train_batch_end`, around validation, the start of each evaluation batch. What it set
+    in torch and the environment is put back in `teardown` and `on_exception`.
+
+    Args:
+        seed: 0 or greater. None draws one, shares rank 0's with all ranks and records it in ``seed``, the checkpoint
+            and the loggers; a resumed run goes on with the checkpoint's.
+        deterministic: stop at the first operation that has no deterministic form, and name it.
+        benchmark: let cuDNN pick algorithms by timing them. None leaves it as it is, or off if `deterministic`.
+
+    Raises:
+        ValueError: a negative seed, or `benchmark` together with `deterministic`.
+
+    Example:
+        >>> seeds = SeedControl(seed=1)  # before the module
+        >>> model = nn.Linear(2, 2)
+        >>> trainer = pl.Trainer(callbacks=[seeds], logger=False, accelerator="cpu")
+    """
+
+    def __init__(self, seed: int | None = 1, deterministic: bool = False, benchmark: bool | None = None) -> None:
+        if seed is not None and seed < 0:
+            raise ValueError(f"seed={seed} is negative: pass 0 or greater, or None to draw one")
+        if deterministic and benchmark:
+            raise ValueError(
+                "benchmark=True picks algorithms by time, which varies: pass deterministic=False or drop it"
+            )
+        self.seed = secrets.randbits(32) if seed is None else seed
+        self.deterministic = deterministic
+        self.benchmark = benchmark
+        self._drawn = seed is None
+        self._device = torch.device("cpu")
+        self._before_validation: tuple[Any, Any] = ((), ())
+        self._undo: list[Callable[[], None]] = []
+        if deterministic:
+            # cuBLAS reads it once, when it is first used: set-up would be too late, and taking it back has no effect.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        self._seed_initial_weights()
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._drawn:
+            self.seed = trainer.strategy.broadcast(self.seed)
+            rank_zero_info(f"SeedControl drew seed {self.seed}; pass seed={self.seed} to repeat this run")
+        self._device = trainer.strategy.root_device
+        self._restore_settings()
+        self._undo = [_set_environment(self.seed), _set_determinism(self.deterministic, self.benchmark)]
+        self._seed_initial_weights()
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._drawn:
+            for logger in trainer.loggers:
+                logger.log_hyperparams({"seed": self.seed})
+        self._seed("epoch", trainer.current_epoch)
+
+    @override
+    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._seed("epoch", trainer.current_epoch)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._seed_between_steps(trainer)
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Also seeds the loader's iterator, which Lightning makes right after this hook (before it, in the first epoch).
+        self._seed("epoch", trainer.current_epoch)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        seed_generators(self._seed_of_step(trainer, batch_idx), self._device)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._seed_between_steps(trainer)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._before_validation = random.getstate(), np.random.get_state()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        python, numpy = self._before_validation
+        random.setstate(python)
+        np.random.set_state(numpy)
+        self._seed_between_steps(trainer)
+
+    def _on_evaluation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._seed("evaluate", dataloader_idx, batch_idx * trainer.world_size + trainer.global_rank)
+
+    on_validation_batch_start = _on_evaluation_batch_start
+    on_test_batch_start = _on_evaluation_batch_start
+    on_predict_batch_start = _on_evaluation_batch_start
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self.seed}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict["seed"]
+        if saved == self.seed:
+            return
+        if self._drawn:
+            self.seed = saved
+            rank_zero_info(f"SeedControl goes on with seed {saved} of the checkpoint")
+        else:
+            rank_zero_warn(
+                f"SeedControl found seed {saved} in the checkpoint and expected {self.seed}: what is drawn from now on "
+                f"differs from the run that wrote it; pass seed={saved} to go on alike"
+            )
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._restore_settings()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self.deterministic and (note := explain_nondeterminism(exception, pl_module)):
+            exception.add_note(note)
+        self._restore_settings()
+
+    def _seed(self, *address: int | str) -> None:
+        seed_generators(derive_seed(self.seed, *address), self._device)
+
+    def _seed_between_steps(self, trainer: pl.Trainer) -> None:
+        """For loading and transferring the next batch, whatever was drawn before. Torch only: the others cost more."""
+        next_batch = trainer.fit_loop.epoch_loop.batch_idx + 1
+        seed_torch(self._seed_of_step(trainer, next_batch) ^ 1, self._device)
+
+    def _seed_of_step(self, trainer: pl.Trainer, batch_idx: int) -> int:
+        return _derive_seed(self.seed, "step", trainer.global_rank, trainer.global_step, batch_idx)
+
+    def _seed_initial_weights(self) -> None:
+        seed_generators(self.seed)
+        torch.manual_seed(self.seed)
+
+    def _restore_settings(self) -> None:
+        while self._undo:
+            self._undo.pop()()

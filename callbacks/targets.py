@@ -1,0 +1,67 @@
+"""The number of targets behind a mean loss: what `training_step` says, else the size of the batch."""
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+__all__ = ["count_targets", "observe_counts", "sum_over_ranks"]
+
+
+def count_targets(output: Any, batch: Any) -> int | Tensor:
+    """The ``count`` that a step returned beside its loss, else the number of samples in the batch.
+
+    Raises:
+        ValueError: the step gave no count, and the batch is of a kind whose size nobody can tell.
+
+    Example:
+        >>> count_targets({"loss": torch.tensor(0.5), "count": 7}, batch=torch.zeros(3, 10))
+        7
+        >>> count_targets(torch.tensor(0.5), batch=torch.zeros(3, 10))
+        3
+    """
+    count = output.get("count") if isinstance(output, Mapping) else None
+    if count is not None:
+        return count
+    try:
+        return extract_batch_size(batch)
+    except MisconfigurationException as error:
+        raise ValueError(
+            f"cannot tell how many targets a batch of type {type(batch).__name__} holds: return"
+            ' {"loss": loss, "count": number_of_targets} from training_step'
+        ) from error
+
+
+def observe_counts(pl_module: pl.LightningModule, tell: Callable[[int | Tensor], None]) -> Callable[[], None]:
+    """Hand the count of each `training_step` to `tell` until the function returned here is called.
+
+    The method is wrapped on the instance, because no hook sees its output before the backward pass.
+    """
+    original, inherited = pl_module.training_step, "training_step" not in vars(pl_module)
+
+    @wraps(original)
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        tell(count_targets(output, args[0] if args else next(iter(kwargs.values()))))
+        return output
+
+    def restore() -> None:
+        if inherited:
+            del pl_module.training_step
+        else:
+            pl_module.training_step = original  # type: ignore[method-assign]
+
+    pl_module.training_step = training_step  # type: ignore[method-assign]
+    return restore
+
+
+def sum_over_ranks(count: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The counts of all ranks added up, without waiting for the device; `Strategy.reduce` would add a barrier."""
+    total = count.clone() if isinstance(count, Tensor) else torch.full((), count, device=device, dtype=dtype)
+    torch.distributed.all_reduce(total)
+    return total

@@ -1,0 +1,399 @@
+"""The rates with which the optimiser really steps, recorded inside its step, follow a closed form."""
+
+import csv
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.warmup_lr import Kind, WarmupLR, batch_size_scale, warmup_factor
+
+KINDS: list[Kind] = ["linear", "cosine", "exponential", "constant"]
+
+
+class Recorder(torch.optim.SGD):
+    """SGD that notes the rates of each real step.
+
+    Like many optimisers it calls its parent's step, which runs the hooks a second time once a plain SGD was made.
+    """
+
+    used: list[list[float]]
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert "hooked" in vars(torch.optim.SGD.step)
+        result = super().step(closure)
+        self.__dict__.setdefault("used", []).append([float(group["lr"]) for group in self.param_groups])
+        return result
+
+
+torch.optim.SGD([torch.zeros(1)])
+
+
+class Model(pl.LightningModule):
+    """A linear model whose optimiser steps with a rate of 1, or as `schedule` says."""
+
+    def __init__(
+        self, schedule: Callable[[torch.optim.Optimizer], Any] | None = None, lr: float | Tensor = 1.0
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(4, 2)
+        self.other = nn.Linear(4, 2)
+        self.schedule, self.lr, self.explodes = schedule, lr, frozenset[int]()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = 1e-6 * (self.layer(batch[0]) + self.other(batch[0])).square().mean()
+        self.log("loss", loss)
+        return loss * (math.inf if self.global_step in self.explodes else 1.0)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = Recorder(self.layer.parameters(), lr=self.lr)
+        if self.schedule is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.schedule(optimizer)} | SCHEDULER}
+
+    @property
+    def used(self) -> list[float]:
+        """The rate of the first group at each real step."""
+        return [rates[0] for rates in self.trainer.optimizers[0].used]  # type: ignore[attr-defined]
+
+
+SCHEDULER = {"interval": "step", "monitor": "loss", "strict": False}
+
+
+def train(model: pl.LightningModule, *callbacks: pl.Callback, ckpt_path: Any = None, **options: Any) -> pl.Trainer:
+    """Fit on 40 samples, in 10 batches of 4."""
+    loader = DataLoader(TensorDataset(torch.linspace(-1, 1, 160).view(40, 4)), batch_size=4)
+    settings = {"max_epochs": 2, "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    silent = {"enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(callbacks=list(callbacks), **(settings | silent | options))  # type: ignore[arg-type]
+    trainer.fit(model, loader, ckpt_path=ckpt_path)
+    return trainer
+
+
+def curve(length: int, steps: int, kind: Kind = "linear", start_factor: float = 0.01) -> list[float]:
+    return [warmup_factor(step / length, kind, start_factor) for step in range(steps)]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads only get in each other's way on models this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@given(st.sampled_from(KINDS), st.floats(0.001, 1), st.floats(0, 1), st.floats(0, 1))
+def test_every_curve_rises_from_its_start_to_one(kind: Kind, start: float, left: float, right: float) -> None:
+    early, late = (warmup_factor(progress, kind, start) for progress in sorted((left, right)))
+    assert start * (1 - 1e-12) <= early <= late * (1 + 1e-12) <= 1 + 1e-9
+    assert warmup_factor(0, kind, start) == pytest.approx(start)
+    assert warmup_factor(1, kind, start) == 1
+
+
+@given(st.sampled_from(["linear", "sqrt", None]), st.integers(1, 10**5), st.integers(1, 10**5), st.integers(1, 10**5))
+def test_scaling_by_way_of_another_batch_size_is_scaling_at_once(scale: Any, a: int, b: int, c: int) -> None:
+    assert batch_size_scale(a, b, scale) * batch_size_scale(b, c, scale) == pytest.approx(batch_size_scale(a, c, scale))
+    assert batch_size_scale(a, a, scale) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rates_used_follow_the_curve_and_the_optimiser_keeps_the_schedules_own(kind: Kind) -> None:
+    trainer = train(model := Model(), WarmupLR("8 steps", kind=kind, start_factor=0.1))
+    assert model.used == curve(8, 20, kind, 0.1)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 1
+
+
+@pytest.mark.parametrize(("duration", "length"), [(5, 5), ("5 steps", 5), ("1.5 epochs", 15), ("25%", 5), ("0%", 0)])
+def test_a_duration_in_any_unit_has_its_length(duration: int | str, length: int) -> None:
+    train(model := Model(), WarmupLR(duration))
+    assert model.used == (curve(length, 20) if length else [1.0] * 20)
+
+
+def test_epochs_and_percentages_count_updates_under_a_schedule_of_accumulation() -> None:
+    accumulation = {0: 5, "1 epochs": 2}
+    train(model := Model(), GradientAccumulation(accumulation), WarmupLR("2 epochs"), max_epochs=3)  # type: ignore[arg-type]
+    assert model.used == curve(2 + 5, 2 + 5 + 5)
+    train(model := Model(), GradientAccumulation(accumulation), WarmupLR("50%"), max_epochs=3)  # type: ignore[arg-type]
+    assert model.used == curve(6, 12)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def test_any_schedule_goes_on_beneath_it() -> None:
+    train(model := Model(halving), WarmupLR("8 steps"))
+    assert model.used == [factor * 0.5**step for step, factor in enumerate(curve(8, 20))]
+
+
+def test_it_lies_over_reduce_on_plateau_where_a_sequence_of_schedulers_raises() -> None:
+    def plateau(optimizer: torch.optim.Optimizer) -> ReduceLROnPlateau:
+        return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9999)
+
+    def sequence(optimizer: torch.optim.Optimizer) -> SequentialLR:
+        return SequentialLR(optimizer, [LinearLR(optimizer), plateau(optimizer)], milestones=[4])  # type: ignore[list-item]
+
+    train(plain := Model(plateau))
+    assert plain.used[-1] < 1, "the plateau scheduler had something to do"
+    train(model := Model(plateau), WarmupLR("8 steps", start_factor=0.5))
+    ratios = [used / own for used, own in zip(model.used, plain.used, strict=True)]
+    assert ratios == pytest.approx(curve(8, 20, start_factor=0.5))
+    with pytest.raises(Exception, match="ReduceLROnPlateau"):
+        train(Model(sequence))
+
+
+class AddGroup(pl.Callback):
+    """What BackboneFinetuning does: the fourth step adds a group with a tenth of the rate."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, idx: int) -> None:
+        if trainer.global_step == 3 and len(trainer.optimizers[0].param_groups) == 1:
+            assert isinstance(pl_module, Model)
+            group = {"params": list(pl_module.other.parameters()), "lr": 0.1, "name": "other"}
+            trainer.optimizers[0].add_param_group(group)
+
+
+def test_a_group_added_later_keeps_its_ratio_and_the_names_stay_where_stock_schedules_break() -> None:
+    trainer = train(Model(), AddGroup(), WarmupLR("8 steps"))
+    used = trainer.optimizers[0].used  # type: ignore[attr-defined]
+    assert used == [[f] for f in curve(8, 3)] + [[f, 0.1 * f] for f in curve(8, 20)[3:]]
+    assert {"lr", "lr/other"} <= set(trainer.callback_metrics)
+    for schedule in (halving, lambda o: OneCycleLR(o, 1.0, total_steps=20)):
+        with pytest.raises((ValueError, KeyError)):
+            train(Model(schedule), AddGroup())
+
+
+def grad_scaler() -> MixedPrecision:
+    """A real GradScaler on the CPU."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+
+
+def test_updates_that_float16_skipped_do_not_count_where_a_scheduler_counts_them() -> None:
+    model, stock = Model(), Model(lambda optimizer: LinearLR(optimizer, 0.01, total_iters=8))
+    model.explodes = stock.explodes = frozenset({1, 2, 5})
+    warmup = WarmupLR("8 steps")
+    train(model, warmup, plugins=[grad_scaler()])
+    train(stock, plugins=[grad_scaler()])
+    assert model.used == curve(8, 17)
+    assert warmup.state_dict() == {"updates": [17], "length": 8}
+    assert stock.used[1] == pytest.approx(warmup_factor(3 / 8))
+
+
+def test_a_fused_optimiser_that_skips_by_itself_is_not_counted_either() -> None:
+    class Fused(Model):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.layer.parameters(), lr=torch.tensor(1.0, dtype=torch.float64), fused=True)
+
+    model, warmup = Fused(), WarmupLR("8 steps")
+    model.explodes = frozenset({1, 2, 5})
+    train(model, warmup, plugins=[grad_scaler()], max_steps=7)
+    assert warmup.state_dict() == {"updates": [4], "length": 8}
+
+
+def test_a_rate_that_is_a_tensor_is_changed_in_place_and_restored() -> None:
+    rate = torch.tensor(0.5, dtype=torch.float64)
+    trainer = train(model := Model(lr=rate), WarmupLR("8 steps"))
+    assert model.used == pytest.approx([0.5 * factor for factor in curve(8, 20)])
+    assert trainer.optimizers[0].param_groups[0]["lr"] is rate
+    assert rate == 0.5
+
+
+def test_a_tensor_that_groups_share_is_changed_once() -> None:
+    class Shared(Model):
+        def configure_optimizers(self) -> Any:
+            groups = [{"params": self.layer.parameters()}, {"params": self.other.parameters()}]
+            return Recorder(groups, lr=torch.tensor(0.5, dtype=torch.float64))
+
+    trainer = train(Shared(), WarmupLR("8 steps"))
+    groups = trainer.optimizers[0].param_groups
+    assert groups[0]["lr"] is groups[1]["lr"]
+    used = trainer.optimizers[0].used  # type: ignore[attr-defined]
+    assert used == [pytest.approx([0.5 * factor] * 2) for factor in curve(8, 20)]
+
+
+@pytest.mark.parametrize(("scale", "factor"), [("linear", 3.0), ("sqrt", math.sqrt(3)), (None, 1.0)])
+def test_the_rate_follows_the_global_batch(scale: Any, factor: float) -> None:
+    warmup = WarmupLR("4 steps", scale=scale, base_batch_size=4 if scale else None)
+    train(model := Model(), warmup, GradientAccumulation(3))
+    assert model.used == pytest.approx([factor * warm for warm in curve(4, 8)])
+    train(model := Model(), warmup, GradientAccumulation({0: 3, "1 epochs": 1}))
+    assert model.used[4:] == pytest.approx([1.0] * 10)
+
+
+class Resumable(DataLoader):
+    """A loader that Lightning may resume in mid-epoch; the values do not matter here."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("stop", [3, 10, 14])
+def test_a_resumed_run_uses_the_rates_of_one_that_was_never_stopped(stop: int, tmp_path: Any) -> None:
+    options = {"plugins": [grad_scaler()]}
+
+    def run(max_steps: int, **more: Any) -> Model:
+        model = Model(halving)
+        model.explodes = frozenset({1, 12})
+        checkpoint = ModelCheckpoint(tmp_path, "last", every_n_train_steps=stop, enable_version_counter=False)
+        callbacks = [WarmupLR("16 steps"), checkpoint]
+        train(model, *callbacks, max_steps=max_steps, **(options | {"enable_checkpointing": True}), **more)
+        return model
+
+    whole = run(-1).used
+    begun = run(stop).used
+    resumed = run(-1, ckpt_path=tmp_path / "last.ckpt").used
+    assert begun + resumed == whole
+
+
+def test_a_finished_run_that_is_extended_keeps_its_full_rate_where_one_cycle_raises(tmp_path: Any) -> None:
+    first = train(Model(), WarmupLR("50%"), max_epochs=1)
+    first.save_checkpoint(path := tmp_path / "one.ckpt")
+    train(model := Model(), WarmupLR("50%"), max_epochs=3, ckpt_path=path)
+    assert model.used == [1.0] * 20
+
+    def one_cycle(optimizer: torch.optim.Optimizer) -> OneCycleLR:
+        return OneCycleLR(optimizer, 1.0, total_steps=10)
+
+    first = train(Model(one_cycle), max_epochs=1)
+    first.save_checkpoint(path)
+    with pytest.raises(ValueError, match="Tried to step"):
+        train(Model(one_cycle), max_epochs=3, ckpt_path=path)
+
+
+def test_changed_accumulation_goes_on_from_the_fraction_of_the_warmup_where_one_cycle_ends_elsewhere(
+    tmp_path: Any,
+) -> None:
+    first = train(Model(), WarmupLR("2 epochs"), max_epochs=1)
+    first.save_checkpoint(path := tmp_path / "one.ckpt")
+    train(model := Model(), WarmupLR("2 epochs"), GradientAccumulation(2), max_epochs=3, ckpt_path=path)
+    assert model.used == pytest.approx([*curve(10, 10)[5:], *[1.0] * 5])
+    # A warm-up in steps is one of so many updates, whatever they are made of.
+    first = train(Model(), WarmupLR("12 steps"), max_epochs=1)
+    first.save_checkpoint(path)
+    train(model := Model(), WarmupLR("12 steps"), GradientAccumulation(2), max_epochs=2, ckpt_path=path)
+    assert model.used == curve(12, 15)[10:]
+    train(model := Model(), WarmupLR("24 steps"), max_epochs=2, ckpt_path=path)
+    assert model.used == curve(24, 20)[10:]
+
+    def one_cycle(optimizer: torch.optim.Optimizer) -> OneCycleLR:
+        return OneCycleLR(optimizer, 1.0, total_steps=20)
+
+    first = train(Model(one_cycle), max_epochs=1)
+    first.save_checkpoint(path)
+    train(model := Model(one_cycle), max_epochs=2, accumulate_grad_batches=2, ckpt_path=path)
+    assert model.used[-1] > 0.25, "a finished cycle ends below 1e-5"
+
+
+def test_the_same_trainer_goes_on_and_a_new_one_begins_anew() -> None:
+    warmup = WarmupLR("15 steps")
+    trainer = train(model := Model(), warmup, max_epochs=1)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, DataLoader(TensorDataset(torch.ones(40, 4)), batch_size=4))
+    assert model.used == curve(15, 20)[10:]
+    train(model := Model(), warmup, max_epochs=1)
+    assert model.used == curve(15, 10)
+
+
+def logged_rates(folder: Path) -> dict[int, float]:
+    """The rates of the first group in a CSV logger's file, by step."""
+    with next(folder.rglob("metrics.csv")).open() as file:
+        return {int(row["step"]): float(row[name]) for row in csv.DictReader(file) for name in row if name[:2] == "lr"}
+
+
+def test_the_rates_used_are_logged_from_the_first_step_without_and_with_a_logger(tmp_path: Any) -> None:
+    seen: list[float] = []
+
+    class Note(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            seen.append(float(trainer.callback_metrics["lr"]))
+
+    factors = curve(100, 20)
+    train(Model(), WarmupLR("100 steps"), Note(), log_every_n_steps=4)
+    last_logged = [0, 0, 0, 3, 3, 3, 3, 7, 7, 9, 9, 11, 11, 11, 11, 15, 15, 15, 15, 19]
+    assert seen == pytest.approx([factors[step] for step in last_logged])
+    train(Model(), WarmupLR("100 steps"), logger=CSVLogger(tmp_path))
+    assert logged_rates(tmp_path) == pytest.approx({step: factors[step] for step in (0, 9, 19)})
+    with pytest.raises(MisconfigurationException, match="no logger"):
+        train(Model(), LearningRateMonitor())
+    train(Model(), LearningRateMonitor("step"), logger=CSVLogger(tmp_path / "stock"))
+    assert not list((tmp_path / "stock").rglob("metrics.csv"))
+
+
+def test_a_failing_step_leaves_the_schedules_own_rate_behind() -> None:
+    class Failing(Model):
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            assert optimizer.param_groups[0]["lr"] == 0.01, "the optimiser calls back in mid-step"
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        train(model := Failing(), WarmupLR("8 steps"))
+    assert model.trainer.optimizers[0].param_groups[0]["lr"] == 1
+    assert not model.trainer.optimizers[0]._optimizer_step_pre_hooks
+
+
+def test_each_of_several_optimisers_is_warmed_up_by_its_own_steps() -> None:
+    class Two(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+            for number, (optimizer, layer) in enumerate(zip(self.optimizers(), (self.layer, self.other), strict=True)):  # type: ignore[arg-type]
+                if number == 0 or batch_idx % 2:
+                    optimizer.zero_grad()
+                    self.manual_backward(1e-6 * layer(batch[0]).square().mean())
+                    optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [Recorder(self.layer.parameters(), lr=1.0), Recorder(self.other.parameters(), lr=1.0)]
+
+    trainer = train(Two(), WarmupLR("8 steps"), max_epochs=2)
+    first, second = ([rates[0] for rates in optimizer.used] for optimizer in trainer.optimizers)  # type: ignore[attr-defined]
+    assert (first, second) == (curve(8, 20), curve(8, 10))
+    assert {"lr", "lr1"} <= set(trainer.callback_metrics)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "quadratic"}, "unknown kind 'quadratic'"),
+        ({"scale": "cubic", "base_batch_size": 4}, "unknown scale 'cubic'"),
+        ({"start_factor": -0.1}, "expected 0 to 1"),
+        ({"kind": "exponential", "start_factor": 0.0}, "exponential above 0"),
+        ({"scale": "linear"}, "pass both"),
+        ({"base_batch_size": 256}, "pass both"),
+        ({"duration": "soon"}, "cannot read 'soon' as a duration"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WarmupLR(**settings)
+
+
+def test_a_scale_needs_a_loader_that_knows_its_batch_size() -> None:
+    trainer = pl.Trainer(callbacks=[WarmupLR(scale="linear", base_batch_size=4)], max_epochs=1, logger=False)
+    with pytest.raises(ValueError, match="cannot tell the batch size of the training loader, a list"):
+        trainer.fit(Model(), [[torch.ones(3, 4)]])
+
+
+def test_a_percentage_of_a_run_without_end_is_refused_before_the_first_step() -> None:
+    with pytest.raises(ValueError, match='"5%" is unknown because the run has no end'):
+        train(Model(), WarmupLR("5%"), max_epochs=-1)
