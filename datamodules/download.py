@@ -1,13 +1,17 @@
 """Files from the network: verified, with a time limit, once per node, never half a file."""
 
+import contextlib
 import hashlib
+import http.client
 import os
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from filelock import FileLock
+from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from datamodules.errors import UserError
@@ -28,30 +32,34 @@ def md5_of(path: Path) -> str:
 
 
 def _fetch(url: str, part: Path, md5: str, timeout: float) -> None:
-    digest = hashlib.md5(usedforsecurity=False)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    # A bar that vanishes in a terminal, one line in a log file; standard output is for results.
+    console = Console(stderr=True)
     with (
         urllib.request.urlopen(url, timeout=timeout) as response,
         part.open("wb") as file,
-        Progress(*columns, transient=True) as progress,
+        Progress(*columns, console=console, transient=console.is_terminal) as progress,
     ):
-        length = response.headers.get("Content-Length")
-        task = progress.add_task(Path(url).name, total=int(length) if length else None)
+        length = int(response.headers.get("Content-Length") or 0)
+        task = progress.add_task(Path(urlsplit(url).path).name, total=length or None)
         while chunk := response.read(_CHUNK):
             file.write(chunk)
-            digest.update(chunk)
             progress.advance(task, len(chunk))
+        received = file.tell()
         file.flush()
         os.fsync(file.fileno())
-    if digest.hexdigest() != md5:
-        raise OSError(f"its MD5 is {digest.hexdigest()}, expected {md5}")
+    if received < length:
+        raise OSError(f"it ended after {received:,} of {length:,} bytes")
+    # Of what is on the disk, not of what came: that is what will be read.
+    if (found := md5_of(part)) != md5:
+        raise OSError(f"its MD5 is {found}, expected {md5}")
 
 
 def download(urls: Sequence[str], path: Path, md5: str, timeout: float = 10.0) -> None:
     """Fetch a file from the first address that delivers it, unless it is there already.
 
     Processes that ask at the same time take turns, and the later ones find the file. It appears under its name only
-    when it is whole.
+    when it is whole; nothing else stays behind, save after a kill a hidden part that the next download overwrites.
 
     Args:
         urls: addresses to try in turn.
@@ -60,21 +68,31 @@ def download(urls: Sequence[str], path: Path, md5: str, timeout: float = 10.0) -
 
     Raises:
         DownloadError: every address failed; the message holds the reason of each.
+        OSError: the folder cannot be written.
     """
+    if path.exists():
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.parent / ".download.lock"):
-        if path.exists():
-            return
-        part = path.with_name(f".{path.name}.part")
-        reasons = []
-        for url in urls:
-            try:
-                _fetch(url, part, md5, timeout)
-                part.replace(path)
+    lock = path.with_name(f".{path.name}.lock")
+    part = path.with_name(f".{path.name}.part")
+    reasons = []
+    with FileLock(lock):
+        try:
+            if path.exists():
                 return
-            except OSError as error:
-                reason = getattr(error, "reason", None) or error
-                reasons.append(f"{url}: {reason}")
-            finally:
-                part.unlink(missing_ok=True)
-    raise DownloadError(f"could not download {path.name}: " + "; ".join(reasons))
+            for url in urls:
+                try:
+                    _fetch(url, part, md5, timeout)
+                except (OSError, http.client.HTTPException) as error:
+                    # URLError wraps the reason; HTTPError's own text holds the status as well.
+                    reason = error if isinstance(error, urllib.error.HTTPError) else getattr(error, "reason", error)
+                    reasons.append(f"{urlsplit(url).netloc}: {reason or type(error).__name__}")
+                else:
+                    part.replace(path)
+                    return
+        finally:
+            part.unlink(missing_ok=True)
+            # While it is held, so that who comes next makes a new one; Windows removes it by itself.
+            with contextlib.suppress(OSError):
+                lock.unlink()
+    raise DownloadError(f"could not download {path.name} ({'; '.join(reasons)})")

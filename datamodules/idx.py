@@ -1,6 +1,7 @@
 """MNIST's file format: a header of big-endian sizes, then the bytes (LeCun, Cortes and Burges, 1998)."""
 
 import gzip
+import math
 import struct
 import zlib
 from pathlib import Path
@@ -39,14 +40,12 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
             f"expected 000008{dimensions:02x}"
         )
     shape = struct.unpack(f">{dimensions}I", data[4:header])
-    row = 1
-    for size in shape[1:]:
-        row *= size
+    row = math.prod(shape[1:])
     found, expected = len(data) - header, shape[0] * row
     if found != expected:
-        where = f"it ends in row {found // max(1, row)}" if found < expected else "there is more behind the last row"
+        where = f"it ends in row {found // row}" if found < expected else "there is more behind the last row"
         raise UserError(
-            f"{path} promises {shape[0]:,} rows of {row} bytes and holds {found:,} bytes instead of {expected:,}: {where}"
+            f"{path} promises {shape[0]:,} rows of {row:,} bytes, {expected:,} in all, and holds {found:,}: {where}"
         )
     if expected == 0:
         raise UserError(f"{path} is empty: its header says {' x '.join(map(str, shape))}")
@@ -71,10 +70,11 @@ def check_images_and_labels(
     if tuple(images.shape[1:]) != (image_size, image_size):
         height, width = images.shape[1:]
         raise UserError(f"{images_from} holds images of {height} x {width}, expected {image_size} x {image_size}")
-    outside = (labels >= num_classes).nonzero()
+    # As int: uint8 wraps the number it is compared with, and 256 classes would be none.
+    outside = (labels.int() >= num_classes).nonzero()
     if len(outside):
-        row = int(outside[0])
+        row, largest = int(outside[0]), int(labels.max())
         raise UserError(
             f"label {int(labels[row])} at row {row} of {labels_from} is outside 0..{num_classes - 1} "
-            f"({len(outside):,} of {len(labels):,} labels are); pass --num-classes {int(labels.max()) + 1} or fix the file"
+            f"({len(outside):,} of {len(labels):,} labels are); pass --num-classes {largest + 1} or fix the file"
         )

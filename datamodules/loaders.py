@@ -65,11 +65,11 @@ class TrainLoader(_TensorLoader):
         seed: of the order.
         transform: makes the network's inputs of a batch, on `device`.
         device: where batches go; by default where `inputs` are.
-        drop_last: leave an incomplete last step out.
+        drop_last: leave an incomplete last step out; which samples that are depends on the number of ranks.
         shuffle: False keeps the order of `rows` in every epoch.
 
     Raises:
-        UserError: a batch is larger than the set.
+        UserError: the set is empty, or a batch is larger than the set.
 
     Example:
         >>> loader = TrainLoader(torch.arange(10.0), torch.arange(10), torch.arange(10), batch_size=4, seed=1)
@@ -93,10 +93,15 @@ class TrainLoader(_TensorLoader):
     ) -> None:
         super().__init__(inputs, targets, rows, batch_size, rank, world_size, transform, device)
         self.seed, self.drop_last, self.shuffle = seed, drop_last, shuffle
-        if batch_size > len(rows):
+        if len(rows) == 0:
+            raise UserError("there is no sample to train on: the training set is empty")
+        # Without drop_last, the ranks share a step that is larger than the set.
+        at_once = batch_size * world_size if drop_last else batch_size
+        if at_once > len(rows):
+            split = f" ({batch_size:,} on each of {world_size} ranks)" if at_once > batch_size else ""
             raise UserError(
-                f"a batch of {batch_size:,} is larger than the training set of {len(rows):,} samples; "
-                f"pass --batch-size {max(1, len(rows))} or less"
+                f"a batch of {at_once:,}{split} is larger than the training set of {len(rows):,} samples; "
+                f"pass --batch-size {max(1, len(rows) * batch_size // at_once)} or less"
             )
         self._epoch = 0
         self._consumed = 0
@@ -130,7 +135,7 @@ class TrainLoader(_TensorLoader):
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch` with its first batch, unless the restored position lies in it."""
         if epoch != self._epoch:
-            self._epoch, self._start_at = epoch, 0
+            self._epoch, self._start_at, self._consumed = epoch, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
         """The position: the epoch, and how many samples of its order all ranks have consumed."""

@@ -55,7 +55,7 @@ DATASETS = {
     "kmnist": DatasetInfo(
         "KMNIST", ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"), 0.1918, 0.3483, "KMNIST"
     ),
-    "digits": DatasetInfo("scikit-learn digits", _DIGITS, 0.1540, 0.2878),
+    "digits": DatasetInfo("scikit-learn digits", _DIGITS, 0.1558, 0.2774),
 }
 
 _FILES = {
@@ -74,27 +74,44 @@ def _torchvision_source(name: str) -> Any:
 
 
 def _places(name: str, data_dir: Path) -> list[Path]:
-    """Folders to look in, torchvision's layout last: new downloads go there."""
+    """Folders to look in, torchvision's last: downloads go there."""
     return [data_dir, data_dir / name, data_dir / str(DATASETS[name].torchvision_name) / "raw"]
+
+
+def _look_in(folder: Path) -> dict[str, Path]:
+    """Those of the four files that a folder holds, by name without suffix."""
+    stems = [stem for pair in _FILES.values() for stem in pair]
+    return {stem: p for stem in stems for p in (folder / f"{stem}.gz", folder / stem) if p.is_file()}
 
 
 def find_files(name: str, data_dir: str | Path) -> dict[str, tuple[Path, Path]] | None:
     """The image and the label file of each part ("train", "test"), or None where one of the four is missing."""
     for folder in _places(name, Path(data_dir)):
-        found = {}
-        for part, stems in _FILES.items():
-            paths = [next((p for p in (folder / s, folder / f"{s}.gz") if p.is_file()), None) for s in stems]
-            if paths[0] is not None and paths[1] is not None:
-                found[part] = (paths[0], paths[1])
-        if len(found) == len(_FILES):
-            return found
+        found = _look_in(folder)
+        if len(found) == 4:
+            return {part: (found[images], found[labels]) for part, (images, labels) in _FILES.items()}
     return None
+
+
+def _what_is_missing(name: str, data_dir: Path) -> str:
+    """Why `find_files` found nothing."""
+    title = DATASETS[name].title
+    if not data_dir.exists():
+        return f"the folder {data_dir} does not exist, so there are no {title} files"
+    if not data_dir.is_dir():
+        return f"{data_dir} is a file, expected the folder of the {title} files"
+    folder = max(_places(name, data_dir), key=lambda place: len(_look_in(place)))
+    if found := _look_in(folder):
+        missing = [stem for pair in _FILES.values() for stem in pair if stem not in found]
+        return f"{folder} lacks {' and '.join(missing)} of the four {title} files"
+    return f"{data_dir} has no {title} files"
 
 
 def _refuse_another_sets_files(name: str, files: dict[str, tuple[Path, Path]]) -> None:
     """The relatives of MNIST share its file names; the checksum of the smallest file tells them apart."""
-    labels = files["test"][1]
-    if labels.suffix != ".gz":
+    labels = files["test"][1].with_suffix(".gz")
+    if not labels.is_file():
+        # The known checksums are those of the compressed files.
         return
     checksum = md5_of(labels)
     for other in DATASETS:
@@ -149,6 +166,8 @@ class MNISTDataModule(pl.LightningDataModule):
         UserError: at set-up, for a missing folder and for damaged, empty or contradicting files.
     """
 
+    hparams: Any  # Lightning declares a mapping without attributes, and makes one with them.
+
     def __init__(
         self,
         dataset: Literal["auto", "mnist", "fashion-mnist", "kmnist", "digits"] = "auto",
@@ -173,16 +192,19 @@ class MNISTDataModule(pl.LightningDataModule):
         for name, size in (("batch-size", batch_size), ("eval-batch-size", eval_batch_size)):
             if size < 1:
                 raise UserError(f"--{name} {size}: a batch holds one sample at least; pass --{name} 256")
+        # A Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
+        data_dir = str(Path(data_dir).expanduser())
         self.save_hyperparameters()
         self.batch_size = batch_size
-        self.dataset = dataset
+        self.dataset: str = dataset
+        self._no_download = ""
         self._parts: dict[str, tuple[Tensor, Tensor]] = {}
         self._rows: dict[str, Tensor] = {}
 
     @property
     def info(self) -> DatasetInfo:
-        """Names and statistics of the data set, known after `setup`."""
-        return DATASETS[self.dataset]
+        """Names and statistics of the data set; "auto" means MNIST until `setup` or a checkpoint settles it."""
+        return DATASETS["mnist" if self.dataset == "auto" else self.dataset]
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -205,30 +227,24 @@ class MNISTDataModule(pl.LightningDataModule):
 
     @override
     def prepare_data(self) -> None:
-        """Download what is missing. Lightning calls this in one process per node."""
+        """Download what is missing. Lightning calls this in one process per node.
+
+        A failure is kept for `setup`, which every process reaches: raised here, the others would wait for this one.
+        """
         name = "mnist" if self.dataset == "auto" else self.dataset
         data_dir = Path(self.hparams.data_dir)
-        if name == "digits" or not self.hparams.download or find_files(name, data_dir):
+        predicting = self.trainer is not None and self.trainer.state.fn == "predict"
+        if name == "digits" or predicting or not self.hparams.download or find_files(name, data_dir):
             return
         source, folder = _torchvision_source(name), _places(name, data_dir)[-1]
         try:
             for file_name, md5 in source.resources:
                 download([mirror + file_name for mirror in source.mirrors], folder / file_name, md5)
         except (DownloadError, OSError) as error:
-            if self.dataset != "auto":
-                raise UserError(self._missing(name, str(error))) from error
-            self._download_failed = str(error)
+            self._no_download = f"; {error}"
 
-    _download_failed = ""
-
-    def _missing(self, name: str, reason: str = "") -> str:
-        folder = Path(self.hparams.data_dir)
-        state = "has no" if folder.is_dir() else "does not exist, so there are no"
-        why = f" ({reason or self._download_failed})" if reason or self._download_failed else ""
-        return (
-            f"{folder} {state} {DATASETS[name].title} files{why}; pass --data-dir FOLDER with "
-            f"{_FILES['train'][0]}[.gz] and its three companions, or --dataset digits"
-        )
+    def _missing(self, name: str) -> str:
+        return _what_is_missing(name, Path(self.hparams.data_dir)) + self._no_download
 
     def _resolve_dataset(self) -> None:
         """Settle "auto", the same on every rank; rank 0 decides, since nodes may see different folders."""
@@ -237,7 +253,10 @@ class MNISTDataModule(pl.LightningDataModule):
             if self.trainer is not None:
                 chosen = self.trainer.strategy.broadcast(chosen)
             if chosen == "digits":
-                _say("%s. Going on with the 1,797 digits bundled with scikit-learn.", self._missing("mnist"))
+                _say(
+                    "%s: going on with the 1,797 digits bundled with scikit-learn; pass --data-dir FOLDER for MNIST",
+                    self._missing("mnist"),
+                )
             self.dataset = chosen
 
     def _load(self, part: str) -> tuple[Tensor, Tensor]:
@@ -247,27 +266,30 @@ class MNISTDataModule(pl.LightningDataModule):
         else:
             files = find_files(self.dataset, self.hparams.data_dir)
             if files is None:
-                raise UserError(self._missing(self.dataset))
+                raise UserError(
+                    f"{self._missing(self.dataset)}; pass --data-dir FOLDER with {_FILES['train'][0]}[.gz] "
+                    f"and its three companions, or --dataset digits"
+                )
             _refuse_another_sets_files(self.dataset, files)
             source = (str(files[part][0]), str(files[part][1]))
             images, labels = read_idx(files[part][0], 3), read_idx(files[part][1], 1)
         check_images_and_labels(images, labels, self.hparams.num_classes, *source)
         images, labels = images.unsqueeze(1), labels.long()
-        if self._device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self._device)
-            if images.nbytes < free // 4:
-                return images.to(self._device), labels.to(self._device)
-            return images.pin_memory(), labels.pin_memory()
+        if self._device.type == "cuda" and images.nbytes > torch.cuda.mem_get_info(self._device)[0] // 4:
+            return images, labels
         return images.to(self._device), labels.to(self._device)
 
     @override
     def setup(self, stage: str) -> None:
-        """Read and check the parts that `stage` needs: "fit", "validate", "test" or "predict"."""
-        self._resolve_dataset()
+        """Read and check the parts that `stage` needs: "fit", "validate", "test" or "predict" (which needs none)."""
+        if stage != "predict":
+            self._resolve_dataset()
         if stage in ("fit", "validate") and "train" not in self._parts:
             self._parts["train"] = self._load("train")
             count = len(self._parts["train"][1])
-            train, val = split_indices(count, round(count * self.hparams.val_fraction), self.hparams.seed)
+            fraction = self.hparams.val_fraction
+            held_out = max(round(count * fraction), 1 if fraction else 0)
+            train, val = split_indices(count, held_out, self.hparams.seed)
             self._rows |= {"train": train, "val": val}
         if stage == "test" and "test" not in self._parts:
             self._parts["test"] = self._load("test")
@@ -275,7 +297,7 @@ class MNISTDataModule(pl.LightningDataModule):
 
     def normalise(self, images: Tensor) -> Tensor:
         """Bytes of shape (batch, 1, height, width) to floats of mean 0 and standard deviation 1."""
-        return images.float().sub_(255 * self.info.mean).div_(255 * self.info.std)
+        return (images.float() - 255 * self.info.mean).div_(255 * self.info.std)
 
     def _training_transform(self, images: Tensor, rows: Tensor, epoch: int) -> Tensor:
         augment = RandomAffine(self.hparams.seed, self.hparams.shift, self.hparams.rotation, self.hparams.scale)
@@ -301,7 +323,8 @@ class MNISTDataModule(pl.LightningDataModule):
             self._training_transform,
             self._device,
             self.hparams.drop_last,
-            shuffle=not (self.trainer and self.trainer.overfit_batches),
+            # Over-fitting repeats the same few batches; Trainer sets this attribute where mypy does not see it.
+            shuffle=not getattr(self.trainer, "overfit_batches", 0),
         )
 
     def _evaluation_loader(self, part: str, rows: Tensor) -> EvaluationLoader:
@@ -352,8 +375,15 @@ class MNISTDataModule(pl.LightningDataModule):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = state_dict["dataset"]
+        if self.hparams.dataset not in ("auto", saved):
+            raise UserError(
+                f"the checkpoint was trained on {saved}, found --dataset {self.dataset}; pass --dataset {saved}"
+            )
         if self.dataset not in ("auto", saved):
-            raise UserError(f"the checkpoint was trained on {saved}, found --dataset {self.dataset}")
+            # Lightning sets up before it reads the checkpoint, so "auto" had settled on what is found here and now.
+            self.dataset, self._parts, self._rows = saved, {}, {}
+            if self.trainer is not None and self.trainer.state.fn is not None:
+                self.setup(self.trainer.state.fn)
         self.dataset = saved
 
 

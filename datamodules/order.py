@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from datamodules.errors import UserError
 from datamodules.randomness import permutation
 
 __all__ = ["epoch_order", "evaluation_spans", "num_training_steps", "split_indices", "training_spans"]
@@ -30,11 +31,12 @@ def split_indices(n: int, held_out: int, seed: int) -> tuple[Tensor, Tensor]:
     """Two disjoint, sorted sets of sample numbers: what to train on, and `held_out` samples to validate on.
 
     Raises:
-        ValueError: nothing would be left to train on.
+        UserError: nothing would be left to train on.
     """
     if not 0 <= held_out < n:
-        raise ValueError(
-            f"cannot hold {held_out} of {n} samples out for validation: expected 0 to {n - 1}; pass a smaller --val-size"
+        raise UserError(
+            f"cannot hold {held_out:,} of {n:,} samples out for validation: expected 0 to {n - 1:,}; "
+            f"pass a smaller --val-fraction"
         )
     order = permutation(n, seed, "split")
     return order[held_out:].sort().values, order[:held_out].sort().values

@@ -1,11 +1,12 @@
 """Photographs and drawings of digits as MNIST would hold them."""
 
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from datamodules.errors import UserError
@@ -26,6 +27,10 @@ def as_mnist(picture: Image.Image) -> Tensor:
     Returns:
         uint8 of shape (1, 28, 28).
     """
+    picture = ImageOps.exif_transpose(picture)
+    if picture.mode.startswith("I"):
+        # Pillow clips 16 bits to 255 instead of scaling them.
+        picture = picture.convert("F").point(lambda value: value * (1 / 257) + 0)
     if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
         rgba = picture.convert("RGBA")
         # On white unless the opaque part is itself light.
@@ -34,7 +39,7 @@ def as_mnist(picture: Image.Image) -> Tensor:
         ink = opaque[alpha > 127].float()
         background = 0 if len(ink) and ink.mean() > 127 else 255
         picture = Image.alpha_composite(Image.new("RGBA", rgba.size, (background,) * 3 + (255,)), rgba)
-    grey = ImageOps.exif_transpose(picture).convert("L")
+    grey = picture.convert("L")
     pixels = torch.frombuffer(bytearray(grey.tobytes()), dtype=torch.uint8).reshape(grey.height, grey.width).float()
     border = torch.cat((pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1])).median()
     if pixels.shape == (28, 28) and border < 64:
@@ -74,9 +79,11 @@ def load_pictures(files: Sequence[str]) -> Tensor:
     for file in files:
         try:
             with Image.open(Path(file)) as picture:
-                images.append(as_mnist(picture))
+                picture.load()
         except FileNotFoundError as error:
             raise UserError(f"{file} does not exist") from error
-        except (UnidentifiedImageError, OSError) as error:
+        # Pillow's decoders raise all of these for damaged files; DecompressionBombError is no OSError either.
+        except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError) as error:
             raise UserError(f"{file} cannot be read as a picture: {error}") from error
+        images.append(as_mnist(picture))
     return torch.stack(images)

@@ -8,6 +8,7 @@ arithmetic, which gives the same bits on every device.
 
 import hashlib
 import math
+import operator
 
 import torch
 from torch import Tensor
@@ -47,7 +48,9 @@ def derive_seed(seed: int, *address: int | str) -> int:
         >>> derive_seed(1, "dropout", 0) == derive_seed(1, "dropout", 0) != derive_seed(1, "dropout", 1)
         True
     """
-    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in (seed, *address))
+    # NumPy's and torch's integers print under other type names: the same number has to give the same seed.
+    parts = (f"str:{part}" if isinstance(part, str) else f"int:{operator.index(part)}" for part in (seed, *address))
+    text = "\x1f".join(parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 

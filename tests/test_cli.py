@@ -66,7 +66,7 @@ def test_a_run_leaves_its_settings_checkpoints_curves_and_results(trained):
     with (run_folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows if row["train/loss"]] == ["1", "3", "5", "7", "9"]
-    assert all(float(row["train/lr"]) > 0 for row in rows if row["train/lr"])
+    assert all(float(row["lr"]) > 0 for row in rows if row["lr"])
 
 
 def test_the_table_names_data_parameters_scores_and_what_to_type_next(trained):
@@ -95,7 +95,7 @@ def test_tensorboard_shows_pictures_the_graph_and_the_hyperparameters(trained):
         scalars |= set(tags["scalars"])
         graph |= tags["graph"]
     assert images >= {f"test/{name}" for name in ("predictions", "mistakes", "confusion_matrix")}
-    assert scalars >= {"train/loss", "train/lr", "val/accuracy", "test/accuracy", "final/test/accuracy"}
+    assert scalars >= {"train/loss", "lr", "val/accuracy", "test/accuracy", "final/test/accuracy"}
     assert graph
 
 

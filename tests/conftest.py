@@ -1,0 +1,20 @@
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# A shared machine is slow at times; that is no defect of the code under test.
+settings.register_profile("any speed", deadline=None)
+settings.load_profile("any speed")
+
+_ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data sets, one folder each: ``mnist`` and others; the test is skipped where it is missing."""
+    folder = Path(os.environ.get("LIGHTNING_RECIPES_DATA") or _ROOT.parent / "shared" / "data")
+    if not (folder / "mnist").is_dir():
+        pytest.skip(f"no real data: {folder} holds no folder mnist; name one with LIGHTNING_RECIPES_DATA")
+    return folder
