@@ -1,16 +1,13 @@
 """One command line for every recipe: ``run(MyRecipe, MyDataModule)``."""
 
 import csv
-import json
 import logging
-import math
 import shutil
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,19 +15,18 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import yaml
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from rich.console import Console
-from rich.table import Table
 from typing_extensions import override
 
-from callbacks.run_progress import RunProgress
+from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from recipes.flags import FlagGroup, FlagParser
-from recipes.launch import Precision, is_rank_zero, resolve_precision, tune_allocator
+from recipes.launch import is_rank_zero, resolve_precision, tune_allocator
 from recipes.recipe import Recipe
-from recipes.report import count_parameters, flops_per_sample, format_count, hardware, results_table, write_json
+from recipes.report import Stopwatch, check_output, hardware, print_pairs, print_rows, report, shown, write_rows
+from recipes.settings import RunSettings, checkpoint_callback, run_callbacks
 
 __all__ = ["RunSettings", "run"]
 
@@ -53,37 +49,18 @@ _OWN_TRAINER_PARAMETERS = frozenset(
         "enable_model_summary",
     }
 )
+_COMMON_RUN_SETTINGS = frozenset(
+    {
+        *("name", "run_dir", "resume", "ckpt", "output", "seed", "deterministic", "precision"),
+        *("global_batch_size", "accumulate", "warmup", "lr_scale", "sync_bn"),
+    }
+)
 _COMMON_TRAINER_PARAMETERS = frozenset(
     {
         *("accelerator", "strategy", "devices", "num_nodes", "max_epochs", "max_steps", "fast_dev_run"),
         *("gradient_clip_val", "log_every_n_steps", "limit_train_batches", "profiler"),
     }
 )
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """How a run is named, stored and seeded.
-
-    Args:
-        name: the run's folder in RUN_DIR/RECIPE/; a number is added where it exists; by default the time.
-        run_dir: folder of all runs.
-        seed: of everything random.
-        precision: of the arithmetic; auto takes bf16-mixed where the hardware is fast at it.
-        resume: checkpoint to go on from, in its run's folder and with its settings.
-        ckpt: checkpoint to validate, test or predict with; its settings are the defaults.
-        output: JSON or CSV file for scores and predictions.
-        tune_allocator: keep large blocks of memory between steps (Linux on CPU).
-    """
-
-    name: str | None = None
-    run_dir: str = "runs"
-    seed: int = 1
-    precision: Precision = "auto"
-    resume: str | None = None
-    ckpt: str | None = None
-    output: str | None = None
-    tune_allocator: bool = True
 
 
 def run(
@@ -166,40 +143,6 @@ def _as_user_errors(*kinds: type[Exception]) -> Iterator[None]:
         raise error if isinstance(error, UserError) else UserError(str(error)) from error
 
 
-class _Stopwatch(Callback):
-    """Seconds of training, validation left out, and the samples trained on meanwhile."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.validation_seconds = 0.0
-        self.batches = 0
-        self._began = self._validation_began = 0.0
-        self._first_batch = 0
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._began, self._first_batch = time.monotonic(), trainer.fit_loop.total_batch_idx
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.seconds = time.monotonic() - self._began
-        self.batches = trainer.fit_loop.total_batch_idx - self._first_batch
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._validation_began = time.monotonic()
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self.validation_seconds += time.monotonic() - self._validation_began
-
-    def samples_per_second(self, samples_per_epoch: int, batches_per_epoch: float) -> float:
-        """Training samples of all devices per second of training."""
-        samples = self.batches * samples_per_epoch / max(1, batches_per_epoch)
-        return samples / max(1e-9, self.seconds - self.validation_seconds)
-
-
 class _CommandLine:
     def __init__(
         self,
@@ -215,7 +158,7 @@ class _CommandLine:
 
     def _parser(self) -> FlagParser:
         groups = [
-            FlagGroup("Run", RunSettings),
+            FlagGroup("Run", RunSettings, common=_COMMON_RUN_SETTINGS),
             FlagGroup("Data", self.data_class, frozenset({"predict_files"})),
             FlagGroup("Recipe", self.recipe_class),
             FlagGroup("Trainer", pl.Trainer, _OWN_TRAINER_PARAMETERS, _COMMON_TRAINER_PARAMETERS),
@@ -283,21 +226,27 @@ class _CommandLine:
         tuned = settings.tune_allocator and tune_allocator()
         precision, why = resolve_precision(settings.precision, config["accelerator"])
         config["precision"] = precision
-        pl.seed_everything(settings.seed, workers=True, verbose=False)
-        stopwatch = _Stopwatch()
+        check_output(settings.output)
+        stopwatch = Stopwatch()
         with _as_user_errors(ValueError, TypeError, MisconfigurationException):
+            # First of all: it seeds the initial weights.
+            seeds = SeedControl(settings.seed, settings.deterministic, settings.benchmark)
             data_options = parser.select(config, "Data") | ({"predict_files": files} if files else {})
             data = self.data_class(**data_options)
             recipe = self.recipe_class(**parser.select(config, "Recipe"))
+            callbacks = [stopwatch, *run_callbacks(settings, recipe, seeds), *self.callbacks()]
         recipe.run_config = config
         folder = self._folder(settings) if command == "fit" and not config["fast_dev_run"] else None
+        if folder is not None:
+            validates = getattr(data.hparams, "val_fraction", 1) > 0
+            callbacks.append(checkpoint_callback(folder, recipe.monitor if validates else None, recipe.monitor_mode))
         try:
             with _as_user_errors(ValueError, TypeError, MisconfigurationException):
                 trainer = pl.Trainer(
                     **parser.select(config, "Trainer"),
                     precision=precision,  # type: ignore[arg-type]
                     logger=self._loggers(folder, settings.resume),
-                    callbacks=[stopwatch, *self._callbacks(folder, recipe, data), *self.callbacks()],
+                    callbacks=callbacks,
                     default_root_dir=str(folder) if folder else None,
                     enable_autolog_hparams=False,
                     enable_model_summary=False,
@@ -312,11 +261,17 @@ class _CommandLine:
                     self._fit(trainer, recipe, data, folder, settings, stopwatch, config)
                 elif command == "predict":
                     outputs = trainer.predict(recipe, data, ckpt_path=settings.ckpt, weights_only=True)
-                    self._show_predictions(recipe.prediction_rows(outputs or [], files), settings.output)
+                    rows = recipe.prediction_rows(outputs or [], files)
+                    print_rows(rows)
+                    if settings.output:
+                        write_rows(Path(settings.output), rows)
                 else:
                     evaluate = trainer.validate if command == "validate" else trainer.test
                     scores = evaluate(recipe, data, ckpt_path=settings.ckpt, weights_only=True, verbose=False)
-                    self._show_scores(dict(scores[0]), settings)
+                    if is_rank_zero():
+                        print_pairs({name: f"{value:.4f}" for name, value in scores[0].items()})
+                        if settings.output:
+                            write_rows(Path(settings.output), dict(scores[0]))
         except UserError:
             if folder is not None and is_rank_zero() and not (folder / "checkpoints").exists():
                 shutil.rmtree(folder)  # Nothing was learnt: leave no empty run behind.
@@ -366,23 +321,6 @@ class _CommandLine:
         graph = TensorBoardLogger(str(folder), name="", version="", log_graph=True, default_hp_metric=False)
         return [graph, csv_logger]
 
-    @staticmethod
-    def _callbacks(folder: Path | None, recipe: Recipe, data: pl.LightningDataModule) -> list[Callback]:
-        callbacks: list[Callback] = [RunProgress(), *recipe.recipe_callbacks()]
-        if folder is not None:
-            validates = getattr(data.hparams, "val_fraction", 1) > 0
-            callbacks.append(
-                ModelCheckpoint(
-                    folder / "checkpoints",
-                    filename="best",
-                    monitor=recipe.monitor if validates else None,
-                    mode=recipe.monitor_mode,
-                    save_last=True,
-                    enable_version_counter=False,
-                )
-            )
-        return callbacks
-
     def _fit(
         self,
         trainer: pl.Trainer,
@@ -390,7 +328,7 @@ class _CommandLine:
         data: pl.LightningDataModule,
         folder: Path | None,
         settings: RunSettings,
-        stopwatch: _Stopwatch,
+        stopwatch: Stopwatch,
         config: dict[str, Any],
     ) -> None:
         try:
@@ -404,109 +342,13 @@ class _CommandLine:
         best = getattr(trainer.checkpoint_callback, "best_model_path", "") or None
         scores = {name: float(value) for name, value in trainer.callback_metrics.items()}
         scores |= trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False)[0]
-        if not trainer.is_global_zero:
-            return
-        self._report(trainer, recipe, data, folder, stopwatch, scores, best, config)
+        if trainer.is_global_zero:
+            wall = time.monotonic() - self.began
+            report(trainer, recipe, data, folder, stopwatch, scores, config, self.program, wall)
 
     def _say_how_to_go_on(self, folder: Path | None) -> None:
         last = folder / "checkpoints" / "last.ckpt" if folder else None
         if last is None or not last.exists():
             _say("\ninterrupted before the first checkpoint, which comes at the end of the first epoch")
         else:
-            _say(f"\ninterrupted; go on with\n  {self.program} --resume {_shown(last)}")
-
-    # Telling the user
-
-    def _report(
-        self,
-        trainer: pl.Trainer,
-        recipe: Recipe,
-        data: pl.LightningDataModule,
-        folder: Path | None,
-        stopwatch: _Stopwatch,
-        scores: dict[str, float],
-        best: str | None,
-        config: dict[str, Any],
-    ) -> None:
-        parameters, trainable = count_parameters(recipe.network)
-        flops = flops_per_sample(recipe)
-        sizes = getattr(data, "sizes", {})
-        rate = stopwatch.samples_per_second(sizes.get("train", 0), trainer.num_training_batches)
-        wall = time.monotonic() - self.began
-        title = getattr(getattr(data, "info", None), "title", type(data).__name__)
-        rows = {"data": f"{title}: " + ", ".join(f"{size:,} {part}" for part, size in sizes.items())}
-        rows["parameters"] = f"{parameters:,} ({trainable:,} trainable)"
-        if flops is not None:
-            rows["FLOPs per sample"] = f"{format_count(flops)}, forward"
-        rows |= recipe.headline(scores)
-        rows["training"] = f"{stopwatch.seconds:.1f} s, {rate:,.0f} samples/s; {wall:.1f} s in all"
-        if best and folder is not None:
-            first = sorted(_shown(p) for p in [Path(best)])[0]
-            rows["best checkpoint"] = first
-            rows["TensorBoard"] = f"tensorboard --logdir {_shown(folder.parent)}"
-            rows["predict"] = f"{self.program} predict --ckpt {first} {recipe.predict_example}"
-        results_table("", rows)
-        if folder is None:
-            return
-        write_json(
-            folder / "results.json",
-            {
-                "scores": scores,
-                "data": {"name": title, "sizes": sizes},
-                "parameters": parameters,
-                "trainable_parameters": trainable,
-                "flops_per_sample": flops,
-                "training_seconds": stopwatch.seconds,
-                "validation_seconds": stopwatch.validation_seconds,
-                "wall_seconds": wall,
-                "samples_per_second": rate,
-                "best_checkpoint": best,
-                "hardware": hardware(trainer),
-                "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "lightning": pl.__version__},
-                "config": config,
-            },
-        )
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.log_graph(recipe)
-                plain = {k: v for k, v in config.items() if isinstance(v, (int, float, str, bool))}
-                final = {k: v for k, v in scores.items() if "_class_" not in k and math.isfinite(v)}
-                logger.log_hyperparams(plain, {f"final/{k}": v for k, v in final.items()})
-                logger.save()
-
-    @staticmethod
-    def _show_scores(scores: dict[str, float], settings: RunSettings) -> None:
-        if not is_rank_zero():
-            return
-        results_table("", {name: f"{value:.4f}" for name, value in scores.items()})
-        if settings.output:
-            write_json(Path(settings.output), dict(scores))
-
-    @staticmethod
-    def _show_predictions(rows: list[dict[str, Any]], output: str | None) -> None:
-        table = Table(box=None, pad_edge=False)
-        for name in rows[0] if rows else []:
-            table.add_column(name, overflow="fold")
-        for row in rows:
-            table.add_row(*(f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()))
-        Console(highlight=False).print(table)
-        if output is None:
-            return
-        path = Path(output)
-        if path.suffix == ".csv":
-            with path.open("w", newline="") as file:
-                writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-                writer.writeheader()
-                writer.writerows(rows)
-        elif path.suffix == ".json":
-            path.write_text(json.dumps(rows, indent=2) + "\n")
-        else:
-            raise UserError(f"--output {output}: expected a name that ends in .json or .csv")
-
-
-def _shown(path: Path) -> str:
-    """A path as a person would type it from here."""
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+            _say(f"\ninterrupted; go on with\n  {self.program} --resume {shown(last)}")

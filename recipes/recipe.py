@@ -82,6 +82,9 @@ class Recipe(pl.LightningModule):
     """The score that decides which checkpoint is the best, and whether more is better."""
     monitor_mode = "min"
 
+    base_batch_size = 256
+    """The global batch that the default learning rate is stated for."""
+
     predict_example = "FILE"
     """What stands behind the options of the predict command that the final table shows."""
 
@@ -164,9 +167,6 @@ class Recipe(pl.LightningModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         every = self._log_every
         self._log_now = every > 0 and (self.global_step + 1) % every == 0
-        if self._log_now:
-            # The rate of the update that is about to happen: afterwards the schedule has moved on.
-            self.log("train/lr", optimizer.param_groups[0]["lr"])
 
     @override
     def on_train_batch_end(self, outputs: STEP_OUTPUT, batch: Any, batch_idx: int) -> None:

@@ -1,17 +1,59 @@
-"""What a run leaves behind for people: the table at its end, and results.json."""
+"""What a run leaves behind for people: the table at its end, results.json and the final entry in TensorBoard."""
 
+import csv
 import json
+import math
 import platform
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from typing_extensions import override
 
-__all__ = ["count_parameters", "flops_per_sample", "format_count", "hardware", "results_table", "write_json"]
+from datamodules.errors import UserError
+from recipes.recipe import Recipe
+
+__all__ = ["Stopwatch", "count_parameters", "flops_per_sample", "hardware", "report", "shown", "write_rows"]
+
+
+class Stopwatch(pl.Callback):
+    """Seconds of training with and without validation, and the samples trained on meanwhile."""
+
+    def __init__(self) -> None:
+        self.seconds = self.validation_seconds = 0.0
+        self.batches = 0
+        self._began = self._validation_began = 0.0
+        self._first_batch = 0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._began, self._first_batch = time.monotonic(), trainer.fit_loop.total_batch_idx
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.seconds = time.monotonic() - self._began
+        self.batches = trainer.fit_loop.total_batch_idx - self._first_batch
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validation_began = time.monotonic()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self.validation_seconds += time.monotonic() - self._validation_began
+
+    def samples_per_second(self, samples_per_epoch: int, batches_per_epoch: float) -> float:
+        """Training samples of all devices per second of training."""
+        samples = self.batches * samples_per_epoch / max(1, batches_per_epoch)
+        return samples / max(1e-9, self.seconds - self.validation_seconds)
 
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:
@@ -42,8 +84,7 @@ def flops_per_sample(module: pl.LightningModule) -> int | None:
     return counter.get_total_flops()
 
 
-def format_count(number: float) -> str:
-    """A large number for people: 1.23 M."""
+def _for_people(number: float) -> str:
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= limit:
             return f"{number / limit:.3g} {unit}"
@@ -60,9 +101,17 @@ def hardware(trainer: pl.Trainer) -> str:
     return f"{trainer.world_size} x {name}"
 
 
-def results_table(title: str, rows: dict[str, str]) -> None:
+def shown(path: str | Path) -> str:
+    """A path as a person would type it from here."""
+    try:
+        return str(Path(path).resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def print_pairs(rows: dict[str, str]) -> None:
     """Print two columns: what, and its value. Long paths and commands wrap and are never cut."""
-    table = Table(title=title, show_header=False, title_justify="left", pad_edge=False, box=None)
+    table = Table(show_header=False, pad_edge=False, box=None)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows.items():
@@ -70,8 +119,90 @@ def results_table(title: str, rows: dict[str, str]) -> None:
     Console(highlight=False).print(table)
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a file that is either the old one or the whole new one."""
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    """Print a table with a column per key."""
+    table = Table(box=None, pad_edge=False)
+    for name in rows[0] if rows else []:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()))
+    Console(highlight=False).print(table)
+
+
+def check_output(output: str | None) -> None:
+    """Refuse a file whose name does not say what it will hold, before anything is computed."""
+    if output is not None and Path(output).suffix not in (".json", ".csv"):
+        raise UserError(f"--output {output}: expected a name that ends in .json or .csv")
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]] | dict[str, Any]) -> None:
+    """Write JSON or CSV, by the file's ending; the file is either the old one or the whole new one."""
     part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(values, indent=2, default=str) + "\n")
+    if path.suffix == ".csv":
+        table = rows if isinstance(rows, list) else [rows]
+        with part.open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(table[0]))
+            writer.writeheader()
+            writer.writerows(table)
+    else:
+        part.write_text(json.dumps(rows, indent=2, default=str) + "\n")
     part.replace(path)
+
+
+def report(
+    trainer: pl.Trainer,
+    recipe: Recipe,
+    data: pl.LightningDataModule,
+    folder: Path | None,
+    stopwatch: Stopwatch,
+    scores: dict[str, float],
+    config: dict[str, Any],
+    program: str,
+    wall_seconds: float,
+) -> None:
+    """Print the final table, and write results.json and TensorBoard's graph and hyper-parameters into `folder`."""
+    parameters, trainable = count_parameters(recipe.network)
+    flops = flops_per_sample(recipe)
+    sizes = getattr(data, "sizes", {})
+    rate = stopwatch.samples_per_second(sizes.get("train", 0), trainer.num_training_batches)
+    title = getattr(getattr(data, "info", None), "title", type(data).__name__)
+    best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    rows = {
+        "data": f"{title}: " + ", ".join(f"{size:,} {part}" for part, size in sizes.items()),
+        "parameters": f"{parameters:,} ({trainable:,} trainable)",
+        **({"FLOPs per sample": f"{_for_people(flops)}, forward"} if flops is not None else {}),
+        **recipe.headline(scores),
+        "training": f"{stopwatch.seconds:.1f} s, {rate:,.0f} samples/s; {wall_seconds:.1f} s in all",
+    }
+    if folder is not None and best:
+        rows |= {
+            "best checkpoint": shown(best),
+            "TensorBoard": f"tensorboard --logdir {shown(folder.parent)}",
+            "predict": f"{program} predict --ckpt {shown(best)} {recipe.predict_example}",
+        }
+    print_pairs(rows)
+    if folder is None:
+        return
+    results = {
+        "scores": scores,
+        "data": {"name": title, "sizes": sizes},
+        "parameters": parameters,
+        "trainable_parameters": trainable,
+        "flops_per_sample": flops,
+        "training_seconds": stopwatch.seconds,
+        "validation_seconds": stopwatch.validation_seconds,
+        "wall_seconds": wall_seconds,
+        "samples_per_second": rate,
+        "best_checkpoint": best,
+        "hardware": hardware(trainer),
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "lightning": pl.__version__},
+        "config": config,
+    }
+    write_rows(folder / "results.json", results)
+    plain = {name: value for name, value in config.items() if isinstance(value, (int, float, str, bool))}
+    final = {f"final/{name}": v for name, v in scores.items() if "_class_" not in name and math.isfinite(v)}
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.log_graph(recipe)
+            logger.log_hyperparams(plain, final)
+            logger.save()

@@ -1,0 +1,100 @@
+"""The settings that belong to a run rather than to its network or data, and the callbacks that carry them out."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.run_progress import RunProgress
+from callbacks.seed_control import SeedControl
+from callbacks.sync_bn import SyncBN
+from callbacks.warmup_lr import Kind, Scale, WarmupLR
+from recipes.launch import Precision
+from recipes.recipe import Recipe
+
+__all__ = ["RunSettings", "checkpoint_callback", "learning_rate_scale", "run_callbacks"]
+
+# Adaptive optimisers divide by the size of the gradient, so noise grows with the square root only.
+_LINEAR = {"sgd", "asgd", "lbfgs"}
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How a run is named and stored, and how it is split without changing what it learns.
+
+    Args:
+        name: the run's folder in RUN_DIR/RECIPE/; a number is added where it exists; by default the time.
+        run_dir: folder of all runs.
+        resume: checkpoint to go on from, in its run's folder and with its settings.
+        ckpt: checkpoint to validate, test or predict with; its settings are the defaults.
+        output: JSON or CSV file for scores and predictions.
+        seed: of everything random.
+        deterministic: stop at operations that have no deterministic form.
+        benchmark: let cuDNN choose its algorithms by timing them.
+        precision: of the arithmetic; auto takes bf16-mixed where the hardware is fast at it.
+        global_batch_size: samples per update on all devices; accumulation follows from it.
+        accumulate: micro-batches per update, or by moment, as in '{0: 8, "2 epochs": 4}'.
+        warmup: how long the learning rate rises, as in "500 steps", "2 epochs" or "5%".
+        warmup_kind: the curve of the rise.
+        warmup_start_factor: the share of the learning rate that it begins with.
+        lr_scale: how the learning rate follows the global batch; auto is linear for SGD, sqrt for adaptive ones.
+        base_batch_size: the global batch that the learning rate is stated for; by default the recipe's.
+        sync_bn: BatchNorm over all devices, or over groups of so many.
+        tune_allocator: keep large blocks of memory between steps (Linux on CPU).
+    """
+
+    name: str | None = None
+    run_dir: str = "runs"
+    resume: str | None = None
+    ckpt: str | None = None
+    output: str | None = None
+    seed: int = 1
+    deterministic: bool = False
+    benchmark: bool | None = None
+    precision: Precision = "auto"
+    global_batch_size: int | None = None
+    accumulate: int | dict[int | str, int] = 1
+    warmup: int | str = "5%"
+    warmup_kind: Kind = "linear"
+    warmup_start_factor: float = 0.01
+    lr_scale: Literal["auto", "linear", "sqrt", "none"] = "auto"
+    base_batch_size: int | None = None
+    sync_bn: bool | int = False
+    tune_allocator: bool = True
+
+
+def learning_rate_scale(rule: str, optimizer: str) -> Scale | None:
+    """The rule that "auto" stands for: linear for SGD (Goyal et al., 2017), square root for adaptive optimisers."""
+    if rule == "auto":
+        return "linear" if optimizer.lower() in _LINEAR else "sqrt"
+    return None if rule == "none" else rule  # type: ignore[return-value]
+
+
+def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> list[Callback]:
+    """What keeps a run exact however it is split, and shows how far it is."""
+    scale = learning_rate_scale(settings.lr_scale, recipe.hparams.optimizer)
+    base = settings.base_batch_size or recipe.base_batch_size
+    callbacks: list[Callback] = [
+        seeds,
+        GradientAccumulation(settings.accumulate, settings.global_batch_size),
+        WarmupLR(settings.warmup, settings.warmup_kind, settings.warmup_start_factor, scale, base if scale else None),
+        RunProgress(),
+        *recipe.recipe_callbacks(),
+    ]
+    if settings.sync_bn:
+        callbacks.append(SyncBN(None if settings.sync_bn is True else settings.sync_bn))
+    return callbacks
+
+
+def checkpoint_callback(folder: Path, monitor: str | None, mode: str) -> ModelCheckpoint:
+    """Keeps the best and the last checkpoint of a run in its folder."""
+    return ModelCheckpoint(
+        folder / "checkpoints",
+        filename="best",
+        monitor=monitor,
+        mode=mode,
+        save_last=True,
+        enable_version_counter=False,
+    )
