@@ -1,0 +1,39 @@
+"""Callbacks for any Lightning Trainer and any LightningModule. Names are imported when they are used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from callbacks.batch_norm import average_statistics
+    from callbacks.classification_pictures import ClassificationPictures
+    from callbacks.gradient_accumulation import GradientAccumulation
+    from callbacks.run_progress import RunProgress
+    from callbacks.seed_control import SeedControl
+    from callbacks.sync_bn import SyncBN
+    from callbacks.warmup_lr import WarmupLR
+
+__all__ = [
+    "ClassificationPictures",
+    "GradientAccumulation",
+    "RunProgress",
+    "SeedControl",
+    "SyncBN",
+    "WarmupLR",
+    "average_statistics",
+]
+
+_HOMES = {
+    "ClassificationPictures": "callbacks.classification_pictures",
+    "GradientAccumulation": "callbacks.gradient_accumulation",
+    "RunProgress": "callbacks.run_progress",
+    "SeedControl": "callbacks.seed_control",
+    "SyncBN": "callbacks.sync_bn",
+    "WarmupLR": "callbacks.warmup_lr",
+    "average_statistics": "callbacks.batch_norm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'callbacks' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

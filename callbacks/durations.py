@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from datamodules.errors import UserError
+
 __all__ = ["Duration"]
 
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(steps?|epochs?|%)?")
@@ -27,7 +29,7 @@ class Duration:
         """Read a duration as users write it.
 
         Raises:
-            ValueError: it is neither an int of steps nor a number with a unit.
+            UserError: it is neither an int of steps nor a number with a unit.
 
         Example:
             >>> Duration.parse("2 epochs")
@@ -39,15 +41,15 @@ class Duration:
             return text
         match = _PATTERN.fullmatch(str(text).strip().lower()) if type(text) in (int, str) else None
         if match is None:
-            raise ValueError(f'cannot read {text!r} as a duration: write "500 steps", "2 epochs", "5%" or 500 (steps)')
+            raise UserError(f'cannot read {text!r} as a duration: write "500 steps", "2 epochs", "5%" or 500 (steps)')
         value, unit = float(match[1]), (match[2] or "steps")[:4]
         if unit == "%":
             if value > 100:
-                raise ValueError(f"{text!r} is longer than the run: expected 0% to 100%")
+                raise UserError(f"{text!r} is longer than the run: expected 0% to 100%")
             return cls(value, "%")
         if unit == "step":
             if value != int(value):
-                raise ValueError(f'{text!r} is not a whole number of steps: write "{math.ceil(value)} steps"')
+                raise UserError(f'{text!r} is not a whole number of steps: write "{math.ceil(value)} steps"')
             return cls(value, "steps")
         return cls(value, "epochs")
 
@@ -59,7 +61,7 @@ class Duration:
             total_steps: updates of the run; infinite where nothing ends it.
 
         Raises:
-            ValueError: the unit has no length in this run.
+            UserError: the unit has no length in this run.
 
         Example:
             >>> Duration.parse("5%").to_steps(steps_per_epoch=100, total_steps=1010)
@@ -68,7 +70,7 @@ class Duration:
         scale = {"steps": 1.0, "epochs": steps_per_epoch, "%": total_steps / 100}[self.unit]
         if math.isinf(scale) and self.value:
             reason = "the loader has no length" if self.unit == "epochs" else "the run has no end"
-            raise ValueError(f'"{self}" is unknown because {reason}: write the duration in steps, such as "500 steps"')
+            raise UserError(f'"{self}" is unknown because {reason}: write the duration in steps, such as "500 steps"')
         # Without rounding, 7 % of 100 steps would be 7.000000000000001, and eight steps.
         return math.ceil(round(self.value * scale, 6)) if self.value else 0
 

@@ -4,6 +4,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from datamodules.errors import UserError
+
 __all__ = ["accumulation_factor", "global_batch_size", "loader_batch_size"]
 
 
@@ -11,15 +13,15 @@ def accumulation_factor(global_batch_size: int, batch_size: int, world_size: int
     """Micro-batches per update, so that all devices together see `global_batch_size` samples.
 
     Raises:
-        ValueError: the global batch is no multiple of what the devices hold at once; the message names what would be.
+        UserError: the global batch is no multiple of what the devices hold at once; the message names what would be.
 
     Example:
         >>> accumulation_factor(1024, batch_size=64, world_size=4)
         4
         >>> accumulation_factor(1000, batch_size=64, world_size=4)
         Traceback (most recent call last):
-        ValueError: a global batch of 1000 is no multiple of 64 samples x 4 devices = 256: pass a global batch size of
-        768 or 1024, or a batch size of 50
+        datamodules.errors.UserError: a global batch of 1000 is no multiple of 64 samples x 4 devices = 256: pass a
+        global batch size of 768 or 1024, or a batch size of 50
     """
     at_once = batch_size * world_size
     factor, rest = divmod(global_batch_size, at_once)
@@ -34,19 +36,19 @@ def accumulation_factor(global_batch_size: int, batch_size: int, world_size: int
     if share and not uneven:
         divisors = (size for size in range(1, share + 1) if share % size == 0)
         message += f", or a batch size of {min(divisors, key=lambda size: abs(size - batch_size))}"
-    raise ValueError(message)
+    raise UserError(message)
 
 
 def loader_batch_size(loader: Any) -> int:
     """Samples that a loader puts into one batch.
 
     Raises:
-        ValueError: the loader does not say.
+        UserError: the loader does not say.
     """
     for source in (loader, getattr(loader, "batch_sampler", None)):
         if isinstance(size := getattr(source, "batch_size", None), int):
             return size
-    raise ValueError(
+    raise UserError(
         f"cannot tell the batch size of the training loader, a {type(loader).__name__}, which a global batch size"
         " needs: give it an attribute `batch_size`"
     )

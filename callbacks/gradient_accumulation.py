@@ -19,6 +19,7 @@ from typing_extensions import override
 from callbacks.global_batch import accumulation_factor, loader_batch_size
 from callbacks.targets import observe_counts, sum_over_ranks
 from callbacks.updates import AccumulationSchedule
+from datamodules.errors import UserError
 
 __all__ = ["GradientAccumulation"]
 
@@ -42,7 +43,7 @@ class GradientAccumulation(pl.Callback):
     their sum is made the mean. So gradients are right before DDP averages them, GradScaler unscales them and clipping
     reads their norm. That costs one all-reduce of one number per update, and none on one device.
 
-    A count of 0 takes a micro-batch out, even if its loss is NaN for want of samples. Where a batch holds samples but no
+    A count of 0 takes a micro-batch out, even if its loss is NaN for want of samples. Where samples hold no
     target, divide by ``count.clamp(min=1)``: no weight can mend a gradient that is NaN already.
 
     Args:
@@ -53,8 +54,8 @@ class GradientAccumulation(pl.Callback):
             mid-epoch on other devices keeps its place, if its loader remembers how many samples were used.
 
     Raises:
-        ValueError: `global_batch_size` does not divide, or both arguments are given.
-        RuntimeError: something else accumulates as well, or the strategy cannot.
+        UserError: `global_batch_size` does not divide, both arguments are given, something else accumulates as well,
+            or the strategy cannot.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[GradientAccumulation(global_batch_size=1024)], logger=False)
@@ -63,7 +64,7 @@ class GradientAccumulation(pl.Callback):
     def __init__(self, steps: int | dict[int | str, int] = 1, global_batch_size: int | None = None) -> None:
         super().__init__()
         if global_batch_size is not None and steps != 1:
-            raise ValueError(
+            raise UserError(
                 f"both steps={steps!r} and global_batch_size={global_batch_size} are given: pass one of them"
             )
         self.steps = steps
@@ -93,7 +94,7 @@ class GradientAccumulation(pl.Callback):
             return
         self._samples_per_batch = None
         if not pl_module.automatic_optimization:
-            raise RuntimeError(
+            raise UserError(
                 f"{type(pl_module).__name__} optimises manually, so only its training_step can accumulate: remove"
                 " GradientAccumulation, or set automatic_optimization = True"
             )
@@ -102,13 +103,13 @@ class GradientAccumulation(pl.Callback):
         if trainer.accumulate_grad_batches != 1:
             rivals.append(f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})")
         if len(rivals) > 1:
-            raise RuntimeError(f"{' and '.join(rivals)} would both accumulate: keep one GradientAccumulation")
+            raise UserError(f"{' and '.join(rivals)} would both accumulate: keep one GradientAccumulation")
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         distributed = isinstance(trainer.strategy.model, DistributedDataParallel)
         if trainer.strategy.handles_gradient_accumulation or not (distributed or trainer.world_size == 1):
-            raise RuntimeError(
+            raise UserError(
                 f"{type(trainer.strategy).__name__} reduces gradients in its own way, which GradientAccumulation cannot"
                 ' weigh: pass strategy="ddp", or remove the callback'
             )
@@ -124,7 +125,7 @@ class GradientAccumulation(pl.Callback):
             )
         model = trainer.strategy.model
         if largest > 1 and isinstance(model, DistributedDataParallel) and model.static_graph:
-            raise RuntimeError(
+            raise UserError(
                 "torch's DDP cannot accumulate with static_graph=True (pytorch#143580): remove static_graph from the"
                 " strategy, or accumulate over one micro-batch"
             )

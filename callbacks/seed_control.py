@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
+from datamodules.errors import UserError
 from datamodules.randomness import derive_seed
 
 __all__ = ["SeedControl", "explain_nondeterminism", "seed_generators", "seed_torch"]
@@ -137,7 +138,7 @@ class SeedControl(pl.Callback):
         benchmark: let cuDNN pick algorithms by timing them. None leaves it as it is, or off if `deterministic`.
 
     Raises:
-        ValueError: a negative seed, or `benchmark` together with `deterministic`.
+        UserError: a negative seed, or `benchmark` together with `deterministic`.
 
     Example:
         >>> seeds = SeedControl(seed=1)  # before the module
@@ -147,9 +148,9 @@ class SeedControl(pl.Callback):
 
     def __init__(self, seed: int | None = 1, deterministic: bool = False, benchmark: bool | None = None) -> None:
         if seed is not None and seed < 0:
-            raise ValueError(f"seed={seed} is negative: pass 0 or greater, or None to draw one")
+            raise UserError(f"seed={seed} is negative: pass 0 or greater, or None to draw one")
         if deterministic and benchmark:
-            raise ValueError(
+            raise UserError(
                 "benchmark=True picks algorithms by time, which varies: pass deterministic=False or drop it"
             )
         self.seed = secrets.randbits(32) if seed is None else seed

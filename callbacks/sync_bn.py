@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from callbacks.batch_norm import average_statistics, restore, synchronise
+from datamodules.errors import UserError
 
 __all__ = ["SyncBN", "check_group_size"]
 
@@ -21,12 +22,13 @@ def check_group_size(group_size: int, world_size: int) -> None:
     """Refuses a group size that does not divide the number of processes.
 
     Raises:
-        ValueError: naming the nearest sizes that do.
+        UserError: naming the nearest sizes that do.
 
     Example:
         >>> check_group_size(3, 8)
         Traceback (most recent call last):
-        ValueError: SyncBN(group_size=3) does not divide the 8 processes of this run: pass group_size=2 or group_size=4
+        datamodules.errors.UserError: SyncBN(group_size=3) does not divide the 8 processes of this run: pass
+        group_size=2 or group_size=4
     """
     if group_size >= 1 and world_size % group_size == 0:
         return
@@ -35,7 +37,7 @@ def check_group_size(group_size: int, world_size: int) -> None:
         max((d for d in divisors if d < group_size), default=1),
         min((d for d in divisors if d > group_size), default=world_size),
     }
-    raise ValueError(
+    raise UserError(
         f"SyncBN(group_size={group_size}) does not divide the {world_size} processes of this run: "
         f"pass {' or '.join(f'group_size={size}' for size in sorted(nearest))}"
     )
@@ -77,7 +79,7 @@ class SyncBN(pl.Callback):
         group_size: how many consecutive ranks share statistics; all of them if None.
 
     Raises:
-        ValueError: at set-up, if `group_size` does not divide the number of processes.
+        UserError: at set-up, if `group_size` does not divide the number of processes.
         TypeError: a subclass of BatchNorm normalises in a `forward` of its own.
 
     Example:

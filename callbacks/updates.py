@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from callbacks.durations import Duration
+from datamodules.errors import UserError
 
 __all__ = ["AccumulationSchedule", "count_updates", "duration_to_updates", "total_updates"]
 
@@ -33,7 +34,7 @@ class AccumulationSchedule:
         """Read one factor, or factors by the moment when they begin; before the first of them it is 1.
 
         Raises:
-            ValueError: a factor is no positive int, or a moment is no whole number of steps or epochs.
+            UserError: a factor is no positive int, or a moment is no whole number of steps or epochs.
 
         Example:
             >>> schedule = AccumulationSchedule.parse({0: 8, "2 epochs": 4, "5000 steps": 1})
@@ -44,11 +45,11 @@ class AccumulationSchedule:
         for key, factor in (steps if isinstance(steps, Mapping) else {0: steps}).items():
             start = Duration.parse(key)
             if type(factor) is not int or factor < 1:
-                raise ValueError(
+                raise UserError(
                     f"cannot accumulate over {factor!r} micro-batches from {start} on: write an int above 0"
                 )
             if start.unit == "%" or start.value != int(start.value):
-                raise ValueError(f'accumulation cannot change at "{start}": write whole epochs or steps, as "2 epochs"')
+                raise UserError(f'accumulation cannot change at "{start}": write whole epochs or steps, as "2 epochs"')
             entries.append((start, factor))
         return cls(tuple(entries))
 
@@ -167,7 +168,7 @@ def duration_to_updates(duration: Duration, trainer: pl.Trainer) -> int:
     """A duration counted from the run's start, in updates; works from `on_train_start` on.
 
     Raises:
-        ValueError: the duration is in epochs of a loader without length, or in per cent of a run without end.
+        UserError: the duration is in epochs of a loader without length, or in per cent of a run without end.
     """
     if duration.unit == "steps":
         return int(duration.value)

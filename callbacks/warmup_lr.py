@@ -19,6 +19,7 @@ from typing_extensions import override
 from callbacks.durations import Duration
 from callbacks.global_batch import global_batch_size
 from callbacks.updates import duration_to_updates
+from datamodules.errors import UserError
 
 __all__ = ["WarmupLR", "batch_size_scale", "warmup_factor"]
 
@@ -92,7 +93,7 @@ class WarmupLR(pl.Callback):
         base_batch_size: the global batch that the rate is stated for; needed with `scale`.
 
     Raises:
-        ValueError: a setting is out of its range, or the duration has no length in this run.
+        UserError: a setting is out of its range, or the duration has no length in this run.
 
     Example:
         >>> warmup = WarmupLR("5%", kind="cosine", scale="linear", base_batch_size=256)
@@ -109,13 +110,13 @@ class WarmupLR(pl.Callback):
     ) -> None:
         super().__init__()
         if kind not in ("linear", "cosine", "exponential", "constant"):
-            raise ValueError(f'unknown kind {kind!r}: expected "linear", "cosine", "exponential" or "constant"')
+            raise UserError(f'unknown kind {kind!r}: expected "linear", "cosine", "exponential" or "constant"')
         if scale not in ("linear", "sqrt", None):
-            raise ValueError(f'unknown scale {scale!r}: expected "linear", "sqrt" or None')
+            raise UserError(f'unknown scale {scale!r}: expected "linear", "sqrt" or None')
         if not 0 <= start_factor <= 1 or (kind == "exponential" and not start_factor):
-            raise ValueError(f"start_factor={start_factor} with kind={kind!r}: expected 0 to 1, exponential above 0")
+            raise UserError(f"start_factor={start_factor} with kind={kind!r}: expected 0 to 1, exponential above 0")
         if (scale is None) != (base_batch_size is None) or (base_batch_size is not None and base_batch_size < 1):
-            raise ValueError(
+            raise UserError(
                 f'scale={scale!r} with base_batch_size={base_batch_size}: pass both, such as scale="linear",'
                 " base_batch_size=256, or neither"
             )

@@ -77,8 +77,9 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
     scale = learning_rate_scale(settings.lr_scale, recipe.hparams.optimizer)
     base = settings.base_batch_size or recipe.base_batch_size
     callbacks: list[Callback] = [
-        seeds,
+        # First, so that the others see the window's factor.
         GradientAccumulation(settings.accumulate, settings.global_batch_size),
+        seeds,
         WarmupLR(settings.warmup, settings.warmup_kind, settings.warmup_start_factor, scale, base if scale else None),
         RunProgress(),
         *recipe.recipe_callbacks(),

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from callbacks.global_batch import accumulation_factor, global_batch_size
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.updates import AccumulationSchedule, count_updates, total_updates
+from datamodules.errors import UserError
 from datamodules.order import num_training_steps, training_spans
 from tests.ranks import run_ranks
 
@@ -439,11 +440,11 @@ def test_the_factor_follows_from_the_global_batch_size() -> None:
 def test_what_cannot_be_accumulated_is_refused_with_the_reason() -> None:
     manual = Tagger()
     manual.automatic_optimization = False
-    with pytest.raises(RuntimeError, match="optimises manually"):
+    with pytest.raises(UserError, match="optimises manually"):
         train(manual, BATCHES, GradientAccumulation(2))
-    with pytest.raises(RuntimeError, match=r"GradientAccumulation and Trainer\(accumulate_grad_batches=2\) would both"):
+    with pytest.raises(UserError, match=r"GradientAccumulation and Trainer\(accumulate_grad_batches=2\) would both"):
         train(Tagger(), BATCHES, GradientAccumulation(2), accumulate_grad_batches=2)
-    with pytest.raises(RuntimeError, match="GradientAccumulation and GradientAccumulationScheduler would both"):
+    with pytest.raises(UserError, match="GradientAccumulation and GradientAccumulationScheduler would both"):
         train(Tagger(), BATCHES, GradientAccumulation(2), GradientAccumulationScheduler({0: 2}))
     with pytest.raises(ValueError, match="pass one of them"):
         GradientAccumulation(2, global_batch_size=32)
@@ -528,7 +529,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
     static = DDPStrategy(static_graph=True)
     try:
         train(Tagger(), mine, GradientAccumulation(2), devices=2, strategy=static)
-    except RuntimeError as refused:
+    except UserError as refused:
         answers["refused"] = str(refused)
     return answers
 
