@@ -20,7 +20,7 @@ __all__ = ["RunProgress", "format_metrics"]
 def format_metrics(metrics: dict[str, float]) -> str:
     """Scalars on one line: ``train/loss 0.0312  val/accuracy 0.9921``; single classes are left out."""
     shown = {name: value for name, value in metrics.items() if "_class_" not in name and not name.startswith("lr")}
-    return "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
+    return "  ".join(f"{name} {value:.4f}" for name, value in sorted(shown.items()))
 
 
 class RunProgress(ProgressBar):

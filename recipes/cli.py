@@ -38,29 +38,18 @@ _COMMANDS = {
 }
 
 # The command line sets these itself, or they hold objects that no flag can spell.
-_OWN_TRAINER_PARAMETERS = frozenset(
-    {
-        "logger",
-        "callbacks",
-        "precision",
-        "default_root_dir",
-        "enable_autolog_hparams",
-        "plugins",
-        "enable_model_summary",
-    }
-)
-_COMMON_RUN_SETTINGS = frozenset(
-    {
-        *("name", "run_dir", "resume", "ckpt", "output", "seed", "deterministic", "precision"),
-        *("global_batch_size", "accumulate", "warmup", "lr_scale", "sync_bn"),
-    }
-)
-_COMMON_TRAINER_PARAMETERS = frozenset(
-    {
-        *("accelerator", "strategy", "devices", "num_nodes", "max_epochs", "max_steps", "fast_dev_run"),
-        *("gradient_clip_val", "log_every_n_steps", "limit_train_batches", "profiler"),
-    }
-)
+_OWN_TRAINER_PARAMETERS = """
+    logger callbacks plugins precision default_root_dir enable_autolog_hparams enable_model_summary
+"""
+# Ours are exact where these are not: --accumulate, --sync-bn, --deterministic, --benchmark.
+_REPLACED_TRAINER_PARAMETERS = "accumulate_grad_batches sync_batchnorm deterministic benchmark"
+_COMMON_TRAINER_PARAMETERS = """
+    accelerator strategy devices num_nodes max_epochs max_steps fast_dev_run gradient_clip_val log_every_n_steps
+    limit_train_batches profiler
+"""
+_COMMON_RUN_SETTINGS = """
+    name run_dir resume ckpt output seed deterministic precision global_batch_size accumulate warmup lr_scale sync_bn
+"""
 
 
 def run(
@@ -158,10 +147,15 @@ class _CommandLine:
 
     def _parser(self) -> FlagParser:
         groups = [
-            FlagGroup("Run", RunSettings, common=_COMMON_RUN_SETTINGS),
+            FlagGroup("Run", RunSettings, common=frozenset(_COMMON_RUN_SETTINGS.split())),
             FlagGroup("Data", self.data_class, frozenset({"predict_files"})),
             FlagGroup("Recipe", self.recipe_class),
-            FlagGroup("Trainer", pl.Trainer, _OWN_TRAINER_PARAMETERS, _COMMON_TRAINER_PARAMETERS),
+            FlagGroup(
+                "Trainer",
+                pl.Trainer,
+                skip=frozenset((_OWN_TRAINER_PARAMETERS + _REPLACED_TRAINER_PARAMETERS).split()),
+                common=frozenset(_COMMON_TRAINER_PARAMETERS.split()),
+            ),
         ]
         parser = FlagParser(groups, self.program, self.recipe_class.__doc__ or "")
         parser.set_defaults(self.recipe_class.trainer_defaults)

@@ -122,7 +122,7 @@ class FlagParser(ArgumentParser):
                 name, equals, value = name[3:], "=", "false"
             known = name.split(".")[0]
             if known not in self._flags and name != "print_config":
-                close = difflib.get_close_matches(known, self._flags, n=1, cutoff=0.5)
+                close = difflib.get_close_matches(known, self._flags, n=1, cutoff=0.4)
                 hint = f"did you mean --{close[0].replace('_', '-')}?" if close else "--help-all lists the flags"
                 raise UserError(f"there is no flag --{flag}; {hint}")
             following = args[i + 1].lower() if i + 1 < len(args) else "--"

@@ -132,6 +132,16 @@ def test_a_failure_names_host_and_reason_and_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_failure_removes_the_folders_made_for_it_and_no_others(server: _Server, tmp_path: Path):
+    with pytest.raises(DownloadError):
+        download([server.address("missing")], tmp_path / "new" / "folder" / "file.gz", MD5)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(DownloadError):
+        download([server.address("missing")], tmp_path / "mine" / "new" / "file.gz", MD5)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+
+
 def test_a_host_that_nobody_listens_on_is_a_failure_a_user_can_mend(tmp_path: Path):
     with pytest.raises(UserError, match="Connection refused"):
         download([f"http://127.0.0.1:{free_port()}/file.gz"], tmp_path / "file.gz", MD5)

@@ -55,9 +55,7 @@ def test_a_batch_is_a_copy_that_may_be_changed():
 @given(world_size=st.integers(1, 9), batch_size=st.integers(1, 12), drop_last=st.booleans())
 def test_a_step_of_all_ranks_is_one_slice_of_the_order(world_size, batch_size, drop_last):
     if drop_last and world_size * batch_size > N:
-        with pytest.raises(
-            UserError, match=f"a batch of {world_size * batch_size} .*larger than .* 23"
-        ):
+        with pytest.raises(UserError, match=f"a batch of {world_size * batch_size} .*larger than .* 23"):
             _loader(batch_size, world_size=world_size, drop_last=True)
         return
     loaders = [_loader(batch_size, rank=rank, world_size=world_size, drop_last=drop_last) for rank in range(world_size)]

@@ -148,9 +148,7 @@ def test_the_other_sets_have_their_own_folders(tmp_path: Path):
 
 
 def test_a_missing_folder_is_refused_with_what_to_type(tmp_path: Path):
-    with pytest.raises(
-        UserError, match=r"the folder .*nowhere does not exist.* pass --data-dir .*--dataset digits"
-    ):
+    with pytest.raises(UserError, match=r"the folder .*nowhere does not exist.* pass --data-dir .*--dataset digits"):
         _data(tmp_path / "nowhere").setup("fit")
     with pytest.raises(UserError, match="has no MNIST files; pass --data-dir"):
         _data(tmp_path).setup("test")
@@ -250,9 +248,7 @@ def test_a_split_that_leaves_nothing_to_train_on_is_refused(tiny: Path):
 
 
 def test_a_batch_larger_than_the_set_is_refused(tiny: Path):
-    with pytest.raises(
-        UserError, match="a batch of 41 is larger than the training set of 40 samples; pass"
-    ):
+    with pytest.raises(UserError, match="a batch of 41 is larger than the training set of 40 samples; pass"):
         _trainer().fit(Watcher(), datamodule=_data(tiny, batch_size=41))
 
 

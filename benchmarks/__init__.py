@@ -1,0 +1,12 @@
+"""The recipes beside what a user would use instead: ``python -m benchmarks``.
+
+A section is a module of this package with ``run(options, progress)``, which returns a `benchmarks.harness.Section`.
+"""
+
+__all__ = ["SECTIONS"]
+
+SECTIONS = {
+    "input_pipeline": "seconds to load and augment an epoch of MNIST",
+    "callbacks_cost": "microseconds that the callbacks add to an update",
+}
+"""The sections in the order in which they run, and what each measures."""

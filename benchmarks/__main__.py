@@ -1,0 +1,105 @@
+"""``python -m benchmarks [NAMES] [--json out.json] [--quick]``."""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks import SECTIONS
+
+if TYPE_CHECKING:
+    from benchmarks.harness import Section
+
+INTERRUPTED = 130  # What a shell reports for a program ended by Ctrl-C.
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not 1 or greater")
+    return number
+
+
+def _json_path(text: str) -> Path:
+    path = Path(text).expanduser()
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"cannot write {path}: name a file in a folder that exists")
+    return path
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; the sections are listed in its help."""
+    listed = "\n".join(f"  {name:16} {what}" for name, what in SECTIONS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measures the recipes beside what a user would use instead, and prints ratios.",
+        epilog=f"sections:\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAMES", help="sections to run; all where none is named")
+    parser.add_argument("--json", type=_json_path, metavar="FILE", help="write the results there, after each section")
+    parser.add_argument("--quick", action="store_true", help="smaller and fewer, to see that it works; rough figures")
+    parser.add_argument("--repeats", type=_positive, metavar="N", help="rounds; by default each section's own choice")
+    parser.add_argument("--threads", type=_positive, metavar="N", help="of torch; by default each section's own choice")
+    parser.add_argument("--data-dir", default="data", metavar="FOLDER", help="where data sets are (default: data)")
+    return parser
+
+
+def check_names(parser: argparse.ArgumentParser, names: Sequence[str]) -> list[str]:
+    """The sections to run, each once; a wrong name ends the program with the nearest right ones."""
+    for name in names:
+        if name not in SECTIONS:
+            near = difflib.get_close_matches(name.replace("-", "_"), SECTIONS, cutoff=0.4) or list(SECTIONS)
+            parser.error(f"no section {name!r}; did you mean {' or '.join(near)}?")
+    return list(dict.fromkeys(names)) or list(SECTIONS)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs sections, printing and writing each as soon as it is done; returns the exit status."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    names = check_names(parser, args.names)
+
+    # Late, so that help and mistakes are answered at once.
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from benchmarks.harness import Options, describe_machine, print_section, write_json
+    from recipes.launch import tune_allocator
+
+    tuned = tune_allocator()  # Before the first large allocation.
+    console = Console(highlight=False)
+    machine = describe_machine(tuned)
+    for key, text in machine.items():
+        console.print(f"{key}: {text}", soft_wrap=True)
+    options = Options(args.quick, args.repeats, args.threads, args.data_dir)
+    done: dict[str, Section] = {}
+    interrupted = False
+    for name in names:
+        # Redrawn between measurements only: a bar with its own thread would be measured too.
+        with Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as bar:
+            task = bar.add_task(name)
+
+            def show(what: str, count: int, total: int, bar: Progress = bar, name: str = name) -> None:
+                bar.update(task, description=f"{name}: {what}", completed=count, total=total, refresh=True)
+
+            try:
+                done[name] = import_module(f"benchmarks.{name}").run(options, show)
+            except KeyboardInterrupt:
+                interrupted = True
+        if name in done:
+            interrupted = interrupted or done[name].interrupted
+            print_section(done[name], console)
+        if args.json is not None:
+            write_json(args.json, machine, done, interrupted)
+        if interrupted:
+            print("interrupted: what was done is kept", file=sys.stderr)
+            return INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
