@@ -13,6 +13,7 @@ from benchmarks import SECTIONS
 if TYPE_CHECKING:
     from benchmarks.harness import Section
 
+WIDTH = 120  # Where there is no terminal that would wrap what is longer.
 INTERRUPTED = 130  # What a shell reports for a program ended by Ctrl-C.
 
 
@@ -65,13 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # Late, so that help and mistakes are answered at once.
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
     from benchmarks.harness import Options, describe_machine, print_section, write_json
     from recipes.launch import tune_allocator
 
     tuned = tune_allocator()  # Before the first large allocation.
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
     machine = describe_machine(tuned)
     for key, text in machine.items():
         console.print(f"{key}: {text}", soft_wrap=True)
@@ -83,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as bar:
             task = bar.add_task(name)
 
-            def show(what: str, count: int, total: int, bar: Progress = bar, name: str = name) -> None:
-                bar.update(task, description=f"{name}: {what}", completed=count, total=total, refresh=True)
+            def show(what: str, count: int, total: int, bar: Progress = bar, task: TaskID = task) -> None:
+                bar.update(task, description=what, completed=count, total=total, refresh=True)
 
             try:
                 done[name] = import_module(f"benchmarks.{name}").run(options, show)

@@ -11,7 +11,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -280,17 +280,17 @@ def _cell(spread: Spread | None, form: str) -> str:
     if spread is None:
         return ""
     median, low, high = (format(value, form) for value in (spread.median, spread.low, spread.high))
-    return f"{median} ({low} to {high})"
+    return f"{median} ({low}..{high})"
 
 
 def print_section(section: Section, console: Console) -> None:
-    """Prints the header, the figures as ``median (min to max)``, the goals and the notes."""
+    """Prints the header, the figures as ``median (min..max)``, the goals and the notes."""
     console.rule(f"[bold]{section.title}", align="left")
     _pairs(section.header, console)
-    table = Table(caption="median (min to max)", caption_justify="left")
+    table = Table(caption="median (min..max) of the rounds", caption_justify="left")
     table.add_column("")
     for column in section.columns:
-        table.add_column(column.title, justify="right", no_wrap=True)
+        table.add_column(column.title, justify="right")
     for name, spreads in section.rows.items():
         table.add_row(name, *(_cell(spread, column.form) for spread, column in zip(spreads, section.columns)))
     console.print(table)

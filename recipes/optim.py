@@ -70,7 +70,11 @@ def _undecayed(module: nn.Module) -> Iterator[nn.Parameter]:
         if isinstance(child, _NORMS):
             yield from child.parameters(recurse=False)
         else:
-            yield from (p for name, p in child.named_parameters(recurse=False) if name.endswith("bias"))
+            yield from (
+                p
+                for name, p in child.named_parameters(recurse=False)
+                if name.startswith("bias") or name.endswith("bias")
+            )
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
