@@ -24,6 +24,7 @@ from benchmarks.harness import (
     Options,
     Progress,
     Section,
+    Timings,
     alternate,
     available_cores,
     pin_threads,

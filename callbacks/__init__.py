@@ -1,7 +1,8 @@
 """Callbacks for any Lightning Trainer and any LightningModule. Names are imported when they are used."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from datamodules.lazy import lazy_names
 
 if TYPE_CHECKING:
     from callbacks.batch_norm import average_statistics
@@ -22,18 +23,15 @@ __all__ = [
     "average_statistics",
 ]
 
-_HOMES = {
-    "ClassificationPictures": "callbacks.classification_pictures",
-    "GradientAccumulation": "callbacks.gradient_accumulation",
-    "RunProgress": "callbacks.run_progress",
-    "SeedControl": "callbacks.seed_control",
-    "SyncBN": "callbacks.sync_bn",
-    "WarmupLR": "callbacks.warmup_lr",
-    "average_statistics": "callbacks.batch_norm",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'callbacks' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "ClassificationPictures": "callbacks.classification_pictures",
+        "GradientAccumulation": "callbacks.gradient_accumulation",
+        "RunProgress": "callbacks.run_progress",
+        "SeedControl": "callbacks.seed_control",
+        "SyncBN": "callbacks.sync_bn",
+        "WarmupLR": "callbacks.warmup_lr",
+        "average_statistics": "callbacks.batch_norm",
+    },
+)

@@ -107,9 +107,6 @@ class ClassificationPictures(pl.Callback):
         self._first: tuple[Tensor, Tensor, Tensor] | None = None
         self._worst: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def _start(self) -> None:
-        self._first = self._worst = None
-
     @rank_zero_only
     def _add(self, outputs: Any, batch: Any) -> None:
         if not isinstance(outputs, dict) or "logits" not in outputs:
@@ -142,18 +139,12 @@ class ClassificationPictures(pl.Callback):
             for name, figure in figures.items():
                 logger.experiment.add_figure(name, figure, global_step=trainer.global_step)
             logger.experiment.flush()
-        self._start()
+        self._first = self._worst = None
 
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start()
+    def _on_evaluation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._first = self._worst = None
 
-    @override
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start()
-
-    @override
-    def on_validation_batch_end(
+    def _on_evaluation_batch_end(
         self,
         trainer: pl.Trainer,
         pl_module: pl.LightningModule,
@@ -164,17 +155,8 @@ class ClassificationPictures(pl.Callback):
     ) -> None:
         self._add(outputs, batch)
 
-    @override
-    def on_test_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._add(outputs, batch)
+    on_validation_start = on_test_start = _on_evaluation_start
+    on_validation_batch_end = on_test_batch_end = _on_evaluation_batch_end
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -6,6 +6,7 @@ at the clock, draws a few times per second, and shows what was logged last.
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,10 +18,20 @@ from typing_extensions import override
 __all__ = ["RunProgress", "format_metrics"]
 
 
-def format_metrics(metrics: dict[str, float]) -> str:
-    """Scalars on one line: ``train/loss 0.0312  val/accuracy 0.9921``; single classes are left out."""
+def format_metrics(metrics: Mapping[str, Any]) -> str:
+    """Scalars on one line, without learning rates and single classes.
+
+    Example:
+        >>> format_metrics({"val/accuracy": 0.99, "lr": 0.1, "val/accuracy_class_3": 0.98, "train/loss": 0.0312})
+        'train/loss 0.0312  val/accuracy 0.9900'
+    """
     shown = {name: value for name, value in metrics.items() if "_class_" not in name and not name.startswith("lr")}
-    return "  ".join(f"{name} {value:.4f}" for name, value in sorted(shown.items()))
+    return "  ".join(f"{name} {float(value):.4f}" for name, value in sorted(shown.items()))
+
+
+def _epoch(trainer: pl.Trainer) -> str:
+    of = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
+    return f"epoch {trainer.current_epoch + 1}{of}"
 
 
 class RunProgress(ProgressBar):
@@ -105,12 +116,7 @@ class RunProgress(ProgressBar):
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._epoch_began = time.monotonic()
-        self._draw(description=self._epoch(trainer))
-
-    @staticmethod
-    def _epoch(trainer: pl.Trainer) -> str:
-        of = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
-        return f"epoch {trainer.current_epoch + 1}{of}"
+        self._draw(description=_epoch(trainer))
 
     @override
     def on_train_batch_end(
@@ -118,26 +124,17 @@ class RunProgress(ProgressBar):
     ) -> None:
         if self._is_due:
             # What was logged is on its way to the logger at this moment anyway: no extra wait for the device.
-            self._metrics = format_metrics(self._logged(trainer))
-            self._draw(completed=self._done(trainer))
-
-    @staticmethod
-    def _logged(trainer: pl.Trainer) -> dict[str, float]:
-        return {name: float(value) for name, value in trainer.logged_metrics.items()}
-
-    @staticmethod
-    def _done(trainer: pl.Trainer) -> float:
-        return trainer.fit_loop.total_batch_idx + 1
+            self._metrics = format_metrics(trainer.logged_metrics)
+            self._draw(completed=trainer.fit_loop.total_batch_idx + 1)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self._metrics = format_metrics(metrics)
+        self._metrics = format_metrics(trainer.callback_metrics)
         if self._progress is not None:
-            self._draw(completed=self._done(trainer), description=self._epoch(trainer))
+            self._draw(completed=trainer.fit_loop.total_batch_idx + 1, description=_epoch(trainer))
         elif self._enabled:
             seconds = time.monotonic() - self._epoch_began
-            print(f"{self._epoch(trainer)}  {self._metrics}  {seconds:.1f} s", flush=True)  # noqa: T201
+            print(f"{_epoch(trainer)}  {self._metrics}  {seconds:.1f} s", flush=True)  # noqa: T201
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -147,15 +144,18 @@ class RunProgress(ProgressBar):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._stop()
 
-    # Evaluation and prediction
+    # Evaluation and prediction: a bar of its own, or a word in the training's bar
 
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn == "validate":
-            self._start("validating", sum(trainer.num_val_batches))
+    def _on_evaluation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        batches = {
+            "validate": trainer.num_val_batches,
+            "test": trainer.num_test_batches,
+            "predict": trainer.num_predict_batches,
+        }
+        if (command := str(trainer.state.fn)) in batches:
+            self._start(command, sum(batches[command]))
 
-    @override
-    def on_validation_batch_end(
+    def _on_evaluation_batch_end(
         self,
         trainer: pl.Trainer,
         pl_module: pl.LightningModule,
@@ -165,54 +165,15 @@ class RunProgress(ProgressBar):
         dataloader_idx: int = 0,
     ) -> None:
         if self._is_due:
-            if trainer.state.fn == "validate":
-                self._draw(completed=batch_idx + 1)
-            else:
-                self._draw(description=f"{self._epoch(trainer)}, validating")
+            training = trainer.state.fn == "fit"
+            self._draw(
+                **({"description": f"{_epoch(trainer)}, validating"} if training else {"completed": batch_idx + 1})
+            )
 
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn == "validate":
+    def _on_evaluation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn != "fit":
             self._stop()
 
-    @override
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start("testing", sum(trainer.num_test_batches))
-
-    @override
-    def on_test_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if self._is_due:
-            self._draw(completed=batch_idx + 1)
-
-    @override
-    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._stop()
-
-    @override
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start("predicting", sum(trainer.num_predict_batches))
-
-    @override
-    def on_predict_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if self._is_due:
-            self._draw(completed=batch_idx + 1)
-
-    @override
-    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._stop()
+    on_validation_start = on_test_start = on_predict_start = _on_evaluation_start
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _on_evaluation_batch_end
+    on_validation_end = on_test_end = on_predict_end = _on_evaluation_end

@@ -3,8 +3,9 @@
 Names are imported when they are used, so that a callback that needs a random number loads no data set.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from datamodules.lazy import lazy_names
 
 if TYPE_CHECKING:
     from datamodules.errors import UserError
@@ -13,15 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["EvaluationLoader", "MNISTDataModule", "TrainLoader", "UserError"]
 
-_HOMES = {
-    "EvaluationLoader": "datamodules.loaders",
-    "MNISTDataModule": "datamodules.mnist",
-    "TrainLoader": "datamodules.loaders",
-    "UserError": "datamodules.errors",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'datamodules' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "EvaluationLoader": "datamodules.loaders",
+        "MNISTDataModule": "datamodules.mnist",
+        "TrainLoader": "datamodules.loaders",
+        "UserError": "datamodules.errors",
+    },
+)

@@ -1,7 +1,8 @@
 """Recipes: complete LightningModules with a command line. Names are imported when they are used."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from datamodules.lazy import lazy_names
 
 if TYPE_CHECKING:
     from recipes.classification import Classifier
@@ -11,15 +12,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Classifier", "MNISTClassifier", "Recipe", "run"]
 
-_HOMES = {
-    "Classifier": "recipes.classification",
-    "MNISTClassifier": "recipes.mnist.recipe",
-    "Recipe": "recipes.recipe",
-    "run": "recipes.cli",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'recipes' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Classifier": "recipes.classification",
+        "MNISTClassifier": "recipes.mnist.recipe",
+        "Recipe": "recipes.recipe",
+        "run": "recipes.cli",
+    },
+)

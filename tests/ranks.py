@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torchmetrics", "lightning.pytorch"])
+_context.set_forkserver_preload(["torch", "torchmetrics", "lightning.pytorch", "pytest", "hypothesis"])
 
 
 def free_port() -> int:
@@ -83,13 +83,17 @@ def run_ranks(
     results: dict[int, Any] = {}
     try:
         while pipes:
-            ready = wait(list(pipes), timeout)
+            # A killed rank leaves its pipe open as long as workers that it started live, hence the sentinels.
+            ready = wait([*pipes, *(processes[rank].sentinel for rank in pipes.values())], timeout)
             if not ready:
                 raise TimeoutError(f"ranks {sorted(pipes.values())} did not answer within {timeout} s")
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                rank = pipes.pop(pipe)
+            for pipe, rank in list(pipes.items()):
+                if pipe not in ready and processes[rank].sentinel not in ready:
+                    continue
+                del pipes[pipe]
                 try:
+                    if not pipe.poll():
+                        raise EOFError
                     good, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
                 except EOFError:
                     processes[rank].join(10)

@@ -1,5 +1,6 @@
 """Tiny networks, data and the one table of all callbacks, for the tests that hold for each of them."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,6 @@ CLASSES = 5
 
 CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "SeedControl": lambda: SeedControl(seed=1),
-    "SeedControl, drawn seed": lambda: SeedControl(seed=None),
     "GradientAccumulation": lambda: GradientAccumulation({0: 2, "1 epochs": 3}),
     "GradientAccumulation, global batch": lambda: GradientAccumulation(global_batch_size=16),
     "WarmupLR": lambda: WarmupLR("60%", kind="cosine", scale="linear", base_batch_size=8),
@@ -41,6 +41,11 @@ QUIET: dict[str, Any] = {
     "use_distributed_sampler": False,
     "num_sanity_val_steps": 0,
 }
+
+
+def silence() -> None:
+    """Leave Lightning's greetings out of this process's output."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
 
 def on_ranks(world_size: int) -> dict[str, Any]:
