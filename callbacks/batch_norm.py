@@ -113,7 +113,9 @@ class _SynchronisedFunction(torch.autograd.Function):
                 # accurate for half-precision activations too, where plain products are 5 times slower.
                 projection = F.batch_norm(x, mean, variance, slope, shift, eps=ctx.eps)
                 unit = torch.ones_like(mean)
-                grad_input = F.batch_norm(grad_output, unit - 1, unit, scale, eps=0.0).add_(projection)
+                # torch.batch_norm: the function in nn.functional of torch 2.11 refuses an eps of 0.
+                scaled = torch.batch_norm(grad_output, scale, None, unit - 1, unit, False, 0.0, 0.0, False)
+                grad_input = scaled.add_(projection)
         return grad_input, grad_weight, grad_bias, None, None, None, None
 
 

@@ -163,7 +163,7 @@ class FlagParser(ArgumentParser):
             return f"{flag} {given[-1]} is not {wanted}"
         if missing := re.search(r"File does not exist: '?([^'\n]*)", message):
             return f"there is no file {missing[1]}"
-        if unknown := re.search(r"Option '([^']+)' is not accepted", message):
+        if unknown := re.search(r"(?:Option|Key) '([^']+)' is not (?:accepted|expected)", message):
             close = difflib.get_close_matches(unknown[1], self._flags, n=1, cutoff=0.5)
             return f"there is no setting {unknown[1]}" + (f"; did you mean {close[0]}?" if close else "")
         if problem := re.search(r"Problems parsing config: (.*)", message, re.DOTALL):

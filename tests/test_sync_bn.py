@@ -73,7 +73,11 @@ def _all_gaps(table_of_sizes: list[tuple[int, ...]], group_size: int | None = No
     for sizes in table_of_sizes:
         for cls, space, settings in LAYERS:
             torch.manual_seed(dist.get_rank() // group_size if group_size else 0)
-            layer = cls(3, dtype=torch.float64, **settings)
+            # A layer without bias is built in this way on versions of torch whose constructor has no `bias`.
+            plain_settings = {name: value for name, value in settings.items() if name != "bias"}
+            layer = cls(3, dtype=torch.float64, **plain_settings)
+            if not settings.get("bias", True):
+                layer.bias = None
             for parameter in layer.parameters():
                 nn.init.normal_(parameter)
             x = 3 * torch.randn(sum(sizes), 3, *space, dtype=torch.float64) + 2
