@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rich.progress import Progress, TaskID
 
     from benchmarks.harness import Options, describe_machine, print_section, write_json
+    from datamodules.errors import UserError
     from recipes.launch import tune_allocator
 
     tuned = tune_allocator()  # Before the first large allocation.
@@ -93,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 done[name] = import_module(f"benchmarks.{name}").run(options, show)
             except KeyboardInterrupt:
                 interrupted = True
+            except UserError as error:
+                parser.exit(1, f"{parser.prog}: error in {name}: {error}\n")
         if name in done:
             interrupted = interrupted or done[name].interrupted
             print_section(done[name], console)

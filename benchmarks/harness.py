@@ -152,6 +152,7 @@ def alternate(
     names, total = list(contenders), (warmup + repeats) * len(contenders)
     rounds: list[dict[str, float]] = []
     interrupted = False
+    gc.freeze()  # What is there already need not be looked through each time.
     try:
         for number in range(warmup + repeats):
             found: dict[str, float] = {}
@@ -166,6 +167,8 @@ def alternate(
         if not rounds:
             raise
         interrupted = True
+    finally:
+        gc.unfreeze()
     return Timings({name: [found[name] for found in rounds] for name in names}, interrupted)
 
 

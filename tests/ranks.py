@@ -4,10 +4,13 @@ The processes are forked from a server that has imported torch and Lightning onc
 a fraction of a second and still gets fresh processes.
 """
 
+import faulthandler
 import io
 import multiprocessing
 import os
+import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
@@ -30,6 +33,7 @@ def _child(
     pipe: Connection, function: Callable, args: tuple, kwargs: Mapping[str, Any], env: Mapping[str, str]
 ) -> None:
     os.environ.update(env)
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     try:
         answer: tuple[bool, Any] = (True, function(*args, **kwargs))
@@ -58,7 +62,7 @@ def run_ranks(
 
     Raises:
         AssertionError: a rank raised (its traceback is the message) or died; the others are killed.
-        TimeoutError: a rank did not answer within `timeout` seconds.
+        TimeoutError: a rank did not answer within `timeout` seconds; where each one waits is on standard error.
     """
     port = free_port()
     processes, pipes = [], {}
@@ -86,6 +90,9 @@ def run_ranks(
             # A killed rank leaves its pipe open as long as workers that it started live, hence the sentinels.
             ready = wait([*pipes, *(processes[rank].sentinel for rank in pipes.values())], timeout)
             if not ready:
+                for rank in pipes.values():
+                    os.kill(processes[rank].pid, signal.SIGUSR1)
+                time.sleep(0.5)
                 raise TimeoutError(f"ranks {sorted(pipes.values())} did not answer within {timeout} s")
             for pipe, rank in list(pipes.items()):
                 if pipe not in ready and processes[rank].sentinel not in ready:

@@ -12,9 +12,15 @@ Loader workers: a data set that draws from its worker's generator depends on how
 they prefetched when they died. So `WorkerLoader` augments by (seed, epoch, index) in the worker, and counts its
 position where batches are consumed. A stock DataLoader starts its order again on a resume (test_split_data.py).
 """
+
+import contextlib
 import hashlib
+import importlib
 import os
+import pkgutil
+import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +34,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
+import callbacks
 from datamodules.loaders import EvaluationLoader, TrainLoader
 from datamodules.order import epoch_order, num_training_steps, training_spans
 from datamodules.randomness import normal
@@ -105,11 +112,15 @@ class AfterUpdates(ModelCheckpoint):
             super().on_train_batch_end(trainer, pl_module, *args)
 
 
+Place = tuple[int, int]
+"""An epoch, and the micro-batch of it that is next."""
+
+
 class Case(NamedTuple):
     """A run: its rows of the table, where batches come from, and when it is saved.
 
-    `loader` is "memory" (TrainLoader) or the number of workers of a DataLoader; `saves` "epochs", "updates" or "stock"
-    (Lightning's own way of saving after updates).
+    `loader` is "memory" (TrainLoader) or the number of workers of a DataLoader; `saves` is "epochs", "updates", or
+    "stock": Lightning's own way of saving after updates.
     """
 
     callbacks: tuple[str, ...]
@@ -117,49 +128,56 @@ class Case(NamedTuple):
     saves: str = "updates"
 
 
-Place = tuple[int, int]
-"""An epoch and the micro-batch before which the run dies."""
+class End(NamedTuple):
+    """What is left of a run: the SHA-256 of its weights, and where its last life began."""
+
+    sha256: str
+    began: Place
 
 
-class DieAt(pl.Callback):
-    """Kills all processes of the run at a place, once all of them are there."""
+class Life(pl.Callback):
+    """Notes where a run goes on, and kills its processes at a place, once all of them are there."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, dies_at: Place | None) -> None:
+        self.dies_at = dies_at
+        self.began: Place | None = None
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        if (trainer.current_epoch, trainer.fit_loop.batch_idx) == self.place:
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        place = trainer.current_epoch, batch_idx
+        self.began = self.began or place
+        if place == self.dies_at:
             trainer.strategy.barrier()
-            time.sleep(0.05)
+            time.sleep(0.05)  # The barrier's last message is to leave this process before it ends.
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def schedule_of(parameters: Iterator[torch.nn.Parameter]) -> dict[str, Any]:
+def adamw(parameters: Iterator[torch.nn.Parameter]) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(parameters, lr=0.02)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.8)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def digest(model: pl.LightningModule) -> str:
-    sha = hashlib.sha256()
+def hash_of(model: pl.LightningModule) -> str:
+    sha256 = hashlib.sha256()
     for name, tensor in model.state_dict().items():
-        sha.update(name.encode())
-        sha.update(tensor.numpy().tobytes())
-    return sha.hexdigest()
+        sha256.update(name.encode() + tensor.numpy().tobytes())
+    return sha256.hexdigest()
 
 
-def live(case: Case, world_size: int, folder: Path, place: Place | None = None) -> str:
-    """One life of a run: from the newest checkpoint, if any, to its end or to the place where it dies."""
+def live(case: Case, world_size: int, folder: Path, dies_at: Place | None = None, seconds: float | None = None) -> End:
+    """One life of a run, from its newest checkpoint to its end, unless it dies at a place or some time after set-up."""
     silence()
-    extra: list[pl.Callback] = [DieAt(place)] if place else []
+    life = Life(dies_at)
+    kind, interval = ModelCheckpoint if case.saves == "stock" else AfterUpdates, {"every_n_train_steps": 1}
     if case.saves == "epochs":
-        extra.append(ModelCheckpoint(folder, save_last=True))
-    else:
-        kind = ModelCheckpoint if case.saves == "stock" else AfterUpdates
-        extra.append(kind(folder, save_last=True, every_n_train_steps=1))
+        kind, interval = ModelCheckpoint, {"every_n_epochs": 1}
+    checkpoint = kind(folder, save_last=True, **interval)  # type: ignore[arg-type]
     trainer = pl.Trainer(
         max_epochs=EPOCHS,
-        callbacks=[*(CALLBACKS[name]() for name in case.callbacks), *extra],
+        callbacks=[*(CALLBACKS[name]() for name in case.callbacks), life, checkpoint],
         enable_progress_bar="RunProgress" in case.callbacks,
         **on_ranks(world_size),
         **QUIET,
@@ -172,56 +190,125 @@ def live(case: Case, world_size: int, folder: Path, place: Place | None = None) 
     else:
         train = WorkerLoader(int(case.loader), rank, world_size)
     validation = EvaluationLoader(*VALIDATION, torch.arange(len(VALIDATION[1])), BATCH_SIZE, rank, world_size)
-    model = Tiny(picture_network(dropout=0.3), schedule_of)
-    resume = "last" if (folder / "last.ckpt").exists() else None
-    trainer.fit(model, train, validation, ckpt_path=resume, weights_only=True)
-    assert trainer.current_epoch == EPOCHS
-    return digest(model)
+    model = Tiny(picture_network(dropout=0.3), adamw)
+    if seconds is not None and rank == 0:
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    newest = "last" if (folder / "last.ckpt").exists() else None
+    trainer.fit(model, train, validation, ckpt_path=newest, weights_only=True)
+    assert (trainer.current_epoch, trainer.state.status) == (EPOCHS, "finished")
+    return End(hash_of(model), life.began or (EPOCHS, 0))
 
 
-def live_to_the_end(lives: list[tuple[Case, Path]], world_size: int) -> list[str]:
+def live_all(lives: list[tuple[Case, Path]], world_size: int) -> list[End]:
     """Several runs to their ends, one after another in the same processes."""
     return [live(case, world_size, folder) for case, folder in lives]
 
 
-def die(case: Case, world_size: int, folder: Path, place: Place) -> None:
-    with pytest.raises(AssertionError, match="died with exit status -9"):
-        run_ranks(live, world_size, case, world_size, folder, place)
+def broken_runs(runs: list[tuple[Case, list[Place]]], world_size: int, folder: Path) -> list[str]:
+    """The runs whose final weights differ in any bit, on any rank, from those of the same run that nobody stopped.
+
+    Args:
+        runs: each with the places at which its lives end; the last life goes on to the run's end.
+    """
+    folders = [folder / f"{world_size} processes, run {number}" for number in range(len(runs))]
+    for (case, places), home in zip(runs, folders, strict=True):
+        for place in places:
+            with pytest.raises(AssertionError, match="died with exit status -9"):
+                run_ranks(live, world_size, case, world_size, home, place)
+    unstopped = [(case, folder / f"{world_size} processes, unstopped {n}") for n, case in enumerate(dict(runs))]
+    expected = [dict(zip(dict(runs), ends)) for ends in run_ranks(live_all, world_size, unstopped, world_size)]
+    resumed = [(case, home) for (case, _), home in zip(runs, folders, strict=True)]
+    broken = []
+    for rank, ends in enumerate(run_ranks(live_all, world_size, resumed, world_size)):
+        for (case, places), end in zip(runs, ends, strict=True):
+            assert expected[rank][case].began == (0, 0)
+            # Otherwise a run that begins anew each time would pass.
+            epoch, batch = places[-1]
+            assert end.began == ((epoch, 0) if case.saves == "epochs" else (epoch, end.began[1]))
+            assert case.saves == "epochs" or batch - 3 < end.began[1] <= batch, f"{case} went on at {end.began}"
+            if end.sha256 != expected[rank][case].sha256:
+                broken.append(f"rank {rank} of {world_size}: {case} stopped at {places}")
+    return broken
 
 
-PLACES: dict[str, tuple[str, list[Place]]] = {
-    "at an epoch's end": ("epochs", [(1, 4)]),
-    "in mid-window": ("updates", [(1, 4)]),
-    "again before the window ends": ("updates", [(1, 4), (1, 4)]),
+# A window of 3 or 4 micro-batches is open before the fifth of epoch 1, so its first ones have to be done again.
+STOPS: dict[str, tuple[str, list[Place]]] = {
+    "at an epoch's end": ("epochs", [(1, 5)]),
+    "twice in a window": ("updates", [(1, 5), (1, 5)]),
     "after an epoch's last update": ("updates", [(2, 0)]),
-    "in every epoch": ("updates", [(0, 1), (0, 3), (1, 6), (2, 2)]),
+    "in every epoch": ("updates", [(0, 1), (0, 3), (1, 5), (2, 2)]),
 }
-"""How a run is saved, and where its lives end."""
 
 
-def differing(cases: list[tuple[tuple[str, ...], str | int, str]], world_size: int, folder: Path) -> list[str]:
-    """Run each case without a stop and with the stops of its place; name those whose weights differ in any bit."""
-    whole: dict[Case, Path] = {}
-    broken: list[tuple[Case, Path]] = []
-    for number, (callbacks, loader, place) in enumerate(cases):
-        saves, places = PLACES[place]
-        case = Case(callbacks, loader, saves)
-        whole.setdefault(case, folder / f"whole {world_size} {len(whole)}")
-        broken.append((case, folder / f"broken {world_size} {number}"))
-        for stop in places:
-            die(case, world_size, broken[-1][1], stop)
-    ends = run_ranks(live_to_the_end, world_size, [*whole.items()], world_size)
-    expected = [dict(zip(whole, end, strict=True)) for end in ends]
-    found = run_ranks(live_to_the_end, world_size, broken, world_size)
-    return [
-        f"{world_size} processes, rank {rank}, {' + '.join(callbacks)}, loader {loader}, {place}"
-        for rank, hashes in enumerate(found)
-        for (callbacks, loader, place), (case, _), found_hash in zip(cases, broken, hashes, strict=True)
-        if found_hash != expected[rank][case]
-    ]
+def stopped(callbacks: tuple[str, ...], loader: str | int, *names: str) -> list[tuple[Case, list[Place]]]:
+    return [(Case(callbacks, loader, saves), places) for saves, places in (STOPS[name] for name in names or STOPS)]
+
+
+ALONE = [("SeedControl",)] + [("SeedControl", name) for name in CALLBACKS if name != "SeedControl"]
+
+
+def test_the_table_holds_every_callback_of_the_package():
+    modules = [importlib.import_module(f"callbacks.{info.name}") for info in pkgutil.iter_modules(callbacks.__path__)]
+    classes = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, pl.Callback) and value.__module__ == module.__name__
+    }
+    assert {type(make()) for make in CALLBACKS.values()} == classes
+    assert {type(CALLBACKS[name]()) for name in TOGETHER} == classes
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_all_callbacks_together_resume_to_the_bit_after_kill_9(world_size: int, tmp_path: Path):
-    cases = [(TOGETHER, loader, place) for loader in ("memory", 2) for place in PLACES]
-    assert differing(cases, world_size, tmp_path) == []
+    runs = stopped(TOGETHER, "memory", "at an epoch's end", "twice in a window", "after an epoch's last update")
+    runs += stopped(TOGETHER, 2, "at an epoch's end", "twice in a window")
+    assert broken_runs(runs, world_size, tmp_path) == []
+
+
+def test_each_callback_alone_resumes_to_the_bit_after_kill_9(tmp_path: Path):
+    runs = [run for alone in ALONE for run in stopped(alone, "memory", "twice in a window")]
+    assert broken_runs(runs, 1, tmp_path) == []
+
+
+def test_stock_seeds_and_stock_checkpoints_do_not_resume_to_the_bit(tmp_path: Path):
+    without_seeds = Case(("GradientAccumulation",), saves="epochs")
+    stock_saves = Case(("SeedControl", "GradientAccumulation"), saves="stock")
+    runs = [(without_seeds, [(1, 5)]), (stock_saves, [(1, 5), (1, 5)]), (stock_saves, [(1, 5)])]
+    broken = broken_runs(runs, 1, tmp_path)
+    assert len(broken) == 2
+    assert "GradientAccumulation',), loader='memory', saves='epochs'" in broken[0], "dropout draws other masks"
+    assert broken[1].endswith("stopped at [(1, 5), (1, 5)]"), "the second life went on from the middle of a window"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("alone", ALONE, ids=[names[-1] for names in ALONE])
+def test_each_callback_alone_resumes_to_the_bit_wherever_it_is_stopped(
+    alone: tuple[str, ...], world_size: int, tmp_path: Path
+):
+    names = ("at an epoch's end", "twice in a window", "after an epoch's last update")
+    runs = stopped(alone, "memory", *names) + stopped(alone, 2, *names[:2])
+    assert broken_runs(runs, world_size, tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_all_callbacks_together_resume_to_the_bit_wherever_they_are_stopped(world_size: int, tmp_path: Path):
+    runs = [run for loader in ("memory", 0, 2) for run in stopped(TOGETHER, loader)]
+    assert broken_runs(runs, world_size, tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_killed_at_any_moments_ends_with_the_bits_of_one_that_was_not(world_size: int, tmp_path: Path):
+    case = Case(TOGETHER)
+    expected = [end.sha256 for end in run_ranks(live, world_size, case, world_size, tmp_path / "unstopped")]
+    moments = random.Random(1)
+    for _ in range(12):
+        # Saving, validating or in a collective: wherever it is then. Its peers lose it or are killed with it.
+        with contextlib.suppress(AssertionError):
+            run_ranks(live, world_size, case, world_size, tmp_path / "killed", seconds=moments.uniform(0.05, 0.25))
+    ends = run_ranks(live, world_size, case, world_size, tmp_path / "killed")
+    assert [end.sha256 for end in ends] == expected
+    assert ends[0].began > (0, 0)
