@@ -165,6 +165,8 @@ class GradientAccumulation(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if self._restore is None:
+            return  # One device and one micro-batch, for the whole run.
         factor = trainer.accumulate_grad_batches
         if batch_idx % factor == 0:
             epoch, step = trainer.current_epoch, trainer.global_step
@@ -174,7 +176,7 @@ class GradientAccumulation(pl.Callback):
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         if self._restore is None:
-            return  # One device and one micro-batch: the mean loss has the right gradient.
+            return  # The mean loss has the right gradient already.
         dtype = torch.promote_types(loss.dtype, torch.float32)
         count = self._count.detach().to(loss.device, dtype) if isinstance(self._count, Tensor) else float(self._count)
         factor, batches = trainer.accumulate_grad_batches, trainer.fit_loop.batch_idx + 1

@@ -11,7 +11,6 @@ import re
 import secrets
 import traceback
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,7 +21,7 @@ from torch import nn
 from typing_extensions import override
 
 from datamodules.errors import UserError
-from datamodules.randomness import derive_seed
+from datamodules.randomness import derive_seed, derive_seed_at
 
 __all__ = ["SeedControl", "explain_nondeterminism", "seed_generators", "seed_torch"]
 
@@ -51,10 +50,6 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     seed_torch(seed, device)
-
-
-# The seed of a step is also what is asked for right before it, between steps.
-_derive_seed = lru_cache(maxsize=1)(derive_seed)
 
 
 def explain_nondeterminism(exception: BaseException, pl_module: nn.Module) -> str | None:
@@ -158,6 +153,7 @@ class SeedControl(pl.Callback):
         self.benchmark = benchmark
         self._drawn = seed is None
         self._device = torch.device("cpu")
+        self._steps = 0
         self._before_validation: tuple[Any, Any] = ((), ())
         self._undo: list[Callable[[], None]] = []
         if deterministic:
@@ -177,6 +173,8 @@ class SeedControl(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Here, since a drawn seed may have come from the checkpoint.
+        self._steps = derive_seed(self.seed, "step", trainer.global_rank)
         if self._drawn:
             for logger in trainer.loggers:
                 logger.log_hyperparams({"seed": self.seed})
@@ -264,7 +262,7 @@ class SeedControl(pl.Callback):
         seed_torch(self._seed_of_step(trainer, next_batch) ^ 1, self._device)
 
     def _seed_of_step(self, trainer: pl.Trainer, batch_idx: int) -> int:
-        return _derive_seed(self.seed, "step", trainer.global_rank, trainer.global_step, batch_idx)
+        return derive_seed_at(self._steps, trainer.global_step, batch_idx)
 
     def _seed_initial_weights(self) -> None:
         seed_generators(self.seed)

@@ -13,7 +13,7 @@ import operator
 import torch
 from torch import Tensor
 
-__all__ = ["derive_seed", "normal", "permutation", "random_bits", "uniform"]
+__all__ = ["derive_seed", "derive_seed_at", "normal", "permutation", "random_bits", "uniform"]
 
 
 def _signed(value: int) -> int:
@@ -52,6 +52,25 @@ def derive_seed(seed: int, *address: int | str) -> int:
     parts = (f"str:{part}" if isinstance(part, str) else f"int:{operator.index(part)}" for part in (seed, *address))
     text = "\x1f".join(parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def derive_seed_at(seed: int, *numbers: int) -> int:
+    """A further seed below a derived one, for places that are asked for thousands of times a second.
+
+    `derive_seed` hashes text, in 10 microseconds where it is called now and then; this mixes integers, in 1.
+
+    Example:
+        >>> key = derive_seed(1, "step", 0)
+        >>> derive_seed_at(key, 5, 0) == derive_seed_at(key, 5, 0) != derive_seed_at(key, 0, 5)
+        True
+    """
+    mask = (1 << 64) - 1
+    for number in numbers:
+        seed = (seed + (number + 1) * _GOLDEN) & mask
+        seed = ((seed ^ (seed >> 30)) * _MIX_1) & mask
+        seed = ((seed ^ (seed >> 27)) * _MIX_2) & mask
+        seed ^= seed >> 31
+    return seed >> 1
 
 
 def random_bits(seed: int, purpose: str, epoch: int, index: Tensor, draws: int = 1) -> Tensor:
