@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from callbacks.run_progress import RunProgress
     from callbacks.seed_control import SeedControl
     from callbacks.sync_bn import SyncBN
+    from callbacks.train_loss import TrainLoss
     from callbacks.warmup_lr import WarmupLR
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "RunProgress",
     "SeedControl",
     "SyncBN",
+    "TrainLoss",
     "WarmupLR",
     "average_statistics",
 ]
@@ -31,6 +33,7 @@ __getattr__ = lazy_names(
         "RunProgress": "callbacks.run_progress",
         "SeedControl": "callbacks.seed_control",
         "SyncBN": "callbacks.sync_bn",
+        "TrainLoss": "callbacks.train_loss",
         "WarmupLR": "callbacks.warmup_lr",
         "average_statistics": "callbacks.batch_norm",
     },

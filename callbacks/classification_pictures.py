@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 __all__ = ["ClassificationPictures", "confusion_figure", "most_confident_mistakes", "samples_figure"]
 
 
+def mistake_confidence(logits: Tensor, targets: Tensor) -> Tensor:
+    """The probability of each wrong prediction, and -1 for each right one, of shape (batch,)."""
+    confidence, predicted = logits.softmax(1).max(1)
+    return torch.where(predicted != targets, confidence, -1.0)
+
+
 def most_confident_mistakes(logits: Tensor, targets: Tensor, count: int) -> Tensor:
     """The positions of the wrong predictions with the highest probability, int64 of shape (count or fewer,).
 
@@ -23,8 +29,7 @@ def most_confident_mistakes(logits: Tensor, targets: Tensor, count: int) -> Tens
         logits: of shape (batch, classes).
         targets: of shape (batch,).
     """
-    confidence, predicted = logits.softmax(1).max(1)
-    wrong = torch.where(predicted != targets, confidence, -1.0)
+    wrong = mistake_confidence(logits, targets)
     best = wrong.topk(min(count, len(wrong)))
     return best.indices[best.values >= 0]
 
@@ -117,7 +122,8 @@ class ClassificationPictures(pl.Callback):
             self._first = tuple(part[: self.samples] for part in new)  # type: ignore[assignment]
         if self._worst is not None:
             new = tuple(torch.cat(pair) for pair in zip(self._worst, new, strict=True))  # type: ignore[assignment]
-        keep = most_confident_mistakes(new[1], new[2], self.mistakes)
+        # A fixed number, right ones too where there are few mistakes: to count them the device would have to answer.
+        keep = mistake_confidence(new[1], new[2]).topk(min(self.mistakes, len(new[2]))).indices
         self._worst = tuple(part[keep] for part in new)  # type: ignore[assignment]
 
     @rank_zero_only
@@ -130,6 +136,9 @@ class ClassificationPictures(pl.Callback):
         figures = {}
         for name, parts in (("predictions", self._first), ("most confident mistakes", self._worst)):
             images, logits, targets = (part.cpu() for part in parts)
+            if parts is self._worst:
+                keep = most_confident_mistakes(logits, targets, self.mistakes)
+                images, logits, targets = images[keep], logits[keep], targets[keep]
             if len(images):
                 figure = samples_figure(images, logits, targets, names, f"{stage}: {name}")
                 figures[f"{stage}/{name.split()[-1]}"] = figure

@@ -25,7 +25,7 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
         >>> format_metrics({"val/accuracy": 0.99, "lr": 0.1, "val/accuracy_class_3": 0.98, "train/loss": 0.0312})
         'train/loss 0.0312  val/accuracy 0.9900'
     """
-    shown = {name: value for name, value in metrics.items() if "_class_" not in name and not name.startswith("lr")}
+    shown = {name: value for name, value in metrics.items() if "_class_" not in name and name.split("/")[0] != "lr"}
     return "  ".join(f"{name} {float(value):.4f}" for name, value in sorted(shown.items()))
 
 
@@ -57,6 +57,8 @@ class RunProgress(ProgressBar):
         self._next_drawing = 0.0
         self._metrics = ""
         self._epoch_began = 0.0
+        self._validated = False
+        self._batches = 0
 
     @override
     def enable(self) -> None:
@@ -115,7 +117,7 @@ class RunProgress(ProgressBar):
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._epoch_began = time.monotonic()
+        self._epoch_began, self._validated = time.monotonic(), False
         self._draw(description=_epoch(trainer))
 
     @override
@@ -129,7 +131,9 @@ class RunProgress(ProgressBar):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._metrics = format_metrics(trainer.callback_metrics)
+        metrics = trainer.callback_metrics
+        # Lightning keeps the scores of an earlier epoch's validation.
+        self._metrics = format_metrics({k: v for k, v in metrics.items() if self._validated or not k.startswith("val")})
         if self._progress is not None:
             self._draw(completed=trainer.fit_loop.total_batch_idx + 1, description=_epoch(trainer))
         elif self._enabled:
@@ -147,13 +151,10 @@ class RunProgress(ProgressBar):
     # Evaluation and prediction: a bar of its own, or a word in the training's bar
 
     def _on_evaluation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        batches = {
-            "validate": trainer.num_val_batches,
-            "test": trainer.num_test_batches,
-            "predict": trainer.num_predict_batches,
-        }
-        if (command := str(trainer.state.fn)) in batches:
-            self._start(command, sum(batches[command]))
+        self._batches = 0
+        names = {"validate": "val", "test": "test", "predict": "predict"}
+        if (command := trainer.state.fn.value if trainer.state.fn else "") in names:
+            self._start(command, sum(getattr(trainer, f"num_{names[command]}_batches")))
 
     def _on_evaluation_batch_end(
         self,
@@ -164,13 +165,16 @@ class RunProgress(ProgressBar):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if self._is_due:
-            training = trainer.state.fn == "fit"
-            self._draw(
-                **({"description": f"{_epoch(trainer)}, validating"} if training else {"completed": batch_idx + 1})
-            )
+        self._batches += 1
+        if not self._is_due:
+            return
+        if trainer.state.fn == "fit":
+            self._draw(description=f"{_epoch(trainer)}, validating")
+        else:
+            self._draw(completed=self._batches)
 
     def _on_evaluation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validated = True
         if trainer.state.fn != "fit":
             self._stop()
 

@@ -71,8 +71,8 @@ class Classifier(Recipe):
         self.confusion_matrix: Tensor | None = None
 
     @override
-    def recipe_callbacks(self) -> Sequence[pl.Callback]:
-        return (ClassificationPictures(),)
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [*super().configure_callbacks(), ClassificationPictures()]
 
     @override
     def headline(self, scores: dict[str, float]) -> dict[str, str]:
@@ -94,6 +94,7 @@ class Classifier(Recipe):
     @override
     def setup(self, stage: str) -> None:
         """Take the names of the classes from the data, where it has them."""
+        super().setup(stage)
         info = getattr(getattr(self.trainer, "datamodule", None), "info", None)
         if info is not None and len(info.classes) == len(self.class_names):
             self.class_names = list(info.classes)
@@ -112,7 +113,9 @@ class Classifier(Recipe):
 
     def _log_scores(self, prefix: str, scores: ClassificationScores) -> None:
         values, self.confusion_matrix = scores.compute()
-        self.log_dict({f"{prefix}/{name}": value for name, value in values.items()})
+        # Equal on all ranks already: the maximum keeps the last digit, where a mean over ranks would round again.
+        values = {f"{prefix}/{name}": value.float() for name, value in values.items()}
+        self.log_dict(values, sync_dist=True, reduce_fx="max")
         scores.reset()
 
     @override
@@ -144,4 +147,5 @@ class Classifier(Recipe):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
         self.class_names = checkpoint.get("class_names", self.class_names)

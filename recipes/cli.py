@@ -15,11 +15,15 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
+from callbacks.run_progress import RunProgress
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from recipes.flags import FlagGroup, FlagParser
@@ -28,7 +32,7 @@ from recipes.recipe import Recipe
 from recipes.report import Stopwatch, check_output, hardware, print_pairs, print_rows, report, shown, write_rows
 from recipes.settings import RunSettings, checkpoint_callback, run_callbacks
 
-__all__ = ["RunSettings", "run"]
+__all__ = ["run"]
 
 _COMMANDS = {
     "fit": "train, then test the best checkpoint (this is what no command means)",
@@ -50,6 +54,9 @@ _COMMON_TRAINER_PARAMETERS = """
 _COMMON_RUN_SETTINGS = """
     name run_dir resume ckpt output seed deterministic precision global_batch_size accumulate warmup lr_scale sync_bn
 """
+# Of one call, and not of the experiment: a checkpoint's settings leave them out.
+_OF_THIS_CALL = {"name", "run_dir", "resume", "ckpt", "output", "config", "files"}
+_OF_THIS_MACHINE = {"devices", "num_nodes", "accelerator", "strategy"}
 
 
 def run(
@@ -72,8 +79,12 @@ def run(
     try:
         _CommandLine(recipe_class, data_class, callbacks).main(list(sys.argv[1:] if args is None else args))
     except UserError as error:
-        if is_rank_zero():
-            print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        who = ""
+        if not is_rank_zero():
+            # Where rank 0 makes the same mistake it says so first, and its launcher ends this process meanwhile.
+            time.sleep(3)
+            who = f" on rank {getattr(rank_zero_only, 'rank', '?')}"
+        print(f"error{who}: {error}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -82,20 +93,9 @@ def run(
 def program_name() -> str:
     """What the user typed to start us: ``python -m recipes.mnist``."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if spec is not None and spec.name.endswith(".__main__"):
-        return f"python -m {spec.parent}"
+    if spec is not None:
+        return f"python -m {spec.name.removesuffix('.__main__')}"
     return f"python {sys.argv[0]}"
-
-
-def _quiet() -> None:
-    """Keep Lightning's tips, deprecations and notes about our own choices from the user."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    for module in ("lightning", "torch", "tensorboard", "torchmetrics"):
-        warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
-    warnings.filterwarnings("ignore", message=r".*(isinstance\(treespec, LeafSpec\)|trace might not generalize).*")
-    logging.getLogger("lightning_recipes").addHandler(_OneLine())
-    logging.getLogger("lightning_recipes").propagate = False
 
 
 class _OneLine(logging.Handler):
@@ -105,6 +105,17 @@ class _OneLine(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if is_rank_zero():
             print(record.getMessage(), file=sys.stderr)  # noqa: T201
+
+
+def _quiet() -> None:
+    """Keep Lightning's tips, deprecations and notes about our own choices from the user."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for module in ("lightning", "torch", "tensorboard", "torchmetrics"):
+        warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
+    warnings.filterwarnings("ignore", message=r".*(isinstance\(treespec, LeafSpec\)|trace might not generalize).*")
+    ours = logging.getLogger("lightning_recipes")
+    ours.handlers, ours.propagate = [_OneLine()], False
 
 
 def _say(message: str) -> None:
@@ -117,10 +128,13 @@ def _load(path: str) -> dict[str, Any]:
     if not Path(path).is_file():
         raise UserError(f"there is no checkpoint {path}")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{path} is not a readable checkpoint: {reason}") from error
+    if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
+        raise UserError(f"{path} is no checkpoint of a run, which holds its settings beside the weights")
+    return checkpoint
 
 
 @contextmanager
@@ -132,7 +146,57 @@ def _as_user_errors(*kinds: type[Exception]) -> Iterator[None]:
         raise error if isinstance(error, UserError) else UserError(str(error)) from error
 
 
+@contextmanager
+def _run_folder(settings: RunSettings, title: str) -> Iterator[Path]:
+    """The run's folder; a new one is this call's alone, and goes again where a mistake left it without weights."""
+    if settings.resume:
+        folder = Path(settings.resume).resolve().parent.parent
+        if (folder / "config.yaml").is_file() and Path(settings.resume).resolve().parent.name == "checkpoints":
+            yield folder
+            return
+        _say(f"{settings.resume} lies in no run's folder: going on in a new one")
+    parent = Path(settings.run_dir) / title
+    name = settings.name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    if not is_rank_zero():
+        # Only rank 0 writes; Lightning tells the others where its checkpoints are.
+        yield parent / name
+        return
+    folder, number = parent / name, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            break
+        except FileExistsError:
+            number += 1
+            folder = parent / f"{name}-{number}"
+        except OSError as error:
+            raise UserError(f"cannot make the run's folder {folder}: {error.strerror}; pass --run-dir") from error
+    try:
+        yield folder
+    except UserError:
+        if not (folder / "checkpoints").exists():
+            shutil.rmtree(folder)
+        raise
+
+
+def _loggers(folder: Path, resume: str | None) -> list[Logger]:
+    rows: list[dict[str, Any]] = []
+    metrics_file = folder / "metrics.csv"
+    if resume and metrics_file.is_file():
+        done = _load(resume)["global_step"]
+        with metrics_file.open(newline="") as file:
+            rows = [{k: v for k, v in row.items() if v} for row in csv.DictReader(file) if int(row["step"]) < done]
+    csv_logger = CSVLogger(str(folder), name="", version="")
+    if is_rank_zero() and rows:
+        # The logger begins with an empty file; what was logged up to the checkpoint stays in front.
+        csv_logger.experiment.metrics.extend(rows)
+        csv_logger.save()
+    return [TensorBoardLogger(str(folder), name="", version="", log_graph=True, default_hp_metric=False), csv_logger]
+
+
 class _CommandLine:
+    """One call of the command line, from reading it to the final table."""
+
     def __init__(
         self,
         recipe_class: type[Recipe],
@@ -142,30 +206,66 @@ class _CommandLine:
         self.began = time.monotonic()
         self.recipe_class, self.data_class, self.callbacks = recipe_class, data_class, callbacks
         self.program = program_name()
+        trainer_skips = frozenset((_OWN_TRAINER_PARAMETERS + _REPLACED_TRAINER_PARAMETERS).split())
+        groups = [
+            FlagGroup("Run", RunSettings, common=frozenset(_COMMON_RUN_SETTINGS.split())),
+            FlagGroup("Data", data_class, skip=frozenset({"predict_files"})),
+            FlagGroup("Recipe", recipe_class),
+            FlagGroup("Trainer", pl.Trainer, trainer_skips, frozenset(_COMMON_TRAINER_PARAMETERS.split())),
+        ]
+        self.parser = FlagParser(groups, self.program)
+        self.parser.set_defaults(recipe_class.trainer_defaults)
 
     # Reading the command line
 
-    def _parser(self) -> FlagParser:
-        groups = [
-            FlagGroup("Run", RunSettings, common=frozenset(_COMMON_RUN_SETTINGS.split())),
-            FlagGroup("Data", self.data_class, frozenset({"predict_files"})),
-            FlagGroup("Recipe", self.recipe_class),
-            FlagGroup(
-                "Trainer",
-                pl.Trainer,
-                skip=frozenset((_OWN_TRAINER_PARAMETERS + _REPLACED_TRAINER_PARAMETERS).split()),
-                common=frozenset(_COMMON_TRAINER_PARAMETERS.split()),
-            ),
-        ]
-        parser = FlagParser(groups, self.program, self.recipe_class.__doc__ or "")
-        parser.set_defaults(self.recipe_class.trainer_defaults)
-        return parser
+    def main(self, args: list[str]) -> None:
+        command = args.pop(0) if args and args[0] in _COMMANDS else "fit"
+        if args and not args[0].startswith("-") and command != "predict":
+            raise UserError(f"unknown command {args[0]!r}; expected one of {', '.join(_COMMANDS)}, or a flag")
+        if asked := {"-h", "--help", "--help-all", "--help_all"} & set(args):
+            self._print_help(everything=any(arg.endswith("all") for arg in asked))
+            return
+        if command == "predict":
+            self.parser.add_argument("files", nargs="*")
+        namespace = self.parser.parse(args)
+        self._check(command, namespace)
+        if checkpoint := namespace.resume or namespace.ckpt:
+            other = _OF_THIS_CALL | (set() if command == "fit" else _OF_THIS_MACHINE)
+            saved = _load(checkpoint).get("config", {})
+            self.parser.set_known_defaults({name: value for name, value in saved.items() if name not in other})
+            namespace = self.parser.parse(args)
+        files = namespace.files if command == "predict" else []
+        if command == "predict":
+            namespace.devices, namespace.num_nodes = 1, 1
+        _quiet()
+        try:
+            self._execute(command, namespace, files)
+        except RuntimeError as error:
+            if "Error(s) in loading state_dict" not in str(error):
+                raise
+            first = str(error).splitlines()[1].strip()
+            raise UserError(f"{checkpoint} holds another network than this one: {first[:200]}") from error
 
-    def _print_help(self, parser: FlagParser, everything: bool) -> None:
+    def _check(self, command: str, namespace: Namespace) -> None:
+        """Refuse flags that the command has no use for, and a command without what it needs."""
+        if command == "fit":
+            if namespace.ckpt:
+                raise UserError("fit begins with new weights; pass --resume FILE to go on from a checkpoint")
+            if namespace.output:
+                raise UserError("fit writes results.json into its run's folder; --output is for the other commands")
+            return
+        if namespace.resume:
+            raise UserError(f"--resume goes on training; pass --ckpt FILE to {command}")
+        if not namespace.ckpt:
+            example = f"runs/{self.recipe_class.title}/NAME/checkpoints/best.ckpt"
+            raise UserError(f"{command} needs a checkpoint; pass --ckpt {example}")
+        check_output(namespace.output)
+
+    def _print_help(self, everything: bool) -> None:
         summary = (self.recipe_class.__doc__ or "").strip().splitlines()[0]
         commands = "\n".join(f"  {name:<10} {text}" for name, text in _COMMANDS.items())
         print(f"usage: {self.program} [{'|'.join(_COMMANDS)}] [flags]\n\n{summary}\n\nCommands:\n{commands}")  # noqa: T201
-        parser.print_flags(everything)
+        self.parser.print_flags(everything)
         rest = "" if everything else "  --help-all                        every flag, with its whole text\n"
         print(  # noqa: T201
             f"\nSettings:\n{rest}"
@@ -173,147 +273,57 @@ class _CommandLine:
             "  --print-config                    print all settings as such a file, and end"
         )
 
-    def main(self, args: list[str]) -> None:
-        command = args.pop(0) if args and args[0] in _COMMANDS else "fit"
-        if args and not args[0].startswith("-") and command != "predict":
-            raise UserError(f"unknown command {args[0]!r}; expected one of {', '.join(_COMMANDS)}, or a flag")
-        parser = self._parser()
-        if {"-h", "--help", "--help-all", "--help_all"} & set(args):
-            self._print_help(parser, any("all" in a for a in args if a.startswith("--help")))
-            return
-        files: list[str] = []
-        if command == "predict":
-            parser.add_argument("files", nargs="*")
-        checkpoint = self._named_in(args, "resume" if command == "fit" else "ckpt")
-        if checkpoint:
-            saved = _load(checkpoint).get("config", {})
-            mine = {"name", "run_dir", "resume", "ckpt", "output"}
-            if command != "fit":
-                mine |= {"devices", "num_nodes", "accelerator", "strategy"}  # Those of the machine that trained it.
-            parser.set_defaults({k: v for k, v in saved.items() if k in parser._flags and k not in mine})
-        namespace = parser.parse(args)
-        config = namespace.as_dict()
-        config.pop("config", None)
-        if command == "predict":
-            files = config.pop("files")
-            config |= {"devices": 1, "num_nodes": 1}
-        if command != "fit" and not config["ckpt"]:
-            example = f"runs/{self.recipe_class.title}/NAME/checkpoints/best.ckpt"
-            raise UserError(f"{command} needs a checkpoint; pass --ckpt {example}")
-        _quiet()
-        self._execute(command, parser, config, files)
+    # Carrying it out
 
-    @staticmethod
-    def _named_in(args: Sequence[str], flag: str) -> str | None:
-        """The value of a flag that has to be known before the others are read."""
-        for i, arg in enumerate(args):
-            if arg == f"--{flag}" and i + 1 < len(args):
-                return args[i + 1]
-            if arg.startswith(f"--{flag}="):
-                return arg.partition("=")[2]
-        return None
-
-    # Building and running
-
-    def _execute(self, command: str, parser: FlagParser, config: dict[str, Any], files: list[str]) -> None:
-        settings = RunSettings(**parser.select(config, "Run"))
-        tuned = settings.tune_allocator and tune_allocator()
-        precision, why = resolve_precision(settings.precision, config["accelerator"])
-        config["precision"] = precision
-        check_output(settings.output)
-        stopwatch = Stopwatch()
-        with _as_user_errors(ValueError, TypeError, MisconfigurationException):
+    def _execute(self, command: str, namespace: Namespace, files: list[str]) -> None:
+        tuned = namespace.tune_allocator and tune_allocator()
+        namespace.precision, why = resolve_precision(namespace.precision, namespace.accelerator)
+        plain = {k: v for k, v in self.parser.as_plain(namespace).items() if k not in _OF_THIS_CALL}
+        values = self.parser.instantiate_classes(namespace).as_dict()
+        settings = RunSettings(**self.parser.select(values, "Run"))
+        with _as_user_errors(MisconfigurationException):
             # First of all: it seeds the initial weights.
             seeds = SeedControl(settings.seed, settings.deterministic, settings.benchmark)
-            data_options = parser.select(config, "Data") | ({"predict_files": files} if files else {})
+            data_options = self.parser.select(values, "Data") | ({"predict_files": files} if files else {})
             data = self.data_class(**data_options)
-            recipe = self.recipe_class(**parser.select(config, "Recipe"))
-            callbacks = [stopwatch, *run_callbacks(settings, recipe, seeds), *self.callbacks()]
-        recipe.run_config = config
-        folder = self._folder(settings) if command == "fit" and not config["fast_dev_run"] else None
-        if folder is not None:
-            validates = getattr(data.hparams, "val_fraction", 1) > 0
-            callbacks.append(checkpoint_callback(folder, recipe.monitor if validates else None, recipe.monitor_mode))
-        try:
+            recipe = self.recipe_class(**self.parser.select(values, "Recipe"))
+            recipe.run_config = plain
+            callbacks = [*run_callbacks(settings, recipe, seeds), *self.callbacks()]
+        if values["enable_progress_bar"] is not False:
+            callbacks.append(RunProgress())
+
+        def build_trainer(*more: Callback, folder: Path | None = None) -> pl.Trainer:
             with _as_user_errors(ValueError, TypeError, MisconfigurationException):
                 trainer = pl.Trainer(
-                    **parser.select(config, "Trainer"),
-                    precision=precision,  # type: ignore[arg-type]
-                    logger=self._loggers(folder, settings.resume),
-                    callbacks=callbacks,
+                    **self.parser.select(values, "Trainer"),
+                    precision=settings.precision,  # type: ignore[arg-type]
+                    logger=_loggers(folder, settings.resume) if folder else False,
+                    callbacks=[*callbacks, *more],
                     default_root_dir=str(folder) if folder else None,
                     enable_autolog_hparams=False,
                     enable_model_summary=False,
                 )
-            if folder is not None and is_rank_zero():
-                (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
             kept = ", memory kept between steps" if tuned and trainer.strategy.root_device.type == "cpu" else ""
             if command != "predict":
-                _say(f"{self.recipe_class.title}: {hardware(trainer)}, precision {precision} ({why}){kept}")
-            with _as_user_errors(MisconfigurationException):
-                if command == "fit":
-                    self._fit(trainer, recipe, data, folder, settings, stopwatch, config)
-                elif command == "predict":
-                    outputs = trainer.predict(recipe, data, ckpt_path=settings.ckpt, weights_only=True)
-                    rows = recipe.prediction_rows(outputs or [], files)
-                    print_rows(rows)
-                    if settings.output:
-                        write_rows(Path(settings.output), rows)
-                else:
-                    evaluate = trainer.validate if command == "validate" else trainer.test
-                    scores = evaluate(recipe, data, ckpt_path=settings.ckpt, weights_only=True, verbose=False)
+                _say(f"{self.recipe_class.title}: {hardware(trainer)}, precision {settings.precision} ({why}){kept}")
+            return trainer
+
+        with _as_user_errors(MisconfigurationException):
+            if command != "fit":
+                self._evaluate(command, build_trainer(), recipe, data, settings, files)
+            elif values["fast_dev_run"]:
+                self._fit(build_trainer(stopwatch := Stopwatch()), recipe, data, None, settings, stopwatch, plain)
+            else:
+                with _run_folder(settings, self.recipe_class.title) as folder:
+                    more: list[Callback] = [stopwatch := Stopwatch()]
+                    if values["enable_checkpointing"] is not False:
+                        validates = is_overridden("validation_step", recipe) and is_overridden("val_dataloader", data)
+                        validates = validates and getattr(data.hparams, "val_fraction", 1) > 0
+                        more.append(checkpoint_callback(folder, recipe.monitor if validates else None, recipe))
+                    trainer = build_trainer(*more, folder=folder)
                     if is_rank_zero():
-                        print_pairs({name: f"{value:.4f}" for name, value in scores[0].items()})
-                        if settings.output:
-                            write_rows(Path(settings.output), dict(scores[0]))
-        except UserError:
-            if folder is not None and is_rank_zero() and not (folder / "checkpoints").exists():
-                shutil.rmtree(folder)  # Nothing was learnt: leave no empty run behind.
-            raise
-        except RuntimeError as error:
-            if "Error(s) in loading state_dict" not in str(error):
-                raise
-            first = str(error).splitlines()[1].strip()
-            raise UserError(
-                f"{settings.resume or settings.ckpt} holds another network than this one: {first[:200]}"
-            ) from error
-
-    def _folder(self, settings: RunSettings) -> Path:
-        """The run's folder, made by this call: a second run never writes into the first one's."""
-        if settings.resume:
-            return Path(settings.resume).resolve().parent.parent
-        parent = Path(settings.run_dir) / self.recipe_class.title
-        name = settings.name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-        if not is_rank_zero():
-            return parent / name
-        for number in range(1, sys.maxsize):
-            folder = parent / (name if number == 1 else f"{name}-{number}")
-            try:
-                folder.mkdir(parents=True)
-            except FileExistsError:
-                continue
-            except OSError as error:
-                raise UserError(f"cannot make the run's folder {folder}: {error.strerror}; pass --run-dir") from error
-            return folder
-        raise AssertionError
-
-    @staticmethod
-    def _loggers(folder: Path | None, resume: str | None) -> list[Logger] | bool:
-        if folder is None:
-            return False
-        rows: list[dict[str, Any]] = []
-        metrics_file = folder / "metrics.csv"
-        if resume and metrics_file.is_file():
-            done = _load(resume)["global_step"]
-            with metrics_file.open(newline="") as file:
-                rows = [{k: v for k, v in row.items() if v} for row in csv.DictReader(file) if int(row["step"]) < done]
-        csv_logger = CSVLogger(str(folder), name="", version="")
-        if is_rank_zero() and rows:
-            # The logger begins with an empty file; what was logged up to the checkpoint stays in front.
-            csv_logger.experiment.metrics.extend(rows)
-            csv_logger.save()
-        graph = TensorBoardLogger(str(folder), name="", version="", log_graph=True, default_hp_metric=False)
-        return [graph, csv_logger]
+                        (folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False))
+                    self._fit(trainer, recipe, data, folder, settings, stopwatch, plain)
 
     def _fit(
         self,
@@ -325,24 +335,66 @@ class _CommandLine:
         stopwatch: Stopwatch,
         config: dict[str, Any],
     ) -> None:
-        try:
+        with self._interruptible(trainer, folder):
             trainer.fit(recipe, data, ckpt_path=settings.resume, weights_only=True)
-        except SystemExit:
-            # Lightning ends the process on Ctrl-C after it has put its house in order.
-            if trainer.state.status == "interrupted":
-                self._say_how_to_go_on(folder)
-                sys.exit(130)
-            raise
-        best = getattr(trainer.checkpoint_callback, "best_model_path", "") or None
+        checkpoints = trainer.checkpoint_callback
+        best = getattr(checkpoints, "best_model_path", "") or None
         scores = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        scores |= trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False)[0]
+        if best and recipe.monitor in scores and getattr(checkpoints, "best_model_score", None) is not None:
+            # Of the checkpoint that is tested, not of the last epoch.
+            scores = {k: v for k, v in scores.items() if not k.startswith("val/")}
+            scores[recipe.monitor] = float(checkpoints.best_model_score)  # type: ignore[union-attr]
+        if is_overridden("test_step", recipe) and is_overridden("test_dataloader", data):
+            with self._interruptible(trainer, folder):
+                scores |= trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False)[0]
         if trainer.is_global_zero:
             wall = time.monotonic() - self.began
             report(trainer, recipe, data, folder, stopwatch, scores, config, self.program, wall)
 
-    def _say_how_to_go_on(self, folder: Path | None) -> None:
-        last = folder / "checkpoints" / "last.ckpt" if folder else None
-        if last is None or not last.exists():
-            _say("\ninterrupted before the first checkpoint, which comes at the end of the first epoch")
+    def _evaluate(
+        self,
+        command: str,
+        trainer: pl.Trainer,
+        recipe: Recipe,
+        data: pl.LightningDataModule,
+        settings: RunSettings,
+        files: list[str],
+    ) -> None:
+        with self._interruptible(trainer, None):
+            if command == "predict":
+                outputs = trainer.predict(recipe, data, ckpt_path=settings.ckpt, weights_only=True)
+                rows = recipe.prediction_rows(outputs or [], files)
+            else:
+                evaluate = trainer.validate if command == "validate" else trainer.test
+                rows = [
+                    dict(s) for s in evaluate(recipe, data, ckpt_path=settings.ckpt, weights_only=True, verbose=False)
+                ]
+        if not rows:
+            raise UserError(f"there is nothing to {command}; is the part empty, as with --val-fraction 0?")
+        if not trainer.is_global_zero:
+            return
+        if command == "predict":
+            print_rows(rows)
         else:
-            _say(f"\ninterrupted; go on with\n  {self.program} --resume {shown(last)}")
+            print_pairs({name: f"{value:.4f}" for name, value in rows[0].items()})
+        if settings.output:
+            write_rows(Path(settings.output), rows if command == "predict" else rows[0])
+
+    @contextmanager
+    def _interruptible(self, trainer: pl.Trainer, folder: Path | None) -> Iterator[None]:
+        """Lightning ends the process on Ctrl-C after it has put its house in order; say first how to go on."""
+        try:
+            yield
+        except SystemExit:
+            if trainer.state.status != "interrupted":
+                raise
+            last = folder / "checkpoints" / "last.ckpt" if folder else None
+            if trainer.state.fn == "test" and last and last.exists():
+                _say(f"\ninterrupted in the test; the training is done, so\n  {self.program} test --ckpt {shown(last)}")
+            elif last and last.exists():
+                _say(f"\ninterrupted; go on with\n  {self.program} --resume {shown(last)}")
+            elif folder:
+                _say("\ninterrupted before the first checkpoint, which comes at the end of the first epoch")
+            else:
+                _say("\ninterrupted")
+            sys.exit(130)

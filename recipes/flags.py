@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
+import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from typing_extensions import override
 
@@ -20,7 +21,7 @@ from datamodules.errors import UserError
 
 __all__ = ["FlagGroup", "FlagParser", "describe_type"]
 
-_TRUE_OR_FALSE = {"true", "false", "yes", "no", "1", "0"}
+_SWITCH_VALUES = {"true", "false", "yes", "no", "1", "0", "null", "none"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def describe_type(annotation: Any) -> str:
         return names[annotation]
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        return "one of " + ", ".join(map(str, arguments))
+        return "one of " + ", ".join(dict.fromkeys(map(str, arguments)))
     if origin in (Union, types.UnionType):
         parts = dict.fromkeys(describe_type(a) for a in arguments if a is not type(None))
         return " or ".join(parts)
@@ -82,9 +83,8 @@ class FlagParser(ArgumentParser):
         UserError: from `parse_args`, for any mistake on the command line or in the file.
     """
 
-    def __init__(self, groups: Sequence[FlagGroup], prog: str, description: str) -> None:
-        super().__init__(prog=prog, description=description, add_help=False, exit_on_error=False)
-        self.flag_groups = groups
+    def __init__(self, groups: Sequence[FlagGroup], prog: str) -> None:
+        super().__init__(prog=prog, add_help=False, exit_on_error=False)
         self.names: dict[str, list[str]] = {}
         self._shown: list[tuple[FlagGroup, list[str]]] = []
         seen: set[str] = set()
@@ -101,6 +101,14 @@ class FlagParser(ArgumentParser):
         action = self._flags[name]
         return getattr(action, "_typehint", None) or action.type
 
+    def set_known_defaults(self, values: dict[str, Any]) -> None:
+        """Defaults from an older or another command line: what has no flag here is left out."""
+        self.set_defaults({name: value for name, value in values.items() if name in self._flags})
+
+    def as_plain(self, namespace: Namespace) -> dict[str, Any]:
+        """All settings as plain Python: what the file of settings would hold."""
+        return yaml.safe_load(self.dump(namespace, skip_none=False))
+
     def select(self, config: dict[str, Any], title: str) -> dict[str, Any]:
         """The parameters of one group's class."""
         return {name: config[name] for name in self.names[title]}
@@ -113,6 +121,8 @@ class FlagParser(ArgumentParser):
         """Underscores, values for bare switches, and a word about flags that do not exist."""
         spelled = []
         for i, arg in enumerate(args):
+            if re.match(r"-[A-Za-z]\w", arg):
+                raise UserError(f"flags begin with two dashes; did you mean -{arg}?")
             if not re.match(r"--\w", arg):
                 spelled.append(arg)
                 continue
@@ -127,7 +137,7 @@ class FlagParser(ArgumentParser):
                 raise UserError(f"there is no flag --{flag}; {hint}")
             following = args[i + 1].lower() if i + 1 < len(args) else "--"
             bare = not equals and name in self._flags and _allows_bare(self._type(name))
-            if bare and following not in _TRUE_OR_FALSE and not following.lstrip("-").isdigit():
+            if bare and following not in _SWITCH_VALUES and not following.lstrip("-").isdigit():
                 equals, value = "=", "true"
             spelled += ["--config", value] if name == "config" and equals else [f"--{name}{equals}{value}"]
         # jsonargparse lets the last one win; here the command line wins over the file, wherever the file is named.
@@ -163,6 +173,8 @@ class FlagParser(ArgumentParser):
             return f"{flag} {given[-1]} is not {wanted}"
         if missing := re.search(r"File does not exist: '?([^'\n]*)", message):
             return f"there is no file {missing[1]}"
+        if stray := re.search(r"[Uu]nrecognized arguments: (\S+)", message):
+            return f"{stray[1]!r} is no flag and no value of one; a command such as test comes first"
         if unknown := re.search(r"(?:Option|Key) '([^']+)' is not (?:accepted|expected)", message):
             close = difflib.get_close_matches(unknown[1], self._flags, n=1, cutoff=0.5)
             return f"there is no setting {unknown[1]}" + (f"; did you mean {close[0]}?" if close else "")
@@ -185,9 +197,10 @@ class FlagParser(ArgumentParser):
                 text = re.sub(r"\s+", " ", (action.help or "").replace("%%", "%").strip())
                 text = "" if "==SUPPRESS==" in text else text
                 text = re.split(r"(?<=[a-z\d)])[.;] ", text)[0].strip().rstrip(".")
-                if action.default not in (None, inspect.Parameter.empty):
-                    text += f" ({action.default})"
-                if not everything and 34 + len(text) > width:
-                    text = text[: width - 37] + "..."
+                default = "" if action.default in (None, inspect.Parameter.empty) else f" ({action.default})"
+                room = width - 34 - len(default)
+                if not everything and len(text) > room:
+                    text = text[: max(0, room - 3)].rstrip() + "..."
+                text += default
                 lines.append(f"{left:<33} {text}" if len(left) < 33 else f"{left}\n{'':<33} {text}")
         print("\n".join(lines))  # noqa: T201

@@ -6,6 +6,7 @@ import sys
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 
 __all__ = ["Precision", "is_rank_zero", "resolve_precision", "tune_allocator"]
 
@@ -21,6 +22,8 @@ Precision = Literal[
     "64-true",
     "transformer-engine",
     "transformer-engine-float16",
+    32,
+    64,
 ]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -28,7 +31,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 def is_rank_zero() -> bool:
     """Whether this process speaks for the run, by the variables that launchers set."""
-    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
+    return not getattr(rank_zero_only, "rank", 0) and os.environ.get("NODE_RANK", "0") == "0"
 
 
 def tune_allocator() -> bool:
@@ -49,14 +52,14 @@ def tune_allocator() -> bool:
     return bool(done)
 
 
-def resolve_precision(precision: str, accelerator: Any = "auto") -> tuple[str, str]:
+def resolve_precision(precision: str | int, accelerator: Any = "auto") -> tuple[str, str]:
     """What "auto" means on this machine, and why.
 
     bf16-mixed where the hardware multiplies bf16 faster than float32: NVIDIA from Ampere on, and CPUs with AMX. Other
     values are returned as they are.
     """
     if precision != "auto":
-        return precision, "asked for"
+        return str(precision), "asked for"
     if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
         name = torch.cuda.get_device_name()
         if torch.cuda.get_device_capability() >= (8, 0):

@@ -4,19 +4,22 @@ A schedule here is a pure function from the share of the run that is done to a f
 state, so a resumed, extended or differently split run is exactly where it should be.
 """
 
+import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
 
 from datamodules.errors import UserError
 
 __all__ = [
     "SCHEDULES",
+    "Schedule",
     "ScheduleName",
     "build_optimizer",
     "build_scheduler",
@@ -25,14 +28,6 @@ __all__ = [
 ]
 
 ScheduleName = Literal["one_cycle", "cosine", "linear", "constant"]
-
-_NORMS = (
-    nn.modules.batchnorm._NormBase,
-    nn.GroupNorm,
-    nn.LayerNorm,
-    nn.LocalResponseNorm,
-    nn.RMSNorm,
-)
 
 
 def one_cycle(progress: float, rise: float = 0.25, start: float = 0.04) -> float:
@@ -65,46 +60,38 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 }
 
 
-def _undecayed(module: nn.Module) -> Iterator[nn.Parameter]:
-    for child in module.modules():
-        if isinstance(child, _NORMS):
-            yield from child.parameters(recurse=False)
-        else:
-            yield from (
-                p
-                for name, p in child.named_parameters(recurse=False)
-                if name.startswith("bias") or name.endswith("bias")
-            )
-
-
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two named groups: "decay" for weights, "no_decay" for the parameters of norms and for biases.
 
-    Frozen parameters are in them too, so that the groups stay the same for the whole run. A group without parameters
-    is left out.
+    These are the parameters of at most one dimension. Frozen parameters are in the groups too, so that the groups stay
+    the same for the whole run. A group without parameters is left out.
     """
-    exempt = {id(p) for p in _undecayed(module)}
     parameters = list(module.parameters())
     groups = [
-        {"name": "decay", "params": [p for p in parameters if id(p) not in exempt], "weight_decay": weight_decay},
-        {"name": "no_decay", "params": [p for p in parameters if id(p) in exempt], "weight_decay": 0.0},
+        {"name": "decay", "params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"name": "no_decay", "params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+# They need a closure that is called again, sparse gradients, or matrices only.
+_NEED_MORE = {"lbfgs", "sparseadam", "muon"}
 
 
 def optimizer_class(name: str) -> type[Optimizer]:
     """An optimiser of ``torch.optim`` by its name, in any case.
 
     Raises:
-        UserError: torch has none of that name.
+        UserError: torch has none of that name, or one that needs more than gradients.
     """
     classes = {
         key.lower(): value
         for key, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
     }
-    if name.lower() not in classes:
-        raise UserError(f"no optimizer {name!r} in torch.optim; expected one of {', '.join(sorted(classes))}")
+    fitting = sorted(classes.keys() - _NEED_MORE)
+    if name.lower() not in fitting:
+        raise UserError(f"no optimizer {name!r} that fits here; expected one of {', '.join(fitting)}")
     return classes[name.lower()]
 
 
@@ -113,13 +100,16 @@ def build_optimizer(
 ) -> Optimizer:
     """An optimiser by name over parameter groups.
 
+    A checkpoint restores its moments only: rates, decay and kernels stay those that are asked for here, so a resumed
+    run can change them, or the device.
+
     Args:
         momentum: for those that have it (SGD then uses Nesterov's); for the others it is ignored.
         fused: one kernel for all parameters; None takes it where every parameter's device has it.
     """
     groups = list(groups)
     cls = optimizer_class(name)
-    accepted = cls.__init__.__code__.co_varnames
+    accepted = inspect.signature(cls).parameters
     options: dict[str, Any] = {"lr": lr}
     if "momentum" in accepted:
         options["momentum"] = momentum
@@ -129,10 +119,41 @@ def build_optimizer(
         parameters = [p for group in groups for p in group["params"]]
         possible = all(p.device.type in ("cuda", "cpu") and p.is_floating_point() for p in parameters)
         options["fused"] = possible if fused is None else fused
-    return cls(groups, **options)
+    optimizer = cls(groups, **options)
+    asked_for = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+    def keep_settings(loaded: Optimizer) -> None:
+        for group, settings in zip(loaded.param_groups, asked_for):
+            group.update(settings)
+
+    optimizer.register_load_state_dict_post_hook(keep_settings)
+    return optimizer
 
 
-def build_scheduler(optimizer: Optimizer, shape: str, total: Callable[[], float]) -> LambdaLR:
+class Schedule(LambdaLR):
+    """A learning rate in closed form: of a checkpoint it takes the number of updates, and nothing else."""
+
+    _stale = False
+
+    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
+        super().__init__(optimizer, factor)
+        optimizer.register_step_pre_hook(self._refresh)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last_epoch = state_dict["last_epoch"]
+        # The length of the run is not known yet, so the rate has to wait for the first update.
+        self._stale = True
+
+    def _refresh(self, *_: Any) -> None:
+        if self._stale:
+            for group, base, factor in zip(self.optimizer.param_groups, self.base_lrs, self.lr_lambdas):
+                group["lr"] = base * factor(self.last_epoch)
+            self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+            self._stale = False
+
+
+def build_scheduler(optimizer: Optimizer, shape: str, total: Callable[[], float]) -> Schedule:
     """A schedule over the whole run, to be stepped after every update.
 
     Args:
@@ -150,7 +171,7 @@ def build_scheduler(optimizer: Optimizer, shape: str, total: Callable[[], float]
         if update == 0:
             return curve(0.0)
         updates = total()
-        # A run without an end stays where it starts; past the end it stays where it ended.
-        return curve(0.0 if math.isinf(updates) else min(1.0, update / max(1.0, updates)))
+        # A run without an end has no place on the curve, and past the end it stays where it ended.
+        return 1.0 if math.isinf(updates) else curve(min(1.0, update / max(1.0, updates)))
 
-    return LambdaLR(optimizer, factor)
+    return Schedule(optimizer, factor)

@@ -1,32 +1,29 @@
-"""What all recipes share: optimiser, schedule, exact means, and metrics that never make the device wait."""
+"""What all recipes share: the network, the optimiser, the schedule, and exact means."""
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.types import STEP_OUTPUT, OptimizerLRScheduler
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from callbacks.train_loss import TrainLoss
 from callbacks.updates import total_updates
 from datamodules.errors import UserError
 from recipes.optim import SCHEDULES, ScheduleName, build_optimizer, build_scheduler, optimizer_class, parameter_groups
 
 __all__ = ["MeanOverTargets", "Recipe"]
 
-# Our metrics are already the same on every rank; averaging equal numbers over ranks would change the last digit.
-warnings.filterwarnings("ignore", message=r".*sync_dist=True.*")
-
 
 class MeanOverTargets(Metric):
     """The mean over all targets of all batches and ranks.
 
-    Sums are float64: float32 batch sums add up without rounding there, so the number of ranks does not show.
+    Sums are float64, except on a Mac, whose GPU has none: float32 batch sums add up without rounding there, so the
+    number of ranks does not show.
     """
 
     full_state_update = False
@@ -35,8 +32,9 @@ class MeanOverTargets(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        self.set_dtype(torch.float64)
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        dtype = torch.float32 if torch.backends.mps.is_available() else torch.float64
+        self.set_dtype(dtype)
+        self.add_state("total", torch.zeros((), dtype=dtype), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     @override
@@ -47,7 +45,7 @@ class MeanOverTargets(Metric):
             total: the sum over the batch's targets, a scalar.
             count: how many targets it has.
         """
-        self.total += total.to(torch.float64)
+        self.total += total.to(self.total.dtype)
         self.count += count
 
     @override
@@ -59,8 +57,8 @@ class Recipe(pl.LightningModule):
     """The base of every recipe: override `build_network` and `training_step`, and the rest follows.
 
     `training_step` returns ``{"loss": mean, "count": targets behind that mean}``; a bare mean counts the batch's
-    samples. Nothing here waits for the device during a step: losses add up on it, and are read once per
-    ``log_every_n_steps`` of the Trainer.
+    samples. Nothing here waits for the device during a step: `TrainLoss` reads the loss once per ``log_every_n_steps``
+    of the Trainer.
 
     Args:
         optimizer: any of torch.optim by name, such as sgd, adam or adamw.
@@ -110,9 +108,6 @@ class Recipe(pl.LightningModule):
         self.network = self.build_network()
         if channels_last:
             self.network.to(memory_format=torch.channels_last)
-        # (mean, count) of the steps since the last log: references, so a step costs no operation on the device.
-        self._losses: list[tuple[Tensor, int | Tensor]] = []
-        self._log_now = False
         self.run_config: dict[str, Any] = {}
 
     def build_network(self) -> nn.Module:
@@ -123,9 +118,10 @@ class Recipe(pl.LightningModule):
     def forward(self, inputs: Tensor) -> Tensor:
         return self.network(inputs)
 
-    def recipe_callbacks(self) -> Sequence[pl.Callback]:
-        """Callbacks that the command line adds for this recipe."""
-        return ()
+    @override
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """The callbacks that belong to the recipe, in any Trainer."""
+        return [TrainLoss()]
 
     def headline(self, scores: dict[str, float]) -> dict[str, str]:
         """The rows of the final table that say how good the run is, from all logged scores."""
@@ -155,32 +151,7 @@ class Recipe(pl.LightningModule):
         scheduler = build_scheduler(optimizer, self.hparams.schedule, self.updates_in_run)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    @property
-    def _log_every(self) -> int:
-        return self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-
-    @override
-    def on_train_start(self) -> None:
-        self._losses.clear()
-
-    @override
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        every = self._log_every
-        self._log_now = every > 0 and (self.global_step + 1) % every == 0
-
-    @override
-    def on_train_batch_end(self, outputs: STEP_OUTPUT, batch: Any, batch_idx: int) -> None:
-        if self._log_every > 0 and isinstance(outputs, dict):
-            self._losses.append((outputs["loss"], outputs.get("count", 1)))
-        if self._log_now and self._losses:
-            means, counts = zip(*self._losses, strict=True)
-            weights = torch.stack([torch.as_tensor(count, device=self.device) for count in counts])
-            # A rank whose share of a step is empty has no mean: its loss may be NaN.
-            total = torch.where(weights > 0, torch.stack(means) * weights, 0.0).sum()
-            self.log("train/loss", total / weights.sum().clamp(min=1), batch_size=1, sync_dist=True)
-            self._losses.clear()
-        self._log_now = False
-
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put the settings of the command line beside the weights; call it from an override."""
         checkpoint["config"] = self.run_config

@@ -24,11 +24,11 @@ __all__ = ["Stopwatch", "count_parameters", "flops_per_sample", "hardware", "rep
 
 
 class Stopwatch(pl.Callback):
-    """Seconds of training with and without validation, and the samples trained on meanwhile."""
+    """Seconds of training and of the validation in it, and the epochs trained meanwhile."""
 
     def __init__(self) -> None:
         self.seconds = self.validation_seconds = 0.0
-        self.batches = 0
+        self.epochs = 0.0
         self._began = self._validation_began = 0.0
         self._first_batch = 0
 
@@ -39,7 +39,9 @@ class Stopwatch(pl.Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.seconds = time.monotonic() - self._began
-        self.batches = trainer.fit_loop.total_batch_idx - self._first_batch
+        batches = trainer.fit_loop.total_batch_idx - self._first_batch
+        # Of whole epochs: limit_train_batches cuts them.
+        self.epochs = batches / max(1, len(trainer.train_dataloader))  # type: ignore[arg-type]
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -50,10 +52,9 @@ class Stopwatch(pl.Callback):
         if not trainer.sanity_checking:
             self.validation_seconds += time.monotonic() - self._validation_began
 
-    def samples_per_second(self, samples_per_epoch: int, batches_per_epoch: float) -> float:
+    def samples_per_second(self, samples_per_epoch: int) -> float:
         """Training samples of all devices per second of training."""
-        samples = self.batches * samples_per_epoch / max(1, batches_per_epoch)
-        return samples / max(1e-9, self.seconds - self.validation_seconds)
+        return self.epochs * samples_per_epoch / max(1e-9, self.seconds - self.validation_seconds)
 
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:
@@ -130,9 +131,11 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def check_output(output: str | None) -> None:
-    """Refuse a file whose name does not say what it will hold, before anything is computed."""
+    """Refuse a file that could not be written, before anything is computed."""
     if output is not None and Path(output).suffix not in (".json", ".csv"):
         raise UserError(f"--output {output}: expected a name that ends in .json or .csv")
+    if output is not None and not Path(output).parent.is_dir():
+        raise UserError(f"--output {output}: there is no folder {Path(output).parent}")
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]] | dict[str, Any]) -> None:
@@ -164,7 +167,7 @@ def report(
     parameters, trainable = count_parameters(recipe.network)
     flops = flops_per_sample(recipe)
     sizes = getattr(data, "sizes", {})
-    rate = stopwatch.samples_per_second(sizes.get("train", 0), trainer.num_training_batches)
+    rate = stopwatch.samples_per_second(sizes.get("train", 0))
     title = getattr(getattr(data, "info", None), "title", type(data).__name__)
     best = getattr(trainer.checkpoint_callback, "best_model_path", "")
     rows = {
@@ -203,6 +206,9 @@ def report(
     final = {f"final/{name}": v for name, v in scores.items() if "_class_" not in name and math.isfinite(v)}
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger.log_graph(recipe)
             logger.log_hyperparams(plain, final)
+            try:
+                logger.log_graph(recipe)
+            except Exception as error:  # Tracing runs the user's forward, in ways that it may not be made for.
+                print(f"TensorBoard shows no graph: {str(error).splitlines()[0]}", file=sys.stderr)  # noqa: T201
             logger.save()

@@ -7,7 +7,6 @@ from typing import Literal
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.run_progress import RunProgress
 from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
 from callbacks.warmup_lr import Kind, Scale, WarmupLR
@@ -36,7 +35,7 @@ class RunSettings:
         precision: of the arithmetic; auto takes bf16-mixed where the hardware is fast at it.
         global_batch_size: samples per update on all devices; accumulation follows from it.
         accumulate: micro-batches per update, or by moment, as in '{0: 8, "2 epochs": 4}'.
-        warmup: how long the learning rate rises, as in "500 steps", "2 epochs" or "5%".
+        warmup: how long the learning rate rises to its schedule, as in "500 steps", "2 epochs" or "5%".
         warmup_kind: the curve of the rise.
         warmup_start_factor: the share of the learning rate that it begins with.
         lr_scale: how the learning rate follows the global batch; auto is linear for SGD, sqrt for adaptive ones.
@@ -56,7 +55,7 @@ class RunSettings:
     precision: Precision = "auto"
     global_batch_size: int | None = None
     accumulate: int | dict[int | str, int] = 1
-    warmup: int | str = "5%"
+    warmup: int | str = 0
     warmup_kind: Kind = "linear"
     warmup_start_factor: float = 0.01
     lr_scale: Literal["auto", "linear", "sqrt", "none"] = "auto"
@@ -73,7 +72,7 @@ def learning_rate_scale(rule: str, optimizer: str) -> Scale | None:
 
 
 def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> list[Callback]:
-    """What keeps a run exact however it is split, and shows how far it is."""
+    """What keeps a run exact however it is split."""
     scale = learning_rate_scale(settings.lr_scale, recipe.hparams.optimizer)
     base = settings.base_batch_size or recipe.base_batch_size
     callbacks: list[Callback] = [
@@ -81,21 +80,19 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
         GradientAccumulation(settings.accumulate, settings.global_batch_size),
         seeds,
         WarmupLR(settings.warmup, settings.warmup_kind, settings.warmup_start_factor, scale, base if scale else None),
-        RunProgress(),
-        *recipe.recipe_callbacks(),
     ]
     if settings.sync_bn:
         callbacks.append(SyncBN(None if settings.sync_bn is True else settings.sync_bn))
     return callbacks
 
 
-def checkpoint_callback(folder: Path, monitor: str | None, mode: str) -> ModelCheckpoint:
-    """Keeps the best and the last checkpoint of a run in its folder."""
+def checkpoint_callback(folder: Path, monitor: str | None, recipe: Recipe) -> ModelCheckpoint:
+    """Keeps the best and the last checkpoint of a run in its folder; without a score the last is the best."""
     return ModelCheckpoint(
         folder / "checkpoints",
         filename="best",
         monitor=monitor,
-        mode=mode,
+        mode=recipe.monitor_mode,
         save_last=True,
         enable_version_counter=False,
     )

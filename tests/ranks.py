@@ -91,7 +91,8 @@ def run_ranks(
             ready = wait([*pipes, *(processes[rank].sentinel for rank in pipes.values())], timeout)
             if not ready:
                 for rank in pipes.values():
-                    os.kill(processes[rank].pid, signal.SIGUSR1)
+                    if (pid := processes[rank].pid) is not None:
+                        os.kill(pid, signal.SIGUSR1)
                 time.sleep(0.5)
                 raise TimeoutError(f"ranks {sorted(pipes.values())} did not answer within {timeout} s")
             for pipe, rank in list(pipes.items()):

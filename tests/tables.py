@@ -14,6 +14,7 @@ from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.run_progress import RunProgress
 from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
+from callbacks.train_loss import TrainLoss
 from callbacks.warmup_lr import WarmupLR
 
 PADDING = -100
@@ -28,10 +29,19 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "SyncBN, groups of one": lambda: SyncBN(group_size=1),
     "ClassificationPictures": lambda: ClassificationPictures(samples=2, mistakes=2),
     "RunProgress": lambda: RunProgress(),
+    "TrainLoss": lambda: TrainLoss(),
 }
 """Every callback of the package with tiny settings. Build SeedControl before the module, as its docstring says."""
 
-TOGETHER = ("SeedControl", "GradientAccumulation", "WarmupLR", "SyncBN", "ClassificationPictures", "RunProgress")
+TOGETHER = (
+    "SeedControl",
+    "GradientAccumulation",
+    "WarmupLR",
+    "SyncBN",
+    "ClassificationPictures",
+    "RunProgress",
+    "TrainLoss",
+)
 """One row of each class: what a run with everything uses."""
 
 QUIET: dict[str, Any] = {
@@ -45,7 +55,8 @@ QUIET: dict[str, Any] = {
 
 def silence() -> None:
     """Leave Lightning's greetings out of this process's output."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def on_ranks(world_size: int) -> dict[str, Any]:

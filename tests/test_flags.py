@@ -41,7 +41,7 @@ class Wheels:
 
 @pytest.fixture
 def parser() -> FlagParser:
-    return FlagParser([FlagGroup("Engine", Engine), FlagGroup("Wheels", Wheels)], "prog", "")
+    return FlagParser([FlagGroup("Engine", Engine), FlagGroup("Wheels", Wheels)], "prog")
 
 
 def test_classes_share_one_flag_where_they_share_a_name(parser):
@@ -80,6 +80,8 @@ def test_a_switch_needs_no_value(parser, args, turning, tests):
         (["--spare-wheels", "1.5"], "--spare-wheels 1.5 is not a whole number"),
         (["--power"], "--power needs a value: a number"),
         (["--power", "--turning"], "--power needs a value: a number"),
+        (["-power", "3"], "flags begin with two dashes; did you mean --power?"),
+        (["--power", "3", "test"], "'test' is no flag and no value of one; a command such as test comes first"),
     ],
 )
 def test_a_mistake_is_answered_in_one_line(parser, args, message):

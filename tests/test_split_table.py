@@ -7,8 +7,9 @@ backward pass of the loss summed over the update's targets and divided by their 
 Batch normalisation leaves one freedom. A layer sees one forward pass at a time, so no accumulation, and no callback,
 can give it the statistics of samples that are in another micro-batch ("ghost batches": Hoffer et al., 2017). For the
 network with BatchNorm, the loop by hand therefore makes one forward pass for each micro-batch of the row, over the
-samples that all processes hold in it: all 16 in 1x1, 2x1 and 4x1, 8 in 2x2, 4 in 1x4 and 2x4. So rows with micro-batches
-of the same size are shown to be equal. The token model has no such layer: every row is compared with the single batch.
+samples that all processes hold in it: all 16 in 1x1, 2x1 and 4x1, 8 in 2x2, 4 in 1x4 and 2x4. So rows with
+micro-batches of one size are shown to be equal. The token model has no such layer: every row is compared with the
+single batch.
 
 Both data sets are uneven. Of 101 pictures 5 are left for the last update: a short window, whose last micro-batch
 has one sample, so that in 2x4 a process has none. Of 65 sentences of 1 to 20 words one is left.
@@ -55,7 +56,7 @@ TASKS = {
     "CNN with BatchNorm": Task(pictures(101), picture_network, True),
     "token model": Task(sentences(65), sentence_network, False),
 }
-SGD = {"lr": 0.2, "momentum": 0.9, "weight_decay": 1e-3}
+SGD: dict[str, Any] = {"lr": 0.2, "momentum": 0.9, "weight_decay": 1e-3}
 
 
 def data_of(task: Task, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -125,7 +126,7 @@ def error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((found[name] - value).abs().max() / value.abs().max()) for name, value in expected.items())
 
 
-def test_a_run_cut_into_processes_and_micro_batches_equals_plain_torch_where_stock_lightning_does_not():
+def test_a_run_cut_into_processes_and_micro_batches_equals_plain_torch_where_stock_lightning_does_not() -> None:
     runs = {world_size: run_ranks(train_all, world_size, world_size) for world_size in (1, 2, 4)}
     print("\nLargest relative error of a final weight or buffer, by processes x micro-batches")
     print(f"{'':26}{'float32':>22}{'float64':>24}\n{'':26}" + f"{'ours':>12}{'stock':>12}" * 2)

@@ -1,0 +1,88 @@
+"""The training loss as it should be read: the mean over all targets since the last log.
+
+`self.log("loss", loss)` in every step costs 0.4 ms a step, and shows one batch of one rank. This one costs microseconds
+and does not make the device wait.
+"""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from callbacks.targets import count_targets, sum_over_ranks
+
+__all__ = ["TrainLoss", "weighted_sum"]
+
+_FOLD = 64
+
+
+def weighted_sum(means: list[Tensor], counts: list[int | Tensor]) -> Tensor:
+    """Sum over all targets, and their number, float32 of shape (2,). A mean over no target may be NaN and counts as 0.
+
+    Example:
+        >>> weighted_sum([torch.tensor(1.0), torch.tensor(float("nan"))], [3, 0])
+        tensor([3., 3.])
+    """
+    stacked = torch.stack(means).float()
+    if any(isinstance(count, Tensor) for count in counts):
+        weights = torch.stack([torch.as_tensor(count, device=stacked.device).float() for count in counts])
+    else:
+        weights = torch.tensor(counts, dtype=torch.float32).to(stacked.device, non_blocking=True)
+    return torch.stack((torch.where(weights > 0, stacked * weights, 0.0).sum(), weights.sum()))
+
+
+class TrainLoss(pl.Callback):
+    """Logs the mean loss over the targets of all ranks, once per ``log_every_n_steps`` updates.
+
+    Runs on: every training batch, where it keeps a reference to the loss; `training_step` returns it, and may add the
+    ``count`` of targets behind it. Logging costs one reduction of two numbers.
+
+    Args:
+        name: under which it is logged.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[TrainLoss("loss")], logger=False, accelerator="cpu")
+    """
+
+    def __init__(self, name: str = "train/loss") -> None:
+        self.name = name
+        self._start(0)
+
+    def _start(self, update: int) -> None:
+        self._update = update
+        self._means: list[Tensor] = []
+        self._counts: list[int | Tensor] = []
+        self._folded: Tensor | float = 0.0
+
+    def _fold(self) -> None:
+        if self._means:
+            self._folded = self._folded + weighted_sum(self._means, self._counts)
+            self._means, self._counts = [], []
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._start(trainer.global_step)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if not every:
+            return
+        if isinstance(outputs, dict) and outputs.get("loss") is not None:
+            # Lightning hands out the loss divided by the accumulation factor.
+            factor = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            self._means.append(outputs["loss"] if factor == 1 else outputs["loss"] * factor)
+            self._counts.append(count_targets(outputs, batch))
+            if len(self._means) == _FOLD:
+                self._fold()
+        if trainer.global_step // every > self._update // every:
+            self._fold()
+            if isinstance(total := self._folded, Tensor):
+                if trainer.world_size > 1:
+                    total = sum_over_ranks(total, total.device, total.dtype)
+                pl_module.log(self.name, total[0] / total[1].clamp(min=1), batch_size=1)
+            self._start(trainer.global_step)
