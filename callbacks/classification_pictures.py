@@ -57,7 +57,7 @@ def samples_figure(
         low, high = images[i].amin(), images[i].amax()
         picture = ((images[i] - low) / (high - low).clamp(min=1e-6)).permute(1, 2, 0)
         axes.imshow(picture.squeeze(2).numpy(), cmap="gray" if picture.shape[2] == 1 else None)
-        label = f"{class_names[int(predicted[i])]} {100 * float(confidence[i]):.0f} %"
+        label = f"{class_names[int(predicted[i])]} ({100 * float(confidence[i]):.0f} %)"
         wrong = int(predicted[i]) != int(targets[i])
         if wrong:
             label += f"\nis {class_names[int(targets[i])]}"
@@ -66,7 +66,7 @@ def samples_figure(
 
 
 def confusion_figure(matrix: Tensor, class_names: Sequence[str], title: str) -> "Figure":
-    """The confusion matrix as a picture: each cell says how often, its colour the share of the true class.
+    """The confusion matrix as a picture: each cell says how often, its colour the root of the share of the true class.
 
     Args:
         matrix: counts of shape (classes, classes): true class by predicted class.
@@ -78,14 +78,15 @@ def confusion_figure(matrix: Tensor, class_names: Sequence[str], title: str) -> 
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.subplots()
     share = matrix / matrix.sum(1, keepdim=True).clamp(min=1)
-    axes.imshow(share.numpy(), cmap="Blues", vmin=0, vmax=1)
+    # A root: the few mistakes of a good classifier would be white on a linear scale.
+    axes.imshow(share.sqrt().numpy(), cmap="Blues", vmin=0, vmax=1)
     axes.set_xticks(range(classes), class_names, rotation=45 if max(map(len, class_names)) > 2 else 0)
     axes.set_yticks(range(classes), class_names)
     axes.set(title=title, xlabel="predicted", ylabel="true")
     if classes <= 25:
         for (row, column), value in zip(torch.cartesian_prod(*[torch.arange(classes)] * 2), matrix.flatten()):
             if value:
-                colour = "white" if share[row, column] > 0.5 else "black"
+                colour = "white" if share[row, column] > 0.25 else "black"
                 axes.text(int(column), int(row), f"{int(value)}", ha="center", va="center", fontsize=8, color=colour)
     return figure
 
@@ -117,7 +118,7 @@ class ClassificationPictures(pl.Callback):
         if not isinstance(outputs, dict) or "logits" not in outputs:
             return
         images, targets = batch
-        new = (images, outputs["logits"].float(), targets)
+        new = (images.float(), outputs["logits"].float(), targets)
         if self._first is None:
             self._first = tuple(part[: self.samples] for part in new)  # type: ignore[assignment]
         if self._worst is not None:

@@ -125,8 +125,7 @@ class RunProgress(ProgressBar):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._is_due:
-            # What was logged is on its way to the logger at this moment anyway: no extra wait for the device.
-            self._metrics = format_metrics(trainer.logged_metrics)
+            self._metrics = format_metrics(trainer.callback_metrics)
             self._draw(completed=trainer.fit_loop.total_batch_idx + 1)
 
     @override

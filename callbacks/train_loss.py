@@ -36,6 +36,8 @@ def weighted_sum(means: list[Tensor], counts: list[int | Tensor]) -> Tensor:
 class TrainLoss(pl.Callback):
     """Logs the mean loss over the targets of all ranks, once per ``log_every_n_steps`` updates.
 
+    An epoch with fewer updates logs once, at its end.
+
     Runs on: every training batch, where it keeps a reference to the loss; `training_step` returns it, and may add the
     ``count`` of targets behind it. Logging costs one reduction of two numbers.
 
@@ -55,6 +57,7 @@ class TrainLoss(pl.Callback):
         self._means: list[Tensor] = []
         self._counts: list[int | Tensor] = []
         self._folded: Tensor | float = 0.0
+        self._logged = False
 
     def _fold(self) -> None:
         if self._means:
@@ -64,6 +67,10 @@ class TrainLoss(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start(trainer.global_step)
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._logged = False
 
     @override
     def on_train_batch_end(
@@ -79,10 +86,19 @@ class TrainLoss(pl.Callback):
             self._counts.append(count_targets(outputs, batch))
             if len(self._means) == _FOLD:
                 self._fold()
-        if trainer.global_step // every > self._update // every:
-            self._fold()
-            if isinstance(total := self._folded, Tensor):
-                if trainer.world_size > 1:
-                    total = sum_over_ranks(total, total.device, total.dtype)
-                pl_module.log(self.name, total[0] / total[1].clamp(min=1), batch_size=1)
-            self._start(trainer.global_step)
+        interval_ends = trainer.global_step // every > self._update // every
+        if interval_ends or (trainer.is_last_batch and not self._logged):
+            self._log(trainer)
+
+    def _log(self, trainer: pl.Trainer) -> None:
+        self._fold()
+        if isinstance(total := self._folded, Tensor):
+            if trainer.world_size > 1:
+                total = sum_over_ranks(total, total.device, total.dtype)
+            mean = total[0] / total[1].clamp(min=1)
+            # Past `pl_module.log`, which would show nothing in an epoch that is shorter than the interval.
+            trainer.callback_metrics[self.name] = mean
+            for logger in trainer.loggers:
+                logger.log_metrics({self.name: float(mean)}, step=trainer.global_step - 1)
+        self._start(trainer.global_step)
+        self._logged = True

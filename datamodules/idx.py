@@ -33,6 +33,9 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
         raise UserError(f"{path} is damaged: {error}; delete it, then run again to download it anew") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    kinds = {1: "labels", 3: "images"}
+    if len(data) > 3 and data[:3] == bytes((0, 0, _UINT8)) and data[3] != dimensions and data[3] in kinds:
+        raise UserError(f"{path} holds {kinds[data[3]]}, expected {kinds[dimensions]}; are two files swapped?")
     header = 4 + 4 * dimensions
     if len(data) < header or data[:2] != b"\0\0" or data[2] != _UINT8 or data[3] != dimensions:
         raise UserError(

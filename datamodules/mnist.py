@@ -252,9 +252,12 @@ class MNISTDataModule(pl.LightningDataModule):
             chosen = "mnist" if find_files("mnist", self.hparams.data_dir) else "digits"
             if self.trainer is not None:
                 chosen = self.trainer.strategy.broadcast(chosen)
+            if chosen == "digits" and self.hparams.data_dir != "data" and not Path(self.hparams.data_dir).is_dir():
+                # Only the default folder may be missing: this one somebody has typed.
+                raise UserError(f"{self._missing('mnist')}; pass a folder that exists, or --dataset digits")
             if chosen == "digits":
                 _say(
-                    "%s: going on with the 1,797 digits bundled with scikit-learn; pass --data-dir FOLDER for MNIST",
+                    "warning: %s: going on with the 1,797 digits bundled with scikit-learn; pass --data-dir FOLDER for MNIST",
                     self._missing("mnist"),
                 )
             self.dataset = chosen

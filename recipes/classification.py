@@ -87,7 +87,13 @@ class Classifier(Recipe):
             for number, (first, second), (p, q) in zip(batch["number"].tolist(), classes.tolist(), values.tolist()):
                 best, next_best = self.class_names[first], self.class_names[second]
                 rows.append(
-                    {"file": files[number], "class": best, "probability": p, "second": next_best, "its probability": q}
+                    {
+                        "file": files[number],
+                        "class": best,
+                        "probability": p,
+                        "second": next_best,
+                        "second_probability": q,
+                    }
                 )
         return rows
 

@@ -2,10 +2,12 @@
 
 import csv
 import logging
+import os
 import shutil
 import sys
 import time
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -88,6 +90,10 @@ def run(
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:
+        # Whoever read our output has gone, as in `| head`; Python would complain once more on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
 
 
 def program_name() -> str:
@@ -111,6 +117,9 @@ def _quiet() -> None:
     """Keep Lightning's tips, deprecations and notes about our own choices from the user."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    profiles = logging.getLogger("lightning.pytorch.profilers")
+    profiles.setLevel(logging.INFO)
+    profiles.handlers, profiles.propagate = [_OneLine()], False
     for module in ("lightning", "torch", "tensorboard", "torchmetrics"):
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
     warnings.filterwarnings("ignore", message=r".*(isinstance\(treespec, LeafSpec\)|trace might not generalize).*")
@@ -127,6 +136,8 @@ def _load(path: str) -> dict[str, Any]:
     """A checkpoint, without running code from it."""
     if not Path(path).is_file():
         raise UserError(f"there is no checkpoint {path}")
+    if not zipfile.is_zipfile(path):
+        raise UserError(f"{path} is no checkpoint: it is damaged, or another kind of file")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
@@ -156,6 +167,8 @@ def _run_folder(settings: RunSettings, title: str) -> Iterator[Path]:
             return
         _say(f"{settings.resume} lies in no run's folder: going on in a new one")
     parent = Path(settings.run_dir) / title
+    if settings.name is not None and Path(settings.name).name != settings.name:
+        raise UserError(f"--name {settings.name} is not the name of a folder; pass --run-dir for where runs go")
     name = settings.name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     if not is_rank_zero():
         # Only rank 0 writes; Lightning tells the others where its checkpoints are.
@@ -179,7 +192,7 @@ def _run_folder(settings: RunSettings, title: str) -> Iterator[Path]:
         raise
 
 
-def _loggers(folder: Path, resume: str | None) -> list[Logger]:
+def _loggers(folder: Path, resume: str | None, config: dict[str, Any]) -> list[Logger]:
     rows: list[dict[str, Any]] = []
     metrics_file = folder / "metrics.csv"
     if resume and metrics_file.is_file():
@@ -187,6 +200,7 @@ def _loggers(folder: Path, resume: str | None) -> list[Logger]:
         with metrics_file.open(newline="") as file:
             rows = [{k: v for k, v in row.items() if v} for row in csv.DictReader(file) if int(row["step"]) < done]
     csv_logger = CSVLogger(str(folder), name="", version="")
+    csv_logger.log_hyperparams(config)
     if is_rank_zero() and rows:
         # The logger begins with an empty file; what was logged up to the checkpoint stays in front.
         csv_logger.experiment.metrics.extend(rows)
@@ -277,7 +291,8 @@ class _CommandLine:
 
     def _execute(self, command: str, namespace: Namespace, files: list[str]) -> None:
         tuned = namespace.tune_allocator and tune_allocator()
-        namespace.precision, why = resolve_precision(namespace.precision, namespace.accelerator)
+        namespace.precision, reason = resolve_precision(namespace.precision, namespace.accelerator)
+        why = f" ({reason})" if reason else ""
         plain = {k: v for k, v in self.parser.as_plain(namespace).items() if k not in _OF_THIS_CALL}
         values = self.parser.instantiate_classes(namespace).as_dict()
         settings = RunSettings(**self.parser.select(values, "Run"))
@@ -297,15 +312,17 @@ class _CommandLine:
                 trainer = pl.Trainer(
                     **self.parser.select(values, "Trainer"),
                     precision=settings.precision,  # type: ignore[arg-type]
-                    logger=_loggers(folder, settings.resume) if folder else False,
+                    logger=_loggers(folder, settings.resume, plain) if folder else False,
                     callbacks=[*callbacks, *more],
                     default_root_dir=str(folder) if folder else None,
                     enable_autolog_hparams=False,
                     enable_model_summary=False,
                 )
+            if settings.precision == "16-mixed" and trainer.strategy.root_device.type == "cpu":
+                raise UserError("16-mixed needs a GPU, and this run is on the CPU; pass --precision bf16-mixed")
             kept = ", memory kept between steps" if tuned and trainer.strategy.root_device.type == "cpu" else ""
             if command != "predict":
-                _say(f"{self.recipe_class.title}: {hardware(trainer)}, precision {settings.precision} ({why}){kept}")
+                _say(f"{self.recipe_class.title}: {hardware(trainer)}, precision {settings.precision}{why}{kept}")
             return trainer
 
         with _as_user_errors(MisconfigurationException):
@@ -335,10 +352,14 @@ class _CommandLine:
         stopwatch: Stopwatch,
         config: dict[str, Any],
     ) -> None:
+        if settings.resume:
+            done = _load(settings.resume)["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+            if trainer.max_epochs is not None and 0 < trainer.max_epochs <= done:
+                raise UserError(f"this run has finished its {done} epochs; pass --max-epochs {2 * done} to go on")
         with self._interruptible(trainer, folder):
             trainer.fit(recipe, data, ckpt_path=settings.resume, weights_only=True)
         checkpoints = trainer.checkpoint_callback
-        best = getattr(checkpoints, "best_model_path", "") or None
+        best = getattr(checkpoints, "best_model_path", "") or getattr(checkpoints, "last_model_path", "") or None
         scores = {name: float(value) for name, value in trainer.callback_metrics.items()}
         if best and recipe.monitor in scores and getattr(checkpoints, "best_model_score", None) is not None:
             # Of the checkpoint that is tested, not of the last epoch.
@@ -349,7 +370,7 @@ class _CommandLine:
                 scores |= trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False)[0]
         if trainer.is_global_zero:
             wall = time.monotonic() - self.began
-            report(trainer, recipe, data, folder, stopwatch, scores, config, self.program, wall)
+            report(trainer, recipe, data, folder, stopwatch, scores, best, config, self.program, wall)
 
     def _evaluate(
         self,

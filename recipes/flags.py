@@ -24,6 +24,19 @@ __all__ = ["FlagGroup", "FlagParser", "describe_type"]
 _SWITCH_VALUES = {"true", "false", "yes", "no", "1", "0", "null", "none"}
 
 
+# What people type who come from elsewhere, and no likeness of letters would find.
+_ALIASES = {
+    "accumulate_grad_batches": "accumulate",
+    "checkpoint": "ckpt",
+    "ckpt_path": "ckpt",
+    "epochs": "max_epochs",
+    "gpus": "devices",
+    "learning_rate": "lr",
+    "nodes": "num_nodes",
+    "sync_batchnorm": "sync_bn",
+}
+
+
 @dataclass(frozen=True)
 class FlagGroup:
     """The flags of one class.
@@ -132,7 +145,8 @@ class FlagParser(ArgumentParser):
                 name, equals, value = name[3:], "=", "false"
             known = name.split(".")[0]
             if known not in self._flags and name != "print_config":
-                close = difflib.get_close_matches(known, self._flags, n=1, cutoff=0.4)
+                close = [_ALIASES[known]] if _ALIASES.get(known) in self._flags else []
+                close = close or difflib.get_close_matches(known, self._flags, n=1, cutoff=0.5)
                 hint = f"did you mean --{close[0].replace('_', '-')}?" if close else "--help-all lists the flags"
                 raise UserError(f"there is no flag --{flag}; {hint}")
             following = args[i + 1].lower() if i + 1 < len(args) else "--"

@@ -56,10 +56,10 @@ def resolve_precision(precision: str | int, accelerator: Any = "auto") -> tuple[
     """What "auto" means on this machine, and why.
 
     bf16-mixed where the hardware multiplies bf16 faster than float32: NVIDIA from Ampere on, and CPUs with AMX. Other
-    values are returned as they are.
+    values are returned as they are, without a reason.
     """
     if precision != "auto":
-        return str(precision), "asked for"
+        return str(precision), ""
     if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
         name = torch.cuda.get_device_name()
         if torch.cuda.get_device_capability() >= (8, 0):

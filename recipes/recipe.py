@@ -103,7 +103,7 @@ class Recipe(pl.LightningModule):
         if schedule not in SCHEDULES:
             raise UserError(f"no schedule {schedule!r}; expected one of {', '.join(SCHEDULES)}")
         if not lr > 0 or math.isinf(lr):
-            raise UserError(f"learning rate {lr} is not a positive number; pass --lr 0.001")
+            raise UserError(f"learning rate {lr} is not a positive number; pass --lr 0.01, say")
         self.save_hyperparameters()
         self.network = self.build_network()
         if channels_last:

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 from torch import nn
 from typing_extensions import override
 
@@ -98,7 +98,8 @@ def hardware(trainer: pl.Trainer) -> str:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
-        name = f"{platform.processor() or platform.machine()} {device.type}, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        name = f"{platform.machine()} {device.type} with {threads} thread{'s' if threads > 1 else ''}"
     return f"{trainer.world_size} x {name}"
 
 
@@ -110,24 +111,25 @@ def shown(path: str | Path) -> str:
         return str(path)
 
 
+def _print_lines(lines: list[str]) -> None:
+    """Never wrapped or cut: paths and commands are there to be copied."""
+    console = Console(highlight=False)
+    for line in lines:
+        console.print(line.rstrip(), soft_wrap=True)
+
+
 def print_pairs(rows: dict[str, str]) -> None:
-    """Print two columns: what, and its value. Long paths and commands wrap and are never cut."""
-    table = Table(show_header=False, pad_edge=False, box=None)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows.items():
-        table.add_row(name, value)
-    Console(highlight=False).print(table)
+    """Print two columns: what, and its value."""
+    width = max(map(len, rows))
+    _print_lines([f"[bold]{name:<{width}}[/]  {escape(value)}" for name, value in rows.items()])
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
     """Print a table with a column per key."""
-    table = Table(box=None, pad_edge=False)
-    for name in rows[0] if rows else []:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*(f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console(highlight=False).print(table)
+    cells = [list(rows[0])] + [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    lines = [escape("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip()) for row in cells]
+    _print_lines([f"[bold]{lines[0]}[/]", *lines[1:]])
 
 
 def check_output(output: str | None) -> None:
@@ -159,6 +161,7 @@ def report(
     folder: Path | None,
     stopwatch: Stopwatch,
     scores: dict[str, float],
+    best: str | None,
     config: dict[str, Any],
     program: str,
     wall_seconds: float,
@@ -169,7 +172,6 @@ def report(
     sizes = getattr(data, "sizes", {})
     rate = stopwatch.samples_per_second(sizes.get("train", 0))
     title = getattr(getattr(data, "info", None), "title", type(data).__name__)
-    best = getattr(trainer.checkpoint_callback, "best_model_path", "")
     rows = {
         "data": f"{title}: " + ", ".join(f"{size:,} {part}" for part, size in sizes.items()),
         "parameters": f"{parameters:,} ({trainable:,} trainable)",

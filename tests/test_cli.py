@@ -116,6 +116,32 @@ def test_a_second_run_of_the_same_name_touches_nothing_of_the_first(trained):
     assert before == {path: path.stat().st_mtime_ns for path in first.rglob("*") if path.is_file()}
 
 
+def test_resuming_a_copied_checkpoint_leaves_the_folders_around_it_alone(trained, tmp_path):
+    foreign = tmp_path / "home" / "project"
+    foreign.mkdir(parents=True)
+    (tmp_path / "home" / "precious").write_text("mine")
+    source = trained[0] / "runs" / "mnist" / "first" / "checkpoints" / "last.ckpt"
+    (foreign / "last.ckpt").write_bytes(source.read_bytes())
+    resume = ["--resume", str(foreign / "last.ckpt")]
+    assert type_in(tmp_path, *resume, "--batch-size", "5000")[0] == 2
+    status, out, err = type_in(tmp_path, *resume, "--max-epochs", "2", "--name", "on")
+    assert status == 0, err
+    assert "lies in no run's folder" in out
+    assert (tmp_path / "runs" / "mnist" / "on" / "results.json").is_file()
+    assert sorted(path.name for path in (tmp_path / "home").rglob("*")) == ["last.ckpt", "precious", "project"]
+
+
+def test_a_checkpoint_of_another_network_or_another_kind_is_refused_in_a_line(trained):
+    folder, _ = trained
+    torch.save({"weight": torch.zeros(2)}, folder / "weights.pt")
+    status, _, err = type_in(folder, "test", "--ckpt", "weights.pt")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "is no checkpoint of a run" in err
+    status, _, err = type_in(folder, "test", "--ckpt", "runs/mnist/first/checkpoints/best.ckpt", "--network", "classic")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "holds another network" in err
+
+
 def test_test_scores_the_checkpoint_as_the_run_did(trained):
     folder, _ = trained
     run_folder = folder / "runs" / "mnist" / "first"
@@ -160,7 +186,10 @@ def test_predict_reads_dark_and_light_pictures_and_writes_a_file(trained):
         (["fti"], "error: unknown command 'fti'; expected one of fit, validate, test, predict, or a flag"),
         (["test"], "error: test needs a checkpoint; pass --ckpt runs/mnist/NAME/checkpoints/best.ckpt"),
         (["test", "--ckpt", "no.ckpt"], "error: there is no checkpoint no.ckpt"),
-        (["--optimizer", "sdg"], "error: no optimizer 'sdg' in torch.optim; expected one of"),
+        (["--optimizer", "sdg"], "error: no optimizer 'sdg' that fits here; expected one of"),
+        (["--ckpt", "some.ckpt"], "error: fit begins with new weights; pass --resume FILE"),
+        (["test", "--resume", "some.ckpt"], "error: --resume goes on training; pass --ckpt FILE to test"),
+        (["test", "--ckpt", "a", "--output", "no/such.json"], "error: --output no/such.json: there is no folder no"),
         (["--dataset", "digits", "--batch-size", "5000"], "error: a batch of 5,000 is larger than the training set"),
         (["--dataset", "mnist", "--no-download", "--data-dir", "no"], "error: the folder no does not exist"),
     ],
@@ -193,11 +222,24 @@ def test_printed_settings_can_be_given_back(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_minimal_recipe_and_a_mistake_on_one_rank_only(tmp_path):
+    command = [sys.executable, str(Path(__file__).parent / "minimal_recipe.py"), "--max-epochs", "2"]
+    command += ["--accelerator", "cpu", "--name", "run"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "parameters" in done.stdout
+    assert (tmp_path / "runs" / "line" / "run" / "results.json").is_file()
+    command += ["--devices", "2", "--broken-rank", "1"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100)
+    assert done.returncode != 0
+    assert "error on rank 1: rank 1 found nothing" in done.stderr
+
+
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_last_checkpoint_and_resuming_ends_where_the_whole_run_ends(tmp_path):
     command = [sys.executable, "-m", "recipes.mnist", "--dataset", "digits", "--max-epochs", "15"]
     command += ["--precision", "32", "--log-every-n-steps", "3", "--accelerator", "cpu"]
-    whole = subprocess.run([*command, "--name", "whole"], cwd=tmp_path, env=environment(), check=True)
-    assert whole.returncode == 0
+    subprocess.run([*command, "--name", "whole"], cwd=tmp_path, env=environment(), check=True)
     process = subprocess.Popen(
         [*command, "--name", "cut"],
         cwd=tmp_path,

@@ -41,7 +41,7 @@ def _flipped_inside(data: bytes) -> bytes:
         (b"", "no idx file .* starts with nothing, expected 00000803"),
         (b"\0\0\x08", "no idx file"),
         (b"<html>404 not found</html>", "no idx file .* starts with 3c68746d, expected 00000803"),
-        (_idx(LABELS), "no idx file .* starts with 00000801, expected 00000803"),
+        (_idx(LABELS), "holds labels, expected images; are two files swapped"),
         (b"\0\0\x0d\x03" + bytes(12), "starts with 00000d03, expected 00000803"),
         (_idx(IMAGES)[:-1], r"promises 5 rows of 784 bytes, 3,920 in all, and holds 3,919: it ends in row 4"),
         (_idx(IMAGES)[: 16 + 784 + 10], r"holds 794: it ends in row 1"),

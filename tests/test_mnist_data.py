@@ -457,16 +457,21 @@ def test_the_bundled_digits_are_in_mnists_form_and_their_statistics_are_true():
 
 
 def test_auto_goes_on_with_the_digits_and_says_why_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    data = _data(tmp_path / "nowhere", dataset="auto")
+    data = _data(tmp_path, dataset="auto")
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
         _trainer(fast_dev_run=1).fit(Watcher(), datamodule=data)
         _trainer(fast_dev_run=1).test(Watcher(), datamodule=data)
     assert [record.getMessage() for record in caplog.records if record.name == "lightning_recipes"] == [
-        f"the folder {tmp_path}/nowhere does not exist, so there are no MNIST files: going on with the 1,797 digits "
-        f"bundled with scikit-learn; pass --data-dir FOLDER for MNIST"
+        f"warning: {tmp_path} has no MNIST files: going on with the 1,797 digits bundled with scikit-learn; "
+        f"pass --data-dir FOLDER for MNIST"
     ]
     assert data.info.title == "scikit-learn digits"
     assert data.sizes == {"train": 1437 - 287, "val": 287, "test": 360}
+
+
+def test_auto_refuses_a_folder_that_somebody_typed_and_that_does_not_exist(tmp_path: Path):
+    with pytest.raises(UserError, match="nowhere does not exist.*pass a folder that exists, or --dataset digits"):
+        _data(tmp_path / "nowhere", dataset="auto").setup("fit")
 
 
 def test_auto_takes_mnist_where_it_is_found(tiny: Path, caplog: pytest.LogCaptureFixture):
@@ -486,7 +491,7 @@ def test_a_failed_download_is_the_reason_of_auto_and_the_error_of_mnist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     _unreachable(monkeypatch)
-    data = _data(tmp_path / "new", dataset="auto", download=True)
+    data = _data(tmp_path, dataset="auto", download=True)
     _trainer(fast_dev_run=1).fit(Watcher(), datamodule=data)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "lightning_recipes"]
     assert "\n" not in line
@@ -512,7 +517,7 @@ def _checkpoint(data: MNISTDataModule, path: Path) -> Path:
 
 
 def test_auto_follows_the_checkpoint_wherever_the_files_are(tiny: Path, tmp_path: Path):
-    digits = _checkpoint(_data(tmp_path / "nowhere", dataset="auto"), tmp_path / "digits.ckpt")
+    digits = _checkpoint(_data(tmp_path, dataset="auto"), tmp_path / "digits.ckpt")
     data = _data(tiny, dataset="auto")
     _trainer().test(Watcher(), datamodule=data, ckpt_path=str(digits), weights_only=True)
     assert data.dataset == "digits"

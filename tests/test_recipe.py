@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
 from callbacks.classification_pictures import ClassificationPictures, most_confident_mistakes
+from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.run_progress import RunProgress
+from callbacks.train_loss import TrainLoss
 from datamodules.errors import UserError
 from datamodules.mnist import MNISTDataModule
 from recipes.classification import ClassificationScores
@@ -25,6 +28,7 @@ from recipes.mnist import ClassicNet, MNISTClassifier, MNISTNet
 from recipes.optim import SCHEDULES, build_optimizer, parameter_groups
 from recipes.recipe import Recipe
 from recipes.settings import learning_rate_scale
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 
@@ -95,25 +99,81 @@ def test_the_schedule_ends_with_the_run_whatever_limits_it(options, updates):
     assert rates == pytest.approx([0.5 * (1 - k / updates) for k in range(updates)])
 
 
-def test_the_training_loss_is_logged_once_per_interval_as_the_mean_over_its_targets(tmp_path):
-    logged = []
+class Numbered(Line):
+    """Batch k's loss is k, with k + 1 targets."""
 
-    class Values(CSVLogger):
-        def log_metrics(self, metrics, step=None):
-            logged.append((step, dict(metrics)))
+    def __init__(self, counted: bool = True, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.counted = counted
 
-    class Constant(Line):
+    def training_step(self, batch, batch_idx):
+        loss = self.network.weight.sum() * 0 + batch_idx
+        return {"loss": loss, "count": batch_idx + 1} if self.counted else loss
+
+
+class Kept(CSVLogger):
+    """Remembers what was logged."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.losses: dict[int, float] = {}
+
+    def log_metrics(self, metrics, step=None):
+        if "train/loss" in metrics:
+            self.losses[step] = metrics["train/loss"]
+
+
+@pytest.mark.parametrize("accumulation", ["none", "ours", "lightning's"])
+def test_the_training_loss_is_logged_once_per_interval_as_the_mean_over_its_targets(tmp_path, accumulation):
+    kept = Kept(tmp_path)
+    options: dict[str, Any] = {"accumulate_grad_batches": 2} if accumulation == "lightning's" else {}
+    if accumulation == "ours":
+        options["callbacks"] = [GradientAccumulation(2)]
+    every = 3 if accumulation == "none" else 1
+    fit = trainer(logger=kept, max_epochs=1, log_every_n_steps=every, **options)
+    fit.fit(Numbered(), batches(n=24))
+    if accumulation == "none":
+        assert kept.losses == {2: pytest.approx(8 / 6), 5: pytest.approx((3 * 4 + 4 * 5 + 5 * 6) / 15)}
+    else:
+        assert kept.losses == {
+            0: pytest.approx((0 * 1 + 1 * 2) / 3),
+            1: pytest.approx((2 * 3 + 3 * 4) / 7),
+            2: pytest.approx((4 * 5 + 5 * 6) / 11),
+        }
+
+
+def test_a_bare_loss_counts_the_samples_of_its_batch(tmp_path):
+    kept = Kept(tmp_path)
+    trainer(logger=kept, max_epochs=1, log_every_n_steps=2).fit(Numbered(counted=False), batches(n=5))
+    assert kept.losses == {1: pytest.approx((0 * 4 + 1 * 1) / 5)}
+
+
+def test_many_steps_without_a_log_keep_a_bounded_number_of_losses(tmp_path):
+    kept = Kept(tmp_path)
+    module = Line()
+    callback = TrainLoss()
+    module.configure_callbacks = lambda: [callback]
+    # Stopped before the epoch's end, at which they would be logged.
+    trainer(max_steps=250, logger=kept, log_every_n_steps=10**6).fit(module, batches(n=600, size=2))
+    assert len(callback._means) < 64
+    assert callback._folded[1] + sum(callback._counts) == 500
+
+
+def _losses_of_unequal_ranks() -> float:
+    import torch.distributed as dist
+
+    class Unequal(Line):
         def training_step(self, batch, batch_idx):
-            # Batch k's loss is k, with k + 1 targets.
-            return {"loss": self.network.weight.sum() * 0 + batch_idx, "count": batch_idx + 1}
+            rank = dist.get_rank()
+            return {"loss": self.network.weight.sum() * 0 + float(rank), "count": 1 if rank else 3}
 
-    fit = trainer(logger=Values(tmp_path), max_epochs=1, log_every_n_steps=3)
-    fit.fit(Constant(), batches(n=28))
-    losses = {step: metrics["train/loss"] for step, metrics in logged if "train/loss" in metrics}
-    assert losses == {
-        2: pytest.approx((0 * 1 + 1 * 2 + 2 * 3) / 6),
-        5: pytest.approx((3 * 4 + 4 * 5 + 5 * 6) / 15),
-    }
+    fit = trainer(devices=2, strategy="ddp", max_steps=1, log_every_n_steps=1, logger=CSVLogger(tempfile.mkdtemp()))
+    fit.fit(Unequal(), batches())
+    return float(fit.callback_metrics["train/loss"])
+
+
+def test_ranks_weigh_in_the_training_loss_by_their_targets():
+    assert run_ranks(_losses_of_unequal_ranks, 2) == [0.25, 0.25]
 
 
 def test_a_run_extended_by_a_resume_takes_the_rates_of_the_longer_run(tmp_path):
@@ -132,7 +192,26 @@ def test_a_run_extended_by_a_resume_takes_the_rates_of_the_longer_run(tmp_path):
     short.save_checkpoint(tmp_path / "short.ckpt")
     longer = trainer(max_epochs=4, callbacks=[Rates("long")])
     longer.fit(Line(**options), batches(), ckpt_path=tmp_path / "short.ckpt", weights_only=True)
-    assert rates["long"][1:] == pytest.approx([1 - k / 12 for k in range(7, 12)])
+    assert rates["short"] == pytest.approx([1 - k / 6 for k in range(6)])
+    assert rates["long"] == pytest.approx([1 - k / 12 for k in range(6, 12)])
+
+
+def test_a_resumed_run_takes_the_settings_it_is_given_and_the_moments_of_the_checkpoint(tmp_path):
+    first = trainer(max_epochs=1)
+    first.fit(Line(lr=1.0, weight_decay=0.5, schedule="constant", optimizer="adamw"), batches())
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    groups = []
+
+    class Groups(pl.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            steps = [state["step"].item() for state in optimizer.state.values()]
+            groups.append(([(g["lr"], g["weight_decay"]) for g in optimizer.param_groups], steps))
+
+    module = Line(lr=0.25, weight_decay=0.125, schedule="constant", optimizer="adamw")
+    trainer(max_epochs=2, callbacks=[Groups()]).fit(
+        module, batches(), ckpt_path=tmp_path / "first.ckpt", weights_only=True
+    )
+    assert groups[0] == ([(0.25, 0.125), (0.25, 0.0)], [3, 3])
 
 
 @pytest.mark.parametrize("network", [MNISTNet, ClassicNet])
@@ -212,7 +291,7 @@ def test_the_classes_work_in_lightnings_own_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "sdg"}, "no optimizer 'sdg' in torch.optim"),
+        ({"optimizer": "sdg"}, "no optimizer 'sdg' that fits here"),
         ({"schedule": "cosin"}, "no schedule 'cosin'; expected one of one_cycle, cosine, linear, constant"),
         ({"lr": 0.0}, "learning rate 0.0 is not a positive number"),
         ({"lr": math.inf}, "learning rate inf is not a positive number"),

@@ -1,5 +1,9 @@
-from datamodules import MNISTDataModule
-from recipes import run
-from recipes.mnist import MNISTClassifier
+import sys
 
-run(MNISTClassifier, MNISTDataModule)
+try:
+    from datamodules import MNISTDataModule
+    from recipes import MNISTClassifier, run
+
+    run(MNISTClassifier, MNISTDataModule)
+except KeyboardInterrupt:  # The imports take seconds, too.
+    sys.exit(130)

@@ -24,8 +24,14 @@ class MNISTClassifier(Classifier):
 
     example_input_array: Tensor
 
-    def __init__(self, network: Literal["default", "classic"] = "default", lr: float = 0.01, **kwargs: Any) -> None:
-        super().__init__(lr=lr, **kwargs)
+    def __init__(
+        self,
+        network: Literal["default", "classic"] = "default",
+        lr: float = 0.01,
+        weight_decay: float = 0.05,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(lr=lr, weight_decay=weight_decay, **kwargs)
         self.example_input_array = torch.zeros(1, 1, 28, 28)
 
     @override
