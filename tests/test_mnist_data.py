@@ -517,7 +517,8 @@ def _checkpoint(data: MNISTDataModule, path: Path) -> Path:
 
 
 def test_auto_follows_the_checkpoint_wherever_the_files_are(tiny: Path, tmp_path: Path):
-    digits = _checkpoint(_data(tmp_path, dataset="auto"), tmp_path / "digits.ckpt")
+    (tmp_path / "empty").mkdir()
+    digits = _checkpoint(_data(tmp_path / "empty", dataset="auto"), tmp_path / "digits.ckpt")
     data = _data(tiny, dataset="auto")
     _trainer().test(Watcher(), datamodule=data, ckpt_path=str(digits), weights_only=True)
     assert data.dataset == "digits"
