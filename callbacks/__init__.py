@@ -7,6 +7,7 @@ from datamodules.lazy import lazy_names
 if TYPE_CHECKING:
     from callbacks.batch_norm import average_statistics
     from callbacks.classification_pictures import ClassificationPictures
+    from callbacks.exact_checkpoint import ExactCheckpoint
     from callbacks.gradient_accumulation import GradientAccumulation
     from callbacks.run_progress import RunProgress
     from callbacks.seed_control import SeedControl
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ClassificationPictures",
+    "ExactCheckpoint",
     "GradientAccumulation",
     "RunProgress",
     "SeedControl",
@@ -29,6 +31,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "ClassificationPictures": "callbacks.classification_pictures",
+        "ExactCheckpoint": "callbacks.exact_checkpoint",
         "GradientAccumulation": "callbacks.gradient_accumulation",
         "RunProgress": "callbacks.run_progress",
         "SeedControl": "callbacks.seed_control",

@@ -109,6 +109,8 @@ class RunProgress(ProgressBar):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # A resume in mid-epoch begins no epoch.
+        self._epoch_began = time.monotonic()
         epochs, batches = trainer.max_epochs or -1, trainer.num_training_batches
         total = epochs * batches if epochs > 0 else float("inf")
         if trainer.max_steps > 0:

@@ -257,7 +257,8 @@ class MNISTDataModule(pl.LightningDataModule):
                 raise UserError(f"{self._missing('mnist')}; pass a folder that exists, or --dataset digits")
             if chosen == "digits":
                 _say(
-                    "warning: %s: going on with the 1,797 digits bundled with scikit-learn; pass --data-dir FOLDER for MNIST",
+                    "warning: %s: going on with the 1,797 digits bundled with scikit-learn; "
+                    "pass --data-dir FOLDER for MNIST",
                     self._missing("mnist"),
                 )
             self.dataset = chosen

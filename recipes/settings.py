@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 
+from callbacks.exact_checkpoint import ExactCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
@@ -86,9 +87,9 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
     return callbacks
 
 
-def checkpoint_callback(folder: Path, monitor: str | None, recipe: Recipe) -> ModelCheckpoint:
+def checkpoint_callback(folder: Path, monitor: str | None, recipe: Recipe) -> ExactCheckpoint:
     """Keeps the best and the last checkpoint of a run in its folder; without a score the last is the best."""
-    return ModelCheckpoint(
+    return ExactCheckpoint(
         folder / "checkpoints",
         filename="best",
         monitor=monitor,

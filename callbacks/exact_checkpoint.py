@@ -1,0 +1,38 @@
+"""Checkpoints at the moments from which Lightning resumes exactly.
+
+Lightning's `ModelCheckpoint(every_n_train_steps=...)` saves at two others, too. After a resume it forgets which update
+it has saved and saves again after the next micro-batch, in mid-window, where half-summed gradients are in no checkpoint.
+And it saves on an epoch's last batch before the epoch has ended: the run resumed from there does not count the epoch
+that it begins, and a second such resume trains one epoch too many.
+"""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from typing_extensions import override
+
+__all__ = ["ExactCheckpoint"]
+
+
+class ExactCheckpoint(ModelCheckpoint):
+    """Lightning's `ModelCheckpoint`, which saves after whole updates, and after an epoch's last one when it has ended.
+
+    Runs on: `on_train_batch_end` and `on_train_epoch_end`, as the stock one; takes the same arguments.
+
+    Example:
+        >>> checkpoint = ExactCheckpoint("checkpoints", every_n_train_steps=100, save_last=True)
+    """
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        batches = trainer.fit_loop.batch_idx + 1
+        if batches % trainer.accumulate_grad_batches == 0 and not trainer.is_last_batch:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_batch_end(trainer, pl_module, None, None, trainer.fit_loop.batch_idx)
+        super().on_train_epoch_end(trainer, pl_module)
