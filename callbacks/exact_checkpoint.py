@@ -1,7 +1,7 @@
 """Checkpoints at the moments from which Lightning resumes exactly.
 
 Lightning's `ModelCheckpoint(every_n_train_steps=...)` saves at two others, too. After a resume it forgets which update
-it has saved and saves again after the next micro-batch, in mid-window, where half-summed gradients are in no checkpoint.
+it has saved and saves again after the next micro-batch, in mid-window, and no checkpoint holds half-summed gradients.
 And it saves on an epoch's last batch before the epoch has ended: the run resumed from there does not count the epoch
 that it begins, and a second such resume trains one epoch too many.
 """
