@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 from typing_extensions import override
 
 __all__ = ["ExactCheckpoint"]
@@ -17,6 +18,8 @@ __all__ = ["ExactCheckpoint"]
 
 class ExactCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint`, which saves after whole updates, and after an epoch's last one when it has ended.
+
+    Of equal scores the later is the best: it has learnt for longer, and small validation sets often give equal ones.
 
     Runs on: `on_train_batch_end` and `on_train_epoch_end`, as the stock one; takes the same arguments.
 
@@ -36,3 +39,9 @@ class ExactCheckpoint(ModelCheckpoint):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_batch_end(trainer, pl_module, None, None, trainer.fit_loop.batch_idx)
         super().on_train_epoch_end(trainer, pl_module)
+
+    @override
+    def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
+        equal = current is not None and self.best_k_models.get(self.kth_best_model_path) == current
+        # The score is the same on every rank, so all of them decide alike.
+        return equal or super().check_monitor_top_k(trainer, current)

@@ -36,6 +36,15 @@ def affine_matrices(
     return torch.stack((cos, -sin, dx, sin, cos, dy), dim=1)
 
 
+@lru_cache(maxsize=2)
+def _epoch_matrices(
+    seed: int, epoch: int, count: int, shift: float, rotation: float, scale: float, size: int, device: torch.device
+) -> Tensor:
+    """The maps of a whole set, in milliseconds; a batch at a time, the dozens of small operations cost more."""
+    index = torch.arange(count, device=device)
+    return affine_matrices(seed, epoch, index, shift, rotation, scale, size)
+
+
 @lru_cache(maxsize=8)
 def _pixel_centres(height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     x = (torch.arange(width, device=device, dtype=torch.float32) * 2 + 1) / width - 1
@@ -69,6 +78,7 @@ class RandomAffine:
         shift: pixels at most, each way.
         rotation: degrees at most, each way.
         scale: share at most, as in 0.1 for 0.9 to 1.1.
+        count: samples in the set, whose maps are then made once per epoch; 0 makes those of each batch.
 
     Example:
         >>> images, rows = torch.rand(3, 1, 28, 28), torch.tensor([5, 9, 2])
@@ -82,13 +92,16 @@ class RandomAffine:
     shift: float
     rotation: float
     scale: float
+    count: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.shift or self.rotation or self.scale)
 
     def __call__(self, images: Tensor, index: Tensor, epoch: int) -> Tensor:
         """Warp float images of shape (batch, channels, size, size), given their sample numbers of shape (batch,)."""
-        matrices = affine_matrices(
-            self.seed, epoch, index, self.shift, self.rotation, self.scale, size=images.shape[-1]
-        )
+        how = (self.shift, self.rotation, self.scale, images.shape[-1])
+        if self.count:
+            matrices = _epoch_matrices(self.seed, epoch, self.count, *how, images.device).index_select(0, index)
+        else:
+            matrices = affine_matrices(self.seed, epoch, index, *how)
         return warp(images, matrices)

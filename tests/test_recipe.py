@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
 from callbacks.classification_pictures import ClassificationPictures, most_confident_mistakes
+from callbacks.exact_checkpoint import ExactCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.run_progress import RunProgress
 from callbacks.train_loss import TrainLoss
@@ -272,6 +273,18 @@ def test_the_module_loops_without_a_trainer():
             settings["optimizer"].zero_grad()
             losses.append(loss.item())
     assert losses[-1] < losses[0] / 2
+
+
+def test_of_equal_scores_the_later_checkpoint_is_the_best(tmp_path):
+    class Scored(Line):
+        def validation_step(self, batch, batch_idx):
+            self.log("score", torch.tensor([0.5, 0.75, 0.75, 0.25][self.current_epoch]))
+
+    best = ExactCheckpoint(tmp_path, filename="best", monitor="score", mode="max")
+    options = {"enable_checkpointing": True, "num_sanity_val_steps": 0, "max_epochs": 4}
+    trainer(callbacks=[best], **options).fit(Scored(), batches(), batches())
+    assert torch.load(best.best_model_path, weights_only=True)["epoch"] == 2
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["best.ckpt"]
 
 
 @pytest.mark.slow
