@@ -42,6 +42,6 @@ class ExactCheckpoint(ModelCheckpoint):
 
     @override
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
-        equal = current is not None and self.best_k_models.get(self.kth_best_model_path) == current
+        equal = current is not None and bool(self.best_k_models.get(self.kth_best_model_path) == current)
         # The score is the same on every rank, so all of them decide alike.
         return equal or super().check_monitor_top_k(trainer, current)
