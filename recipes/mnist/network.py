@@ -10,16 +10,14 @@ __all__ = ["ClassicNet", "MNISTNet"]
 class MNISTNet(nn.Sequential):
     """Four convolutions without padding take 28 x 28 pixels down to 2 x 2; 0.1 million parameters.
 
-    After 10 epochs it knows 99.6 % of MNIST's test images (99.56, 99.60 and 99.61 % for three seeds; AdamW, one cycle
-    to 0.01, batch 256, shifts, rotations and scaling, bf16).
+    After the recipe's 10 epochs it knows 99.56 % of MNIST's test images (99.59, 99.60 and 99.48 % for three seeds).
 
     No layer sees fewer than four values per channel and sample, so BatchNorm trains on a batch of one, too.
 
     Args:
         num_classes: number of logits.
         in_channels: 1 for grey pictures, 3 for colour.
-        width: channels after the first convolution; the others have 2, 4 and 8 times as many. Multiples of 16 fill
-            the tiles of matrix units.
+        width: channels after the first convolution; the others have 2, 4 and 8 times as many.
 
     Example:
         >>> import torch
@@ -44,7 +42,7 @@ class MNISTNet(nn.Sequential):
 def _block(in_channels: int, out_channels: int, kernel_size: int = 3, pool: bool = False) -> nn.Sequential:
     # On a CPU with bf16 and channels_last, memory traffic over large planes limits the step, not arithmetic: block1
     # alone takes about 40 % of it, half of that for pooling. So shrink first: BatchNorm and ReLU after the pooling
-    # touch a quarter of the values (a step costs 22 to 41 % less than with them before it), and no padding.
+    # touch a quarter of the values (22 and 41 % less per step for two networks of this kind), and no padding.
     layers: list[nn.Module] = [nn.Conv2d(in_channels, out_channels, kernel_size, bias=False)]
     if pool:
         layers.append(nn.MaxPool2d(2))
