@@ -10,7 +10,9 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +134,18 @@ def _say(message: str) -> None:
         print(message, flush=True)  # noqa: T201
 
 
-def _load(path: str) -> dict[str, Any]:
-    """A checkpoint, without running code from it."""
+@dataclass(frozen=True)
+class _Saved:
+    """What the command line has to know of a checkpoint before the Trainer reads it."""
+
+    config: dict[str, Any]
+    updates: int
+    epochs: int
+
+
+@lru_cache(maxsize=1)
+def _read(path: str) -> _Saved:
+    """The settings and the progress in a checkpoint, without running code from it."""
     if not Path(path).is_file():
         raise UserError(f"there is no checkpoint {path}")
     if not zipfile.is_zipfile(path):
@@ -143,9 +155,13 @@ def _load(path: str) -> dict[str, Any]:
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{path} is not a readable checkpoint: {reason}") from error
-    if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
+    if (
+        not isinstance(checkpoint, dict)
+        or not {"state_dict", "loops", "pytorch-lightning_version"} <= checkpoint.keys()
+    ):
         raise UserError(f"{path} is no checkpoint of a run, which holds its settings beside the weights")
-    return checkpoint
+    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+    return _Saved(checkpoint.get("config", {}), checkpoint["global_step"], epochs)
 
 
 @contextmanager
@@ -196,7 +212,7 @@ def _loggers(folder: Path, resume: str | None, config: dict[str, Any]) -> list[L
     rows: list[dict[str, Any]] = []
     metrics_file = folder / "metrics.csv"
     if resume and metrics_file.is_file():
-        done = _load(resume)["global_step"]
+        done = _read(resume).updates
         with metrics_file.open(newline="") as file:
             rows = [{k: v for k, v in row.items() if v} for row in csv.DictReader(file) if int(row["step"]) < done]
     csv_logger = CSVLogger(str(folder), name="", version="")
@@ -245,7 +261,7 @@ class _CommandLine:
         self._check(command, namespace)
         if checkpoint := namespace.resume or namespace.ckpt:
             other = _OF_THIS_CALL | (set() if command == "fit" else _OF_THIS_MACHINE)
-            saved = _load(checkpoint).get("config", {})
+            saved = _read(checkpoint).config
             self.parser.set_known_defaults({name: value for name, value in saved.items() if name not in other})
             namespace = self.parser.parse(args)
         files = namespace.files if command == "predict" else []
@@ -353,7 +369,7 @@ class _CommandLine:
         config: dict[str, Any],
     ) -> None:
         if settings.resume:
-            done = _load(settings.resume)["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+            done = _read(settings.resume).epochs
             if trainer.max_epochs is not None and 0 < trainer.max_epochs <= done:
                 raise UserError(f"this run has finished its {done} epochs; pass --max-epochs {2 * done} to go on")
         with self._interruptible(trainer, folder):

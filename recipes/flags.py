@@ -8,6 +8,7 @@ import difflib
 import inspect
 import re
 import shutil
+import textwrap
 import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -210,11 +211,14 @@ class FlagParser(ArgumentParser):
                 left = f"  --{name.replace('_', '-')} {_type_name(self._type(name))}"
                 text = re.sub(r"\s+", " ", (action.help or "").replace("%%", "%").strip())
                 text = "" if "==SUPPRESS==" in text else text
-                text = re.split(r"(?<=[a-z\d)])[.;] ", text)[0].strip().rstrip(".")
+                if not everything:
+                    text = re.split(r"(?<=[a-z\d)])[.;] ", text)[0]
+                text = text.strip().rstrip(".")
                 default = "" if action.default in (None, inspect.Parameter.empty) else f" ({action.default})"
                 room = width - 34 - len(default)
                 if not everything and len(text) > room:
                     text = text[: max(0, room - 3)].rstrip() + "..."
-                text += default
-                lines.append(f"{left:<33} {text}" if len(left) < 33 else f"{left}\n{'':<33} {text}")
+                wrapped = textwrap.wrap(text + default, max(20, width - 34)) or [""]
+                first = f"{left:<33} " if len(left) < 33 else f"{left}\n{'':<34}"
+                lines.append(first + f"\n{'':<34}".join(wrapped))
         print("\n".join(lines))  # noqa: T201

@@ -25,6 +25,7 @@ __all__ = [
     "build_scheduler",
     "optimizer_class",
     "parameter_groups",
+    "schedule_curve",
 ]
 
 ScheduleName = Literal["one_cycle", "cosine", "linear", "constant"]
@@ -58,6 +59,17 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": linear,
     "constant": constant,
 }
+
+
+def schedule_curve(name: str) -> Callable[[float], float]:
+    """A schedule by its name.
+
+    Raises:
+        UserError: there is no such schedule.
+    """
+    if name not in SCHEDULES:
+        raise UserError(f"no schedule {name!r}; expected one of {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -163,9 +175,7 @@ def build_scheduler(optimizer: Optimizer, shape: str, total: Callable[[], float]
     Raises:
         UserError: there is no such schedule.
     """
-    if shape not in SCHEDULES:
-        raise UserError(f"no schedule {shape!r}; expected one of {', '.join(SCHEDULES)}")
-    curve = SCHEDULES[shape]
+    curve = schedule_curve(shape)
 
     def factor(update: int) -> float:
         if update == 0:

@@ -14,7 +14,14 @@ from typing_extensions import override
 from callbacks.train_loss import TrainLoss
 from callbacks.updates import total_updates
 from datamodules.errors import UserError
-from recipes.optim import SCHEDULES, ScheduleName, build_optimizer, build_scheduler, optimizer_class, parameter_groups
+from recipes.optim import (
+    ScheduleName,
+    build_optimizer,
+    build_scheduler,
+    optimizer_class,
+    parameter_groups,
+    schedule_curve,
+)
 
 __all__ = ["MeanOverTargets", "Recipe"]
 
@@ -99,9 +106,9 @@ class Recipe(pl.LightningModule):
         channels_last: bool = True,
     ) -> None:
         super().__init__()
+        # Refused here, not when training begins.
         optimizer_class(optimizer)
-        if schedule not in SCHEDULES:
-            raise UserError(f"no schedule {schedule!r}; expected one of {', '.join(SCHEDULES)}")
+        schedule_curve(schedule)
         if not lr > 0 or math.isinf(lr):
             raise UserError(f"learning rate {lr} is not a positive number; pass --lr 0.01, say")
         self.save_hyperparameters()

@@ -17,7 +17,7 @@ from recipes.recipe import Recipe
 __all__ = ["RunSettings", "checkpoint_callback", "learning_rate_scale", "run_callbacks"]
 
 # Adaptive optimisers divide by the size of the gradient, so noise grows with the square root only.
-_LINEAR = {"sgd", "asgd", "lbfgs"}
+_LINEAR = {"sgd", "asgd"}
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,28 @@ def test_the_help_has_a_line_per_flag_with_its_type_text_and_default(parser, cap
     assert sum("--seed" in line for line in lines) == 1
 
 
+def test_the_whole_help_cuts_no_text(monkeypatch, capsys):
+    @dataclass
+    class Wordy:
+        """Words.
+
+        Args:
+            words: said at length. And then said again, so that one line of the help cannot hold all of what is said.
+        """
+
+        words: int = 1
+
+    parser = FlagParser([FlagGroup("Wordy", Wordy)], "prog")
+    monkeypatch.setenv("COLUMNS", "80")
+    parser.print_flags(everything=True)
+    whole = " ".join(capsys.readouterr().out.split())
+    assert (
+        "said at length. And then said again, so that one line of the help cannot hold all of what is said (1)" in whole
+    )
+    parser.print_flags()
+    assert "And then" not in capsys.readouterr().out
+
+
 def test_types_are_named_in_words():
     assert describe_type(int | str | None) == "a whole number or text"
     assert describe_type(list[int]) == "a list of a whole number"
