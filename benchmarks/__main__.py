@@ -53,7 +53,7 @@ def check_names(parser: argparse.ArgumentParser, names: Sequence[str]) -> list[s
     """The sections to run, each once; a wrong name ends the program with the nearest right ones."""
     for name in names:
         if name not in SECTIONS:
-            near = difflib.get_close_matches(name.replace("-", "_"), SECTIONS, cutoff=0.4) or list(SECTIONS)
+            near = difflib.get_close_matches(name.replace("-", "_"), SECTIONS, n=1, cutoff=0.4) or list(SECTIONS)
             parser.error(f"no section {name!r}; did you mean {' or '.join(near)}?")
     return list(dict.fromkeys(names)) or list(SECTIONS)
 

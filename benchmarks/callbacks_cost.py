@@ -5,13 +5,9 @@ own work shows. Its width is chosen on the machine so that a hand-written loop t
 long it took. Batches are in memory already and nothing is logged to disk, so that nothing else is measured.
 """
 
-import logging
-import signal
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from benchmarks.bare_trainer import bare_trainer, interruptible_fit, quiet
 from benchmarks.harness import Column, Goal, Options, Progress, Section, Spread, alternate, pin_threads
 from callbacks import GradientAccumulation, SeedControl, SyncBN, WarmupLR
 
@@ -110,41 +107,9 @@ def width_for(seconds: float, widths: Sequence[int] = tuple(range(32, 1025, 32))
 def fit(model: Classifier, steps: int, accumulate: int, make_callbacks: Callable[[], list[pl.Callback]]) -> float:
     """Seconds a step of a Trainer with these callbacks and nothing else; a step is one micro-batch."""
     clock = Clock(steps)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        accumulate_grad_batches=accumulate,
-        callbacks=[clock, *make_callbacks()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        # Else Lightning's own note on other launchers' variables would depend on where this runs.
-        use_distributed_sampler=False,
-    )
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        trainer.fit(model, Batches(SETTLING + steps))
-    except SystemExit as ended:
-        # Lightning answers Ctrl-C by ignoring further ones and exiting.
-        signal.signal(signal.SIGINT, handler)
-        raise KeyboardInterrupt from ended
+    trainer = bare_trainer([clock, *make_callbacks()], accumulate_grad_batches=accumulate)
+    interruptible_fit(trainer, model, Batches(SETTLING + steps))
     return clock.seconds / steps
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps Lightning's tips out of the table."""
-    log = logging.getLogger("lightning.pytorch")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(level)
 
 
 def warmup(duration: str = "5%") -> WarmupLR:

@@ -5,6 +5,7 @@ of a layer. Here a layer changes its class in place and nothing else: parameters
 ``isinstance(layer, nn.BatchNorm2d)`` stays true, and copies and pickles of it are plain layers.
 """
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-__all__ = ["average_statistics", "combine_moments", "restore", "synchronise"]
+__all__ = ["average_statistics", "combine_moments", "recalibrate", "restore", "synchronise"]
 
 
 def combine_moments(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,3 +226,74 @@ def average_statistics(module: nn.Module) -> None:
     dist.all_reduce(flat)
     for buffer, mean in zip(buffers, (flat / dist.get_world_size()).split([len(b) for b in buffers]), strict=True):
         buffer.copy_(mean)
+
+
+@torch.no_grad()
+def recalibrate(
+    module: nn.Module,
+    batches: Iterable[Any],
+    layers: Sequence[_BatchNorm] | None = None,
+    forward: Callable[[Any], Any] | None = None,
+) -> None:
+    """Replaces the running statistics of batch normalisation layers by those of the given batches, in place.
+
+    Weights that are averaged over a run have the statistics of none of its moments (Izmailov et al., 2018); and a
+    running mean lags behind even the weights of now (Wu and Johnson, 2021). Here mean and variance are those of all
+    values that reach a layer, over all batches and processes, however these are cut. The layers normalise as in
+    training, by their batch; all else is in evaluation mode, so that no random number is drawn.
+
+    Every process must call it, with as many batches where layers are synchronised. A layer that nothing reaches keeps
+    its statistics. Modes, momenta and the counters of batches are afterwards as before.
+
+    Args:
+        batches: what `forward` is called with.
+        layers: by default those in training mode: frozen ones are left alone.
+        forward: by default the module.
+
+    Example:
+        >>> net = nn.Sequential(nn.BatchNorm1d(1))
+        >>> recalibrate(net, [torch.tensor([[1.0], [2.0]]), torch.tensor([[6.0]]).expand(2, 1)])
+        >>> net[0].running_mean, net[0].running_var
+        (tensor([3.7500]), tensor([6.9167]))
+    """
+    found = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training] if layers is None else layers
+    chosen = [layer for layer in found if layer.running_mean is not None]
+    if not chosen:
+        return
+    sizes = [2 * layer.num_features + 1 for layer in chosen]
+    device = chosen[0].num_batches_tracked.device  # type: ignore[union-attr]
+    moments = {layer: torch.zeros(n, dtype=torch.float64, device=device) for layer, n in zip(chosen, sizes)}
+
+    def add(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        new = _local_moments(inputs[0], torch.promote_types(inputs[0].dtype, torch.float32))
+        mean, variance, total = combine_moments(torch.stack((moments[layer], new)))  # type: ignore[index]
+        moments[layer] = torch.cat((mean, variance, total.view(1)))  # type: ignore[index]
+
+    modes = [(m, m.training) for m in module.modules()]
+    before = [(layer, layer.momentum, layer.num_batches_tracked) for layer in chosen]
+    handles = [layer.register_forward_pre_hook(add) for layer in chosen]
+    try:
+        module.eval()
+        for layer in chosen:
+            # A momentum of 0 keeps the statistics until the end.
+            layer.training, layer.momentum = True, 0.0
+            layer.num_batches_tracked = layer.num_batches_tracked.clone()  # type: ignore[union-attr]
+        for batch in batches:
+            (forward or module)(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for layer, momentum, tracked in before:
+            layer.momentum, layer.num_batches_tracked = momentum, tracked
+        for m, training in modes:
+            m.training = training
+    flat = torch.cat([moments[layer] for layer in chosen])
+    parts = [flat]
+    if dist.is_available() and dist.is_initialized():
+        parts = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, flat)
+    for layer, part in zip(chosen, torch.stack(parts).split(sizes, dim=1), strict=True):
+        mean, variance, total = combine_moments(part)
+        if total > 0:
+            layer.running_mean.copy_(mean)  # type: ignore[union-attr]
+            layer.running_var.copy_(variance * total / (total - 1).clamp(min=1))  # type: ignore[union-attr]

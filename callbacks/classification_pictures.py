@@ -1,5 +1,7 @@
 """What a classifier sees and where it is wrong, as pictures in TensorBoard."""
 
+import math
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,44 @@ def most_confident_mistakes(logits: Tensor, targets: Tensor, count: int) -> Tens
     return best.indices[best.values >= 0]
 
 
+def share_of_batch(count: int, batch_idx: int, batches: float) -> int:
+    """How many of `count` samples this batch gives, so that they come evenly from a pass of so many batches.
+
+    The pictures of a folder are sorted by class: the first ones all show the same.
+
+    Example:
+        >>> [share_of_batch(5, batch_idx, batches=3) for batch_idx in range(3)]
+        [1, 2, 2]
+    """
+    if math.isinf(batches):
+        return count if batch_idx == 0 else 0
+    return int(count * (batch_idx + 1) // batches - count * batch_idx // batches)
+
+
+def are_pictures(inputs: Any) -> bool:
+    """Whether a network's inputs can be drawn: of shape (batch, 1 or 3, height, width)."""
+    return isinstance(inputs, Tensor) and inputs.dim() == 4 and inputs.shape[1] in (1, 3)
+
+
+def wrapped(text: str, width: int, lines: int = 3) -> str:
+    """Text for a figure in a few short lines, broken at blanks and underscores; the rest is left out.
+
+    Example:
+        >>> print(wrapped("american_staffordshire_terrier (93 %)", 28))
+        american_staffordshire_
+        terrier (93 %)
+    """
+    rows = textwrap.wrap(text.replace("_", "_ "), width, max_lines=lines, placeholder="...")
+    # What stands between two dollars would be a formula to matplotlib.
+    return "\n".join(row.replace("_ ", "_") for row in rows).replace("$", r"\$")
+
+
+def stretched(image: Tensor) -> Any:
+    """An image of shape (channels, height, width), from black to white, as matplotlib draws it."""
+    low, high = image.amin(), image.amax()
+    return ((image - low) / (high - low).clamp(min=1e-6)).permute(1, 2, 0).squeeze(2).numpy()
+
+
 def samples_figure(
     images: Tensor, logits: Tensor, targets: Tensor, class_names: Sequence[str], title: str, columns: int = 8
 ) -> "Figure":
@@ -46,22 +86,22 @@ def samples_figure(
     """
     from matplotlib.figure import Figure
 
-    rows = max(1, -(-len(images) // columns))
-    figure = Figure(figsize=(1.35 * columns, 1.6 * rows + 0.5), layout="constrained")
-    figure.suptitle(title)
     confidence, predicted = logits.softmax(1).max(1)
+    side = 1.35 if images.shape[3] <= 64 else 2.0  # In inches.
+    width = int(14 * side)
+    labels = []
+    for guess, share, target in zip(predicted.tolist(), confidence.tolist(), targets.tolist()):
+        label = wrapped(f"{class_names[guess]} ({100 * share:.0f} %)", width)
+        labels.append(label if guess == target else f"{label}\n{wrapped(f'is {class_names[target]}', width)}")
+    rows = max(1, -(-len(images) // columns))
+    tallest = max((label.count("\n") + 1 for label in labels), default=1)
+    figure = Figure(figsize=(side * columns, (side + 0.14 * tallest) * rows + 0.5), layout="constrained")
+    figure.suptitle(title)
     for i, axes in enumerate(figure.subplots(rows, columns, squeeze=False).flat):
         axes.set_axis_off()
-        if i >= len(images):
-            continue
-        low, high = images[i].amin(), images[i].amax()
-        picture = ((images[i] - low) / (high - low).clamp(min=1e-6)).permute(1, 2, 0)
-        axes.imshow(picture.squeeze(2).numpy(), cmap="gray" if picture.shape[2] == 1 else None)
-        label = f"{class_names[int(predicted[i])]} ({100 * float(confidence[i]):.0f} %)"
-        wrong = int(predicted[i]) != int(targets[i])
-        if wrong:
-            label += f"\nis {class_names[int(targets[i])]}"
-        axes.set_title(label, fontsize=8, color="tab:red" if wrong else "black")
+        if i < len(images):
+            axes.imshow(stretched(images[i]), cmap="gray")
+            axes.set_title(labels[i], fontsize=8, color="black" if predicted[i] == targets[i] else "tab:red")
     return figure
 
 
@@ -74,14 +114,24 @@ def confusion_figure(matrix: Tensor, class_names: Sequence[str], title: str) -> 
     from matplotlib.figure import Figure
 
     classes = len(class_names)
-    side = min(16.0, max(4.5, 0.55 * classes + 1.5))
+    names = [wrapped(name, 32, lines=1) for name in class_names]
+    longest = max(map(len, names))
+    fontsize = 10 if classes <= 25 else 7
+    cells = min(16.0, max(3.0, (0.55 if classes <= 25 else 0.16) * classes))
+    side = cells + 1.2 + 0.0085 * fontsize * longest
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.subplots()
     share = matrix / matrix.sum(1, keepdim=True).clamp(min=1)
     # A root: the few mistakes of a good classifier would be white on a linear scale.
     axes.imshow(share.sqrt().numpy(), cmap="Blues", vmin=0, vmax=1)
-    axes.set_xticks(range(classes), class_names, rotation=45 if max(map(len, class_names)) > 2 else 0)
-    axes.set_yticks(range(classes), class_names)
+    # More names than that would run into each other; then matplotlib numbers some.
+    if classes <= 120:
+        angle = 0 if longest <= 2 else 45 if classes <= 25 else 90
+        axes.set_xticks(range(classes), names, fontsize=fontsize, rotation=angle)
+        if angle:
+            for label in axes.get_xticklabels():
+                label.set(ha="right", va="center", rotation_mode="anchor")
+        axes.set_yticks(range(classes), names, fontsize=fontsize)
     axes.set(title=title, xlabel="predicted", ylabel="true")
     if classes <= 25:
         for (row, column), value in zip(torch.cartesian_prod(*[torch.arange(classes)] * 2), matrix.flatten()):
@@ -97,9 +147,10 @@ class ClassificationPictures(pl.Callback):
     Runs on: every validation and test batch (one top-k on the device), and the end of training and of a test (the
     drawing, on rank 0, from the batches of that rank). It needs a module whose evaluation steps return
     ``{"logits": ...}`` and batches of ``(images, targets)``; the matrix comes from the module's `confusion_matrix`.
+    Batches that hold no pictures, such as cached features, are left out.
 
     Args:
-        samples: pictures in the grid of samples.
+        samples: pictures in the grid of samples, spread over the set.
         mistakes: pictures in the grid of mistakes.
 
     Example:
@@ -110,17 +161,26 @@ class ClassificationPictures(pl.Callback):
 
     def __init__(self, samples: int = 32, mistakes: int = 32) -> None:
         self.samples, self.mistakes = samples, mistakes
-        self._first: tuple[Tensor, Tensor, Tensor] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._num_classes = 0
+        self._samples: list[tuple[Tensor, Tensor, Tensor]] = []
         self._worst: tuple[Tensor, Tensor, Tensor] | None = None
 
     @rank_zero_only
-    def _add(self, outputs: Any, batch: Any) -> None:
-        if not isinstance(outputs, dict) or "logits" not in outputs:
+    def _add(self, outputs: Any, batch: Any, batch_idx: int, batches: float) -> None:
+        if not isinstance(outputs, dict) or "logits" not in outputs or outputs["logits"].dim() != 2:
             return
+        self._num_classes = outputs["logits"].shape[1]
         images, targets = batch
-        new = (images.float(), outputs["logits"].float(), targets)
-        if self._first is None:
-            self._first = tuple(part[: self.samples] for part in new)  # type: ignore[assignment]
+        if not are_pictures(images):
+            return
+        new = (images, outputs["logits"].float(), targets)
+        if count := min(share_of_batch(self.samples, batch_idx, batches), len(targets)):
+            step = len(targets) // count
+            # Copies: a slice would keep the whole batch in memory.
+            self._samples.append(tuple(part[::step][:count].clone() for part in new))  # type: ignore[arg-type]
         if self._worst is not None:
             new = tuple(torch.cat(pair) for pair in zip(self._worst, new, strict=True))  # type: ignore[assignment]
         # A fixed number, right ones too where there are few mistakes: to count them the device would have to answer.
@@ -130,31 +190,36 @@ class ClassificationPictures(pl.Callback):
     @rank_zero_only
     def _draw(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-        if not loggers or self._first is None or self._worst is None:
+        if not loggers or not self._num_classes:
             return
         matrix = getattr(pl_module, "confusion_matrix", None)
-        names = getattr(pl_module, "class_names", None) or [str(i) for i in range(self._first[1].shape[1])]
+        names = getattr(pl_module, "class_names", None) or [str(i) for i in range(self._num_classes)]
         figures = {}
-        for name, parts in (("predictions", self._first), ("most confident mistakes", self._worst)):
-            images, logits, targets = (part.cpu() for part in parts)
-            if parts is self._worst:
-                keep = most_confident_mistakes(logits, targets, self.mistakes)
-                images, logits, targets = images[keep], logits[keep], targets[keep]
-            if len(images):
-                figure = samples_figure(images, logits, targets, names, f"{stage}: {name}")
-                figures[f"{stage}/{name.split()[-1]}"] = figure
+        if self._samples:
+            images, logits, targets = (torch.cat(parts).cpu() for parts in zip(*self._samples, strict=True))
+            title = f"{stage}: predictions"
+            figures[f"{stage}/predictions"] = samples_figure(images.float(), logits, targets, names, title)
+        if self._worst is not None:
+            images, logits, targets = (part.cpu() for part in self._worst)
+            keep = most_confident_mistakes(logits, targets, self.mistakes)
+            images, logits, targets = images[keep].float(), logits[keep], targets[keep]
+            if len(keep):
+                title = f"{stage}: most confident mistakes"
+                figures[f"{stage}/mistakes"] = samples_figure(images, logits, targets, names, title)
         if matrix is not None:
             figures[f"{stage}/confusion_matrix"] = confusion_figure(matrix.cpu(), names, f"{stage}: confusion matrix")
         for logger in loggers:
             for name, figure in figures.items():
                 logger.experiment.add_figure(name, figure, global_step=trainer.global_step)
             logger.experiment.flush()
-        self._first = self._worst = None
+        self._forget()
 
-    def _on_evaluation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._first = self._worst = None
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._forget()
 
-    def _on_evaluation_batch_end(
+    @override
+    def on_validation_batch_end(
         self,
         trainer: pl.Trainer,
         pl_module: pl.LightningModule,
@@ -163,10 +228,23 @@ class ClassificationPictures(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._add(outputs, batch)
+        self._add(outputs, batch, batch_idx, trainer.num_val_batches[dataloader_idx])
 
-    on_validation_start = on_test_start = _on_evaluation_start
-    on_validation_batch_end = on_test_batch_end = _on_evaluation_batch_end
+    @override
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._forget()
+
+    @override
+    def on_test_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._add(outputs, batch, batch_idx, trainer.num_test_batches[dataloader_idx])
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -94,7 +94,10 @@ class RunProgress(ProgressBar):
         """Draw now; callers on a hot path ask the clock first."""
         self._next_drawing = time.monotonic() + self.interval
         if self._progress is not None:
-            self._progress.update(self._task, metrics=self._metrics, refresh=True, **changes)
+            # The bar, its text and the time take about 85 columns; epochs have lines of their own for all metrics.
+            room = self._progress.console.width - 85
+            shown = self._metrics if len(self._metrics) <= room else ""
+            self._progress.update(self._task, metrics=shown, refresh=True, **changes)
 
     def _stop(self) -> None:
         if self._progress is not None:
@@ -135,11 +138,13 @@ class RunProgress(ProgressBar):
         metrics = trainer.callback_metrics
         # Lightning keeps the scores of an earlier epoch's validation.
         self._metrics = format_metrics({k: v for k, v in metrics.items() if self._validated or not k.startswith("val")})
+        line = f"{_epoch(trainer)}  {self._metrics}  {time.monotonic() - self._epoch_began:.1f} s"
         if self._progress is not None:
+            # Above the bar, where it stays.
+            self._progress.console.print(line, highlight=False, soft_wrap=True)
             self._draw(completed=trainer.fit_loop.total_batch_idx + 1, description=_epoch(trainer))
         elif self._enabled:
-            seconds = time.monotonic() - self._epoch_began
-            print(f"{_epoch(trainer)}  {self._metrics}  {seconds:.1f} s", flush=True)  # noqa: T201
+            print(line, flush=True)  # noqa: T201
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

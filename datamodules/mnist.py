@@ -160,7 +160,7 @@ class MNISTDataModule(pl.LightningDataModule):
         drop_last: leave the incomplete last batch of an epoch out.
         seed: of the split, the order and the augmentation.
         download: fetch missing files.
-        predict_files: pictures that `predict` reads.
+        predict_inputs: pictures that `predict` reads.
 
     Raises:
         UserError: at set-up, for a missing folder and for damaged, empty or contradicting files.
@@ -182,7 +182,7 @@ class MNISTDataModule(pl.LightningDataModule):
         drop_last: bool = False,
         seed: int = 1,
         download: bool = True,
-        predict_files: list[str] | None = None,
+        predict_inputs: list[str] | None = None,
     ) -> None:
         super().__init__()
         if dataset not in ("auto", *DATASETS):
@@ -359,10 +359,10 @@ class MNISTDataModule(pl.LightningDataModule):
 
     @override
     def predict_dataloader(self) -> EvaluationLoader:
-        """The pictures named by ``predict_files``, in their order."""
+        """The pictures named by ``predict_inputs``, in their order."""
         from datamodules.pictures import load_pictures
 
-        files = self.hparams.predict_files or []
+        files = self.prediction_names
         images = load_pictures(files).to(self._device)
         return EvaluationLoader(
             images,
@@ -373,6 +373,16 @@ class MNISTDataModule(pl.LightningDataModule):
             self._world_size,
             self._evaluation_transform,
         )
+
+    @property
+    def prediction_names(self) -> list[str]:
+        """The files that `predict_dataloader` reads."""
+        return list(self.hparams.predict_inputs or [])
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is a part to validate on."""
+        return self.hparams.val_fraction > 0
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -9,8 +9,10 @@ if TYPE_CHECKING:
     from recipes.cli import run
     from recipes.mnist.recipe import MNISTClassifier
     from recipes.recipe import Recipe
+    from recipes.resnet.recipe import ResNetFineTuner
+    from recipes.seq2seq.recipe import Seq2SeqTranslator
 
-__all__ = ["Classifier", "MNISTClassifier", "Recipe", "run"]
+__all__ = ["Classifier", "MNISTClassifier", "Recipe", "ResNetFineTuner", "Seq2SeqTranslator", "run"]
 
 __getattr__ = lazy_names(
     __name__,
@@ -18,6 +20,8 @@ __getattr__ = lazy_names(
         "Classifier": "recipes.classification",
         "MNISTClassifier": "recipes.mnist.recipe",
         "Recipe": "recipes.recipe",
+        "ResNetFineTuner": "recipes.resnet.recipe",
+        "Seq2SeqTranslator": "recipes.seq2seq.recipe",
         "run": "recipes.cli",
     },
 )

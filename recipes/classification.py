@@ -1,4 +1,4 @@
-"""Image classification: cross-entropy, and every score from one confusion matrix."""
+"""Image classification: cross-entropy, and every score from integer counts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,68 +7,177 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics.classification import MulticlassConfusionMatrix
+from torchmetrics import Metric
 from typing_extensions import override
 
 from callbacks.classification_pictures import ClassificationPictures
 from datamodules.errors import UserError
 from recipes.recipe import MeanOverTargets, Recipe
 
-__all__ = ["ClassificationScores", "Classifier"]
+__all__ = ["ClassificationScores", "Classifier", "calibration_error", "macro_f1"]
+
+_BINS = 15
+# What float32 holds below 1. A sum of integers is the same in any order, and 2^39 samples fit.
+_FIXED_POINT = 2**24
+_MOST_CLASSES_LOGGED = 25
+
+
+def macro_f1(confusion: Tensor) -> Tensor:
+    """The mean F1 score over classes, in float64.
+
+    Classes that neither a sample nor a prediction has are left out, as in scikit-learn.
+
+    Args:
+        confusion: counts of shape (classes, classes): true class by predicted class.
+
+    Example:
+        >>> macro_f1(torch.tensor([[3, 1, 0], [0, 2, 0], [0, 0, 0]]))
+        tensor(0.8286, dtype=torch.float64)
+    """
+    either = (confusion.sum(0) + confusion.sum(1)).double()
+    return (2 * confusion.diagonal() / either.clamp(min=1)).sum() / (either > 0).sum().clamp(min=1)
+
+
+def calibration_error(counts: Tensor, correct: Tensor, confidence: Tensor) -> Tensor:
+    """Expected calibration error (Guo et al., 2017): how far confidence is from accuracy, over bins of confidence.
+
+    Args:
+        counts: samples in each bin, of shape (bins,).
+        correct: how many of them were right.
+        confidence: the sum of their probabilities of the predicted class.
+
+    Example:
+        >>> calibration_error(torch.tensor([4, 4]), torch.tensor([1, 4]), torch.tensor([1.0, 3.0]))
+        tensor(0.1250, dtype=torch.float64)
+    """
+    return (correct.double() - confidence.double()).abs().sum() / counts.sum().clamp(min=1)
+
+
+class _Counts(Metric):
+    """The confusion matrix, samples by bins of confidence, and hits among the first five, as integers.
+
+    Nothing here waits for the device: torchmetrics' confusion matrix does, in its bincount.
+    """
+
+    full_state_update = False
+    confusion: Tensor
+    bins: Tensor
+    top5: Tensor
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        for name, shape in (("confusion", (num_classes, num_classes)), ("bins", (3, _BINS)), ("top5", ())):
+            self.add_state(name, torch.zeros(shape, dtype=torch.int64), dist_reduce_fx="sum")
+
+    @override
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        classes = self.confusion.shape[0]
+        confidence, predicted = logits.softmax(1).max(1)
+        confidence = confidence.nan_to_num(0.0)  # Of a network that has diverged.
+        ones = torch.ones_like(targets)
+        self.confusion.view(-1).index_add_(0, targets * classes + predicted, ones)
+        # The bins are ]0, 1/15], ]1/15, 2/15] and so on.
+        bins = (confidence * _BINS).ceil().long().sub(1).clamp(0, _BINS - 1)
+        fixed_point = (confidence * _FIXED_POINT).round().long()
+        self.bins.index_add_(1, bins, torch.stack((ones, (predicted == targets).long(), fixed_point)))
+        if classes > 5:
+            self.top5 += (logits.topk(5, 1).indices == targets.unsqueeze(1)).sum()
+
+    @override
+    def compute(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.confusion.cpu(), self.bins.cpu(), self.top5.cpu()
 
 
 class ClassificationScores(torch.nn.Module):
-    """Loss, accuracy, accuracy per class and the confusion matrix of one pass over a set.
+    """Loss, accuracy, macro-F1, calibration error and the confusion matrix of one pass over a set.
 
-    All but the loss come from integer counts, so they are the same on any number of ranks to the last digit. Classes
-    without samples have an accuracy of 0.
+    With more than five classes there is the accuracy of the first five guesses too, and up to 25 classes have an
+    accuracy each (0 without samples). All but the loss come from integer counts, so they are the same on any number of
+    ranks to the last digit.
     """
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         self.loss = MeanOverTargets()
-        self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
+        self.counts = _Counts(num_classes)
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
-        """Add a batch: logits of shape (batch, classes), targets of shape (batch,)."""
+        """Add a batch: logits of shape (batch, classes), targets int64 of shape (batch,)."""
         self.loss.update(F.cross_entropy(logits.float(), targets, reduction="sum"), len(targets))
-        self.confusion.update(logits.argmax(1), targets)
+        self.counts.update(logits.float(), targets)
 
     def compute(self) -> tuple[dict[str, Tensor], Tensor]:
         """The scalars by name, and the confusion matrix of shape (classes, classes): true class by predicted."""
-        matrix = self.confusion.compute()
-        correct, present = matrix.diagonal(), matrix.sum(1)
-        scores = {"loss": self.loss.compute(), "accuracy": correct.sum() / present.sum().clamp(min=1)}
-        per_class = correct / present.clamp(min=1)
-        return scores | {f"accuracy_class_{i}": value for i, value in enumerate(per_class)}, matrix
+        matrix, bins, top5 = self.counts.compute()
+        present, correct = matrix.sum(1), matrix.diagonal().double()
+        samples = present.sum().clamp(min=1)
+        scores = {
+            "loss": self.loss.compute(),
+            "accuracy": correct.sum() / samples,
+            "macro_f1": macro_f1(matrix),
+            "ece": calibration_error(bins[0], bins[1], bins[2].double() / _FIXED_POINT),
+        }
+        if len(matrix) > 5:
+            scores["top5_accuracy"] = top5 / samples
+        if len(matrix) <= _MOST_CLASSES_LOGGED:
+            per_class = correct / present.clamp(min=1)
+            scores |= {f"accuracy_class_{i}": value for i, value in enumerate(per_class)}
+        return scores, matrix
 
     def reset(self) -> None:
         """Forget all batches."""
         self.loss.reset()
-        self.confusion.reset()
+        self.counts.reset()
+
+
+def _classes_of(data: Any) -> tuple[int, list[str]]:
+    """How many classes a data module has, and their names; 0 and none where it does not say."""
+    names = list(getattr(getattr(data, "info", None), "classes", ()))
+    given = getattr(data, "num_classes", None) or getattr(data, "hparams", {}).get("num_classes")
+    count = int(given or len(names))
+    return count, names if len(names) == count else []
 
 
 class Classifier(Recipe):
     """The base of the classification recipes: batches are ``(images, labels)``.
 
+    In training the labels may be soft, that is floats of shape (batch, classes) as MixUp and CutMix give them. The
+    names of the classes come from the data module (``info.classes``) and travel in the checkpoint; data with other
+    names is refused later, because labels are numbered in the order of the names.
+
     Args:
-        num_classes: labels are 0 to this less one.
+        num_classes: labels are 0 to this less one; null takes the data's.
         label_smoothing: share of the target spread over all classes (Szegedy et al., 2016).
+        top_k: how many classes ``predict`` names for each picture, the likeliest first.
     """
 
     monitor = "val/accuracy"
     monitor_mode = "max"
     predict_example = "PICTURE.png"
 
-    def __init__(self, num_classes: int = 10, label_smoothing: float = 0.0, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self, num_classes: int | None = 10, label_smoothing: float = 0.0, top_k: int = 5, **kwargs: Any
+    ) -> None:
+        if num_classes is None:
+            raise UserError("how many classes there are was neither given nor found in the data; pass --num-classes 10")
         if num_classes < 2:
             raise UserError(f"{num_classes} classes cannot be told apart; pass --num-classes 2 or more")
+        if top_k < 1:
+            raise UserError(f"cannot name {top_k} classes for a picture; pass --top-k 1 or more")
+        super().__init__(**kwargs)
         self.label_smoothing = label_smoothing
+        self.top_k = top_k
         self.val_scores = ClassificationScores(num_classes)
         self.test_scores = ClassificationScores(num_classes)
         self.class_names: Sequence[str] = [str(i) for i in range(num_classes)]
+        self._names_in_checkpoint: Sequence[str] | None = None
         self.confusion_matrix: Tensor | None = None
+
+    @classmethod
+    def settings_from_data(cls, data: Any) -> dict[str, Any]:
+        """Arguments of the constructor that the command line takes from the data where the user gave none."""
+        count = getattr(data, "num_classes", None)
+        return {} if count is None else {"num_classes": count}
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
@@ -76,34 +185,69 @@ class Classifier(Recipe):
 
     @override
     def headline(self, scores: dict[str, float]) -> dict[str, str]:
-        shown = {part: scores[f"{part}/accuracy"] for part in ("val", "test") if f"{part}/accuracy" in scores}
-        return {f"{part} accuracy": f"{100 * accuracy:.2f} %" for part, accuracy in shown.items()}
+        percent = {"accuracy": "accuracy", "macro-F1": "macro_f1", "calibration error": "ece"}
+        part = "test" if "test/accuracy" in scores else "val"
+        wanted = {"val accuracy": "val/accuracy"} | {f"{part} {k}": f"{part}/{v}" for k, v in percent.items()}
+        return {name: f"{100 * scores[key]:.2f} %" for name, key in wanted.items() if key in scores}
 
     @override
-    def prediction_rows(self, outputs: Sequence[Any], files: Sequence[str]) -> list[dict[str, Any]]:
+    def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
         rows = []
         for batch in outputs:
-            values, classes = batch["probabilities"].topk(2)
-            for number, (first, second), (p, q) in zip(batch["number"].tolist(), classes.tolist(), values.tolist()):
-                best, next_best = self.class_names[first], self.class_names[second]
-                rows.append(
-                    {
-                        "file": files[number],
-                        "class": best,
-                        "probability": p,
-                        "second": next_best,
-                        "second_probability": q,
-                    }
-                )
+            best = batch["probabilities"].topk(min(self.top_k, len(self.class_names)))
+            for number, classes, values in zip(batch["number"].tolist(), best.indices.tolist(), best.values.tolist()):
+                row: dict[str, Any] = {"file": names[number]}
+                for place, (index, probability) in enumerate(zip(classes, values), 1):
+                    suffix = f"_{place}" if place > 1 else ""
+                    row |= {f"class{suffix}": self.class_names[index], f"probability{suffix}": probability}
+                rows.append(row)
         return rows
 
     @override
     def setup(self, stage: str) -> None:
-        """Take the names of the classes from the data, where it has them."""
+        """Refuse data with another number of classes. Pictures to predict need no classes."""
         super().setup(stage)
-        info = getattr(getattr(self.trainer, "datamodule", None), "info", None)
-        if info is not None and len(info.classes) == len(self.class_names):
-            self.class_names = list(info.classes)
+        if stage == "predict":
+            return
+        count, names = _classes_of(getattr(self.trainer, "datamodule", None))
+        if count and count != len(self.class_names):
+            listed = f" ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})" if names else ""
+            raise UserError(
+                f"the data has {count} classes{listed}, the network {len(self.class_names)}; pass --num-classes {count}"
+                ", or data with the classes that the network was trained on"
+            )
+
+    def _name_classes(self) -> None:
+        """Take the names of the classes from the data, where it has them.
+
+        Later than `setup`: which data set a data module stands for may have been in the checkpoint.
+
+        Raises:
+            UserError: the checkpoint has other names.
+        """
+        _, names = _classes_of(getattr(self.trainer, "datamodule", None))
+        for i, (old, new) in enumerate(zip(self._names_in_checkpoint or [], names)):
+            if old != new:
+                raise UserError(
+                    f"class {i} is {old!r} in the checkpoint and {new!r} in the data; rename the data's classes to "
+                    "those of the checkpoint, or take only its weights to train on other classes"
+                )
+        self.class_names = names or self.class_names
+
+    @override
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self._name_classes()
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._name_classes()
+
+    @override
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._name_classes()
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
@@ -120,7 +264,7 @@ class Classifier(Recipe):
     def _log_scores(self, prefix: str, scores: ClassificationScores) -> None:
         values, self.confusion_matrix = scores.compute()
         # Equal on all ranks already: the maximum keeps the last digit, where a mean over ranks would round again.
-        values = {f"{prefix}/{name}": value.float() for name, value in values.items()}
+        values = {f"{prefix}/{name}": value.float().to(self.device) for name, value in values.items()}
         self.log_dict(values, sync_dist=True, reduce_fx="max")
         scores.reset()
 
@@ -154,4 +298,5 @@ class Classifier(Recipe):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        self.class_names = checkpoint.get("class_names", self.class_names)
+        if names := checkpoint.get("class_names"):
+            self.class_names = self._names_in_checkpoint = names

@@ -59,7 +59,7 @@ _COMMON_RUN_SETTINGS = """
     name run_dir resume ckpt output seed deterministic precision global_batch_size accumulate warmup lr_scale sync_bn
 """
 # Of one call, and not of the experiment: a checkpoint's settings leave them out.
-_OF_THIS_CALL = {"name", "run_dir", "resume", "ckpt", "output", "config", "files"}
+_OF_THIS_CALL = {"name", "run_dir", "resume", "ckpt", "output", "config", "inputs", "attention"}
 _OF_THIS_MACHINE = {"devices", "num_nodes", "accelerator", "strategy"}
 
 
@@ -111,7 +111,8 @@ class _OneLine(logging.Handler):
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
-        if is_rank_zero():
+        # What one rank alone has met, such as a damaged file, no other says.
+        if is_rank_zero() or getattr(record, "any_rank", False):
             print(record.getMessage(), file=sys.stderr)  # noqa: T201
 
 
@@ -126,6 +127,7 @@ def _quiet() -> None:
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
     warnings.filterwarnings("ignore", message=r".*(isinstance\(treespec, LeafSpec\)|trace might not generalize).*")
     ours = logging.getLogger("lightning_recipes")
+    ours.setLevel(logging.INFO)
     ours.handlers, ours.propagate = [_OneLine()], False
 
 
@@ -161,7 +163,9 @@ def _read(path: str) -> _Saved:
     ):
         raise UserError(f"{path} is no checkpoint of a run, which holds its settings beside the weights")
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
-    return _Saved(checkpoint.get("config", {}), checkpoint["global_step"], epochs)
+    # A plain Trainer saves the constructors' arguments only.
+    saved = checkpoint.get("datamodule_hyper_parameters", {}) | checkpoint.get("hyper_parameters", {})
+    return _Saved(checkpoint.get("config") or saved, checkpoint["global_step"], epochs)
 
 
 @contextmanager
@@ -239,7 +243,7 @@ class _CommandLine:
         trainer_skips = frozenset((_OWN_TRAINER_PARAMETERS + _REPLACED_TRAINER_PARAMETERS).split())
         groups = [
             FlagGroup("Run", RunSettings, common=frozenset(_COMMON_RUN_SETTINGS.split())),
-            FlagGroup("Data", data_class, skip=frozenset({"predict_files"})),
+            FlagGroup("Data", data_class, skip=frozenset({"predict_inputs"})),
             FlagGroup("Recipe", recipe_class),
             FlagGroup("Trainer", pl.Trainer, trainer_skips, frozenset(_COMMON_TRAINER_PARAMETERS.split())),
         ]
@@ -256,7 +260,7 @@ class _CommandLine:
             self._print_help(everything=any(arg.endswith("all") for arg in asked))
             return
         if command == "predict":
-            self.parser.add_argument("files", nargs="*")
+            self.parser.add_argument("inputs", nargs="*")
         namespace = self.parser.parse(args)
         self._check(command, namespace)
         if checkpoint := namespace.resume or namespace.ckpt:
@@ -264,12 +268,12 @@ class _CommandLine:
             saved = _read(checkpoint).config
             self.parser.set_known_defaults({name: value for name, value in saved.items() if name not in other})
             namespace = self.parser.parse(args)
-        files = namespace.files if command == "predict" else []
+        inputs = namespace.inputs if command == "predict" else []
         if command == "predict":
             namespace.devices, namespace.num_nodes = 1, 1
         _quiet()
         try:
-            self._execute(command, namespace, files)
+            self._execute(command, namespace, inputs)
         except RuntimeError as error:
             if "Error(s) in loading state_dict" not in str(error):
                 raise
@@ -305,7 +309,7 @@ class _CommandLine:
 
     # Carrying it out
 
-    def _execute(self, command: str, namespace: Namespace, files: list[str]) -> None:
+    def _execute(self, command: str, namespace: Namespace, inputs: list[str]) -> None:
         tuned = namespace.tune_allocator and tune_allocator()
         namespace.precision, reason = resolve_precision(namespace.precision, namespace.accelerator)
         why = f" ({reason})" if reason else ""
@@ -315,9 +319,16 @@ class _CommandLine:
         with _as_user_errors(MisconfigurationException):
             # First of all: it seeds the initial weights.
             seeds = SeedControl(settings.seed, settings.deterministic, settings.benchmark)
-            data_options = self.parser.select(values, "Data") | ({"predict_files": files} if files else {})
+            data_options = self.parser.select(values, "Data") | ({"predict_inputs": inputs} if inputs else {})
             data = self.data_class(**data_options)
-            recipe = self.recipe_class(**self.parser.select(values, "Recipe"))
+            options = self.parser.select(values, "Recipe")
+            if command == "fit" and not settings.resume:
+                known = self.recipe_class.settings_from_data(data)
+                found = {name: value for name, value in known.items() if options.get(name) is None}
+                options, plain = options | found, plain | found
+            recipe = self.recipe_class(**options)
+            # What the recipe has settled where the user left it open.
+            plain |= {k: v for k, v in recipe.hparams.items() if plain.get(k, 0) in (None, "auto")}
             recipe.run_config = plain
             callbacks = [*run_callbacks(settings, recipe, seeds), *self.callbacks()]
         if values["enable_progress_bar"] is not False:
@@ -343,7 +354,7 @@ class _CommandLine:
 
         with _as_user_errors(MisconfigurationException):
             if command != "fit":
-                self._evaluate(command, build_trainer(), recipe, data, settings, files)
+                self._evaluate(command, build_trainer(), recipe, data, settings)
             elif values["fast_dev_run"]:
                 self._fit(build_trainer(stopwatch := Stopwatch()), recipe, data, None, settings, stopwatch, plain)
             else:
@@ -351,7 +362,7 @@ class _CommandLine:
                     more: list[Callback] = [stopwatch := Stopwatch()]
                     if values["enable_checkpointing"] is not False:
                         validates = is_overridden("validation_step", recipe) and is_overridden("val_dataloader", data)
-                        validates = validates and getattr(data.hparams, "val_fraction", 1) > 0
+                        validates = validates and getattr(data, "validates", True)
                         more.append(checkpoint_callback(folder, recipe.monitor if validates else None, recipe))
                     trainer = build_trainer(*more, folder=folder)
                     if is_rank_zero():
@@ -383,7 +394,10 @@ class _CommandLine:
             scores[recipe.monitor] = float(checkpoints.best_model_score)  # type: ignore[union-attr]
         if is_overridden("test_step", recipe) and is_overridden("test_dataloader", data):
             with self._interruptible(trainer, folder):
-                scores |= trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False)[0]
+                final = trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
+                if not final and recipe.monitor in scores:  # There is no test set.
+                    final = trainer.validate(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
+            scores |= final[0] if final else {}
         if trainer.is_global_zero:
             wall = time.monotonic() - self.began
             report(trainer, recipe, data, folder, stopwatch, scores, best, config, self.program, wall)
@@ -395,19 +409,18 @@ class _CommandLine:
         recipe: Recipe,
         data: pl.LightningDataModule,
         settings: RunSettings,
-        files: list[str],
     ) -> None:
         with self._interruptible(trainer, None):
             if command == "predict":
                 outputs = trainer.predict(recipe, data, ckpt_path=settings.ckpt, weights_only=True)
-                rows = recipe.prediction_rows(outputs or [], files)
+                rows = recipe.prediction_rows(outputs or [], data.prediction_names)  # type: ignore[attr-defined]
             else:
                 evaluate = trainer.validate if command == "validate" else trainer.test
                 rows = [
                     dict(s) for s in evaluate(recipe, data, ckpt_path=settings.ckpt, weights_only=True, verbose=False)
                 ]
         if not rows:
-            raise UserError(f"there is nothing to {command}; is the part empty, as with --val-fraction 0?")
+            raise UserError(f"there is nothing to {command}: the data have no such part, or it is empty")
         if not trainer.is_global_zero:
             return
         if command == "predict":
@@ -428,7 +441,7 @@ class _CommandLine:
             last = folder / "checkpoints" / "last.ckpt" if folder else None
             if trainer.state.fn == "test" and last and last.exists():
                 _say(f"\ninterrupted in the test; the training is done, so\n  {self.program} test --ckpt {shown(last)}")
-            elif last and last.exists():
+            elif last and (last.exists() or (last := last.with_name("best.ckpt")).exists()):
                 _say(f"\ninterrupted; go on with\n  {self.program} --resume {shown(last)}")
             elif folder:
                 _say("\ninterrupted before the first checkpoint, which comes at the end of the first epoch")

@@ -134,13 +134,30 @@ class Recipe(pl.LightningModule):
         """The rows of the final table that say how good the run is, from all logged scores."""
         return {name: f"{value:.4f}" for name, value in scores.items()}
 
-    def prediction_rows(self, outputs: Sequence[Any], files: Sequence[str]) -> list[dict[str, Any]]:
-        """A row per prediction, for the table and the file of the predict command, from `predict_step`'s outputs."""
+    @classmethod
+    def settings_from_data(cls, data: pl.LightningDataModule) -> dict[str, Any]:  # noqa: ARG003
+        """What the constructor needs to know of the data, such as ``num_classes``.
+
+        The command line passes it on where the user has given no value, and saves it with the settings.
+        """
+        return {}
+
+    def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
+        """A row per prediction, for the table and the file of the predict command.
+
+        Args:
+            outputs: what `predict_step` returned, a batch each.
+            names: the data module's ``prediction_names``: of each sample, such as its file.
+        """
         raise NotImplementedError(f"{type(self).__name__} has to override prediction_rows()")
 
     def updates_in_run(self) -> float:
         """Optimiser steps at which the run ends, known once training has begun."""
         return total_updates(self.trainer)
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """The optimiser's groups, each with a ``name``: all parameters, those that are frozen now too."""
+        return parameter_groups(self, self.hparams.weight_decay)
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -150,7 +167,7 @@ class Recipe(pl.LightningModule):
             fused = False
         optimizer = build_optimizer(
             self.hparams.optimizer,
-            parameter_groups(self, self.hparams.weight_decay),
+            self.parameter_groups(),
             self.hparams.lr,
             self.hparams.momentum,
             fused,

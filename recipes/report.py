@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import platform
+import re
 import sys
 import time
 from pathlib import Path
@@ -24,11 +25,12 @@ __all__ = ["Stopwatch", "count_parameters", "flops_per_sample", "hardware", "rep
 
 
 class Stopwatch(pl.Callback):
-    """Seconds of training and of the validation in it, and the epochs trained meanwhile."""
+    """Seconds of training and of the validation in it, the epochs trained meanwhile, the parameters that trained."""
 
     def __init__(self) -> None:
         self.seconds = self.validation_seconds = 0.0
         self.epochs = 0.0
+        self.trainable = 0
         self._began = self._validation_began = 0.0
         self._first_batch = 0
 
@@ -39,6 +41,8 @@ class Stopwatch(pl.Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.seconds = time.monotonic() - self._began
+        # Now: what was frozen is as before when the run has ended.
+        self.trainable = count_parameters(pl_module)[1]
         batches = trainer.fit_loop.total_batch_idx - self._first_batch
         # Of whole epochs: limit_train_batches cuts them.
         self.epochs = batches / max(1, len(trainer.train_dataloader))  # type: ignore[arg-type]
@@ -124,9 +128,20 @@ def print_pairs(rows: dict[str, str]) -> None:
     _print_lines([f"[bold]{name:<{width}}[/]  {escape(value)}" for name, value in rows.items()])
 
 
+def _cell(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    """Print a table with a column per key."""
-    cells = [list(rows[0])] + [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    """Print a table with a column per key; runners-up, under ``class_2`` and so on, share the last one."""
+    ranked = re.compile(r"_[1-9]\d*$")
+    columns = [name for name in rows[0] if not ranked.search(name)]
+    runners_up = [name for name in rows[0] if name not in columns]
+    cells = [columns + ["then"] * bool(runners_up)]
+    for row in rows:
+        others = [_cell(row[name]) for name in runners_up]
+        pairs = ", ".join(" ".join(others[i : i + 2]) for i in range(0, len(others), 2))
+        cells.append([_cell(row[name]) for name in columns] + [pairs] * bool(runners_up))
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     lines = [escape("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip()) for row in cells]
     _print_lines([f"[bold]{lines[0]}[/]", *lines[1:]])
@@ -167,7 +182,7 @@ def report(
     wall_seconds: float,
 ) -> None:
     """Print the final table, and write results.json and TensorBoard's graph and hyper-parameters into `folder`."""
-    parameters, trainable = count_parameters(recipe.network)
+    parameters, trainable = count_parameters(recipe)[0], stopwatch.trainable
     flops = flops_per_sample(recipe)
     sizes = getattr(data, "sizes", {})
     rate = stopwatch.samples_per_second(sizes.get("train", 0))

@@ -9,12 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from callbacks.bn_recalibration import BNRecalibration
 from callbacks.classification_pictures import ClassificationPictures
+from callbacks.freeze_layers import FreezeLayers
+from callbacks.grad_cam import GradCAM
 from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.group_table import GroupTable
+from callbacks.rank_consistency import RankConsistency
 from callbacks.run_progress import RunProgress
 from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
 from callbacks.train_loss import TrainLoss
+from callbacks.translation_pictures import TranslationPictures
 from callbacks.warmup_lr import WarmupLR
 
 PADDING = -100
@@ -27,9 +33,15 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "WarmupLR": lambda: WarmupLR("60%", kind="cosine", scale="linear", base_batch_size=8),
     "SyncBN": lambda: SyncBN(),
     "SyncBN, groups of one": lambda: SyncBN(group_size=1),
+    "FreezeLayers": lambda: FreezeLayers(until="1", unfreeze={"0.0": "1 epochs", "0": "60%"}),
+    "RankConsistency": lambda: RankConsistency(),
+    "BNRecalibration": lambda: BNRecalibration(batches=3),
+    "GroupTable": lambda: GroupTable(),
+    "GradCAM": lambda: GradCAM("network.0.0", samples=2),
     "ClassificationPictures": lambda: ClassificationPictures(samples=2, mistakes=2),
     "RunProgress": lambda: RunProgress(),
     "TrainLoss": lambda: TrainLoss(),
+    "TranslationPictures": lambda: TranslationPictures(samples=2),
 }
 """Every callback of the package with tiny settings. Build SeedControl before the module, as its docstring says."""
 
@@ -38,9 +50,15 @@ TOGETHER = (
     "GradientAccumulation",
     "WarmupLR",
     "SyncBN",
+    "FreezeLayers",
+    "RankConsistency",
+    "BNRecalibration",
+    "GroupTable",
+    "GradCAM",
     "ClassificationPictures",
     "RunProgress",
     "TrainLoss",
+    "TranslationPictures",
 )
 """One row of each class: what a run with everything uses."""
 
@@ -106,6 +124,9 @@ class Tiny(pl.LightningModule):
         super().__init__()
         self.network = network
         self.make_optimizer = lambda: optimizer(network.parameters(), **settings)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.network(inputs)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         inputs, targets = batch

@@ -425,7 +425,7 @@ def test_pictures_are_predicted_in_their_order_without_any_data_set(tmp_path: Pa
         Image.new("L", (28, 28), number).save(files[-1])
     for dataset in ("mnist", "auto"):
         module = Watcher()
-        data = _data(tmp_path / "nowhere", dataset=dataset, predict_files=files, eval_batch_size=4)
+        data = _data(tmp_path / "nowhere", dataset=dataset, predict_inputs=files, eval_batch_size=4)
         _trainer().predict(module, datamodule=data)
         assert module.seen["predict"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
         assert data.sizes == {}
@@ -504,7 +504,7 @@ def test_a_failed_download_is_the_reason_of_auto_and_the_error_of_mnist(
 def test_nothing_is_downloaded_for_a_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     _unreachable(monkeypatch)
     Image.new("L", (28, 28), 3).save(tmp_path / "3.png")
-    data = _data(tmp_path / "new", dataset="auto", download=True, predict_files=[str(tmp_path / "3.png")])
+    data = _data(tmp_path / "new", dataset="auto", download=True, predict_inputs=[str(tmp_path / "3.png")])
     _trainer().predict(Watcher(), datamodule=data)
     assert not (tmp_path / "new").exists()
 
@@ -525,7 +525,7 @@ def test_auto_follows_the_checkpoint_wherever_the_files_are(tiny: Path, tmp_path
     assert data.sizes == {"test": 360}
     mnist = _checkpoint(_data(tiny), tmp_path / "mnist.ckpt")
     Image.new("L", (28, 28), 3).save(tmp_path / "3.png")
-    data = _data(tmp_path / "nowhere", dataset="auto", predict_files=[str(tmp_path / "3.png")])
+    data = _data(tmp_path / "nowhere", dataset="auto", predict_inputs=[str(tmp_path / "3.png")])
     _trainer().predict(Watcher(), datamodule=data, ckpt_path=str(mnist), weights_only=True)
     assert data.dataset == "mnist"
     with pytest.raises(UserError, match="nowhere does not exist"):

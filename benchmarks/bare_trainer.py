@@ -1,0 +1,55 @@
+"""A Trainer with nothing that a section does not ask for, and how its fit is interrupted and silenced."""
+
+import logging
+import signal
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+
+__all__ = ["bare_trainer", "interruptible_fit", "quiet"]
+
+
+def bare_trainer(callbacks: Sequence[pl.Callback], **options: Any) -> pl.Trainer:
+    """One CPU; no logger, checkpoints or bar."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        # Else Lightning's own note on other launchers' variables would depend on where this runs.
+        "use_distributed_sampler": False,
+    }
+    return pl.Trainer(callbacks=list(callbacks), **(defaults | options))
+
+
+def interruptible_fit(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+    """`Trainer.fit`, which Ctrl-C ends with a KeyboardInterrupt."""
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        trainer.fit(*args, **kwargs)
+    except SystemExit as ended:
+        # Lightning answers Ctrl-C by ignoring further ones and exiting.
+        signal.signal(signal.SIGINT, handler)
+        raise KeyboardInterrupt from ended
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps Lightning's tips and our notes out of the table."""
+    logs = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning_recipes")]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for log, level in zip(logs, levels):
+            log.setLevel(level)

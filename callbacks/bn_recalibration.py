@@ -1,0 +1,125 @@
+"""Statistics of batch normalisation that belong to the weights they are used with.
+
+Weights averaged over a run (SWA, EMA) have the statistics of none of its moments. Lightning's `WeightAveraging`
+averages those too, which fits no weights either; `StochasticWeightAveraging` takes those of one rank's batches. The
+MNIST recipe after 6 epochs on the bundled digits, one run each: with an EMA of 0.98 it knows 97.5 % of the test set by
+averaged statistics and 99.7 % by those from here; with a plain mean of the weights 98.6 and 99.7 %. Where averaged
+statistics fit well already it is no gain: on 50 random pictures it was better in one of six settings and worse in four.
+"""
+
+import copy
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from callbacks.batch_norm import recalibrate
+from datamodules.errors import UserError
+
+__all__ = ["BNRecalibration"]
+
+
+def _another_loader(trainer: pl.Trainer) -> Iterable[Any]:
+    """A training loader whose use does not move the one that training goes through."""
+    source = trainer.fit_loop._data_source
+    if source.is_module():
+        return source.dataloader()
+    loader = copy.copy(source.dataloader())
+    if isinstance(loader, DataLoader):
+        # Persistent workers would otherwise serve both, and begin again for the second.
+        loader._iterator = None
+    return loader
+
+
+class BNRecalibration(pl.Callback):
+    """Recomputes the statistics of BatchNorm layers for the weights that are evaluated, from the training set.
+
+    Put it behind Lightning's `WeightAveraging` (or `EMAWeightAveraging`, `StochasticWeightAveraging`) in the list of
+    callbacks. `WeightAveraging` puts the averaged weights into the module before each validation and at the end of
+    training; the statistics are computed right then. So validation, the checkpoints after it and the final module have
+    those of the averaged weights. A checkpoint between two validations has not, nor one that is saved after
+    an average has moved on: then call `callbacks.batch_norm.recalibrate`. `StochasticWeightAveraging` validates with
+    weights that are not averaged and saves before training ends; only the final module gets new statistics from here.
+    Without averaging the weights of the moment get theirs (Wu and Johnson, 2021).
+
+    Layers that do not train keep their statistics. Training goes on as if nothing had happened: no generator and no
+    loader moves. A data module is asked for another training loader; a loader that was passed to `fit` is copied, not
+    deeply. The module's `forward` is called with the first part of each batch.
+
+    Runs on: `on_validation_epoch_start` while fitting, and `on_train_end`. Each costs a forward pass over the batches.
+    `on_train_batch_end` looks which layers train.
+
+    Args:
+        batches: on each rank; null takes all of an epoch. A few thousand samples are enough as a rule.
+
+    Raises:
+        UserError: at set-up, if it stands before the averaging, or there is more than one training loader.
+
+    Example:
+        >>> from lightning.pytorch.callbacks import EMAWeightAveraging
+        >>> callbacks = [EMAWeightAveraging(decay=0.99), BNRecalibration(batches=50)]
+        >>> trainer = pl.Trainer(callbacks=callbacks, logger=False, accelerator="cpu")
+    """
+
+    def __init__(self, batches: int | None = None) -> None:
+        if batches is not None and batches < 1:
+            raise UserError(f"BNRecalibration(batches={batches}) computes nothing; pass 1 or more, or None for all")
+        self.batches = batches
+        self._layers: list[_BatchNorm] = []
+        self._training: list[_BatchNorm] = []
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for later in callbacks[callbacks.index(self) + 1 :]:
+            if isinstance(later, (WeightAveraging, StochasticWeightAveraging)):
+                name = type(later).__name__
+                raise UserError(f"BNRecalibration is before {name}; pass callbacks=[{name}(...), BNRecalibration()]")
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if isinstance(trainer.train_dataloader, (list, tuple, dict, CombinedLoader)):
+            raise UserError("BNRecalibration found several training loaders, and expects one; leave it out")
+        self._layers = [layer for layer in pl_module.modules() if isinstance(layer, _BatchNorm)]
+        self._training = []
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # In validation all layers are in evaluation mode, the frozen ones and the others.
+        self._training = [layer for layer in self._layers if layer.training]
+
+    @override
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._recalibrate(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._recalibrate(trainer, pl_module)
+
+    def _inputs(self, trainer: pl.Trainer) -> Iterator[Any]:
+        limit = min(self.batches or math.inf, trainer.num_training_batches)
+        for batch in itertools.islice(_another_loader(trainer), None if math.isinf(limit) else int(limit)):
+            moved = trainer.precision_plugin.convert_input(trainer.strategy.batch_to_device(batch))
+            yield moved[0] if isinstance(moved, (tuple, list)) else moved
+
+    def _recalibrate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        def forward(inputs: Any) -> None:
+            # The loaders' arithmetic stays out of autocast.
+            with trainer.precision_plugin.forward_context():
+                pl_module(inputs)
+
+        # Out of Lightning's inference mode: what a loader keeps for later would be unfit for training.
+        with isolate_rng(), torch.inference_mode(False):
+            recalibrate(pl_module, self._inputs(trainer), self._training, forward)

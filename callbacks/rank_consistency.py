@@ -1,0 +1,137 @@
+"""Ranks that train different models without anybody noticing, stopped at the end of the epoch.
+
+Under DDP every rank holds the same weights, as long as every gradient is reduced. Where one is not (a layer unfrozen
+without wrapping again, a call that goes round DDP, weights changed by hand), each rank trains a model of its own, the
+loss looks well, and rank 0's model is saved.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+__all__ = ["RankConsistency", "checksums", "describe_difference"]
+
+# Halves of 8-byte elements: as one int64, 2.0 and 4.0 could change places unseen, their bits being 2**52 apart.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_BLOCK = 1 << 20
+
+
+@lru_cache(maxsize=2)
+def _odd_numbers(device: torch.device) -> Tensor:
+    return torch.arange(1, 2 * _BLOCK, 2, device=device)
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """A number of a tensor's bits: the sum of its elements, read as integers, times 1, 3, 5, ... modulo 2**64.
+
+    It differs where one bit does, where two elements of up to 4 bytes have changed places, and between 0.0 and -0.0. A
+    NaN equals another with the same bits.
+
+    Example:
+        >>> a, b = torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])
+        >>> bool(checksum(a) == checksum(a.clone())), bool(checksum(a) == checksum(b))
+        (True, False)
+    """
+    values = tensor.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    # Shorter than int64, and in blocks, so that the products need 16 MiB and not four times the largest tensor.
+    bits = values.reshape(-1).view(_INTEGERS[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for number, block in enumerate(bits.split(_BLOCK)):
+        weighted = (block * _odd_numbers(tensor.device)[: len(block)]).sum()
+        total += weighted + 2 * _BLOCK * number * block.sum(dtype=torch.int64)
+    return total
+
+
+def checksums(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The checksum of each tensor: int64 of shape (tensors,), on one device."""
+    return torch.stack([checksum(tensor).to(device) for tensor in tensors])
+
+
+def describe_difference(by_rank: Tensor, names: Sequence[str]) -> str | None:
+    """Which tensor is the first to differ, and on which ranks; None where all are equal.
+
+    Args:
+        by_rank: checksums of shape (ranks, tensors).
+
+    Example:
+        >>> describe_difference(torch.tensor([[1, 2, 3], [1, 7, 8], [1, 2, 3]]), ["a", "b", "c"])
+        'b (the first of 2 of 3): ranks 0, 2 | 1'
+        >>> describe_difference(torch.tensor([[1, 2], [1, 2]]), ["a", "b"]) is None
+        True
+    """
+    different = (by_rank != by_rank[0]).any(0).nonzero().flatten().tolist()
+    if not different:
+        return None
+    groups: dict[int, list[int]] = {}
+    for rank, value in enumerate(by_rank[:, different[0]].tolist()):
+        groups.setdefault(value, []).append(rank)
+    agreeing = " | ".join(", ".join(map(str, ranks)) for ranks in groups.values())
+    return f"{names[different[0]]} (the first of {len(different)} of {len(names)}): ranks {agreeing}"
+
+
+class RankConsistency(pl.Callback):
+    """Stops a run whose ranks hold different weights, and names the first parameter that differs.
+
+    Every parameter is compared, frozen ones too, by a checksum of its bits: one pass over the weights and one
+    all-gather of a number for each. Buffers are not: the running statistics of batch normalisation are each rank's own
+    under plain DDP. Alone on one process it does nothing; with strategies that split parameters it says so and
+    compares nothing.
+
+    Runs on: `on_train_epoch_end`, before checkpoints of that moment are saved, and `on_train_end`.
+
+    Raises:
+        RuntimeError: on every rank, if one differs.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[RankConsistency()], logger=False, accelerator="cpu")
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._active = False
+        self._checked_step = -1
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        replicated = isinstance(trainer.strategy.model, DistributedDataParallel)
+        self._active = replicated and trainer.world_size > 1
+        self._checked_step = -1
+        if trainer.world_size > 1 and not replicated:
+            rank_zero_warn(
+                f"RankConsistency compares nothing: {type(trainer.strategy).__name__} gives each rank its own part of"
+                ' the weights; pass strategy="ddp", or remove the callback'
+            )
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._compare(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._compare(trainer, pl_module)
+
+    def _compare(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._active or trainer.global_step == self._checked_step:
+            return
+        self._checked_step = trainer.global_step
+        names, parameters = zip(*pl_module.named_parameters(), strict=True)
+        own = checksums(parameters, pl_module.device)
+        by_rank: list[Any] = [torch.empty_like(own) for _ in range(trainer.world_size)]
+        dist.all_gather(by_rank, own)
+        if difference := describe_difference(torch.stack(by_rank).cpu(), names):
+            raise RuntimeError(
+                f"the ranks hold different weights after update {trainer.global_step}: {difference} agree among"
+                " themselves. Its gradient was not reduced, or it was changed outside the optimiser: look for"
+                " layers unfrozen without FreezeLayers, for a network called otherwise than in training_step, and for"
+                " code that writes to weights; expected were the same bits on every rank"
+            )

@@ -1,0 +1,193 @@
+"""A picture file as a tensor of bytes: the same whether it is decoded every time or kept in memory."""
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from datamodules.errors import UserError
+
+__all__ = ["ImageFiles", "MemoryBudget", "UnreadableImage", "load_image"]
+
+log = logging.getLogger("lightning_recipes")
+
+
+class UnreadableImage(UserError):
+    """A file that cannot be decoded; the message names it."""
+
+
+def _reduced(size: tuple[int, int], short_side: int) -> tuple[int, int]:
+    """Width and height in proportion, with a short side of `short_side` at most."""
+    scale = short_side / min(size)
+    return size if scale >= 1 else (max(1, round(size[0] * scale)), max(1, round(size[1] * scale)))
+
+
+def _as_rgb(picture: Image.Image) -> Image.Image:
+    if picture.mode.startswith("I"):
+        # Pillow clips 16 bits to 255 instead of scaling them.
+        picture = picture.convert("F").point(lambda value: value * (1 / 257) + 0)
+    if picture.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in picture.info:
+        rgba = picture.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
+    if picture.mode == "F":
+        picture = picture.convert("L")
+    return picture if picture.mode == "RGB" else picture.convert("RGB")
+
+
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def _decode(path: str | Path, short_side: int) -> Tensor:
+    with Image.open(path) as picture:
+        size = _reduced(picture.size, short_side)
+        if size != picture.size:
+            # JPEG decodes to an eighth, a quarter or half of its size in a fraction of the time.
+            picture.draft(None, size)
+        picture.load()
+        # A broken orientation tag does not make a picture unreadable.
+        try:
+            orientation = picture.getexif().get(0x0112, 1)
+        except Exception:
+            orientation = 1
+        rgb = _as_rgb(picture)
+        if rgb.size != size:
+            rgb = rgb.resize(size, Image.Resampling.BILINEAR)
+    if orientation in _TURNS:
+        rgb = rgb.transpose(_TURNS[orientation])
+    pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
+    return pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1)
+
+
+def load_image(path: str | Path, short_side: int) -> Tensor:
+    """A picture of any size and mode, upright, in colour and on white, its short side reduced to `short_side` at most.
+
+    Returns:
+        uint8 of shape (3, height, width), with the channels innermost in memory.
+
+    Raises:
+        UnreadableImage: the file is missing, damaged, or no picture.
+    """
+    try:
+        return _decode(path, short_side)
+    except UnidentifiedImageError:
+        empty = Path(path).stat().st_size == 0
+        reason = "the file is empty" if empty else "its content is no picture"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    # On damaged files Pillow's decoders raise whatever their parsing stumbles over, from SyntaxError to zlib.error.
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+    raise UnreadableImage(f"{path} cannot be read as a picture: {reason}")
+
+
+@dataclass
+class MemoryBudget:
+    """How much memory decoded pictures may still take, in bytes; the parts of a data set share one."""
+
+    left: int
+
+
+class ImageFiles:
+    """Picture files as tensors of bytes: ``files[i]`` is ``load_image`` of the i-th, from memory where it is kept.
+
+    Workers forked from this process share its memory, and torch moves it to shared memory for those that are not.
+
+    Args:
+        files: their paths.
+        short_side: of the decoded pictures, at most.
+        budget: memory for decoded pictures; without it each is decoded whenever it is asked for.
+        threads: that decode at the same time.
+    """
+
+    def __init__(
+        self, files: Sequence[str], short_side: int, budget: MemoryBudget | None = None, threads: int = 1
+    ) -> None:
+        self.files, self.short_side, self.budget, self.threads = list(files), short_side, budget, threads
+        self.unreadable: dict[int, str] = {}
+        self._kept = torch.empty(0, dtype=torch.uint8)
+        self._places: dict[int, tuple[int, int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, row: int) -> Tensor:
+        """uint8 of shape (3, height, width); not to be changed.
+
+        Raises:
+            UnreadableImage: with the file's name and the reason.
+        """
+        if row in self._places:
+            start, height, width = self._places[row]
+            pixels = self._kept[start : start + 3 * height * width]
+            return pixels.view(height, width, 3).permute(2, 0, 1)
+        if row in self.unreadable:
+            raise UnreadableImage(self.unreadable[row])
+        return load_image(self.files[row], self.short_side)
+
+    def prepare(self) -> None:
+        """Decode what fits into the budget, the first time; the headers of the files tell how much that is."""
+        if self.budget is None:
+            return
+        budget, self.budget = self.budget, None
+        rows, starts, rooms, total = [], [], [], 0
+        for row, file in enumerate(self.files):
+            try:
+                with Image.open(file) as picture:
+                    width, height = _reduced(picture.size, self.short_side)
+            except Exception:
+                # Whatever is wrong with it is said when it is decoded.
+                width = height = 0
+            room = 3 * width * height
+            if total + room > budget.left:
+                break
+            rows.append(row)
+            starts.append(total)
+            rooms.append(room)
+            total += room
+        budget.left -= total
+        # The first need may be a validation in inference mode, and tensors made there cannot be written to elsewhere.
+        with torch.inference_mode(False):
+            self._kept = torch.empty(total, dtype=torch.uint8)
+        began, said = time.monotonic(), False
+        with ThreadPoolExecutor(self.threads) as pool:
+            try:
+                for _ in pool.map(self._keep, rows, starts, rooms):
+                    if not said and time.monotonic() - began > 2:
+                        said = True
+                        size = f"{total / 2**30:.2f} GiB; --cache-gb says how much at most"
+                        _say(f"keeping {len(rows):,} of {len(self):,} pictures decoded in memory ({size})")
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _keep(self, row: int, start: int, room: int) -> None:
+        try:
+            pixels = load_image(self.files[row], self.short_side).permute(1, 2, 0)
+        except UnreadableImage as error:
+            self.unreadable[row] = str(error)
+            return
+        # Some formats hold another size than their header says; such a picture has no room here.
+        if pixels.numel() == room:
+            self._kept[start : start + room].view_as(pixels).copy_(pixels)
+            self._places[row] = (start, pixels.shape[0], pixels.shape[1])
+
+
+def _say(message: str) -> None:
+    # Workers that are started afresh import this module, and would pay seconds for Lightning.
+    from lightning.pytorch.utilities import rank_zero_only
+
+    rank_zero_only(log.info)("%s", message)

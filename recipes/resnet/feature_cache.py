@@ -1,0 +1,170 @@
+"""What frozen layers say of a picture never changes: compute it once, and train on that.
+
+A frozen trunk costs no backward pass already; this saves its forward pass, and reading the pictures, in every epoch.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from typing_extensions import override
+
+from callbacks.durations import Duration
+from callbacks.freeze_layers import FreezeLayers
+from datamodules.errors import UserError
+from recipes.resnet.network import Stage, run_stages
+
+__all__ = ["FeatureCache", "frozen_stages", "gather_rows"]
+
+log = logging.getLogger("lightning_recipes")
+
+
+def frozen_stages(stages: Sequence[Stage]) -> int:
+    """How many stages from the first on give the same for the same picture as long as nothing is unfrozen."""
+    for number, (_, modules) in enumerate(stages):
+        layers = [layer for module in modules for layer in module.modules()]
+        trains = any(p.requires_grad for module in modules for p in module.parameters())
+        if trains or any(layer.training and isinstance(layer, (_BatchNorm, _DropoutNd)) for layer in layers):
+            return number
+    return len(stages)
+
+
+def gather_rows(rows: Tensor) -> Tensor:
+    """The rows of all ranks, which may have different numbers of them: (n, ...) of each rank to (sum of n, ...)."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return rows
+    counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
+    longest = int(max(counts))
+    padded = rows.new_zeros(longest, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[: int(count)] for part, count in zip(parts, counts)])
+
+
+class FeatureCache(pl.Callback):
+    """Trains and validates on the features of the frozen stages, which are computed once per phase of the freezing.
+
+    The module offers ``stages()`` and ``first_stage``, as `ResNetFineTuner` does; the data `ImageFolderDataModule`'s
+    ``numbered_batches`` and loaders. Every epoch has to see the same pictures, so augmentation is refused. Features
+    have the precision of the run; the ranks share the work. Results are those without the cache up to rounding.
+    Features that do not fit the data's ``cache_gb`` are not kept.
+
+    Runs on: `on_train_start` (a resumed run begins there, in the middle of an epoch) and `on_train_epoch_start`, behind
+    `FreezeLayers`, and `on_validation_start`; `on_train_end` and `on_exception` undo it.
+
+    Example:
+        >>> from torch import nn
+        >>> stages = [("trunk", [nn.Linear(2, 2).requires_grad_(False), nn.ReLU()]), ("head", [nn.Linear(2, 2)])]
+        >>> frozen_stages(stages)
+        1
+    """
+
+    def __init__(self) -> None:
+        # How many stages the last decision was about, also where it was not to cache them.
+        self._settled = 0
+        self._computed: dict[str, tuple[Tensor, Tensor]] = {}
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if not hasattr(data, "numbered_batches"):
+            raise UserError("cached features need an ImageFolderDataModule, which says which picture is which")
+        if data.augments:
+            raise UserError(
+                "cached features need the same pictures in every epoch, and these are augmented; "
+                "pass --augment none, or leave --cache-features out"
+            )
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, FreezeLayers):
+                for name, when in (callback.unfreeze or {}).items():
+                    start = Duration.parse(when)
+                    if start.unit != "epochs" or start.value != int(start.value):
+                        raise UserError(
+                            f"cached features change between epochs only, and {name} is unfrozen at {when!r}; "
+                            f'write it in whole epochs, as in "2 epochs", or leave --cache-features out'
+                        )
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._refresh(trainer, pl_module)
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._refresh(trainer, pl_module)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Not earlier: Lightning may make this loader only now, or anew.
+        self._serve(trainer, pl_module, "val", trainer.val_dataloaders)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._release(trainer, pl_module)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._release(trainer, pl_module)
+
+    def _refresh(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        stages = pl_module.stages()
+        count = frozen_stages(stages[:-1])
+        # Stages without parameters are not worth a cache.
+        if not any(list(m.parameters()) for _, modules in stages[:count] for m in modules):
+            count = 0
+        if count != self._settled:
+            self._release(trainer, pl_module)
+            self._settled = count
+            if count:
+                self._decide(trainer, pl_module, stages, count)
+        self._serve(trainer, pl_module, "train", trainer.train_dataloader)
+
+    def _decide(self, trainer: pl.Trainer, pl_module: Any, stages: Sequence[Stage], count: int) -> None:
+        say = rank_zero_only(log.info)
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        example = self._features(trainer, pl_module, count, pl_module.example_input_array.to(pl_module.device))
+        size = example.nbytes * sum(data.sizes.values())
+        shape = " x ".join(map(str, example.shape[1:]))
+        what = f"features of {stages[count - 1][0]}: {shape} numbers per picture, {size / 2**20:,.1f} MiB"
+        if size > data.hparams.cache_gb * 2**30:
+            say("%s are more than --cache-gb %s, so the pictures are read in each epoch", what, data.hparams.cache_gb)
+            return
+        pl_module.first_stage = count
+        say("training on cached %s", what)
+
+    def _serve(self, trainer: pl.Trainer, pl_module: Any, part: str, loader: Any) -> None:
+        """Let a loader yield features while the module expects them."""
+        if pl_module.first_stage and loader:
+            if part not in self._computed:
+                self._computed[part] = self._compute(trainer, pl_module, part, pl_module.first_stage)
+            loader.use_features(*self._computed[part])
+
+    def _features(self, trainer: pl.Trainer, pl_module: Any, count: int, images: Tensor) -> Tensor:
+        with torch.no_grad(), trainer.precision_plugin.forward_context():
+            return run_stages(pl_module.stages()[:count], trainer.precision_plugin.convert_input(images))
+
+    def _compute(self, trainer: pl.Trainer, pl_module: Any, part: str, count: int) -> tuple[Tensor, Tensor]:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        features, numbers = [], []
+        for images, _, rows in data.numbered_batches(part, trainer.global_rank, trainer.world_size):
+            features.append(self._features(trainer, pl_module, count, images))
+            numbers.append(rows)
+        return gather_rows(torch.cat(features)), gather_rows(torch.cat(numbers))
+
+    def _release(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        loaders: tuple[Any, ...] = (trainer.train_dataloader, trainer.val_dataloaders)
+        for loader in loaders:
+            if hasattr(loader, "use_features"):
+                loader.use_features(None, None)
+        self._computed = {}
+        pl_module.first_stage = self._settled = 0

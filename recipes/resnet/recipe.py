@@ -1,0 +1,161 @@
+"""The ResNet fine-tuning recipe as a LightningModule."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from callbacks.freeze_layers import FreezeLayers
+from callbacks.grad_cam import GradCAM
+from callbacks.group_table import GroupTable
+from datamodules.errors import UserError
+from recipes.classification import Classifier
+from recipes.optim import layer_groups
+from recipes.pretrained import load_pretrained
+from recipes.resnet.feature_cache import FeatureCache
+from recipes.resnet.network import Stage, build_resnet, resnet_stages, run_stages
+
+__all__ = ["ResNetFineTuner"]
+
+
+class ResNetFineTuner(Classifier):
+    """Fine-tunes a torchvision ResNet on pictures; override `build_network` for another network.
+
+    Batches are ``(images, labels)``: normalised floats of shape (batch, 3, height, width), and int64 of shape (batch,)
+    or, mixed, probabilities of shape (batch, classes).
+
+    Args:
+        arch: resnet18 to resnet152, resnext or wide_resnet, by torchvision's name.
+        num_classes: labels are 0 to this less one; by default as many as the data has.
+        image_size: pixels of a side; by default the data's.
+        weights: imagenet, a file (.pt, .pth, .ckpt, .safetensors) or none; by default none for the bundled digits.
+        weights_min_share: refuse weights of which less than this share of the tensors fits.
+        small_images: begin without skipping pixels, for pictures of about 32 pixels.
+        freeze_until: freeze what comes before this layer, or none; by default layer4, and none without weights.
+        freeze_patterns: freeze layers and parameters by name too, as in '["*.bn*"]'.
+        unfreeze: when layers begin to train, as in '{layer4: "1 epochs", layer3: "3 epochs"}'.
+        bn: BatchNorm of layers that train: by the batch (train), or by fixed statistics (eval).
+        lr: peak learning rate of layer4; by default 0.0003, and 0.001 without weights.
+        head_lr_factor: how much faster the head learns; by default 10, and 1 without weights.
+        layer_lr_decay: how much slower each layer learns than the one above it, as in 0.5.
+        cache_features: compute what frozen layers say once, and train on that; needs --augment none.
+    """
+
+    title = "resnet"
+    trainer_defaults: ClassVar[dict[str, Any]] = {"max_epochs": 20}
+    base_batch_size = 32
+    predict_example = "PICTURE.jpg FOLDER"
+
+    last_block = "layer4"
+    """What trains beside the head unless told otherwise, and where Grad-CAM looks."""
+
+    example_input_array: Tensor
+
+    def __init__(
+        self,
+        arch: str = "resnet18",
+        num_classes: int | None = None,
+        image_size: int | None = None,
+        weights: str | None = None,
+        weights_min_share: float = 0.5,
+        small_images: bool = False,
+        freeze_until: str | None = "auto",
+        freeze_patterns: Sequence[str] = (),
+        unfreeze: dict[str, int | str] | None = None,
+        bn: Literal["train", "eval"] = "train",
+        lr: float | None = None,
+        head_lr_factor: float | None = None,
+        layer_lr_decay: float = 1.0,
+        cache_features: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        # Settled here, so that a checkpoint holds what was used.
+        weights = weights or "imagenet"
+        image_size = image_size or 224
+        new = weights == "none"
+        if freeze_until == "auto":
+            freeze_until = None if new else self.last_block
+        elif freeze_until == "none":
+            freeze_until = None
+        lr = lr if lr is not None else (0.001 if new else 0.0003)
+        head_lr_factor = head_lr_factor if head_lr_factor is not None else (1.0 if new else 10.0)
+        super().__init__(num_classes=num_classes, lr=lr, **kwargs)
+        # A subclass passes its arguments on as they were.
+        settled = {"weights": weights, "image_size": image_size, "freeze_until": freeze_until, "lr": lr}
+        self.hparams.update(settled | {"head_lr_factor": head_lr_factor})
+        self.example_input_array = torch.zeros(1, 3, image_size, image_size)
+        self.first_stage = 0
+        self._has_weights = False
+
+    @classmethod
+    @override
+    def settings_from_data(cls, data: pl.LightningDataModule) -> dict[str, Any]:
+        """Beside the number of classes: the size of pictures, and no weights where pictures are not photographs."""
+        known = super().settings_from_data(data) | {"image_size": getattr(data, "image_size", None)}
+        return known | ({"weights": "none"} if getattr(data, "dataset", None) == "digits" else {})
+
+    @override
+    def build_network(self) -> nn.Module:
+        """Maps floats of shape (batch, 3, height, width) to logits of shape (batch, num_classes)."""
+        return build_resnet(self.hparams.arch, self.hparams.num_classes, self.hparams.small_images)
+
+    def stages(self) -> list[Stage]:
+        """The network in parts, from the pictures to the head: learning rates and cached features go by them."""
+        return resnet_stages(self.network)  # type: ignore[arg-type]
+
+    @override
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of pictures, or of what the stages before `first_stage` made of them."""
+        if self.first_stage:
+            return run_stages(self.stages()[self.first_stage :], inputs)
+        return self.network(inputs)
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        try:
+            return super().training_step(batch, batch_idx)
+        except ValueError as error:
+            if "1 value per channel" not in str(error):
+                raise
+            raise UserError(
+                f"a batch of {len(batch[0])} picture on a device comes to one pixel in {self.last_block}, and BatchNorm"
+                " cannot train on a single value; pass another --batch-size, --drop-last, --small-images, a larger"
+                " --image-size, or --bn eval"
+            ) from error
+
+    @override
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        options = self.hparams
+        return layer_groups(
+            self.stages(), options.weight_decay, options.lr, options.layer_lr_decay, options.head_lr_factor
+        )
+
+    @override
+    def configure_callbacks(self) -> list[pl.Callback]:
+        options = self.hparams
+        callbacks = super().configure_callbacks()
+        if options.freeze_until or options.freeze_patterns or options.unfreeze or options.bn == "eval":
+            callbacks.append(
+                FreezeLayers(options.freeze_until, options.freeze_patterns, options.unfreeze, options.bn == "train")
+            )
+        if options.cache_features:
+            callbacks.append(FeatureCache())
+        return [*callbacks, GroupTable(), GradCAM(self.last_block)]
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        # It brings its own weights, so it is read where the pretrained ones are out of reach, too.
+        self._has_weights = True
+
+    @override
+    def on_fit_start(self) -> None:
+        """Load the pretrained weights, unless a checkpoint has been loaded."""
+        super().on_fit_start()
+        if not self._has_weights:
+            options = self.hparams
+            load_pretrained(self.network, options.weights, options.arch, options.weights_min_share)
+        self._has_weights = True

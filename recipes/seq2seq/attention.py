@@ -1,0 +1,98 @@
+"""Attention of decoder states over the encoder's states, masked over padding."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+__all__ = ["ATTENTIONS", "AdditiveAttention", "Attention", "AttentionName", "DotAttention", "GeneralAttention"]
+
+AttentionName = Literal["additive", "general", "dot"]
+
+
+class Attention(nn.Module):
+    """Weighs the encoder's states for each query; a subclass says how a query and a state are scored.
+
+    All queries of a sentence are answered at once: with one query it is a decoder's step, with all of them the whole
+    sequence in one batched product.
+    """
+
+    def keys(self, memory: Tensor) -> Tensor:
+        """What depends on the memory alone, computed once a sentence: (batch, source, size) -> (batch, source, any)."""
+        return memory
+
+    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Scores of shape (batch, time, source) of queries (batch, time, hidden) with the keys."""
+        raise NotImplementedError
+
+    @override
+    def forward(self, queries: Tensor, keys: Tensor, memory: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The weighted means of the memory, and the weights.
+
+        Args:
+            queries: of shape (batch, time, hidden).
+            keys: what `keys` made of the memory.
+            memory: of shape (batch, source, size).
+            mask: True where the source has a word, of shape (batch, source).
+
+        Returns:
+            Contexts of shape (batch, time, size), and weights of shape (batch, time, source): float32 at least, exactly
+            0 on padding.
+        """
+        scores = self.scores(queries, keys)
+        # float32 at least: bf16 has too few digits for a softmax.
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        weights = scores.masked_fill(~mask.unsqueeze(1), -torch.inf).softmax(2)
+        return torch.bmm(weights.to(memory.dtype), memory), weights
+
+
+class DotAttention(Attention):
+    """The inner product of query and state (Luong et al., 2015)."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+
+    @override
+    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return torch.bmm(queries, keys.transpose(1, 2))
+
+
+class GeneralAttention(DotAttention):
+    """The inner product of the query with a linear map of the state (Luong et al., 2015)."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.key = nn.Linear(hidden, hidden, bias=False)
+
+    @override
+    def keys(self, memory: Tensor) -> Tensor:
+        return self.key(memory)
+
+
+class AdditiveAttention(Attention):
+    """A small network on the sum of query and state (Bahdanau et al., 2015).
+
+    Over a whole sequence it holds (batch, time, source, hidden) numbers, where the others hold (batch, time, source).
+    """
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.query = nn.Linear(hidden, hidden, bias=False)
+        self.key = nn.Linear(hidden, hidden)
+        self.energy = nn.Linear(hidden, 1, bias=False)
+
+    @override
+    def keys(self, memory: Tensor) -> Tensor:
+        return self.key(memory)
+
+    @override
+    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return self.energy(torch.tanh(self.query(queries).unsqueeze(2) + keys.unsqueeze(1))).squeeze(3)
+
+
+ATTENTIONS: dict[str, type[Attention]] = {
+    "additive": AdditiveAttention,
+    "general": GeneralAttention,
+    "dot": DotAttention,
+}

@@ -1,0 +1,301 @@
+"""Weights from anywhere into a model: read without running code, matched by name and shape, reported in one line.
+
+A file of weights is either a mistake (the wrong file, half a file, another network) or it fits in most places and not
+in the head. The first is refused before anything is touched, the second is loaded and said.
+"""
+
+import itertools
+import math
+import re
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from datamodules.errors import UserError
+
+__all__ = [
+    "WeightsReport",
+    "load_weights",
+    "match_names",
+    "read_weights",
+    "some_names",
+]
+
+# Averaged weights first, as in timm: where a file has both, its published scores are theirs.
+_CONTAINERS = (
+    *("state_dict_ema", "model_ema", "params_ema", "state_dict", "model_state_dict", "model_state"),
+    *("model", "module", "network", "net", "weights", "params"),
+)
+_KINDS = (".ckpt", ".safetensors", ".pt", ".pth")
+
+# Attributes that hold a whole network: a file and a module may have different ones, or none.
+_WRAPPERS = {"module", "model", "network", "net", "backbone", "trunk", "_forward_module"}
+# torch's own wrappers stand anywhere in a name, and are nobody's choice.
+_INNER_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+
+def _check_file(path: Path) -> None:
+    """Refuse what is no file of weights whatever its name says."""
+    if path.is_dir():
+        inside = [file for kind in _KINDS for at in ("", "checkpoints/") for file in path.glob(f"{at}*{kind}")]
+        example = min(inside, default=path / "weights.pt")
+        raise UserError(f"{path} is a folder; name a file in it, such as --weights {example}")
+    if not path.is_file():
+        raise UserError(f"there is no file {path}; pass --weights FILE ({', '.join(_KINDS)}), imagenet or none")
+    try:
+        with path.open("rb") as file:
+            start = file.read(64)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    if not start:
+        raise UserError(f"{path} is empty; fetch it again")
+    if start.lstrip().startswith(b"<"):
+        raise UserError(f"{path} is a web page, not weights: the address wanted a log-in or a click; fetch it again")
+    if start.startswith(b"version https://git-lfs"):
+        raise UserError(f"{path} is a pointer of Git LFS, not weights; run git lfs pull in its folder")
+    if start.startswith(b"PK") and not zipfile.is_zipfile(path):
+        raise UserError(f"{path} is damaged: it ends too early; fetch it again")
+
+
+def _read_torch(path: Path) -> Any:
+    # Files of torch before 1.6 are no zip archives, and cannot be mapped into memory.
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # a damaged pickle raises anything
+        code = re.search(r"GLOBAL (\S+) was not", str(error)) or re.search(r"TorchScript", str(error))
+        if code is None:
+            raise UserError(f"{path} is damaged, or was not written by torch.save(); fetch it again") from error
+        raise UserError(
+            f"{path} is refused: reading it would run code ({code[code.lastindex or 0]}), which can do anything. "
+            "If you trust who made it, keep its tensors alone and pass --weights weights.pt:\n"
+            f'python -c \'import torch; x = torch.load("{path}", weights_only=False); '
+            'x = x.get("state_dict", x.get("model", x)) if isinstance(x, dict) else x; '
+            'torch.save(dict(x if isinstance(x, dict) else x.state_dict()), "weights.pt")\''
+        ) from error
+
+
+def _read_safetensors(path: Path) -> Any:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is damaged, or no safetensors file ({error}); fetch it again") from error
+
+
+def _tensors_in(content: Any, depth: int = 3) -> dict[str, Tensor]:
+    """The tensors by name in what a file holds: a state dict, or a dict with one in one of the usual places."""
+    if not isinstance(content, Mapping):
+        return {}
+    for key in _CONTAINERS if depth else ():
+        if tensors := _tensors_in(content.get(key), depth - 1):
+            return tensors
+    return {name: value.detach() for name, value in content.items() if isinstance(name, str) and torch.is_tensor(value)}
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """The tensors in a file by name, on the CPU; no code from the file is run.
+
+    Args:
+        path: .safetensors, or what `torch.save` wrote: a state dict, a checkpoint of Lightning's, of ours or of timm's,
+            or another dict with a state dict in one of the usual places. Large files are mapped, not copied.
+
+    Raises:
+        UserError: there is no such file, it is damaged, holds no tensors, or wants to run code.
+    """
+    path = Path(path).expanduser()
+    _check_file(path)
+    content = (_read_safetensors if path.suffix == ".safetensors" else _read_torch)(path)
+    tensors = _tensors_in(content)
+    if not tensors:
+        found = f"a {type(content).__name__}"
+        if isinstance(content, Mapping):
+            found += f" of {some_names([str(key) for key in content])}"
+        raise UserError(f"{path} holds no tensors by name: found {found}, expected a module's state_dict()")
+    return tensors
+
+
+def some_names(names: Sequence[str], limit: int = 4) -> str:
+    """The first few names, and how many more there are.
+
+    >>> some_names(["a", "b", "c"], limit=2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (", ".join(names[:limit]) or "nothing") + more
+
+
+def _leads(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """The chains of wrappers that names begin with, the shortest first.
+
+    >>> _leads(["model.net.conv.weight", "model.step"])
+    [(), ('model',), ('model', 'net')]
+    """
+    leads: set[tuple[str, ...]] = {()}
+    for name in names:
+        parts = name.split(".")[:-1]
+        depth = next((i for i, part in enumerate(parts) if part not in _WRAPPERS), len(parts))
+        leads.update(tuple(parts[:i]) for i in range(1, depth + 1))
+    return sorted(leads, key=lambda lead: (len(lead), lead))
+
+
+def _bare_names(names: Iterable[str], lead: tuple[str, ...]) -> dict[str, str]:
+    """Names without as much of `lead` as they begin with, and what they were.
+
+    >>> _bare_names(["fc.bias", "model.fc.bias", "model.net.conv.bias"], ("model", "net"))
+    {'fc.bias': 'model.fc.bias', 'conv.bias': 'model.net.conv.bias'}
+    """
+    bare = {}
+    for name in names:
+        parts = name.split(".")
+        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(parts[:-1], lead)))
+        bare[name] = ".".join(parts[shared:])
+    # Of two that become one, such as a network and its copy, that with the longer lead is meant: it comes last.
+    return {bare[name]: name for name in sorted(bare, key=lambda name: len(name) - len(bare[name]))}
+
+
+def match_names(state: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, str]:
+    """Which tensor of the file belongs to which of the module: {name in the module: name in the file}.
+
+    Leading wrappers (``module.``, ``model.``, ``network.``, ``net.``, ``backbone.``, ...) are left out on either side
+    where that makes more tensors agree in name and shape; of equally good ways that which leaves out least.
+
+    >>> conv = torch.zeros(3)
+    >>> match_names({"module.model.conv.bias": conv}, {"network.conv.bias": conv})
+    {'network.conv.bias': 'module.model.conv.bias'}
+    """
+
+    def ways(tensors: Mapping[str, Tensor]) -> list[dict[str, str]]:
+        inner = {_INNER_WRAPPERS.sub("", name): name for name in tensors}
+        return [{bare: inner[name] for bare, name in _bare_names(inner, lead).items()} for lead in _leads(inner)]
+
+    def agreement(matches: dict[str, str]) -> tuple[int, int]:
+        return sum(state[name].shape == targets[to].shape for to, name in matches.items()), len(matches)
+
+    candidates = [
+        {module_names[bare]: names[bare] for bare in module_names.keys() & names.keys()}
+        for module_names, names in itertools.product(ways(targets), ways(state))
+    ]
+    best = max(candidates, key=agreement)
+    return {name: best[name] for name in targets if name in best}
+
+
+def _misfit(value: Tensor, target: Tensor) -> str:
+    """Why a tensor cannot take another's place, or nothing."""
+    if value.shape != target.shape:
+        return f"{tuple(value.shape)} instead of {tuple(target.shape)}"
+    # Quantised integers are no weights without their scales.
+    if (value.is_floating_point(), value.is_complex()) != (target.is_floating_point(), target.is_complex()):
+        return f"{value.dtype} instead of {target.dtype}".replace("torch.", "")
+    return ""
+
+
+@dataclass(frozen=True)
+class WeightsReport:
+    """What became of the weights of a file; the counters of BatchNorm (``num_batches_tracked``) are left out.
+
+    >>> print(WeightsReport("a.pt", ["conv.weight"], {"fc.bias": "(9,) instead of (2,)"}, ["fc.bias"]))
+    weights from a.pt: 1 loaded, 1 skipped (fc.bias (9,) instead of (2,)), 1 new (fc.bias)
+
+    Attributes:
+        source: where they came from.
+        loaded: names in the module whose values are the file's now.
+        skipped: what the file has and the module did not take, and why.
+        new: names in the module that the file has no value for: they keep the one they had.
+    """
+
+    source: str
+    loaded: list[str]
+    skipped: dict[str, str]
+    new: list[str]
+
+    def line(self) -> str:
+        """The report in one line; the first few names stand for long lists."""
+        skipped = [f"{name} {reason}" for name, reason in self.skipped.items()]
+        rest = [
+            f"{len(names)} {what}" + f" ({some_names(names)})" * bool(names)
+            for what, names in (("skipped", skipped), ("new", self.new))
+        ]
+        return f"weights from {self.source}: {len(self.loaded)} loaded, {', '.join(rest)}"
+
+    @override
+    def __str__(self) -> str:
+        return self.line()
+
+
+def _compare(
+    state: Mapping[str, Tensor], targets: Mapping[str, Tensor], source_name: str
+) -> tuple[dict[str, Tensor], WeightsReport]:
+    """The tensors that fit, under the module's names, and the report."""
+    matches = match_names(state, targets)
+    misfits = {name: _misfit(state[source], targets[name]) for name, source in matches.items()}
+    fitting = {name: state[matches[name]] for name, reason in misfits.items() if not reason}
+    skipped = {name: reason for name, reason in misfits.items() if reason}
+    used = set(matches.values())
+    skipped |= {name: "is not in the network" for name in state if name not in used}
+    # Tied weights are one tensor with two names, and files may hold either.
+    arrived = {id(targets[name]) for name in fitting}
+    new = [name for name, value in targets.items() if id(value) not in arrived]
+
+    def counted(names: Iterable[str]) -> list[str]:
+        return [name for name in names if not name.endswith("num_batches_tracked")]
+
+    skipped = {name: skipped[name] for name in counted(skipped)}
+    return fitting, WeightsReport(source_name, counted(fitting), skipped, counted(new))
+
+
+def _refuse_too_few(report: WeightsReport, min_share: float) -> None:
+    total = len(report.loaded) + len(report.new)
+    share = len(report.loaded) / max(1, total)
+    if report.loaded and share >= min_share:
+        return
+    take_it = (
+        f", or pass --weights-min-share {math.floor(share * 100) / 100} to load what fits" if report.loaded else ""
+    )
+    skipped = [f"{name} {reason}" for name, reason in report.skipped.items()]
+    raise UserError(
+        f"weights from {report.source}: {len(report.loaded)} of the network's {total} tensors match by name and shape, "
+        f"expected at least {min_share:.0%}. Not in the file: {some_names(report.new)}. "
+        f"Not taken: {some_names(skipped)}. "
+        f"Check that both are of the same architecture{take_it}; --weights none trains from scratch"
+    )
+
+
+def load_weights(
+    module: nn.Module, state: Mapping[str, Tensor], source_name: str, min_share: float = 0.5
+) -> WeightsReport:
+    """Copy what fits by name and shape into a module, in the module's precision and on its device.
+
+    >>> report = load_weights(nn.Linear(3, 2), {"module.weight": torch.ones(2, 3)}, "a.pt")
+    >>> report.line()
+    'weights from a.pt: 1 loaded, 0 skipped, 1 new (bias)'
+
+    Args:
+        state: tensors by name, such as `read_weights` returns; `match_names` decides which names agree.
+        source_name: for messages.
+        min_share: the least share of the module's tensors that has to match; tensors are counted, not elements.
+
+    Raises:
+        UserError: fewer match, or none, or a matching one has NaN or infinite values. The module is untouched then.
+    """
+    if not 0 <= min_share <= 1:
+        raise UserError(f"min_share is {min_share}, expected a share from 0 to 1, such as 0.5")
+    everything = module.state_dict(keep_vars=True)
+    targets = {name: value for name, value in everything.items() if torch.is_tensor(value)}
+    fitting, report = _compare(state, targets, source_name)
+    _refuse_too_few(report, min_share)
+    for name, value in fitting.items():
+        # A mask of minus infinities is as the module made it.
+        if not value.to(targets[name].dtype).isfinite().all() and targets[name].isfinite().all():
+            raise UserError(f"weights from {source_name}: {name} has NaN or infinite values; pass another file")
+    # With what the module keeps, under its own version numbers: nothing is taken for an older format and converted.
+    everything.update(fitting)
+    module.load_state_dict(everything, strict=False)
+    return report
