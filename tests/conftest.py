@@ -2,11 +2,15 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 # A shared machine is slow at times; that is no defect of the code under test.
 settings.register_profile("any speed", deadline=None)
 settings.load_profile("any speed")
+
+# As the ranks of `tests.ranks`, whose weights are compared with this process's to the bit.
+torch.set_num_threads(1)
 
 _ROOT = Path(__file__).parents[1]
 
