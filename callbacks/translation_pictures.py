@@ -90,7 +90,8 @@ class TranslationPictures(pl.Callback):
 
     Runs on: every validation and test batch, of which it keeps a few sentences, and the end of each validation, of
     training and of a test, on rank 0. It needs a module whose evaluation steps return lists of ``sources``,
-    ``translations`` and ``references``, and may add ``attention``, of shape (batch, time, source).
+    ``translations`` and ``references``, and may add ``attention``, a function from a sentence's place in the batch to
+    weights of shape (time, source).
 
     Args:
         samples: sentences to show.
@@ -112,7 +113,7 @@ class TranslationPictures(pl.Callback):
         wanted = min(-(-self.samples // max(1, int(min(batches, self.samples)))), self.samples - len(self._shown))
         attention = outputs.get("attention")
         for i in range(0, len(texts), max(1, len(texts) // max(1, wanted)))[:wanted]:
-            weights = attention[i].cpu() if attention is not None else None
+            weights = attention(i).cpu() if attention is not None else None
             self._shown.append(Translation(outputs["sources"][i], texts[i], outputs["references"][i], weights))
 
     @rank_zero_only

@@ -152,12 +152,14 @@ class Vocabulary:
 
     def __init__(self, words: Iterable[str]) -> None:
         self.words = list(words)
-        self._ids = {word: number for number, word in enumerate(self.words)}
-        if tuple(self.words[:4]) != SPECIAL_WORDS or len(self._ids) != len(self.words):
+        different = len(set(self.words))
+        if tuple(self.words[:4]) != SPECIAL_WORDS or different != len(self.words):
             raise UserError(
                 f"a vocabulary is a list of different words that begins with {' '.join(SPECIAL_WORDS)}, "
-                f"found {len(self.words):,} words, {len(self._ids):,} of them different: {' '.join(self.words[:5])}"
+                f"found {len(self.words):,} words, {different:,} of them different: {' '.join(self.words[:5])}"
             )
+        # A text that says "<pad>" does not mean padding: no text has the special words.
+        self._ids = {word: number for number, word in enumerate(self.words) if number >= len(SPECIAL_WORDS)}
 
     @classmethod
     def of(cls, words: Iterable[str]) -> "Vocabulary":

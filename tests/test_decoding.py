@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torchmetrics.text import BLEUScore
 
 from datamodules.text import EOS, PAD, SOS
-from recipes.seq2seq.decoding import beam_search, length_limits, length_penalty
+from recipes.seq2seq.decoding import attention_weights, beam_search, length_limits, length_penalty
 from recipes.seq2seq.network import Seq2SeqNet
 from recipes.seq2seq.scores import TextScores
 from tests.ranks import run_ranks
@@ -101,25 +101,26 @@ def test_a_wider_beam_never_finds_less_likely_first_translations_than_a_greedy_o
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_translations_do_not_depend_on_what_else_is_in_the_batch(settings):
     net, (source, lengths) = network(15, **settings), sources(9)
-    together = beam_search(net, source, lengths, beam=4, nbest=3, with_attention=True)
-    assert together.attention is not None
+    together = beam_search(net, source, lengths, beam=4, nbest=3)
     for i, length in enumerate(lengths.tolist()):
-        alone = beam_search(net, source[i : i + 1, :length], lengths[i : i + 1], beam=4, nbest=3, with_attention=True)
-        assert alone.attention is not None
+        alone = beam_search(net, source[i : i + 1, :length], lengths[i : i + 1], beam=4, nbest=3)
         time = alone.words.shape[2]
         assert torch.equal(together.words[i, :, :time], alone.words[0])
         assert (together.words[i, :, time:] == PAD).all()
         torch.testing.assert_close(together.scores[i], alone.scores[0], atol=1e-10, rtol=0)
-        torch.testing.assert_close(together.attention[i, :, :time, :length], alone.attention[0], atol=1e-6, rtol=0)
-        assert (together.attention[i, :, :, length:] == 0).all()
 
 
-def test_each_word_said_has_attention_that_sums_to_one_and_padding_has_none():
-    net, (source, lengths) = network(15), sources(9)
-    found = beam_search(net, source, lengths, beam=3, nbest=2, with_attention=True)
-    assert found.attention is not None
-    sums = found.attention.sum(3)
-    torch.testing.assert_close(sums, (found.words != PAD).float(), atol=1e-6, rtol=0)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_each_word_said_has_attention_that_sums_to_one_and_does_not_depend_on_the_batch(settings):
+    net, (source, lengths) = network(15, **settings), sources(9)
+    words = beam_search(net, source, lengths, beam=3).words[:, 0]
+    together = attention_weights(net, source, lengths, words)
+    assert together.shape == (9, words.shape[1], source.shape[1])
+    torch.testing.assert_close(together.sum(2), torch.ones_like(together[:, :, 0]))
+    for i, length in enumerate(lengths.tolist()):
+        assert (together[i, :, length:] == 0).all()
+        alone = attention_weights(net, source[i : i + 1, :length], lengths[i : i + 1], words[i : i + 1])
+        torch.testing.assert_close(together[i, :, :length], alone[0], atol=1e-10, rtol=0)
 
 
 def test_a_batch_without_sentences_has_no_translations_and_scores_of_nothing_are_zero():

@@ -88,6 +88,13 @@ def test_a_vocabulary_numbers_the_special_words_first_and_turns_strangers_into_u
     assert vocabulary != Vocabulary.of(["chat", "le"])
 
 
+def test_a_text_that_spells_a_special_word_does_not_get_its_meaning() -> None:
+    vocabulary = Vocabulary.of(["le", "chat", "<pad>"])
+    assert vocabulary.encode("<pad> chat <eos>") == [UNK, 5, UNK, EOS]
+    assert vocabulary.ids_of([*SPECIAL_WORDS, "<sos>", "le"]).tolist() == [0, 1, 2, 3, UNK, 4]
+    assert vocabulary.mark_unknown("<eos> le") == "[<eos>] le"
+
+
 @pytest.mark.parametrize("words", [["le", "chat"], [*SPECIAL_WORDS, "le", "le"], []])
 def test_a_list_that_is_no_vocabulary_is_refused(words: list[str]) -> None:
     with pytest.raises(UserError, match=f"begins with <pad> <sos> <eos> <unk>, found {len(words)} words"):

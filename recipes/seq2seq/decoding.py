@@ -12,7 +12,7 @@ from torch import Tensor
 from datamodules.text import EOS, PAD, SOS
 from recipes.seq2seq.network import Seq2SeqNet
 
-__all__ = ["Translations", "beam_search", "length_limits", "length_penalty"]
+__all__ = ["Translations", "attention_weights", "beam_search", "length_limits", "length_penalty"]
 
 
 class Translations(NamedTuple):
@@ -21,12 +21,10 @@ class Translations(NamedTuple):
     Args:
         words: int64 of shape (batch, nbest, time): words, EOS, padding.
         scores: log-probability over length penalty, of shape (batch, nbest); -inf where there is no such translation.
-        attention: weights for each word said, of shape (batch, nbest, time, source), or None.
     """
 
     words: Tensor
     scores: Tensor
-    attention: Tensor | None
 
 
 def length_penalty(lengths: Tensor, alpha: float) -> Tensor:
@@ -64,7 +62,6 @@ def beam_search(
     nbest: int = 1,
     alpha: float = 0.6,
     limits: Tensor | None = None,
-    with_attention: bool = False,
 ) -> Translations:
     """Translate a batch; the network has to be in evaluation mode.
 
@@ -82,7 +79,7 @@ def beam_search(
     device, batch = source.device, len(source)
     limits = (length_limits(lengths) if limits is None else limits).to(device)
     if not batch:
-        return Translations(source.new_zeros(0, nbest, 0), torch.zeros(0, nbest, device=device), None)
+        return Translations(source.new_zeros(0, nbest, 0), torch.zeros(0, nbest, device=device))
     longest = int(limits.max())
     encoded, state = network.encode(source, lengths)
     dtype = torch.promote_types(encoded.memory.dtype, torch.float32)
@@ -90,18 +87,14 @@ def beam_search(
     done = torch.zeros(batch, dtype=torch.int64, device=device)
     finished = torch.full((batch, beam, longest), PAD, device=device)
     scores = torch.full((batch, beam), -torch.inf, dtype=dtype, device=device)
-    finished_attention = encoded.memory.new_zeros(
-        (batch, beam, longest, source.shape[1]) if with_attention else 0, dtype=torch.float32
-    )
     # Of each row: its sentence, its place in the beam, its log-probability, its last word, and all that it said.
     sentence, place = torch.arange(batch, device=device), torch.zeros(batch, dtype=torch.int64, device=device)
     total = torch.zeros(batch, dtype=dtype, device=device)
     words = torch.full((batch,), SOS, device=device)
     said = torch.full((batch, longest), PAD, device=device)
-    seen = finished_attention.new_zeros((batch, longest, source.shape[1]) if with_attention else 0)
     here = encoded
     for time in range(longest):
-        readouts, state, weights = network.step(words, state, here)
+        readouts, state, _ = network.step(words, state, here)
         log_probabilities = _log_probabilities(network, readouts, last=limits[sentence] == time + 1)
         # The best of a sentence are among the best of its rows.
         values, choices = (total.unsqueeze(1) + log_probabilities).topk(min(beam, log_probabilities.shape[1]))
@@ -115,16 +108,12 @@ def beam_search(
         valid = (values > -torch.inf) & (torch.arange(beam, device=device) < places.unsqueeze(1))
         ends = valid & (chosen == EOS)
 
-        if with_attention:
-            seen[:, time] = weights
         of, rank = ends.nonzero(as_tuple=True)
         slot = (done.unsqueeze(1) + ends.cumsum(1) - 1)[of, rank]
         said_by = said[parents[of, rank]]
         said_by[:, time] = EOS
         finished[of, slot] = said_by
         scores[of, slot] = values[of, rank] / length_penalty(torch.tensor(time + 1), alpha)
-        if with_attention:
-            finished_attention[of, slot] = seen[parents[of, rank]]
         done, places = done + ends.sum(1), places - ends.sum(1)
 
         sentence, place = (valid & ~ends).nonzero(as_tuple=True)
@@ -133,11 +122,31 @@ def beam_search(
         rows = parents[sentence, place]
         total, words, said, state = values[sentence, place], chosen[sentence, place], said[rows], state.select(rows)
         said[:, time] = words
-        if with_attention:
-            seen = seen[rows]
         here = encoded.select(sentence)
     scores, order = scores.topk(nbest)
     time = int((finished != PAD).sum(2).max())
     at = torch.arange(batch, device=device).unsqueeze(1)
-    attention = finished_attention[at, order, :time] if with_attention else None
-    return Translations(finished[at, order, :time], scores, attention)
+    return Translations(finished[at, order, :time], scores)
+
+
+@torch.no_grad()
+def attention_weights(network: Seq2SeqNet, source: Tensor, lengths: Tensor, words: Tensor) -> Tensor:
+    """What each word of a translation looked at; the network has to be in evaluation mode.
+
+    A search that kept this for all it tries would take gigabytes beside one long sentence.
+
+    Args:
+        source: words of shape (batch, source), then padding.
+        lengths: of shape (batch,).
+        words: the translation, of shape (batch, time).
+
+    Returns:
+        Weights of shape (batch, time, source).
+    """
+    encoded, state = network.encode(source, lengths)
+    given = torch.cat((torch.full_like(words[:, :1], SOS), words[:, :-1]), 1)
+    seen = []
+    for column in given.unbind(1):
+        _, state, weights = network.step(column, state, encoded)
+        seen.append(weights)
+    return torch.stack(seen, 1)

@@ -12,11 +12,12 @@ from callbacks.translation_pictures import Translation, attention_figure
 from datamodules.errors import UserError
 from recipes.seq2seq.attention import ATTENTIONS
 
-__all__ = ["check_picture", "draw_attention", "translation_rows"]
+__all__ = ["MOST_PANELS", "check_picture", "draw_attention", "translation_rows"]
 
 log = logging.getLogger("lightning_recipes")
 
-_MOST_PANELS = 12
+MOST_PANELS = 12
+"""Sentences in one picture at most."""
 
 
 def check_picture(file: str | None) -> None:
@@ -34,7 +35,7 @@ def check_picture(file: str | None) -> None:
 def _by_sentence(outputs: Iterable[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
     """The sentences of all batches, in the order of their numbers."""
     each = (
-        (number, {name: part[i] for name, part in batch.items() if name != "numbers" and part is not None})
+        (number, {name: part[i] for name, part in batch.items() if name != "numbers"})
         for batch in outputs
         for i, number in enumerate(batch["numbers"])
     )
@@ -65,11 +66,12 @@ def draw_attention(
     file: str, outputs: Iterable[dict[str, Any]], names: Sequence[str], decode: Callable[[list[int]], str]
 ) -> None:
     """Draw what each word of the best translations looked at; arguments as in `translation_rows`."""
+    sentences = _by_sentence(outputs)
     samples = [
         Translation(names[number], decode(found["words"][0].tolist()), None, found["attention"])
-        for number, found in _by_sentence(outputs)
+        for number, found in sentences[:MOST_PANELS]
     ]
-    if len(samples) > _MOST_PANELS:
-        log.warning("%s shows the first %d of %d sentences", file, _MOST_PANELS, len(samples))
+    if len(sentences) > MOST_PANELS:
+        log.warning("%s shows the first %d of %d sentences", file, MOST_PANELS, len(sentences))
     if samples:
-        attention_figure(samples[:_MOST_PANELS]).savefig(file, dpi=150, bbox_inches="tight")
+        attention_figure(samples).savefig(file, dpi=150, bbox_inches="tight")

@@ -16,9 +16,9 @@ from datamodules.randomness import uniform
 from datamodules.text import PAD, SPECIAL_WORDS, UNK, Normalisation, Vocabulary, normalise_lines
 from recipes.recipe import Recipe
 from recipes.seq2seq.attention import AttentionName
-from recipes.seq2seq.decoding import Translations, beam_search
+from recipes.seq2seq.decoding import Translations, attention_weights, beam_search
 from recipes.seq2seq.network import CellName, Seq2SeqNet, spoken_positions
-from recipes.seq2seq.predictions import check_picture, draw_attention, translation_rows
+from recipes.seq2seq.predictions import MOST_PANELS, check_picture, draw_attention, translation_rows
 from recipes.seq2seq.scores import TranslationScores
 
 __all__ = ["Seq2SeqTranslator", "teacher_forcing_share"]
@@ -249,12 +249,20 @@ class Seq2SeqTranslator(Recipe):
             batch = TranslationBatch(*parts)  # type: ignore[arg-type]
         if not len(batch.source):
             return {}
-        found = self._search(batch.source, batch.source_lengths, beam, with_attention=True)
+        found = self._search(batch.source, batch.source_lengths, beam)
         translations = [self._words()[1].decode(row) for row in found.words[:, 0].tolist()]
         sources, references = self._sentences(batch)
         scores.texts.update(translations, references)
-        attention = None if found.attention is None else found.attention[:, 0]
+
+        def attention(i: int) -> Tensor:
+            return self._attention(batch, found, i)
+
         return {"sources": sources, "translations": translations, "references": references, "attention": attention}
+
+    def _attention(self, batch: TranslationBatch, found: Translations, i: int) -> Tensor:
+        """What the best translation of sentence `i` looked at, of shape (time, source)."""
+        one = slice(i, i + 1)
+        return attention_weights(self.network, batch.source[one], batch.source_lengths[one], found.words[one, 0])[0]
 
     def _sentences(self, batch: TranslationBatch) -> tuple[list[str], list[str]]:
         """The sources and the references of a batch as text, unknown words as they are where the data tell."""
@@ -294,11 +302,8 @@ class Seq2SeqTranslator(Recipe):
 
     # Translating
 
-    def _search(
-        self, source: Tensor, lengths: Tensor, beam: int, nbest: int = 1, with_attention: bool = False
-    ) -> Translations:
-        alpha = self.hparams.length_penalty
-        return beam_search(self.network, source, lengths, beam, nbest, alpha, with_attention=with_attention)
+    def _search(self, source: Tensor, lengths: Tensor, beam: int, nbest: int = 1) -> Translations:
+        return beam_search(self.network, source, lengths, beam, nbest, self.hparams.length_penalty)
 
     @override
     def forward(self, source: Tensor) -> Tensor:
@@ -308,15 +313,19 @@ class Seq2SeqTranslator(Recipe):
 
     @override
     def predict_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
-        """The sentences' numbers, and of each its best translations, their scores and the first one's attention.
+        """The sentences' numbers, and of each its best translations and their scores.
 
-        The attention is None unless a picture of it is wanted: beside one long sentence it takes gigabytes.
+        For a picture, the first sentences' attention comes with them.
         """
-        beam, nbest, drawn = self.hparams.beam, self.hparams.nbest, self.hparams.attention is not None
-        found = self._search(batch.source, batch.source_lengths, beam, nbest, with_attention=drawn)
-        numbers = torch.arange(len(batch.source)) if batch.numbers is None else batch.numbers
-        attention = None if found.attention is None else found.attention[:, 0].cpu()
-        return {"numbers": numbers.tolist(), "words": found.words, "scores": found.scores, "attention": attention}
+        found = self._search(batch.source, batch.source_lengths, self.hparams.beam, self.hparams.nbest)
+        numbers = (torch.arange(len(batch.source)) if batch.numbers is None else batch.numbers).tolist()
+        output = {"numbers": numbers, "words": found.words, "scores": found.scores}
+        if self.hparams.attention is not None:
+            output["attention"] = [
+                self._attention(batch, found, i).cpu() if number < MOST_PANELS else None
+                for i, number in enumerate(numbers)
+            ]
+        return output
 
     @override
     def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
