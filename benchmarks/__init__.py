@@ -10,5 +10,6 @@ SECTIONS = {
     "callbacks_cost": "microseconds that the callbacks add to an update",
     "fine_tuning": "seconds of a step by what is frozen, and of an epoch with cached features",
     "seq2seq": "target words a second and BLEU of a translator in training",
+    "scaling": "what more processes give, and what many more would",
 }
 """The sections in the order in which they run, and what each measures."""

@@ -24,6 +24,10 @@ def _positive(text: str) -> int:
     return number
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(sorted({_positive(part) for part in text.split(",")}))
+
+
 def _json_path(text: str) -> Path:
     path = Path(text).expanduser()
     if path.is_dir() or not path.parent.is_dir():
@@ -46,6 +50,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=_positive, metavar="N", help="rounds; by default each section's own choice")
     parser.add_argument("--threads", type=_positive, metavar="N", help="of torch; by default each section's own choice")
     parser.add_argument("--data-dir", default="data", metavar="FOLDER", help="where data sets are (default: data)")
+    parser.add_argument(
+        "--devices", type=_counts, default=(), metavar="N,N", help="scaling: processes on a node, as in 1,2,4,8"
+    )
+    parser.add_argument("--num-nodes", type=_positive, default=1, metavar="N", help="scaling: nodes, all alike")
     return parser
 
 
@@ -79,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = describe_machine(tuned)
     for key, text in machine.items():
         console.print(f"{key}: {text}", soft_wrap=True)
-    options = Options(args.quick, args.repeats, args.threads, args.data_dir)
+    options = Options(args.quick, args.repeats, args.threads, args.data_dir, args.devices, args.num_nodes)
     done: dict[str, Section] = {}
     interrupted = False
     for name in names:

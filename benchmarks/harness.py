@@ -50,12 +50,16 @@ class Options:
         repeats: rounds; None is the section's own choice.
         threads: of torch; None is the section's own choice.
         data_dir: where data sets are looked for.
+        devices: of the scaling section: processes on a node, for each world to measure.
+        num_nodes: of the scaling section.
     """
 
     quick: bool = False
     repeats: int | None = None
     threads: int | None = None
     data_dir: str = "data"
+    devices: tuple[int, ...] = ()
+    num_nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -283,7 +287,7 @@ def _cell(spread: Spread | None, form: str) -> str:
     if spread is None:
         return ""
     median, low, high = (format(value, form) for value in (spread.median, spread.low, spread.high))
-    return f"{median} ({low}..{high})"
+    return f"{median} ({low}..{high})" if len(spread.values) > 1 else median
 
 
 def print_section(section: Section, console: Console) -> None:
