@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from callbacks.bn_recalibration import BNRecalibration
     from callbacks.classification_pictures import ClassificationPictures
     from callbacks.exact_checkpoint import ExactCheckpoint
+    from callbacks.finite_weights import FiniteWeights
     from callbacks.freeze_layers import FreezeLayers
     from callbacks.grad_cam import GradCAM
     from callbacks.gradient_accumulation import GradientAccumulation
@@ -25,6 +26,7 @@ __all__ = [
     "BNRecalibration",
     "ClassificationPictures",
     "ExactCheckpoint",
+    "FiniteWeights",
     "FreezeLayers",
     "GradCAM",
     "GradientAccumulation",
@@ -46,6 +48,7 @@ __getattr__ = lazy_names(
         "BNRecalibration": "callbacks.bn_recalibration",
         "ClassificationPictures": "callbacks.classification_pictures",
         "ExactCheckpoint": "callbacks.exact_checkpoint",
+        "FiniteWeights": "callbacks.finite_weights",
         "FreezeLayers": "callbacks.freeze_layers",
         "GradCAM": "callbacks.grad_cam",
         "GradientAccumulation": "callbacks.gradient_accumulation",

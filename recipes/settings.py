@@ -7,6 +7,7 @@ from typing import Literal
 from lightning.pytorch.callbacks import Callback
 
 from callbacks.exact_checkpoint import ExactCheckpoint
+from callbacks.finite_weights import FiniteWeights
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.rank_consistency import RankConsistency
 from callbacks.seed_control import SeedControl
@@ -83,7 +84,7 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
         seeds,
         WarmupLR(settings.warmup, settings.warmup_kind, settings.warmup_start_factor, scale, base if scale else None),
     ]
-    callbacks.append(RankConsistency())
+    callbacks += [FiniteWeights(), RankConsistency()]
     if settings.sync_bn:
         callbacks.append(SyncBN(None if settings.sync_bn is True else settings.sync_bn))
     return callbacks

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from callbacks.bn_recalibration import BNRecalibration
 from callbacks.classification_pictures import ClassificationPictures
+from callbacks.finite_weights import FiniteWeights
 from callbacks.freeze_layers import FreezeLayers
 from callbacks.grad_cam import GradCAM
 from callbacks.gradient_accumulation import GradientAccumulation
@@ -34,6 +35,7 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "SyncBN": lambda: SyncBN(),
     "SyncBN, groups of one": lambda: SyncBN(group_size=1),
     "FreezeLayers": lambda: FreezeLayers(until="1", unfreeze={"0.0": "1 epochs", "0": "60%"}),
+    "FiniteWeights": lambda: FiniteWeights(),
     "RankConsistency": lambda: RankConsistency(),
     "BNRecalibration": lambda: BNRecalibration(batches=3),
     "GroupTable": lambda: GroupTable(),
@@ -51,6 +53,7 @@ TOGETHER = (
     "WarmupLR",
     "SyncBN",
     "FreezeLayers",
+    "FiniteWeights",
     "RankConsistency",
     "BNRecalibration",
     "GroupTable",
