@@ -91,7 +91,8 @@ LIVES = {
 
 
 @pytest.mark.parametrize(
-    "where", ["in mid-window", *(pytest.param(name, marks=pytest.mark.slow) for name in LIVES if name != "in mid-window")]
+    "where",
+    ["in mid-window", *(pytest.param(name, marks=pytest.mark.slow) for name in LIVES if name != "in mid-window")],
 )
 def test_the_same_command_line_goes_on_after_kill_9_and_ends_with_the_same_bits(where, whole, tmp_path):
     for dies in LIVES[where]:
@@ -125,7 +126,10 @@ def test_another_number_of_devices_keeps_the_global_batch_and_says_so(whole, tmp
         run_ranks(live, 1, ranked(1), str(tmp_path), ("on_train_batch_start", 1, 7))
     args = [arg for arg in ranked(2) if arg not in ("--batch-size", "128")]
     run_ranks(live, 2, args, str(tmp_path))
-    assert "devices: 1 before, 2 now; the global batch stays 256 (2 x 128 samples x 1 micro-batches)" in capfd.readouterr().out
+    assert (
+        "devices: 1 before, 2 now; the global batch stays 256 (2 x 128 samples x 1 micro-batches)"
+        in capfd.readouterr().out
+    )
     path = tmp_path / "runs" / "plain" / "run" / "checkpoints" / "last.ckpt"
     saved = torch.load(path, weights_only=True)
     assert saved["global_step"] == 18
