@@ -8,7 +8,6 @@ import threading
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import numpy as np
@@ -156,7 +155,7 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint_and_its_rest_goes_with_th
         leftovers += len(list(tmp_path.glob(".*.part")))
     assert leftovers, "no kill fell into a save"
     write_checkpoint(checkpoint(0), tmp_path / "last.ckpt")
-    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def test_only_dead_writers_files_are_removed(tmp_path):
@@ -167,7 +166,7 @@ def test_only_dead_writers_files_are_removed(tmp_path):
     with (tmp_path / ".best.ckpt.0b.part").open("w") as alive:
         fcntl.flock(alive, fcntl.LOCK_EX)
         remove_leftovers(tmp_path)
-        assert sorted(os.listdir(tmp_path)) == [".best.ckpt.0b.part", "notes.part"]
+        assert sorted(file.name for file in tmp_path.iterdir()) == [".best.ckpt.0b.part", "notes.part"]
 
 
 def _save_on_a_full_disk(folder: str) -> dict:
@@ -179,7 +178,7 @@ def _save_on_a_full_disk(folder: str) -> dict:
     failed = dict(io.failures)
     io.remove_checkpoint(path)
     kept = torch.load(path, weights_only=True)["seed"]
-    files = os.listdir(folder)
+    files = [file.name for file in Path(folder).iterdir()]
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     io.save_checkpoint(checkpoint(3), path)
     return {"failed": failed, "kept": kept, "files": files, "after": dict(io.failures)}
@@ -197,7 +196,7 @@ def test_a_disk_that_is_too_small_is_refused_before_training(tmp_path):
         network = torch.nn.Linear(100_000, 100_000)
     size = estimate_checkpoint_bytes(network, [torch.optim.AdamW(network.parameters())])
     assert size == 3 * 4 * (100_000**2 + 100_000)
-    with pytest.raises(UserError, match=r"will take 120,\d+\.\d TB|will take \d.*GB .*--save-top-k"):
+    with pytest.raises(UserError, match=r"will take \d.*GB .* are free: .*--save-top-k"):
         check_space(tmp_path / "not" / "yet", 1000 * size, files=2)
     check_space(tmp_path / "not" / "yet", 1000, files=2)
 
@@ -209,7 +208,7 @@ def test_what_is_no_interval_is_refused(text):
 
 
 def test_the_best_checkpoint_is_known_where_its_folder_was_moved_and_forgotten_where_it_is_lost(tmp_path):
-    trainer = SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda value: value))
+    trainer, module = pl.Trainer(**QUIET), Tiny(picture_network(), torch.optim.SGD, lr=0.1)
     old = ExactCheckpoint(tmp_path / "old", filename="best", monitor="score", mode="max")
     name = str(tmp_path / "old" / "best.ckpt")
     old.best_model_path = old.kth_best_model_path = name
@@ -221,7 +220,7 @@ def test_the_best_checkpoint_is_known_where_its_folder_was_moved_and_forgotten_w
             (folder / "best.ckpt").touch()
         new = ExactCheckpoint(folder, filename="best", monitor="score", mode="max")
         new.load_state_dict(old.state_dict())
-        new.on_fit_start(trainer, None)
+        new.on_fit_start(trainer, module)
         assert new.best_model_path == (str(folder / "best.ckpt") if moved else "")
         assert (new.best_model_score is None) is not moved
         assert list(new.best_k_models) == ([str(folder / "best.ckpt")] if moved else [])

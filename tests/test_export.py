@@ -50,7 +50,7 @@ class Forgetful(MNISTClassifier):
         self.scale = getattr(self, "scale", 0) + 1
         network = super().build_network()
         scale = self.scale
-        network.register_forward_hook(lambda module, inputs, output: output * scale)
+        network.register_forward_hook(lambda *call: call[-1] * scale)
         return network
 
 
