@@ -136,9 +136,16 @@ def test_damage_is_named_and_a_damaged_checkpoint_is_not_loaded(tmp_path):
         VerifiedCheckpointIO().load_checkpoint(path)
 
 
-def _save_for_ever(folder: str, seconds: float) -> None:
-    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+def _save_for_ever(folder: str, saves: int) -> None:
+    """Save until the file of a save after some others is seen half-written."""
     seed = 0
+
+    def watch() -> None:
+        while seed <= saves or not list(Path(folder).glob(".*.part")):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
     while True:
         seed += 1
         write_checkpoint(checkpoint(seed, 200_000), Path(folder) / "last.ckpt")
@@ -148,7 +155,7 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint_and_its_rest_goes_with_th
     leftovers = 0
     for number in range(3):
         with pytest.raises(AssertionError, match="exit status -9"):
-            run_ranks(_save_for_ever, 1, str(tmp_path), 0.3 + 0.013 * number)
+            run_ranks(_save_for_ever, 1, str(tmp_path), 1 + number)
         assert describe_damage(tmp_path / "last.ckpt") is None
         loaded = torch.load(tmp_path / "last.ckpt", weights_only=True)
         assert torch.equal(loaded["state_dict"]["weight"], checkpoint(loaded["seed"], 200_000)["state_dict"]["weight"])
