@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from datamodules.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from recipes.checkpoint_guard import CheckpointGuard
+    from recipes.checkpoints import VerifiedCheckpointIO
     from recipes.classification import Classifier
     from recipes.cli import run
     from recipes.mnist.recipe import MNISTClassifier
@@ -12,16 +14,27 @@ if TYPE_CHECKING:
     from recipes.resnet.recipe import ResNetFineTuner
     from recipes.seq2seq.recipe import Seq2SeqTranslator
 
-__all__ = ["Classifier", "MNISTClassifier", "Recipe", "ResNetFineTuner", "Seq2SeqTranslator", "run"]
+__all__ = [
+    "CheckpointGuard",
+    "Classifier",
+    "MNISTClassifier",
+    "Recipe",
+    "ResNetFineTuner",
+    "Seq2SeqTranslator",
+    "VerifiedCheckpointIO",
+    "run",
+]
 
 __getattr__ = lazy_names(
     __name__,
     {
+        "CheckpointGuard": "recipes.checkpoint_guard",
         "Classifier": "recipes.classification",
         "MNISTClassifier": "recipes.mnist.recipe",
         "Recipe": "recipes.recipe",
         "ResNetFineTuner": "recipes.resnet.recipe",
         "Seq2SeqTranslator": "recipes.seq2seq.recipe",
+        "VerifiedCheckpointIO": "recipes.checkpoints",
         "run": "recipes.cli",
     },
 )

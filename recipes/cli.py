@@ -7,17 +7,13 @@ import shutil
 import sys
 import time
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback
@@ -30,11 +26,17 @@ from typing_extensions import override
 from callbacks.run_progress import RunProgress
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
+from recipes.checkpoint_guard import CheckpointGuard
+from recipes.checkpoints import VerifiedCheckpointIO
+from recipes.export import export
 from recipes.flags import FlagGroup, FlagParser
 from recipes.launch import is_rank_zero, resolve_precision, tune_allocator
 from recipes.recipe import Recipe
 from recipes.report import Stopwatch, check_output, hardware, print_pairs, print_rows, report, shown, write_rows
-from recipes.settings import RunSettings, checkpoint_callback, run_callbacks
+from recipes.resume import Start, find_start, locked
+from recipes.saved import describe_differences, read_run
+from recipes.settings import RunSettings, checkpoint_callbacks, run_callbacks
+from recipes.split import keep_global_batch
 
 __all__ = ["run"]
 
@@ -43,6 +45,7 @@ _COMMANDS = {
     "validate": "score a checkpoint on the validation part",
     "test": "score a checkpoint on the test set",
     "predict": "what a checkpoint says of your files",
+    "export": "write a checkpoint's network for other programs, and check that it computes the same",
 }
 
 # The command line sets these itself, or they hold objects that no flag can spell.
@@ -56,10 +59,13 @@ _COMMON_TRAINER_PARAMETERS = """
     limit_train_batches profiler
 """
 _COMMON_RUN_SETTINGS = """
-    name run_dir resume ckpt output seed deterministic precision global_batch_size accumulate warmup lr_scale sync_bn
+    name run_dir resume save_every ckpt output format seed deterministic precision global_batch_size accumulate warmup
+    lr_scale sync_bn
 """
 # Of one call, and not of the experiment: a checkpoint's settings leave them out.
-_OF_THIS_CALL = {"name", "run_dir", "resume", "ckpt", "output", "config", "inputs", "attention"}
+_OF_THIS_CALL = {
+    *("name", "run_dir", "resume", "resume_anyway", "ckpt", "output", "format", "config", "inputs", "attention")
+}
 _OF_THIS_MACHINE = {"devices", "num_nodes", "accelerator", "strategy"}
 
 
@@ -136,38 +142,6 @@ def _say(message: str) -> None:
         print(message, flush=True)  # noqa: T201
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """What the command line has to know of a checkpoint before the Trainer reads it."""
-
-    config: dict[str, Any]
-    updates: int
-    epochs: int
-
-
-@lru_cache(maxsize=1)
-def _read(path: str) -> _Saved:
-    """The settings and the progress in a checkpoint, without running code from it."""
-    if not Path(path).is_file():
-        raise UserError(f"there is no checkpoint {path}")
-    if not zipfile.is_zipfile(path):
-        raise UserError(f"{path} is no checkpoint: it is damaged, or another kind of file")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path} is not a readable checkpoint: {reason}") from error
-    if (
-        not isinstance(checkpoint, dict)
-        or not {"state_dict", "loops", "pytorch-lightning_version"} <= checkpoint.keys()
-    ):
-        raise UserError(f"{path} is no checkpoint of a run, which holds its settings beside the weights")
-    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
-    # A plain Trainer saves the constructors' arguments only.
-    saved = checkpoint.get("datamodule_hyper_parameters", {}) | checkpoint.get("hyper_parameters", {})
-    return _Saved(checkpoint.get("config") or saved, checkpoint["global_step"], epochs)
-
-
 @contextmanager
 def _as_user_errors(*kinds: type[Exception]) -> Iterator[None]:
     """Exceptions that a user's settings cause."""
@@ -178,45 +152,54 @@ def _as_user_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 
 @contextmanager
-def _run_folder(settings: RunSettings, title: str) -> Iterator[Path]:
-    """The run's folder; a new one is this call's alone, and goes again where a mistake left it without weights."""
-    if settings.resume:
-        folder = Path(settings.resume).resolve().parent.parent
-        if (folder / "config.yaml").is_file() and Path(settings.resume).resolve().parent.name == "checkpoints":
-            yield folder
-            return
+def _run_folder(settings: RunSettings, title: str, start: Start) -> Iterator[Path]:
+    """The run's folder, for this call alone; a new one goes again where a mistake left it without weights."""
+    folder = Path(start.folder) if start.folder else None
+    if folder is None and settings.resume:
         _say(f"{settings.resume} lies in no run's folder: going on in a new one")
-    parent = Path(settings.run_dir) / title
-    if settings.name is not None and Path(settings.name).name != settings.name:
-        raise UserError(f"--name {settings.name} is not the name of a folder; pass --run-dir for where runs go")
-    name = settings.name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     if not is_rank_zero():
         # Only rank 0 writes; Lightning tells the others where its checkpoints are.
-        yield parent / name
+        yield folder or Path(settings.run_dir) / title / "unknown"
         return
+    folder, new = (folder, not folder.exists()) if folder else (_new_folder(settings, title), True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_make(folder, error) from error
+    try:
+        with locked(folder):
+            yield folder
+    except UserError:
+        if new and not (folder / "checkpoints").exists():
+            shutil.rmtree(folder)
+        raise
+
+
+def _cannot_make(folder: Path, error: OSError) -> UserError:
+    return UserError(f"cannot make the run's folder {folder}: {error.strerror}; pass --run-dir")
+
+
+def _new_folder(settings: RunSettings, title: str) -> Path:
+    """A folder that nobody else has, with a number behind its name where that is taken."""
+    parent = Path(settings.run_dir) / title
+    name = settings.name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder, number = parent / name, 1
     while True:
         try:
             folder.mkdir(parents=True)
-            break
+            return folder
         except FileExistsError:
             number += 1
             folder = parent / f"{name}-{number}"
         except OSError as error:
-            raise UserError(f"cannot make the run's folder {folder}: {error.strerror}; pass --run-dir") from error
-    try:
-        yield folder
-    except UserError:
-        if not (folder / "checkpoints").exists():
-            shutil.rmtree(folder)
-        raise
+            raise _cannot_make(folder, error) from error
 
 
 def _loggers(folder: Path, resume: str | None, config: dict[str, Any]) -> list[Logger]:
     rows: list[dict[str, Any]] = []
     metrics_file = folder / "metrics.csv"
     if resume and metrics_file.is_file():
-        done = _read(resume).updates
+        done = read_run(resume).updates
         with metrics_file.open(newline="") as file:
             rows = [{k: v for k, v in row.items() if v} for row in csv.DictReader(file) if int(row["step"]) < done]
     csv_logger = CSVLogger(str(folder), name="", version="")
@@ -263,15 +246,25 @@ class _CommandLine:
             self.parser.add_argument("inputs", nargs="*")
         namespace = self.parser.parse(args)
         self._check(command, namespace)
-        if checkpoint := namespace.resume or namespace.ckpt:
+        _quiet()
+        self.start = self._find_start(namespace) if command == "fit" else Start()
+        if self.start.finished:
+            _say(f"the run in {shown(self.start.folder or '')} has finished; pass a larger --max-epochs to go on")
+            return
+        if checkpoint := self.start.checkpoint or namespace.ckpt:
             other = _OF_THIS_CALL | (set() if command == "fit" else _OF_THIS_MACHINE)
-            saved = _read(checkpoint).config
+            saved = read_run(checkpoint).config
             self.parser.set_known_defaults({name: value for name, value in saved.items() if name not in other})
             namespace = self.parser.parse(args)
+            if command == "fit":
+                self._refuse_another_experiment(checkpoint, saved, namespace)
+        asked, namespace.resume = namespace.resume, self.start.checkpoint
+        self.resumes_by_itself = asked != self.start.checkpoint
+        if checkpoint and self.resumes_by_itself:
+            _say(f"going on from {shown(checkpoint)}, after {read_run(checkpoint).updates:,} updates")
         inputs = namespace.inputs if command == "predict" else []
         if command == "predict":
             namespace.devices, namespace.num_nodes = 1, 1
-        _quiet()
         try:
             self._execute(command, namespace, inputs)
         except RuntimeError as error:
@@ -280,9 +273,34 @@ class _CommandLine:
             first = str(error).splitlines()[1].strip()
             raise UserError(f"{checkpoint} holds another network than this one: {first[:200]}") from error
 
+    def _find_start(self, namespace: Namespace) -> Start:
+        if namespace.name is not None and Path(namespace.name).name != namespace.name:
+            raise UserError(f"--name {namespace.name} is not the name of a folder; pass --run-dir for where runs go")
+        resume = namespace.resume
+        if namespace.fast_dev_run or namespace.enable_checkpointing is False:
+            resume = "none" if resume in (None, "auto") else resume
+        parent = Path(namespace.run_dir) / self.recipe_class.title
+        return find_start(resume, namespace.name, parent, self._config(namespace))
+
+    def _config(self, namespace: Namespace) -> dict[str, Any]:
+        """The settings that make the experiment, as they are saved."""
+        return {k: v for k, v in self.parser.as_plain(namespace).items() if k not in _OF_THIS_CALL}
+
+    def _refuse_another_experiment(self, checkpoint: str, saved: dict[str, Any], namespace: Namespace) -> None:
+        differences = "; ".join(describe_differences(saved, self._config(namespace)))
+        if differences and not namespace.resume_anyway:
+            raise UserError(
+                f"{shown(checkpoint)} is of another experiment: {differences}; leave these out, pass another --name to"
+                " begin anew, or --resume-anyway"
+            )
+        if differences:
+            _say(f"resuming anyway: {differences}")
+
     def _check(self, command: str, namespace: Namespace) -> None:
         """Refuse flags that the command has no use for, and a command without what it needs."""
         if command == "fit":
+            if namespace.format is not None:
+                raise UserError("--format is for export; a run writes its own checkpoints")
             if namespace.ckpt:
                 raise UserError("fit begins with new weights; pass --resume FILE to go on from a checkpoint")
             if namespace.output:
@@ -293,6 +311,14 @@ class _CommandLine:
         if not namespace.ckpt:
             example = f"runs/{self.recipe_class.title}/NAME/checkpoints/best.ckpt"
             raise UserError(f"{command} needs a checkpoint; pass --ckpt {example}")
+        if command == "export":
+            if namespace.format is None:
+                raise UserError(
+                    "export needs a format; pass --format safetensors, state-dict, torchscript, onnx or pt2"
+                )
+            return
+        if namespace.format is not None:
+            raise UserError(f"--format is for export; {command} chooses by the ending of --output")
         check_output(namespace.output)
 
     def _print_help(self, everything: bool) -> None:
@@ -313,7 +339,7 @@ class _CommandLine:
         tuned = namespace.tune_allocator and tune_allocator()
         namespace.precision, reason = resolve_precision(namespace.precision, namespace.accelerator)
         why = f" ({reason})" if reason else ""
-        plain = {k: v for k, v in self.parser.as_plain(namespace).items() if k not in _OF_THIS_CALL}
+        plain = self._config(namespace)
         values = self.parser.instantiate_classes(namespace).as_dict()
         settings = RunSettings(**self.parser.select(values, "Run"))
         with _as_user_errors(MisconfigurationException):
@@ -331,6 +357,10 @@ class _CommandLine:
             plain |= {k: v for k, v in recipe.hparams.items() if plain.get(k, 0) in (None, "auto")}
             recipe.run_config = plain
             callbacks = [*run_callbacks(settings, recipe, seeds), *self.callbacks()]
+        if command == "export":
+            written = export(recipe, settings.ckpt or "", settings.format or "", settings.output)
+            print_pairs({"written": shown(written.path), "checked": written.check})
+            return
         if values["enable_progress_bar"] is not False:
             callbacks.append(RunProgress())
 
@@ -341,6 +371,8 @@ class _CommandLine:
                     precision=settings.precision,  # type: ignore[arg-type]
                     logger=_loggers(folder, settings.resume, plain) if folder else False,
                     callbacks=[*callbacks, *more],
+                    # DeepSpeed writes folders, in its own way.
+                    plugins=[] if "deepspeed" in str(values["strategy"]).lower() else [VerifiedCheckpointIO()],
                     default_root_dir=str(folder) if folder else None,
                     enable_autolog_hparams=False,
                     enable_model_summary=False,
@@ -358,12 +390,13 @@ class _CommandLine:
             elif values["fast_dev_run"]:
                 self._fit(build_trainer(stopwatch := Stopwatch()), recipe, data, None, settings, stopwatch, plain)
             else:
-                with _run_folder(settings, self.recipe_class.title) as folder:
+                with _run_folder(settings, self.recipe_class.title, self.start) as folder:
                     more: list[Callback] = [stopwatch := Stopwatch()]
                     if values["enable_checkpointing"] is not False:
                         validates = is_overridden("validation_step", recipe) and is_overridden("val_dataloader", data)
                         validates = validates and getattr(data, "validates", True)
-                        more.append(checkpoint_callback(folder, recipe.monitor if validates else None, recipe))
+                        more += checkpoint_callbacks(folder, recipe.monitor if validates else None, recipe, settings)
+                        more.append(CheckpointGuard(settings.resume))
                     trainer = build_trainer(*more, folder=folder)
                     if is_rank_zero():
                         (folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False))
@@ -380,13 +413,20 @@ class _CommandLine:
         config: dict[str, Any],
     ) -> None:
         if settings.resume:
-            done = _read(settings.resume).epochs
-            if trainer.max_epochs is not None and 0 < trainer.max_epochs <= done:
-                raise UserError(f"this run has finished its {done} epochs; pass --max-epochs {2 * done} to go on")
+            saved = read_run(settings.resume)
+            if saved.is_finished(trainer.max_epochs) and not self.resumes_by_itself:
+                raise UserError(
+                    f"this run has finished its {saved.epochs} epochs; pass --max-epochs {2 * saved.epochs} to go on"
+                )
+            with self._anyway(settings):
+                if line := keep_global_batch(trainer, data, saved, config):
+                    _say(line)
         with self._interruptible(trainer, folder):
             trainer.fit(recipe, data, ckpt_path=settings.resume, weights_only=True)
         checkpoints = trainer.checkpoint_callback
-        best = getattr(checkpoints, "best_model_path", "") or getattr(checkpoints, "last_model_path", "") or None
+        best = getattr(checkpoints, "best_model_path", "") or None
+        if best is None and folder is not None and (last := folder / "checkpoints" / "last.ckpt").is_file():
+            best = str(last)
         scores = {name: float(value) for name, value in trainer.callback_metrics.items()}
         if best and recipe.monitor in scores and getattr(checkpoints, "best_model_score", None) is not None:
             # Of the checkpoint that is tested, not of the last epoch.
@@ -401,6 +441,16 @@ class _CommandLine:
         if trainer.is_global_zero:
             wall = time.monotonic() - self.began
             report(trainer, recipe, data, folder, stopwatch, scores, best, config, self.program, wall)
+
+    @contextmanager
+    def _anyway(self, settings: RunSettings) -> Iterator[None]:
+        """With --resume-anyway, a difference is said and not refused."""
+        try:
+            yield
+        except UserError as error:
+            if not settings.resume_anyway:
+                raise UserError(f"{error}; or pass --resume-anyway") from error
+            _say(f"resuming anyway: {error}")
 
     def _evaluate(
         self,
@@ -444,7 +494,7 @@ class _CommandLine:
             elif last and (last.exists() or (last := last.with_name("best.ckpt")).exists()):
                 _say(f"\ninterrupted; go on with\n  {self.program} --resume {shown(last)}")
             elif folder:
-                _say("\ninterrupted before the first checkpoint, which comes at the end of the first epoch")
+                _say("\ninterrupted before the first checkpoint; --save-every says when it comes")
             else:
                 _say("\ninterrupted")
             sys.stderr.flush()

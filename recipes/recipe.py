@@ -93,6 +93,9 @@ class Recipe(pl.LightningModule):
     predict_example = "FILE"
     """What stands behind the options of the predict command that the final table shows."""
 
+    no_graph = ""
+    """Why the network cannot be exported with its computation, where that is so."""
+
     hparams: Any  # type: ignore[assignment]
 
     def __init__(

@@ -13,10 +13,12 @@ from callbacks.rank_consistency import RankConsistency
 from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
 from callbacks.warmup_lr import Kind, Scale, WarmupLR
+from datamodules.errors import UserError
+from recipes.checkpoint_guard import LastCheckpoint
 from recipes.launch import Precision
 from recipes.recipe import Recipe
 
-__all__ = ["RunSettings", "checkpoint_callback", "learning_rate_scale", "run_callbacks"]
+__all__ = ["RunSettings", "checkpoint_callbacks", "learning_rate_scale", "run_callbacks"]
 
 # Adaptive optimisers divide by the size of the gradient, so noise grows with the square root only.
 _LINEAR = {"sgd", "asgd"}
@@ -29,9 +31,14 @@ class RunSettings:
     Args:
         name: the run's folder in RUN_DIR/RECIPE/; a number is added where it exists; by default the time.
         run_dir: folder of all runs.
-        resume: checkpoint to go on from, in its run's folder and with its settings.
+        resume: checkpoint to go on from, in its run's folder and with its settings; auto finds the newest good one of
+            this run, which is what restarts of torchrun and Slurm jobs do unless told none.
+        resume_anyway: go on although the settings ask for another experiment.
+        save_every: how often last.ckpt is saved, as in "500 steps", "2 epochs" or "10 minutes".
+        save_top_k: how many of the best checkpoints are kept; -1 keeps all.
         ckpt: checkpoint to validate, test or predict with; its settings are the defaults.
-        output: JSON or CSV file for scores and predictions.
+        output: JSON or CSV file for scores and predictions, or the file that export writes.
+        format: of the file that export writes.
         seed: of everything random.
         deterministic: stop at operations that have no deterministic form.
         benchmark: let cuDNN choose its algorithms by timing them.
@@ -50,8 +57,12 @@ class RunSettings:
     name: str | None = None
     run_dir: str = "runs"
     resume: str | None = None
+    resume_anyway: bool = False
+    save_every: str = "1 epochs"
+    save_top_k: int = 1
     ckpt: str | None = None
     output: str | None = None
+    format: Literal["safetensors", "state-dict", "torchscript", "onnx", "pt2"] | None = None
     seed: int = 1
     deterministic: bool = False
     benchmark: bool | None = None
@@ -90,13 +101,17 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
     return callbacks
 
 
-def checkpoint_callback(folder: Path, monitor: str | None, recipe: Recipe) -> ExactCheckpoint:
-    """Keeps the best and the last checkpoint of a run in its folder; without a score the last is the best."""
-    return ExactCheckpoint(
+def checkpoint_callbacks(folder: Path, monitor: str | None, recipe: Recipe, settings: RunSettings) -> list[Callback]:
+    """Keep the best and the last checkpoints of a run in its folder; without a score the last is the best."""
+    if settings.save_top_k < -1:
+        raise UserError(f"cannot keep {settings.save_top_k} checkpoints; pass --save-top-k 3, or -1 for all")
+    best = ExactCheckpoint(
         folder / "checkpoints",
-        filename="best",
+        filename="best" if settings.save_top_k in (0, 1) or monitor is None else "best-{step}",
         monitor=monitor,
         mode=recipe.monitor_mode,
-        save_last=True,
+        save_top_k=settings.save_top_k if monitor is not None else min(1, abs(settings.save_top_k)),
         enable_version_counter=False,
     )
+    # The last comes second, so that its file knows the best.
+    return [best, LastCheckpoint(folder / "checkpoints", settings.save_every)]

@@ -76,6 +76,7 @@ class Seq2SeqTranslator(Recipe):
     monitor_mode = "max"
     base_batch_size = 64
     predict_example = '"SENTENCE"'
+    no_graph = "translating is a search whose length depends on the words, and no fixed graph"
 
     network: Seq2SeqNet
 

@@ -1,0 +1,174 @@
+"""A checkpoint's network as a file for other programs, written only if it computes what the network does."""
+
+import importlib.util
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from datamodules.errors import UserError
+from recipes.recipe import Recipe
+
+__all__ = ["Exported", "export"]
+
+_ENDINGS = {
+    "safetensors": ".safetensors",
+    "state-dict": ".pt",
+    "torchscript": ".torchscript.pt",
+    "onnx": ".onnx",
+    "pt2": ".pt2",
+}
+_BATCHES = (2, 1, 5)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file that was written, and how it was compared with the network."""
+
+    path: Path
+    check: str
+
+
+def _load(recipe: Recipe, checkpoint_path: str) -> dict[str, Any]:
+    """Put a checkpoint into a recipe on the CPU, in the checkpoint's own type of numbers."""
+    checkpoint = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
+    weights = checkpoint["state_dict"]
+    kinds = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
+    if len(kinds) == 1:
+        recipe.network.to(kinds.pop())
+    recipe.on_load_checkpoint(checkpoint)
+    recipe.load_state_dict(weights)
+    recipe.eval()
+    return checkpoint
+
+
+def _examples(recipe: Recipe) -> list[Tensor]:
+    """Inputs of several batch sizes, like the recipe's example."""
+    example = recipe.example_input_array
+    if not isinstance(example, Tensor):
+        return []
+    generator = torch.Generator().manual_seed(1)
+    dtype = next((p.dtype for p in recipe.network.parameters() if p.is_floating_point()), torch.float32)
+    return [torch.randn((n, *example.shape[1:]), generator=generator).to(dtype) for n in _BATCHES]
+
+
+def _metadata(checkpoint: dict[str, Any]) -> dict[str, str]:
+    """What a user of the weights needs to know, as text."""
+    known = {key: checkpoint[key] for key in ("config", "class_names") if key in checkpoint}
+    return {key: json.dumps(value, default=str) for key, value in known.items()}
+
+
+def _weights(network: nn.Module) -> dict[str, Tensor]:
+    # Tied weights are one tensor under two names, and safetensors wants each its own.
+    return {name: tensor.detach().clone().contiguous() for name, tensor in network.state_dict().items()}
+
+
+def _write_weights(network: nn.Module, path: Path, metadata: dict[str, str]) -> None:
+    if path.suffix == ".safetensors":
+        from safetensors.torch import save_file
+
+        save_file(_weights(network), path, metadata)
+    else:
+        torch.save(_weights(network), path)
+
+
+def _read_weights(recipe: Recipe, path: Path) -> Callable[[Tensor], Tensor]:
+    """A new network with the weights of a file, which must be the recipe's to the bit."""
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        weights = load_file(path)
+    else:
+        weights = torch.load(path, weights_only=True)
+    network = recipe.build_network()
+    network.to(next(p.dtype for p in recipe.network.parameters()))
+    network.load_state_dict(weights)
+    for name, tensor in recipe.network.state_dict().items():
+        if not torch.equal(network.state_dict()[name], tensor):
+            raise UserError(f"{path} does not hold {name} as the checkpoint does; the disk may be damaged")
+    network.to(memory_format=torch.channels_last if recipe.hparams.channels_last else torch.preserve_format)
+    return network.eval()
+
+
+def _write_graph(network: nn.Module, example: Tensor, path: Path, kind: str) -> Callable[[Tensor], Tensor]:
+    """Write a network with its computation, for any batch size; the answer runs the file."""
+    if kind == "torchscript":
+        torch.jit.save(torch.jit.trace(network, example), str(path))
+        return torch.jit.load(str(path))
+    dynamic = ({0: torch.export.Dim("batch")},)
+    if kind == "pt2":
+        torch.export.save(torch.export.export(network, (example,), dynamic_shapes=dynamic), str(path))
+        return torch.export.load(str(path)).module()
+    torch.onnx.export(network, (example,), str(path), dynamo=True, dynamic_shapes=dynamic, verbose=False)
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return lambda inputs: torch.from_numpy(session.run(None, {name: inputs.numpy()})[0])
+
+
+def _largest_error(recipe: Recipe, other: Callable[[Tensor], Tensor], inputs: list[Tensor]) -> float:
+    errors = []
+    for batch in inputs:
+        expected, found = recipe.network(batch), other(batch)
+        errors.append((expected - found).abs().max().item() / max(1e-6, expected.abs().max().item()))
+    return max(errors)
+
+
+def _check_possible(recipe: Recipe, kind: str) -> None:
+    """Refuse a format that the recipe or this installation cannot write."""
+    if kind in ("safetensors", "state-dict"):
+        return
+    if not isinstance(recipe.example_input_array, Tensor):
+        reason = recipe.no_graph or "it has no example_input_array, which says what goes into the network"
+        raise UserError(f"{recipe.title} cannot be written as {kind}: {reason}; pass --format safetensors")
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+    if kind == "onnx" and missing:
+        raise UserError(f"onnx needs {', '.join(missing)}; run pip install 'lightning-recipes[onnx]'")
+
+
+@torch.no_grad()
+def export(recipe: Recipe, checkpoint_path: str, kind: str, output: str | None = None) -> Exported:
+    """Write the network of a checkpoint, and compare what the file computes with what the network does.
+
+    Args:
+        recipe: built with the checkpoint's settings.
+        kind: safetensors or state-dict for the weights alone, under the names of `recipe.network`; torchscript, onnx or
+            pt2 (`torch.export`) with the computation, for any batch size.
+        output: the file; by default beside the checkpoint.
+
+    Raises:
+        UserError: the recipe or this installation cannot do it, or the file does not compute the same.
+    """
+    _check_possible(recipe, kind)
+    path = Path(output) if output else Path(checkpoint_path).with_suffix(_ENDINGS[kind])
+    if not path.parent.is_dir():
+        raise UserError(f"--output {path}: there is no folder {path.parent}")
+    if kind in ("safetensors", "state-dict") and (path.suffix == ".safetensors") != (kind == "safetensors"):
+        raise UserError(f"--output {path}: a {kind} file ends in {_ENDINGS[kind]}")
+    checkpoint = _load(recipe, checkpoint_path)
+    inputs = _examples(recipe)
+    part = path.with_name(f".part.{path.name}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if kind in ("safetensors", "state-dict"):
+                _write_weights(recipe.network, part, _metadata(checkpoint))
+                other, tolerance = _read_weights(recipe, part), 0.0
+            else:
+                other, tolerance = _write_graph(recipe.network, inputs[0], part, kind), 1e-4
+        error = _largest_error(recipe, other, inputs) if inputs else 0.0
+        if not error <= tolerance:
+            raise UserError(f"the {kind} file computes something else: its outputs differ by {error:.1e} of their size")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    if not inputs:
+        return Exported(path, "every tensor equal to the checkpoint's")
+    sizes = ", ".join(map(str, _BATCHES))
+    return Exported(path, f"outputs differ by {error:.1e} of their size at most, for batches of {sizes}")

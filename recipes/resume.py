@@ -1,0 +1,178 @@
+"""Where a call of the command line trains: in a new folder, or on from the newest good checkpoint of its run."""
+
+import json
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from datamodules.errors import UserError
+from recipes.launch import is_rank_zero
+from recipes.saved import describe_differences, find_last_good, read_run
+
+__all__ = ["Start", "find_start", "launch_name", "locked"]
+
+log = logging.getLogger("lightning_recipes.resume")
+
+# Lightning's own launcher starts the other ranks with rank 0's variables.
+_TOLD = "LIGHTNING_RECIPES_START"
+# The loader workers of a run that was killed hold its lock until they notice.
+_PATIENCE = 20.0
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins or goes on.
+
+    Args:
+        folder: the run's folder, which may exist; None for a new one, named by --name or the time.
+        checkpoint: where it goes on from.
+        finished: there is nothing left to train.
+    """
+
+    folder: str | None = None
+    checkpoint: str | None = None
+    finished: bool = False
+
+
+def launch_name(environment: Mapping[str, str]) -> str | None:
+    """A name of this job that its restarts and requeues share, and other jobs do not.
+
+    None where nobody restarts us: neither in a Slurm job nor under a torchrun that may restart. A shell in an
+    interactive Slurm job is a person, who may run several things.
+
+    Example:
+        >>> launch_name({"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"})
+        'slurm-17'
+    """
+    job = environment.get("SLURM_JOB_ID")
+    if environment.get("TORCHELASTIC_RUN_ID") is not None:
+        restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0"), environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if restarts == ("0", "0") and job is None:
+            return None
+        run = environment["TORCHELASTIC_RUN_ID"]
+        if run != "none":
+            return f"elastic-{re.sub(r'[^A-Za-z0-9._-]', '_', run)}"
+        if job is None:
+            # No name was given. On one node the agent, which outlives its workers, tells jobs apart.
+            alone = environment.get("GROUP_WORLD_SIZE", "1") == "1"
+            return f"elastic-{socket.gethostname()}-{os.getppid()}" if alone else None
+    if job is None or environment.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+        return None
+    if "SLURM_PROCID" not in environment:
+        return None
+    step = environment.get("SLURM_STEP_ID", "0")
+    return f"slurm-{job}" + (f"-step{step}" if step.isdigit() and 0 < int(step) < 1_000_000 else "")
+
+
+def _bounds(config: Mapping[str, Any]) -> tuple[int | None, int]:
+    steps = config.get("max_steps")
+    return config.get("max_epochs"), -1 if steps is None else steps
+
+
+def _settings_of(folder: Path) -> dict[str, Any]:
+    try:
+        return yaml.safe_load((folder / "config.yaml").read_text()) or {}
+    except (OSError, yaml.YAMLError):
+        return {}
+
+
+def _go_on_in(folder: Path, config: Mapping[str, Any]) -> Start:
+    """Go on in a run's folder, or begin in it where it has no good checkpoint."""
+    checkpoint = find_last_good(folder / "checkpoints")
+    if checkpoint is None:
+        return Start(str(folder))
+    finished = read_run(checkpoint).is_finished(*_bounds(config)) and (folder / "results.json").is_file()
+    return Start(str(folder), str(checkpoint), finished)
+
+
+def _of_this_job(parent: Path, name: str, config: Mapping[str, Any]) -> Start:
+    """The run of this job with these settings: a job may make several, one after another."""
+    number, folder = 1, parent / name
+    while folder.exists():
+        if not describe_differences(_settings_of(folder), config):
+            return _go_on_in(folder, config)
+        number += 1
+        folder = parent / f"{name}-{number}"
+    return Start(str(folder))
+
+
+def _unfinished(parent: Path, config: Mapping[str, Any]) -> Start:
+    """The newest run with these settings that has something left to train."""
+    folders = [path.parent for path in parent.glob("*/config.yaml")]
+    for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
+        if describe_differences(_settings_of(folder), config):
+            continue
+        start = _go_on_in(folder, config)
+        if start.checkpoint and not read_run(start.checkpoint).is_finished(*_bounds(config)):
+            return start
+    return Start()
+
+
+def find_start(resume: str | None, name: str | None, parent: Path, config: Mapping[str, Any]) -> Start:
+    """Decide where this call trains; the same on all ranks that see the same folder.
+
+    Args:
+        resume: a checkpoint, "auto", "none", or None for what the launcher makes of it, see `launch_name`.
+        name: the name of the run.
+        parent: the folder of the recipe's runs.
+        config: the settings asked for.
+
+    Raises:
+        UserError: `resume` names no checkpoint, or a damaged one.
+    """
+    if _TOLD in os.environ and not is_rank_zero():
+        return Start(**json.loads(os.environ[_TOLD]))
+    start = _find(resume, name, parent, config)
+    os.environ[_TOLD] = json.dumps(vars(start))
+    return start
+
+
+def _find(resume: str | None, name: str | None, parent: Path, config: Mapping[str, Any]) -> Start:
+    if resume not in (None, "auto", "none"):
+        home = Path(resume).resolve().parent
+        in_run = home.name == "checkpoints" and (home.parent / "config.yaml").is_file()
+        try:
+            read_run(resume)
+        except UserError as error:
+            good = find_last_good(home) if home.name == "checkpoints" else None
+            raise UserError(f"{error}; the newest good one is {good}: pass --resume auto" if good else error) from error
+        return Start(str(home.parent) if in_run else None, resume)
+    job = launch_name(os.environ)
+    if resume == "none" or (resume is None and job is None):
+        return Start()
+    if name is not None:
+        return _go_on_in(parent / name, config)
+    return _of_this_job(parent, job, config) if job else _unfinished(parent, config)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep a run's folder for this process; on rank 0 only.
+
+    Raises:
+        UserError: another process trains in it.
+    """
+    lock = FileLock(folder / ".lock")
+    try:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            log.info("%s is in use; waiting up to %.0f s for its process to end", folder, _PATIENCE)
+            lock.acquire(timeout=_PATIENCE, poll_interval=0.2)
+    except Timeout as error:
+        raise UserError(f"another process is training in {folder}; wait for it, or pass another --name") from error
+    except (NotImplementedError, OSError):
+        pass  # A file system without locks.
+    try:
+        yield
+    finally:
+        lock.release()
