@@ -33,13 +33,14 @@ def _another_loader(trainer: pl.Trainer) -> Iterable[Any]:
     source = trainer.fit_loop._data_source
     if source.is_module():
         return source.dataloader()
-    loader: Any = copy.copy(source.dataloader())
+    loader = copy.copy(source.dataloader())
     if isinstance(loader, DataLoader):
         # Persistent workers would otherwise serve both, and begin again for the second.
         loader._iterator = None
-    elif getattr(loader, "sampler", None) is loader:
+    sampler: Any = getattr(loader, "sampler", None)
+    if sampler is loader:
         # Where it stands differs in a run that goes on with a validation, before any batch.
-        loader.set_epoch(trainer.current_epoch + 1)
+        sampler.set_epoch(trainer.current_epoch + 1)
     return loader
 
 

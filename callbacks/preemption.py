@@ -4,17 +4,16 @@ Schedulers send SIGTERM or SIGUSR1 some seconds before they kill, to one process
 """
 
 import logging
-import signal
 import subprocess
+import time
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import LambdaCallback
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.signals import Preempted, SignalFlag, name_of, requeue
+from callbacks.signals import SIGNALS, Preempted, SignalFlag, name_of, requeue
 from callbacks.stopping_points import Place, move_counters, save_now, update_is_whole, validation_is_next
 from callbacks.votes import Votes
 
@@ -22,7 +21,6 @@ __all__ = ["Preemption"]
 
 log = logging.getLogger("lightning_recipes")
 
-_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 _PATIENCE = 20.0  # Seconds for the processes that Lightning started; torchrun and Slurm kill after 30.
 
 
@@ -56,7 +54,7 @@ class Preemption(pl.Callback):
     def __init__(self, requeue: bool = True) -> None:
         super().__init__()
         self.requeue = requeue
-        self._flag = SignalFlag(_SIGNALS)
+        self._flag = SignalFlag(SIGNALS)
         self._order: list[pl.Callback] | None = None
         self._forget()
 
@@ -65,6 +63,7 @@ class Preemption(pl.Callback):
         self._accumulation: GradientAccumulation | None = None
         self._agreed = False
         self._place: Place | None = None
+        self._stopping = False
         self._voting_batches = 0.0
 
     @override
@@ -168,10 +167,11 @@ class Preemption(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Too late to cut anything, and what comes after training shall not begin.
         if self._vote(trainer).largest(self._signalled())[0]:
-            self._stop(trainer, None)
+            self._stop(trainer, None, trained=True)
 
-    def _stop(self, trainer: pl.Trainer, place: Place | None) -> None:
+    def _stop(self, trainer: pl.Trainer, place: Place | None, trained: bool = False) -> None:
         """Save where there is something to save, and end on every rank with the same signal."""
+        self._stopping = True
         votes = self._vote(trainer)
         signum = int(votes.largest(self._flag.received)[0])
         path = None
@@ -179,14 +179,11 @@ class Preemption(pl.Callback):
             self._place = place
             path = save_now(trainer, place)
             self._place = None
-        saved = f"saved {path}" if path else "nothing was saved"
-        note = ""
-        if trainer.is_global_zero and self.requeue and signum == getattr(signal, "SIGUSR1", None):
-            note = requeue()
-        rank_zero_only(log.warning)(
-            "%s after update %d: %s%s", name_of(signum), trainer.global_step, saved, f"; {note}" if note else ""
-        )
-        raise Preempted(signum, path)
+        if trainer.is_global_zero:
+            done = f"saved {path}" if path else "training is done" if trained else "nothing to save"
+            note = requeue(signum) if self.requeue else ""
+            log.warning("%s after update %d: %s%s", name_of(signum), trainer.global_step, done, note)
+        raise Preempted(signum, path, trained)
 
     @override
     def on_save_checkpoint(
@@ -197,9 +194,10 @@ class Preemption(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._release(trainer)
         if isinstance(exception, Preempted):
-            _wait_for_children(trainer)
+            # Unless all have agreed, the others wait for this process, and would wait on.
+            _end_children(trainer, _PATIENCE if self._stopping else 0.0)
+        self._release(trainer)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -233,15 +231,16 @@ def _evaluation_batches(trainer: pl.Trainer) -> float:
     return float(total) if total != float("inf") else 0.0
 
 
-def _wait_for_children(trainer: pl.Trainer) -> None:
-    """Leave none of the processes behind that Lightning's launcher started here."""
+def _end_children(trainer: pl.Trainer, patience: float) -> None:
+    """Leave none of the processes behind that Lightning's launcher started here; they have some seconds to end."""
     processes: list[subprocess.Popen] = getattr(trainer.strategy.launcher, "procs", [])
     children = list(processes)
     # Lightning's observer kills this process, too, when it finds that a child has ended with a status other than 0.
     processes.clear()
+    deadline = time.monotonic() + patience
     for child in children:
         try:
-            child.wait(_PATIENCE)
+            child.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()

@@ -12,7 +12,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Preempted", "SignalFlag", "ending_on_signals", "requeue", "requeue_command"]
+__all__ = ["SIGNALS", "Preempted", "SignalFlag", "ending_on_signals", "name_of", "requeue", "requeue_command"]
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+"""What schedulers and people send to end a run."""
 
 _INTERACTIVE = ("bash", "interactive")  # What salloc and srun --pty call their jobs.
 
@@ -26,11 +29,15 @@ class Preempted(SystemExit):
     Args:
         signum: the signal.
         checkpoint: what was saved for it, if anything.
+        trained: whether it came as training ended, and what comes after training was left out.
+        at_once: whether this process alone has acted on it, outside of a Trainer's loops.
     """
 
-    def __init__(self, signum: int, checkpoint: str | None = None) -> None:
+    def __init__(
+        self, signum: int, checkpoint: str | None = None, trained: bool = False, at_once: bool = False
+    ) -> None:
         super().__init__(128 + signum)
-        self.signum, self.checkpoint = signum, checkpoint
+        self.signum, self.checkpoint, self.trained, self.at_once = signum, checkpoint, trained, at_once
 
     @property
     def signal_name(self) -> str:
@@ -104,7 +111,7 @@ def ending_on_signals(*signums: int) -> Iterator[None]:
 
     def end(signum: int, frame: Any) -> None:
         if os.getpid() == pid:
-            raise Preempted(signum)
+            raise Preempted(signum, at_once=True)
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
 
@@ -138,19 +145,19 @@ def requeue_command(environ: Mapping[str, str]) -> list[str] | None:
     return ["scontrol", "requeue", job]
 
 
-def requeue() -> str:
-    """Put this job back into Slurm's queue, where it is a batch job; to be called on one rank.
+def requeue(signum: int) -> str:
+    """Put this job back into Slurm's queue, where SIGUSR1 has ended a batch job; to be called on one rank.
 
     Returns:
-        What became of it, in words; nothing outside of such a job.
+        What became of it, in words; nothing for other signals and outside of such a job.
     """
     command = requeue_command(os.environ)
-    if command is None:
+    if command is None or signum != getattr(signal, "SIGUSR1", None):
         return ""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"not requeued, {' '.join(command)}: {error}"
+        return f"; not requeued, {' '.join(command)}: {error}"
     if done.returncode:
-        return f"not requeued, {' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}"
-    return f"requeued as job {command[-1]}"
+        return f"; not requeued, {' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}"
+    return f"; requeued as job {command[-1]}"

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from typing_extensions import override
@@ -16,7 +15,7 @@ from callbacks.exact_checkpoint import ExactCheckpoint
 from callbacks.signals import Preempted
 from datamodules.loaders import EvaluationLoader, TrainLoader
 from tests.ranks import run_ranks
-from tests.tables import CALLBACKS, QUIET, TOGETHER, Tiny, on_ranks, picture_network, silence
+from tests.tables import CALLBACKS, QUIET, Tiny, on_ranks, picture_network, silence
 from tests.test_exact_resume import BATCH_SIZE, TRAIN, VALIDATION, adamw, augment, hash_of
 
 EPOCHS = 3
