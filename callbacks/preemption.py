@@ -33,6 +33,11 @@ class Preemption(pl.Callback):
     from the start; `trainer.validate`, `test` and `predict` end at the next batch. Before the first update nothing is
     saved. A second Ctrl-C ends the process at once.
 
+    Where training has just ended, `fit` raises all the same, so that no test begins.
+
+    Under torchrun, a signal to the agent ends all its workers, and no restart follows. A signal to one worker ends all
+    of them with a status other than 0, which ``--max-restarts`` answers with a restart; it goes on from `last.ckpt`.
+
     On SIGUSR1 a batch job of Slurm is put back into the queue (``#SBATCH --signal=USR1@90`` has it sent in time).
 
     With `GradientAccumulation` the flag travels with the counts that it sums, without it in a sum of its own, which
@@ -165,9 +170,9 @@ class Preemption(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Too late to cut anything, and what comes after training shall not begin.
+        # Too late to cut anything, but what comes after training shall not begin.
         if self._vote(trainer).largest(self._signalled())[0]:
-            self._stop(trainer, None, trained=True)
+            self._stop(trainer, "epoch start", trained=True)
 
     def _stop(self, trainer: pl.Trainer, place: Place | None, trained: bool = False) -> None:
         """Save where there is something to save, and end on every rank with the same signal."""
@@ -180,7 +185,7 @@ class Preemption(pl.Callback):
             path = save_now(trainer, place)
             self._place = None
         if trainer.is_global_zero:
-            done = f"saved {path}" if path else "training is done" if trained else "nothing to save"
+            done = f"saved {path}" if path else "nothing was saved"
             note = requeue(signum) if self.requeue else ""
             log.warning("%s after update %d: %s%s", name_of(signum), trainer.global_step, done, note)
         raise Preempted(signum, path, trained)
