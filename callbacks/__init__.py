@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from callbacks.grad_cam import GradCAM
     from callbacks.gradient_accumulation import GradientAccumulation
     from callbacks.group_table import GroupTable
+    from callbacks.preemption import Preemption
     from callbacks.rank_consistency import RankConsistency
     from callbacks.run_progress import RunProgress
     from callbacks.seed_control import SeedControl
+    from callbacks.signals import Preempted
     from callbacks.sync_bn import SyncBN
     from callbacks.train_loss import TrainLoss
     from callbacks.translation_pictures import TranslationPictures
@@ -31,6 +33,8 @@ __all__ = [
     "GradCAM",
     "GradientAccumulation",
     "GroupTable",
+    "Preempted",
+    "Preemption",
     "RankConsistency",
     "RunProgress",
     "SeedControl",
@@ -53,6 +57,8 @@ __getattr__ = lazy_names(
         "GradCAM": "callbacks.grad_cam",
         "GradientAccumulation": "callbacks.gradient_accumulation",
         "GroupTable": "callbacks.group_table",
+        "Preempted": "callbacks.signals",
+        "Preemption": "callbacks.preemption",
         "RankConsistency": "callbacks.rank_consistency",
         "RunProgress": "callbacks.run_progress",
         "SeedControl": "callbacks.seed_control",

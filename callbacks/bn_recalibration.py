@@ -37,6 +37,10 @@ def _another_loader(trainer: pl.Trainer) -> Iterable[Any]:
     if isinstance(loader, DataLoader):
         # Persistent workers would otherwise serve both, and begin again for the second.
         loader._iterator = None
+    sampler: Any = getattr(loader, "sampler", None)
+    if sampler is loader:
+        # Where it stands differs in a run that goes on with a validation, before any batch.
+        sampler.set_epoch(trainer.current_epoch + 1)
     return loader
 
 
@@ -74,8 +78,8 @@ class BNRecalibration(pl.Callback):
         if batches is not None and batches < 1:
             raise UserError(f"BNRecalibration(batches={batches}) computes nothing; pass 1 or more, or None for all")
         self.batches = batches
-        self._layers: list[_BatchNorm] = []
-        self._training: list[_BatchNorm] = []
+        self._layers: dict[str, _BatchNorm] = {}
+        self._training: list[str] = []
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -84,20 +88,20 @@ class BNRecalibration(pl.Callback):
             if isinstance(later, (WeightAveraging, StochasticWeightAveraging)):
                 name = type(later).__name__
                 raise UserError(f"BNRecalibration is before {name}; pass callbacks=[{name}(...), BNRecalibration()]")
+        self._training = []
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if isinstance(trainer.train_dataloader, (list, tuple, dict, CombinedLoader)):
             raise UserError("BNRecalibration found several training loaders, and expects one; leave it out")
-        self._layers = [layer for layer in pl_module.modules() if isinstance(layer, _BatchNorm)]
-        self._training = []
+        self._layers = {name: layer for name, layer in pl_module.named_modules() if isinstance(layer, _BatchNorm)}
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         # In validation all layers are in evaluation mode, the frozen ones and the others.
-        self._training = [layer for layer in self._layers if layer.training]
+        self._training = [name for name, layer in self._layers.items() if layer.training]
 
     @override
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -108,6 +112,15 @@ class BNRecalibration(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._recalibrate(trainer, pl_module)
 
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        # A run that was stopped before a validation goes on with it, and no batch comes first.
+        return {"training": self._training}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._training = list(state_dict["training"])
+
     def _inputs(self, trainer: pl.Trainer) -> Iterator[Any]:
         limit = min(self.batches or math.inf, trainer.num_training_batches)
         for batch in itertools.islice(_another_loader(trainer), None if math.isinf(limit) else int(limit)):
@@ -115,6 +128,8 @@ class BNRecalibration(pl.Callback):
             yield moved[0] if isinstance(moved, (tuple, list)) else moved
 
     def _recalibrate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        layers = [self._layers[name] for name in self._training]
+
         def forward(inputs: Any) -> None:
             # The loaders' arithmetic stays out of autocast.
             with trainer.precision_plugin.forward_context():
@@ -122,4 +137,4 @@ class BNRecalibration(pl.Callback):
 
         # Out of Lightning's inference mode: what a loader keeps for later would be unfit for training.
         with isolate_rng(), torch.inference_mode(False):
-            recalibrate(pl_module, self._inputs(trainer), self._training, forward)
+            recalibrate(pl_module, self._inputs(trainer), layers, forward)

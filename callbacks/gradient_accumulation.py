@@ -73,6 +73,9 @@ class GradientAccumulation(pl.Callback):
         self._count: int | Tensor = 0
         self._restore: Callable[[], None] | None = None
         self._running = False
+        # What another callback wants to know of any rank: it travels with the counts, in a sum that is made anyway.
+        self.question: Callable[[], bool] | None = None
+        self._answer: Tensor | None = None
         self._samples_per_batch: int | None = None
         self._begin_window()
 
@@ -186,7 +189,7 @@ class GradientAccumulation(pl.Callback):
         divisor = self._unit
         if batches % factor == 0 or batches == trainer.num_training_batches or trainer.is_last_batch:
             if trainer.world_size > 1:
-                self._total = sum_over_ranks(self._total, loss.device, dtype)
+                self._total = self._sum_over_ranks(loss.device, dtype)
             # DDP averages over the ranks, so each divides by the targets of an average rank.
             divisor = at_least_one(self._total) / trainer.world_size
             if self._open:
@@ -199,6 +202,19 @@ class GradientAccumulation(pl.Callback):
             weight = weight.to(loss.dtype)
         if isinstance(weight, Tensor) or weight != 1:
             loss.register_hook(lambda gradient: gradient * weight)
+
+    def _sum_over_ranks(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        if self.question is None:
+            return sum_over_ranks(self._total, device, dtype)
+        total = torch.as_tensor(self._total, device=device, dtype=dtype)
+        both = torch.stack([total, torch.full_like(total, self.question())])
+        total, self._answer = sum_over_ranks(both, device, dtype).unbind()
+        return total
+
+    def anyone(self) -> bool:
+        """Whether any rank answered the `question` with yes in the update that was just made."""
+        answer, self._answer = self._answer, None
+        return answer is not None and bool(answer)
 
     def _finish_window(self, trainer: pl.Trainer, weight: float | Tensor) -> None:
         """Make the gradients of the window's earlier micro-batches their part of the mean."""

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from callbacks.run_progress import RunProgress
 from callbacks.seed_control import SeedControl
+from callbacks.signals import SIGNALS, Preempted, ending_on_signals, requeue
 from datamodules.errors import UserError
 from recipes.checkpoint_guard import CheckpointGuard
 from recipes.checkpoints import VerifiedCheckpointIO
@@ -78,7 +79,7 @@ def run(
     """Give a recipe and its data a command line: fit, validate, test and predict.
 
     Every parameter of the two constructors and of the Trainer is a flag. Ends the process with status 2 and one line
-    for a user's mistake, and with 130 for Ctrl-C.
+    for a user's mistake, and after a signal with 128 + its number: 130 for Ctrl-C, 138 for SIGUSR1, 143 for SIGTERM.
 
     Args:
         recipe_class: what to train.
@@ -87,7 +88,11 @@ def run(
         args: the command line; by default that of the process.
     """
     try:
-        _CommandLine(recipe_class, data_class, callbacks).main(list(sys.argv[1:] if args is None else args))
+        with ending_on_signals(*SIGNALS):
+            _CommandLine(recipe_class, data_class, callbacks).main(list(sys.argv[1:] if args is None else args))
+    except Preempted as stopped:
+        _say(f"\nended by {stopped.signal_name}{requeue(stopped.signum) if is_rank_zero() else ''}")
+        raise
     except UserError as error:
         who = ""
         if not is_rank_zero():
@@ -96,8 +101,6 @@ def run(
             who = f" on rank {getattr(rank_zero_only, 'rank', '?')}"
         print(f"error{who}: {error}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
     except BrokenPipeError:
         # Whoever read our output has gone, as in `| head`; Python would complain once more on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -482,21 +485,24 @@ class _CommandLine:
 
     @contextmanager
     def _interruptible(self, trainer: pl.Trainer, folder: Path | None) -> Iterator[None]:
-        """Lightning ends the process on Ctrl-C after it has put its house in order; say first how to go on."""
+        """Say how to go on where a signal has ended the run, and end the process."""
         try:
             yield
-        except SystemExit:
-            if trainer.state.status != "interrupted":
-                raise
+        except Preempted as stopped:
+            why = f"\nended by {stopped.signal_name}"
+            if stopped.at_once and is_rank_zero():
+                why += requeue(stopped.signum)
             last = folder / "checkpoints" / "last.ckpt" if folder else None
-            if trainer.state.fn == "test" and last and last.exists():
-                _say(f"\ninterrupted in the test; the training is done, so\n  {self.program} test --ckpt {shown(last)}")
-            elif last and (last.exists() or (last := last.with_name("best.ckpt")).exists()):
-                _say(f"\ninterrupted; go on with\n  {self.program} --resume {shown(last)}")
-            elif folder:
-                _say("\ninterrupted before the first checkpoint; --save-every says when it comes")
+            if last and not last.exists():
+                last = last.with_name("best.ckpt")
+            if last is None:
+                _say(why)
+            elif not last.exists():
+                _say(f"{why} before the first update, so nothing was saved")
+            elif stopped.trained or trainer.state.fn == "test":
+                _say(f"{why}; the training is done, so test with\n  {self.program} test --ckpt {shown(last)}")
             else:
-                _say("\ninterrupted")
+                _say(f"{why}; go on with\n  {self.program} --resume {shown(last)}")
             sys.stderr.flush()
             # Loggers and processes are closed; taking the interpreter down in order would take another second.
-            os._exit(130)
+            os._exit(int(stopped.code or 1))

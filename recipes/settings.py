@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from callbacks.exact_checkpoint import ExactCheckpoint
 from callbacks.finite_weights import FiniteWeights
 from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
@@ -95,7 +96,7 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
         seeds,
         WarmupLR(settings.warmup, settings.warmup_kind, settings.warmup_start_factor, scale, base if scale else None),
     ]
-    callbacks += [FiniteWeights(), RankConsistency()]
+    callbacks += [FiniteWeights(), RankConsistency(), Preemption()]
     if settings.sync_bn:
         callbacks.append(SyncBN(None if settings.sync_bn is True else settings.sync_bn))
     return callbacks

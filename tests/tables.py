@@ -16,6 +16,7 @@ from callbacks.freeze_layers import FreezeLayers
 from callbacks.grad_cam import GradCAM
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.group_table import GroupTable
+from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.run_progress import RunProgress
 from callbacks.seed_control import SeedControl
@@ -43,6 +44,7 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "ClassificationPictures": lambda: ClassificationPictures(samples=2, mistakes=2),
     "RunProgress": lambda: RunProgress(),
     "TrainLoss": lambda: TrainLoss(),
+    "Preemption": lambda: Preemption(),
     "TranslationPictures": lambda: TranslationPictures(samples=2),
 }
 """Every callback of the package with tiny settings. Build SeedControl before the module, as its docstring says."""
@@ -61,6 +63,7 @@ TOGETHER = (
     "ClassificationPictures",
     "RunProgress",
     "TrainLoss",
+    "Preemption",
     "TranslationPictures",
 )
 """One row of each class: what a run with everything uses."""

@@ -1,0 +1,251 @@
+"""A run that is told to stop saves itself, exactly, and ends in time on all ranks.
+
+Schedulers send SIGTERM or SIGUSR1 some seconds before they kill, to one process or to all; a person presses Ctrl-C.
+"""
+
+import logging
+import subprocess
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import LambdaCallback
+from typing_extensions import override
+
+from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.signals import SIGNALS, Preempted, SignalFlag, name_of, requeue
+from callbacks.stopping_points import Place, move_counters, save_now, update_is_whole, validation_is_next
+from callbacks.votes import Votes
+
+__all__ = ["Preemption"]
+
+log = logging.getLogger("lightning_recipes")
+
+_PATIENCE = 20.0  # Seconds for the processes that Lightning started; torchrun and Slurm kill after 30.
+
+
+class Preemption(pl.Callback):
+    """Ends a run after the current update, saved, when any rank gets SIGTERM, SIGUSR1 or Ctrl-C.
+
+    A signal only sets a flag. All ranks agree on it at the end of an update, save `last.ckpt` through the run's
+    checkpoint callback, and raise `Preempted`, which ends each process with 128 + the signal's number: 143, 138, 130.
+    A resume goes on from there to the bit. In a validation the state before it is saved, and the resumed run validates
+    from the start; `trainer.validate`, `test` and `predict` end at the next batch. Before the first update nothing is
+    saved. A second Ctrl-C ends the process at once.
+
+    Where training has just ended, `fit` raises all the same, so that no test begins.
+
+    Under torchrun, a signal to the agent ends all its workers, and no restart follows. A signal to one worker ends all
+    of them with a status other than 0, which ``--max-restarts`` answers with a restart; it goes on from `last.ckpt`.
+
+    On SIGUSR1 a batch job of Slurm is put back into the queue (``#SBATCH --signal=USR1@90`` has it sent in time).
+
+    With `GradientAccumulation` the flag travels with the counts that it sums, without it in a sum of its own, which
+    nobody waits for and which is heard one update later.
+
+    Runs on: the end of each update, the start and the batches of each evaluation, the start of each epoch. It is the
+    last of all callbacks there, so that a checkpoint holds what the others did.
+
+    Args:
+        requeue: whether SIGUSR1 puts a batch job of Slurm back into the queue.
+
+    Raises:
+        Preempted: on every rank, when a signal came; a kind of SystemExit.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[Preemption()], logger=False, accelerator="cpu")
+    """
+
+    def __init__(self, requeue: bool = True) -> None:
+        super().__init__()
+        self.requeue = requeue
+        self._flag = SignalFlag(SIGNALS)
+        self._order: list[pl.Callback] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._votes: Votes | None = None
+        self._accumulation: GradientAccumulation | None = None
+        self._agreed = False
+        self._place: Place | None = None
+        self._stopping = False
+        self._voting_batches = 0.0
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._release(trainer)
+        self._flag.on_interrupt = self._answer(trainer)
+        self._flag.install()
+        # Lightning would put its own handlers around ours, and SIGTERM's runs a collective.
+        trainer._signal_connector.register_signal_handlers = _do_nothing  # type: ignore[method-assign]
+        first = LambdaCallback(
+            on_sanity_check_start=self._begin,
+            on_train_start=self._begin,
+            on_train_epoch_start=self._begin_epoch,
+            on_validation_start=self._begin_evaluation,
+            on_test_start=self._begin_evaluation,
+            on_predict_start=self._begin_evaluation,
+        )
+        self._order = trainer.callbacks  # type: ignore[attr-defined]
+        others = [callback for callback in self._order if callback is not self]
+        trainer.callbacks = [first, *others, self]  # type: ignore[attr-defined]
+
+    def _answer(self, trainer: pl.Trainer) -> str:
+        if not trainer.is_global_zero:
+            return ""
+        what = "saving after this update" if trainer.state.fn == "fit" else "ending after this batch"
+        return f"Ctrl-C: {what}; press it again to end at once"
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        accumulations = [c for c in trainer.callbacks if isinstance(c, GradientAccumulation)]  # type: ignore[attr-defined]
+        if accumulations and trainer.world_size > 1:
+            self._accumulation = accumulations[0]
+            self._accumulation.question = self._signalled
+
+    def _signalled(self) -> bool:
+        return bool(self._flag.received)
+
+    def _vote(self, trainer: pl.Trainer) -> Votes:
+        if self._votes is None:
+            self._votes = Votes(trainer.world_size)
+        return self._votes
+
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """End here what was told to end while it started."""
+        if self._vote(trainer).largest(self._signalled())[0]:
+            self._stop(trainer, None)
+
+    def _begin_epoch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._agreed:
+            self._stop(trainer, "epoch start")
+
+    def _begin_evaluation(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            # A validation that was cut and begun anew left one batch of the first try uncounted.
+            trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset_on_restart()
+        votes = self._vote(trainer)
+        mine = self._agreed or votes.settle() or self._signalled()
+        # Ranks may have unequal numbers of batches, and vote where all of them have one.
+        agreed, fewest = votes.largest(mine, -_evaluation_batches(trainer))
+        self._agreed = bool(agreed)
+        exact = trainer.state.fn != "fit" or trainer.sanity_checking or update_is_whole(trainer)
+        self._voting_batches = -fewest if exact else 0
+        if self._agreed and exact:
+            self._stop(trainer, self._evaluation_place(trainer))
+
+    def _evaluation_place(self, trainer: pl.Trainer) -> Place | None:
+        return "validation" if trainer.state.fn == "fit" and not trainer.sanity_checking else None
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not update_is_whole(trainer):
+            return
+        if self._accumulation is not None:
+            self._agreed |= self._accumulation.anyone()
+        else:
+            self._agreed |= self._vote(trainer).post(self._signalled())
+        # At an epoch's end, or before a validation, the next hook is the exact place.
+        if self._agreed and not (trainer.is_last_batch or validation_is_next(trainer)):
+            self._stop(trainer, "update")
+
+    def _end_evaluation_batch(self, trainer: pl.Trainer) -> None:
+        self._voting_batches -= 1
+        if self._voting_batches >= 0 and self._vote(trainer).post(self._signalled()):
+            self._stop(trainer, self._evaluation_place(trainer))
+
+    @override
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        self._end_evaluation_batch(trainer)
+
+    @override
+    def on_test_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        self._end_evaluation_batch(trainer)
+
+    @override
+    def on_predict_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        self._end_evaluation_batch(trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Too late to cut anything, but what comes after training shall not begin.
+        if self._vote(trainer).largest(self._signalled())[0]:
+            self._stop(trainer, "epoch start", trained=True)
+
+    def _stop(self, trainer: pl.Trainer, place: Place | None, trained: bool = False) -> None:
+        """Save where there is something to save, and end on every rank with the same signal."""
+        self._stopping = True
+        votes = self._vote(trainer)
+        signum = int(votes.largest(self._flag.received)[0])
+        path = None
+        if place is not None:
+            self._place = place
+            path = save_now(trainer, place)
+            self._place = None
+        if trainer.is_global_zero:
+            done = f"saved {path}" if path else "nothing was saved"
+            note = requeue(signum) if self.requeue else ""
+            log.warning("%s after update %d: %s%s", name_of(signum), trainer.global_step, done, note)
+        raise Preempted(signum, path, trained)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._place is not None:
+            move_counters(checkpoint["loops"], self._place)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, Preempted):
+            # Unless all have agreed, the others wait for this process, and would wait on.
+            _end_children(trainer, _PATIENCE if self._stopping else 0.0)
+        self._release(trainer)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._release(trainer)
+
+    def _release(self, trainer: pl.Trainer) -> None:
+        self._flag.restore()
+        if self._order is not None:
+            trainer.callbacks, self._order = self._order, None  # type: ignore[attr-defined]
+            del trainer._signal_connector.register_signal_handlers
+        if self._accumulation is not None:
+            self._accumulation.question = None
+        self._forget()
+
+
+def _do_nothing() -> None:
+    """Instead of registering Lightning's handlers."""
+
+
+def _evaluation_batches(trainer: pl.Trainer) -> float:
+    """The batches of this rank in the evaluation that begins; 0 where nobody can tell."""
+    if trainer.sanity_checking:
+        numbers: Any = trainer.num_sanity_val_batches
+    elif trainer.testing:
+        numbers = trainer.num_test_batches
+    elif trainer.predicting:
+        numbers = trainer.num_predict_batches
+    else:
+        numbers = trainer.num_val_batches
+    total = sum(numbers) if isinstance(numbers, list) else numbers
+    return float(total) if total != float("inf") else 0.0
+
+
+def _end_children(trainer: pl.Trainer, patience: float) -> None:
+    """Leave none of the processes behind that Lightning's launcher started here; they have some seconds to end."""
+    processes: list[subprocess.Popen] = getattr(trainer.strategy.launcher, "procs", [])
+    children = list(processes)
+    # Lightning's observer kills this process, too, when it finds that a child has ended with a status other than 0.
+    processes.clear()
+    deadline = time.monotonic() + patience
+    for child in children:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()

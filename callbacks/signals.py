@@ -1,0 +1,163 @@
+"""Signals that are noted instead of ending the process, and what Slurm is told then.
+
+Lightning's own handler of SIGTERM runs a collective. A signal to one rank alone then hangs the run, and the handler of
+its Slurm environment saves in the middle of whatever the process was doing. Here a handler sets a flag.
+"""
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["SIGNALS", "Preempted", "SignalFlag", "ending_on_signals", "name_of", "requeue", "requeue_command"]
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+"""What schedulers and people send to end a run."""
+
+_INTERACTIVE = ("bash", "interactive")  # What salloc and srun --pty call their jobs.
+
+
+class Preempted(SystemExit):
+    """A signal has ended the run, in order.
+
+    A program that does not catch it ends with 128 + the signal's number, as shells report a signal: 130 for Ctrl-C, 138
+    for SIGUSR1 and 143 for SIGTERM (on Linux).
+
+    Args:
+        signum: the signal.
+        checkpoint: what was saved for it, if anything.
+        trained: whether it came as training ended, and what comes after training was left out.
+        at_once: whether this process alone has acted on it, outside of a Trainer's loops.
+    """
+
+    def __init__(
+        self, signum: int, checkpoint: str | None = None, trained: bool = False, at_once: bool = False
+    ) -> None:
+        super().__init__(128 + signum)
+        self.signum, self.checkpoint, self.trained, self.at_once = signum, checkpoint, trained, at_once
+
+    @property
+    def signal_name(self) -> str:
+        """As in SIGTERM, and Ctrl-C for SIGINT."""
+        return name_of(self.signum)
+
+
+def name_of(signum: int) -> str:
+    """A signal's name for people.
+
+    Example:
+        >>> name_of(signal.SIGINT), name_of(signal.SIGTERM)
+        ('Ctrl-C', 'SIGTERM')
+    """
+    return "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
+
+
+class SignalFlag:
+    """Notes the first of some signals to this process, from `install` to `restore`.
+
+    Handlers need the main thread; elsewhere nothing is installed. A second Ctrl-C ends the process at once. Processes
+    that are forked meanwhile, such as a DataLoader's workers, leave Ctrl-C and SIGUSR1 to this one, and SIGTERM ends
+    them as ever.
+
+    Args:
+        signums: the signals; of unknown platforms' the ones that exist.
+        on_interrupt: what Ctrl-C answers on standard error.
+    """
+
+    def __init__(self, signums: tuple[int, ...], on_interrupt: str = "") -> None:
+        self.signums, self.on_interrupt = signums, on_interrupt
+        self.received = 0
+        self._pid = 0
+        self._previous: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Note signals from now on, and forget those of before."""
+        if self._previous or threading.current_thread() is not threading.main_thread():
+            return
+        self.received, self._pid = 0, os.getpid()
+        self._previous = {signum: signal.signal(signum, self._note) for signum in self.signums}
+
+    def restore(self) -> None:
+        """Give the signals back to whoever handled them before."""
+        for signum, handler in self._previous.items():
+            # None: it was installed by C code, and Python cannot put it back.
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+        self._previous = {}
+
+    def _note(self, signum: int, frame: Any) -> None:
+        if os.getpid() != self._pid:
+            if signum == signal.SIGTERM:
+                signal.signal(signum, signal.SIG_DFL)
+                os.kill(os.getpid(), signum)
+            return
+        self.received = self.received or signum
+        if signum == signal.SIGINT:
+            # By the system and not by a handler: the second one works where Python waits for other code, too.
+            signal.signal(signum, signal.SIG_DFL)
+            if self.on_interrupt:
+                os.write(2, f"\n{self.on_interrupt}\n".encode())
+
+
+@contextmanager
+def ending_on_signals(*signums: int) -> Iterator[None]:
+    """Raises `Preempted` at once where one of the signals arrives, as Python raises KeyboardInterrupt.
+
+    For the time in which nothing is to be saved: before training, and after it.
+    """
+    pid = os.getpid()
+
+    def end(signum: int, frame: Any) -> None:
+        if os.getpid() == pid:
+            raise Preempted(signum, at_once=True)
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {signum: signal.signal(signum, end) for signum in signums}
+    try:
+        yield
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+
+
+def requeue_command(environ: Mapping[str, str]) -> list[str] | None:
+    """What puts this batch job of Slurm back into its queue; None outside of one.
+
+    Example:
+        >>> requeue_command({"SLURM_JOB_ID": "71", "SLURM_JOB_NAME": "train"})
+        ['scontrol', 'requeue', '71']
+        >>> requeue_command({"SLURM_JOB_ID": "73", "SLURM_ARRAY_JOB_ID": "71", "SLURM_ARRAY_TASK_ID": "2"})
+        ['scontrol', 'requeue', '71_2']
+        >>> requeue_command({"SLURM_JOB_ID": "71", "SLURM_JOB_NAME": "interactive"}) is None
+        True
+    """
+    job = environ.get("SLURM_JOB_ID")
+    if not job or environ.get("SLURM_JOB_NAME") in _INTERACTIVE:
+        return None
+    if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
+        job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return ["scontrol", "requeue", job]
+
+
+def requeue(signum: int) -> str:
+    """Put this job back into Slurm's queue, where SIGUSR1 has ended a batch job; to be called on one rank.
+
+    Returns:
+        What became of it, in words; nothing for other signals and outside of such a job.
+    """
+    command = requeue_command(os.environ)
+    if command is None or signum != getattr(signal, "SIGUSR1", None):
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"; not requeued, {' '.join(command)}: {error}"
+    if done.returncode:
+        return f"; not requeued, {' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}"
+    return f"; requeued as job {command[-1]}"

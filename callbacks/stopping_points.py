@@ -1,0 +1,91 @@
+"""Where a run can be cut so that Lightning resumes it exactly, and how it is saved there.
+
+Lightning resumes exactly from the end of an update within an epoch, and from the end of an epoch. A checkpoint that it
+saves in a validation counts the validation as done; one saved as an epoch begins takes the last epoch's batches for
+this one's. Both hold all that is needed, and a few counters tell Lightning what is left to do.
+"""
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+
+__all__ = ["Place", "checkpoint_callback", "move_counters", "save_now", "update_is_whole", "validation_is_next"]
+
+Place = Literal["update", "validation", "epoch start"]
+"""After a whole update in mid-epoch, before or in a validation, and before an epoch's first hook."""
+
+_FIT = "fit_loop"
+
+
+def update_is_whole(trainer: pl.Trainer) -> bool:
+    """Whether the micro-batch just trained was its update's last; for `on_train_batch_end`."""
+    done = trainer.fit_loop.batch_idx + 1
+    return trainer.is_last_batch or done % trainer.accumulate_grad_batches == 0
+
+
+def validation_is_next(trainer: pl.Trainer) -> bool:
+    """Whether a validation within the epoch comes right after this batch; for `on_train_batch_end`."""
+    every = trainer.val_check_batch
+    if not trainer.enable_validation or not every or math.isinf(every):
+        return False
+    if trainer.check_val_every_n_epoch is None:
+        return (trainer.fit_loop.total_batch_idx + 1) % every == 0
+    if (trainer.current_epoch + 1) % trainer.check_val_every_n_epoch:
+        return False
+    return (trainer.fit_loop.batch_idx + 1) % every == 0
+
+
+def move_counters(loops: dict[str, Any], place: Place) -> None:
+    """Make Lightning go on from a place as if the run had not been cut there.
+
+    Args:
+        loops: the checkpoint's entry of that name; changed in place.
+        place: where it is being saved.
+    """
+    fit = loops[_FIT]
+    if place == "validation":
+        # One batch begun and none done: Lightning goes back into the validation, and begins it anew.
+        progress = fit["epoch_loop.val_loop.batch_progress"]
+        progress["total"] |= {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+        progress["current"] |= {"ready": 0, "started": 0, "processed": 0, "completed": 0}
+        progress["is_last_batch"] = False
+    elif place == "epoch start":
+        # As where ModelCheckpoint saves: the last epoch is processed and not completed, and the next not yet ready.
+        for counters in (fit["epoch_progress"]["total"], fit["epoch_progress"]["current"]):
+            counters |= {"ready": counters["processed"], "completed": counters["processed"] - 1}
+
+
+def checkpoint_callback(trainer: pl.Trainer) -> ModelCheckpoint | None:
+    """The callback through which a run is saved: the first that keeps a last checkpoint, else the first."""
+    found = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    keeps_last = [callback for callback in found if callback.save_last]
+    return next(iter(keeps_last + found), None)
+
+
+def save_now(trainer: pl.Trainer, place: Place) -> str | None:
+    """Save the run as its `last.ckpt`, whatever moments its checkpoint callback keeps to; to be called on all ranks.
+
+    Returns:
+        The file; None where the run keeps no checkpoints.
+    """
+    checkpoint = checkpoint_callback(trainer)
+    if checkpoint is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return None
+    if place == "validation" and trainer.validating:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAveraging):
+                # The averaged weights are in the module now, and the trained ones with the callback.
+                callback.on_validation_epoch_end(trainer, trainer.lightning_module)
+    last = Path(checkpoint.last_model_path)
+    if trainer.is_global_zero and last.is_symlink():
+        last.unlink()  # Of save_last="link": writing would go through to the checkpoint behind it.
+    settings = checkpoint.save_last, checkpoint.save_weights_only
+    checkpoint.save_last, checkpoint.save_weights_only = True, False
+    try:
+        checkpoint._save_last_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
+    finally:
+        checkpoint.save_last, checkpoint.save_weights_only = settings
+    return checkpoint.last_model_path

@@ -1,0 +1,54 @@
+"""Whether any rank says yes, known to all ranks at the same moment of the run.
+
+A rank that acts on what it alone has seen leaves the others waiting in the next collective. So every rank votes at the
+same moments, whatever it has seen, and all act on the sum.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Votes"]
+
+
+class Votes:
+    """Sums over the ranks, over gloo, so that no device is waited for.
+
+    The ranks have to call the same methods in the same order. On one process each answers by itself.
+
+    Args:
+        world_size: the number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._alone = world_size == 1
+        # A group of its own: what others reduce, on devices or in another order, does not meet it.
+        self._group: Any = None if self._alone else dist.new_group(backend="gloo")
+        self._votes = torch.zeros(1, dtype=torch.int64)
+        self._pending: dist.Work | None = None
+
+    def post(self, yes: bool) -> bool:
+        """Vote, and hear whether any rank said yes in the vote before, which costs no waiting."""
+        if self._alone:
+            return yes
+        decided = self.settle()
+        self._votes.fill_(yes)
+        self._pending = dist.all_reduce(self._votes, group=self._group, async_op=True)
+        return decided
+
+    def settle(self) -> bool:
+        """Hear whether any rank said yes in the last vote, once."""
+        if self._pending is None:
+            return False
+        self._pending.wait()
+        self._pending = None
+        return bool(self._votes.item())
+
+    def largest(self, *values: float) -> list[float]:
+        """The largest value over the ranks, of each."""
+        found: Tensor = torch.tensor(values, dtype=torch.float64)
+        if not self._alone:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return found.tolist()
