@@ -105,7 +105,7 @@ def run(
     except UserError as error:
         who = ""
         if not is_rank_zero():
-            # Before the ranks have met. Where rank 0 makes the same mistake it says so first, and its launcher ends this process meanwhile.
+            # Before the ranks have met: where rank 0 makes the same mistake it says so first.
             time.sleep(3)
             who = f" on rank {getattr(rank_zero_only, 'rank', '?')}"
         print(f"error{who}: {error}", file=sys.stderr)  # noqa: T201

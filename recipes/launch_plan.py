@@ -257,7 +257,11 @@ def _by_hand(
     if nodes == 1:
         return None
     if node is None or address is None:
-        missing = {"node_rank": "I" if node is None else node, "master_addr": address or "HOST", "master_port": port}
+        missing: dict[str, Any] = {
+            "node_rank": "I" if node is None else node,
+            "master_addr": address or "HOST",
+            "master_port": port,
+        }
         numbers = "0 or 1" if nodes == 2 else f"0 to {nodes - 1}"
         raise UserError(
             f"--num-nodes {nodes} does not say how the nodes find each other. Type on each node, I being {numbers} and"

@@ -62,7 +62,6 @@ def _reach(address: str, port: int, deadline: float, timeout: float, command: Co
 
 def _serve(address: str, port: int, command: Command) -> TCPStore:
     """The store on rank 0; torch.distributed shares it, being in the same process."""
-    options = {"is_master": True, "wait_for_workers": False, "multi_tenant": True, "timeout": timedelta(seconds=5)}
     try:
         # A probe of our own, for the reason: torch's message is a page.
         socket.create_server(("", port)).close()
@@ -72,7 +71,8 @@ def _serve(address: str, port: int, command: Command) -> TCPStore:
             f" {command.using(master_port=port + 1)}"
         ) from error
     try:
-        return TCPStore(address, port, **options)
+        patience = timedelta(seconds=5)
+        return TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=patience)
     except (DistError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
@@ -137,7 +137,7 @@ def _missing(launch: Launch, present: set[int], timeout: float, command: Command
     what = f"ranks {', '.join(map(str, absent))} on node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"
     text = f"{len(present)} of {len(launch.first_ranks)} processes met within {timeout:g} s; missing: {what}"
     if launch.launcher == "hand":
-        flags = {"node_rank": nodes[0], "master_addr": launch.address, "master_port": launch.port}
+        flags: dict[str, Any] = {"node_rank": nodes[0], "master_addr": launch.address, "master_port": launch.port}
         text += f"; type there: {command.using(**flags)}"
     return text
 
@@ -192,12 +192,12 @@ def meet(launch: Launch, runs: dict[str, Any], timeout: float, command: Command)
                 f" {command.using(master_port=port + 1)}"
             ) from error
     card = {"host": socket.gethostname(), "runs": runs}
+    problem: str | None
     try:
         store.add(f"arrived/{launch.rank}", 1)
         store.set(f"card/{launch.rank}", json.dumps(card))
         if launch.rank == 0:
-            problem: str | None = _lead(store, launch, timeout, deadline, command)
-            store.set("problem", problem)
+            store.set("problem", problem := _lead(store, launch, timeout, deadline, command))
             # The store ends with this process; the others read it before.
             time.sleep(1.0 if problem else 0.0)
         else:
