@@ -12,7 +12,7 @@ from datamodules.errors import UserError
 __all__ = ["Report", "first_line", "is_consequence", "judge", "report_of"]
 
 # Seconds in which a better explanation may arrive, by what is reported.
-_PATIENCE = {"user": 2.0, "raised": 0.3, "raising": 10.0, "lost": 0.1, "cut off": 0.1, "left": 15.0, "followed": 4.0}
+_PATIENCE = {"user": 2.0, "raised": 0.3, "raising": 10.0, "lost": 0.1, "cut off": 0.1, "left": 5.0, "followed": 4.0}
 # What explains most comes first. A rank that left on purpose makes others fail, and they are no news then.
 _ORDER = ("user", "raised", "raising", "left", "lost", "cut off", "followed")
 _CONSEQUENCES = (
@@ -55,8 +55,10 @@ class Report:
     @property
     def due(self) -> float:
         """When to stop waiting for a better explanation."""
-        # A user's mistake is mostly everybody's: then it is rank 0 that says so.
-        return self.at + (0.3 if self.kind == "user" and self.rank == 0 else _PATIENCE[self.kind])
+        if self.rank == 0:
+            # A user's mistake is mostly everybody's, and then it is rank 0 that says so. Leaving, it may have to save.
+            return self.at + {"user": 0.3, "left": 25.0}.get(self.kind, _PATIENCE[self.kind])
+        return self.at + _PATIENCE[self.kind]
 
     def describe(self) -> str:
         """The line that the user reads."""
@@ -110,7 +112,7 @@ def judge(reports: Sequence[Report], now: float) -> Report | None:
         (True, 3)
     """
     # A rank that leaves takes its time, and what becomes of the others meanwhile is no news.
-    awaited = [report for report in reports if report.kind == "left"] or reports
-    if not reports or now < min(report.due for report in awaited):
+    leaving = [report.due for report in reports if report.kind == "left"]
+    if not reports or now < (max(leaving) if leaving else min(report.due for report in reports)):
         return None
     return min(reports, key=lambda report: (_ORDER.index(report.kind), report.rank, report.at))
