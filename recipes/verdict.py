@@ -12,7 +12,7 @@ from datamodules.errors import UserError
 __all__ = ["Report", "first_line", "is_consequence", "judge", "report_of"]
 
 # Seconds in which a better explanation may arrive, by what is reported.
-_PATIENCE = {"user": 2.0, "raised": 0.3, "raising": 10.0, "lost": 0.1, "cut off": 0.1, "left": 5.0, "followed": 4.0}
+_PATIENCE = {"user": 2.0, "raised": 0.3, "raising": 10.0, "lost": 0.0, "cut off": 0.0, "left": 5.0, "followed": 4.0}
 # What explains most comes first. A rank that left on purpose makes others fail, and they are no news then.
 _ORDER = ("user", "raised", "raising", "left", "lost", "cut off", "followed")
 _CONSEQUENCES = (

@@ -48,7 +48,8 @@ class CountedPoints(Points):
     """Points that each node prepares for itself, and that fail where they are prepared twice."""
 
     def prepare_data(self) -> None:
-        Path(f"prepared-on-{os.environ.get('NODE_RANK', os.environ.get('GROUP_RANK', '0'))}").open("x").close()
+        node, start = os.environ.get("NODE_RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        Path(f"prepared-on-{node}-{start}").open("x").close()
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ def _type(args: list[str], env: dict[str, str], folder: str, name: str) -> None:
     for stream, number in (("out", 1), ("err", 2)):
         file = os.open(f"{name}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: PTH123, SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: PTH123, SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.update(env)
     torch.set_num_threads(1)
     from recipes import run

@@ -74,7 +74,7 @@ def test_slurms_processes_find_each_other_and_take_nodes_and_devices_from_it(tmp
     first = all_ended[0].out.splitlines()[0]
     assert f"started by Slurm, 2 nodes x 2 devices, localhost:{15000 + 7 * job % 17000}, gloo" in first
     assert all(not ended.out for ended in all_ended[1:])
-    assert {path.name for path in tmp_path.glob("prepared*")} == {"prepared-on-0", "prepared-on-1"}
+    assert {path.name for path in tmp_path.glob("prepared*")} == {"prepared-on-0-0", "prepared-on-1-0"}
     assert json.loads((tmp_path / "runs/failing/run/results.json").read_text())["hardware"].startswith("4 x")
 
 
@@ -171,7 +171,7 @@ def test_two_nodes_of_two_started_by_hand_train_as_one_process_does(tmp_path):
     assert (zero.status, ended.status) == (0, 0), (zero, ended)
     assert f"started by hand, 2 nodes x 2 devices, 127.0.0.1:{port}, gloo" in zero.out
     assert ended.out == ""
-    assert {path.name for path in tmp_path.glob("prepared*")} == {"prepared-on-0", "prepared-on-1"}
+    assert {path.name for path in tmp_path.glob("prepared*")} == {"prepared-on-0-0", "prepared-on-1-0"}
     alone = start(tmp_path, [(["--name", "alone", "--batch-size", "8"], {})])
     weights = [
         torch.load(tmp_path / f"runs/failing/{name}/checkpoints/last.ckpt", weights_only=True)["state_dict"]
