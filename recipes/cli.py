@@ -23,6 +23,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -342,6 +343,9 @@ class _CommandLine:
         launch = plan_launch(os.environ, settings, asked, here, self.typed, strategy=values["strategy"])
         if launch.launcher in ("torchrun", "slurm"):
             values["devices"], values["num_nodes"] = launch.devices, launch.num_nodes
+        if values["strategy"] == "fsdp2":
+            # Lightning has no short name for it. Checkpoints stay one file, which any strategy loads.
+            values["strategy"] = ModelParallelStrategy(save_distributed_checkpoint=False)
         runs = fingerprint(plain, (self.recipe_class, self.data_class))
         return begin(launch, runs, settings, self.typed)
 

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
+from datamodules.errors import UserError
 from recipes.launch_plan import MARK, Command, Launch, LaunchSettings, check_precision, plan_launch
 from recipes.machine import machine
 from recipes.rendezvous import meet
@@ -84,7 +85,8 @@ def begin(launch: Launch, runs: dict[str, Any], settings: LaunchSettings, comman
         os.environ.pop(name, None)
     if launch.address is None:
         return launch
-    store, address, port = meet(launch, runs, settings.rendezvous_timeout, command)
+    meeting = meet(launch, runs, settings.rendezvous_timeout, command)
+    address, port = meeting.address, meeting.port
     if (address, port) != (launch.address, launch.port):
         # Of our own making, so torch shall not look for the agent behind it.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
@@ -92,7 +94,9 @@ def begin(launch: Launch, runs: dict[str, Any], settings: LaunchSettings, comman
     os.environ[MARK] = launch.launcher
     if not launch.spawns:
         os.environ["LOCAL_RANK"] = str(launch.local_rank)
-    watch(launch, store, address)
+    watch(launch, meeting.store, address)
+    if meeting.problem:
+        raise UserError(f"it does not run the same as rank 0: {meeting.problem}")
     return replace(launch, address=address, port=port)
 
 

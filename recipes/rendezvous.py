@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed import DistError, TCPStore
 from datamodules.errors import UserError
 from recipes.launch_plan import Command, Launch
 
-__all__ = ["describe_differences", "meet"]
+__all__ = ["Meeting", "describe_differences", "meet"]
 
 _PREFIX = "lightning_recipes"
 _PAUSE = 0.05
@@ -159,17 +160,30 @@ def _lead(store: TCPStore, launch: Launch, timeout: float, deadline: float, comm
     return ""
 
 
-def meet(launch: Launch, runs: dict[str, Any], timeout: float, command: Command) -> tuple[TCPStore, str, int]:
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks have met.
+
+    Args:
+        store: of keys that all ranks see.
+        address: of the store, which torch.distributed shall use; so with `port`.
+        problem: what a process that came later runs otherwise than rank 0; empty if nothing.
+    """
+
+    store: TCPStore
+    address: str
+    port: int
+    problem: str = ""
+
+
+def meet(launch: Launch, runs: dict[str, Any], timeout: float, command: Command) -> Meeting:
     """Meet the other ranks and make sure that all run the same.
 
-    Processes that another has started, on its node, join a meeting that is over.
+    Processes that another has started, on its node, join a meeting that is over, and get what is wrong as an answer.
 
     Args:
         runs: settings and versions by name, as JSON has them.
         timeout: seconds.
-
-    Returns:
-        The store, and the address and port of it, which torch.distributed shall use.
 
     Raises:
         UserError: on every rank: one does not come, or runs something else.
@@ -204,11 +218,11 @@ def meet(launch: Launch, runs: dict[str, Any], timeout: float, command: Command)
             problem = _await(store, "problem", deadline + timeout)
             if problem == "" and launch.joins:
                 others = {0: json.loads(store.get("card/0")), launch.rank: card}
-                problem = describe_differences(others, launch)
+                return Meeting(store, address, port, describe_differences(others, launch))
     except (DistError, RuntimeError) as error:
         raise UserError(f"rank 0 at {address}:{port} has ended while the ranks met; its own output says why") from error
     if problem is None:
         raise UserError(f"rank 0 at {address}:{port} has not compared the ranks within {2 * timeout:g} s")
     if problem:
         raise UserError(problem)
-    return store, address, port
+    return Meeting(store, address, port)

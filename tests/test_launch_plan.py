@@ -78,7 +78,11 @@ def test_another_process_of_ours_is_told_where_it_belongs():
     ("env", "arguments", "message"),
     [
         ({}, {"nodes": 4}, "python -m r --lr 0.1 --devices=auto --num_nodes 4 --node-rank I --master-addr HOST"),
-        ({}, {"nodes": 4}, "torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 1 -m r"),
+        (
+            {},
+            {"nodes": 4},
+            "torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 1",
+        ),
         ({}, {"nodes": 4, "node_rank": 2}, "--node-rank 2 --master-addr HOST"),
         ({"MASTER_ADDR": "head"}, {"nodes": 2}, "I being 0 or 1"),
         ({}, {"nodes": 2, "node_rank": 2, "master_addr": "a"}, "node 2 of 2: nodes are counted from 0"),

@@ -11,8 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import FreezeLayers, GradientAccumulation, RankConsistency, SeedControl, SyncBN
-from tests.ranks import run_ranks
+from tests.nodes import start
+from tests.ranks import free_port, run_ranks
 from tests.tables import QUIET, Tiny, picture_network, pictures, silence
+from tests.test_launch import by_torchrun
 
 CALLBACKS = {
     "GradientAccumulation, one": lambda: GradientAccumulation(),
@@ -70,3 +72,14 @@ def test_a_callback_that_can_do_less_says_so_once_and_the_run_goes_on(name):
 
 def test_seeds_work_with_any_strategy():
     assert [result[:2] for result in run_ranks(fit, 2, "SeedControl")] == [(4, ""), (4, "")]
+
+
+def test_the_command_line_splits_the_network_under_fsdp2_and_tests_its_one_checkpoint_file(tmp_path):
+    zero, one = start(tmp_path, [(["--name", "run", "--strategy", "fsdp2"], env) for env in by_torchrun(free_port())])
+    assert (zero.status, one.status) == (0, 0), (zero, one)
+    assert "GradientAccumulation weighs nothing: ModelParallelStrategy" in zero.err
+    checkpoint = torch.load(tmp_path / "runs/failing/run/checkpoints/last.ckpt", weights_only=True)
+    assert {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()} == {
+        "network.weight": (1, 1),
+        "network.bias": (1,),
+    }
