@@ -1,15 +1,18 @@
 """Every way of starting a run, on loopback: processes that find each other, or say why they do not."""
 
 import json
+import os
 import socket
-import time
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-import torch
 
-from tests.nodes import Ended, Shell, start
+from tests.nodes import Ended, start
 from tests.ranks import free_port
 
+ROOT = Path(__file__).parent.parent
 Environment = dict[str, str]
 
 
@@ -159,23 +162,94 @@ def test_a_mistake_of_one_rank_alone_and_of_all_ranks_is_said_once(tmp_path):
     assert not one.err
 
 
+def test_resuming_takes_the_number_of_devices_from_this_call_and_not_from_the_checkpoint(tmp_path):
+    args = ["--batch-size", "4", "--name", "run"]
+    two = start(tmp_path, [(args, env) for env in by_torchrun(free_port())])
+    assert [ended.status for ended in two] == [0, 0], two
+    resume = ["--resume", "runs/failing/run/checkpoints/last.ckpt", "--max-epochs", "3"]
+    (tmp_path / "prepared-on-0-0").unlink()
+    (one,) = start(tmp_path, [(resume, {})])
+    assert one.status == 0, one
+    assert one.out.startswith("failing: 1 x ")
+    assert "epoch 3/3" in one.out
+
+
+def typed(folder: Path, *commands: list[str]) -> list[tuple[int, str, str]]:
+    """What real command lines, started at once, end with and print."""
+    python = Path(sys.executable)
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{python.parent}:/usr/bin:/bin",
+    }
+    processes = []
+    for i, command in enumerate(commands):
+        out, err = (folder / f"{i}.out").open("w"), (folder / f"{i}.err").open("w")
+        processes.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=err))
+        out.close(), err.close()
+    try:
+        statuses = [process.wait(240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(n, (folder / f"{i}.out").read_text(), (folder / f"{i}.err").read_text()) for i, n in enumerate(statuses)]
+
+
+RECIPE = [
+    "-m",
+    "tests.launch_recipe",
+    "--accelerator",
+    "cpu",
+    "--precision",
+    "32",
+    "--max-epochs",
+    "2",
+    "--name",
+    "run",
+]
+RECIPE += ["--batch-size", "4", "--rendezvous-timeout", "120"]
+
+
+def by_hand(port: int, *more: str) -> list[list[str]]:
+    where = ["--devices", "2", "--num-nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    return [[sys.executable, *RECIPE, *where, "--node-rank", node, *more] for node in ("0", "1")]
+
+
 @pytest.mark.slow
-def test_two_nodes_of_two_started_by_hand_train_as_one_process_does(tmp_path):
-    port = str(free_port())
-    args = ["--devices", "2", "--num-nodes", "2", "--name", "run", "--master-addr", "127.0.0.1"]
-    one = [[*args, "--node-rank", str(node), "--master-port", port] for node in (1, 0)]
-    late = Shell(tmp_path, "node1", one[0], {})
-    time.sleep(2)
-    zero = Shell(tmp_path, "node0", one[1], {}).wait(240)
-    ended = late.wait(30)
-    assert (zero.status, ended.status) == (0, 0), (zero, ended)
-    assert f"started by hand, 2 nodes x 2 devices, 127.0.0.1:{port}, gloo" in zero.out
-    assert ended.out == ""
+def test_two_nodes_of_two_started_by_hand_train_and_prepare_the_data_once_each(tmp_path):
+    port = free_port()
+    zero, one = typed(tmp_path, *by_hand(port))
+    assert (zero[0], one[0]) == (0, 0), (zero, one)
+    assert f"started by hand, 2 nodes x 2 devices, 127.0.0.1:{port}, gloo, 4 x" in zero[1]
+    assert one[1] == ""
     assert {path.name for path in tmp_path.glob("prepared*")} == {"prepared-on-0-0", "prepared-on-1-0"}
-    alone = start(tmp_path, [(["--name", "alone", "--batch-size", "8"], {})])
-    weights = [
-        torch.load(tmp_path / f"runs/failing/{name}/checkpoints/last.ckpt", weights_only=True)["state_dict"]
-        for name in ("run", "alone")
-    ]
-    assert alone[0].status == 0
-    assert weights[0].keys() == weights[1].keys()
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_on_another_node_ends_both_and_is_named_in_rank_0s_last_line(tmp_path):
+    zero, one = typed(tmp_path, *by_hand(free_port(), "--fail-rank", "3"))
+    assert zero[0] == 1
+    assert one[0] != 0
+    expected = f"error: rank 3 (node 1, {socket.gethostname()}) failed: ValueError: a bad pixel"
+    assert zero[2].strip().splitlines()[-1] == expected
+
+
+@pytest.mark.slow
+def test_torchrun_starts_two_nodes_of_two(tmp_path):
+    port = free_port()
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test"]
+    command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "2", *rendezvous, *RECIPE]
+    ended = typed(tmp_path, command, command)
+    assert [status for status, _, _ in ended] == [0, 0], ended
+    assert sum("started by torchrun, 2 nodes x 2 devices" in out for _, out, _ in ended) == 1
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_processes_again_without_further_settings(tmp_path):
+    fails = ["--fail-rank", "1", "--fail-how", "kill", "--fail-until", "1"]
+    command = ["torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", *RECIPE, *fails]
+    ((status, out, err),) = typed(tmp_path, command)
+    assert status == 0, err
+    assert out.count("started by torchrun") == 2
+    assert "rank 1 (node 0" in err
+    assert "epoch 2/2" in out
