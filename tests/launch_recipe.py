@@ -16,7 +16,7 @@ class FailingLine(Line):
     """A straight line.
 
     Args:
-        fail_rank: the rank that fails in the third update.
+        fail_rank: the rank that fails in the second update of an epoch.
         fail_how: by an exception, kill -9, Ctrl-C to it alone or waiting for ever.
         fail_until: fails in the first so many starts of torchrun only.
     """
@@ -34,7 +34,7 @@ class FailingLine(Line):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         starts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        if batch_idx == 2 and self.global_rank == self.hparams.fail_rank and starts < self.hparams.fail_until:
+        if batch_idx == 1 and self.global_rank == self.hparams.fail_rank and starts < self.hparams.fail_until:
             how = self.hparams.fail_how
             if how == "raise":
                 raise ValueError("a bad pixel\nin the corner")

@@ -163,7 +163,7 @@ def test_a_mistake_of_one_rank_alone_and_of_all_ranks_is_said_once(tmp_path):
 
 
 def test_resuming_takes_the_number_of_devices_from_this_call_and_not_from_the_checkpoint(tmp_path):
-    args = ["--batch-size", "4", "--name", "run"]
+    args = ["--name", "run"]
     two = start(tmp_path, [(args, env) for env in by_torchrun(free_port())])
     assert [ended.status for ended in two] == [0, 0], two
     resume = ["--resume", "runs/failing/run/checkpoints/last.ckpt", "--max-epochs", "3"]
@@ -207,7 +207,7 @@ RECIPE = [
     "--name",
     "run",
 ]
-RECIPE += ["--batch-size", "4", "--rendezvous-timeout", "120"]
+RECIPE += ["--rendezvous-timeout", "120"]
 
 
 def by_hand(port: int, *more: str) -> list[list[str]]:
