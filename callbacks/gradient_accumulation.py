@@ -55,7 +55,7 @@ class GradientAccumulation(pl.Callback):
 
     Raises:
         UserError: `global_batch_size` does not divide, both arguments are given, something else accumulates as well,
-            or the strategy cannot.
+            or the strategy cannot. With one micro-batch per update such a strategy gets a warning only.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[GradientAccumulation(global_batch_size=1024)], logger=False)
@@ -72,7 +72,7 @@ class GradientAccumulation(pl.Callback):
         self._schedule = AccumulationSchedule.parse(steps)
         self._count: int | Tensor = 0
         self._restore: Callable[[], None] | None = None
-        self._running = False
+        self._running, self._weighs = False, True
         # What another callback wants to know of any rank: it travels with the counts, in a sum that is made anyway.
         self.question: Callable[[], bool] | None = None
         self._answer: Tensor | None = None
@@ -111,11 +111,19 @@ class GradientAccumulation(pl.Callback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         distributed = isinstance(trainer.strategy.model, DistributedDataParallel)
-        if trainer.strategy.handles_gradient_accumulation or not (distributed or trainer.world_size == 1):
+        self._weighs = not trainer.strategy.handles_gradient_accumulation and (distributed or trainer.world_size == 1)
+        if self._weighs:
+            return
+        name = type(trainer.strategy).__name__
+        if self.steps != 1 or self.global_batch_size is not None:
             raise UserError(
-                f"{type(trainer.strategy).__name__} reduces gradients in its own way, which GradientAccumulation cannot"
+                f"{name} reduces gradients in its own way, which GradientAccumulation cannot"
                 ' weigh: pass strategy="ddp", or remove the callback'
             )
+        rank_zero_warn(
+            f"GradientAccumulation weighs nothing: {name} reduces gradients in its own way, so every device counts the"
+            ' same, however many targets it holds; pass strategy="ddp" for the mean over all targets'
+        )
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -135,7 +143,7 @@ class GradientAccumulation(pl.Callback):
         self._running = True
         self._resume(trainer)
         self._begin_window()
-        if trainer.world_size > 1 or largest > 1:
+        if self._weighs and (trainer.world_size > 1 or largest > 1):
             self._restore = observe_counts(pl_module, self._set_count)
 
     def _resume(self, trainer: pl.Trainer) -> None:

@@ -79,7 +79,7 @@ class SyncBN(pl.Callback):
         group_size: how many consecutive ranks share statistics; all of them if None.
 
     Raises:
-        UserError: at set-up, if `group_size` does not divide the number of processes.
+        UserError: at set-up, if `group_size` does not divide the number of processes, or the strategy splits layers.
         TypeError: a subclass of BatchNorm normalises in a `forward` of its own.
 
     Example:
@@ -102,6 +102,11 @@ class SyncBN(pl.Callback):
         self._averages = size < trainer.world_size
         if size == 1:
             return
+        if not isinstance(trainer.strategy.model, DistributedDataParallel):
+            raise UserError(
+                f"{type(trainer.strategy).__name__} splits the layers that SyncBN would replace: pass"
+                ' strategy="ddp", or remove SyncBN'
+            )
         group = dist.new_subgroups(group_size=size)[0] if self._averages else None
         synchronise(pl_module, group)
 

@@ -18,6 +18,8 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -30,14 +32,31 @@ from datamodules.errors import UserError
 from recipes.checkpoint_guard import CheckpointGuard
 from recipes.checkpoints import VerifiedCheckpointIO
 from recipes.export import export
+from recipes.fingerprint import fingerprint
 from recipes.flags import FlagGroup, FlagParser
-from recipes.launch import is_rank_zero, resolve_precision, tune_allocator
+from recipes.launch import (
+    Command,
+    Launch,
+    LaunchSettings,
+    backend_of,
+    begin,
+    check_precision,
+    is_rank_zero,
+    leave,
+    machine,
+    plan_launch,
+    resolve_precision,
+    set_collective_timeout,
+    tune_allocator,
+    watched,
+)
 from recipes.recipe import Recipe
 from recipes.report import Stopwatch, check_output, hardware, print_pairs, print_rows, report, shown, write_rows
 from recipes.resume import Start, find_start, locked
 from recipes.saved import describe_differences, read_run
-from recipes.settings import RunSettings, checkpoint_callbacks, run_callbacks
+from recipes.settings import RunSettings, checkpoint_callbacks, global_batch_text, run_callbacks
 from recipes.split import keep_global_batch
+from recipes.watch import Watched
 
 __all__ = ["run"]
 
@@ -63,9 +82,11 @@ _COMMON_RUN_SETTINGS = """
     name run_dir resume save_every ckpt output format seed deterministic precision global_batch_size accumulate warmup
     lr_scale sync_bn
 """
+_COMMON_LAUNCH_SETTINGS = "node_rank master_addr master_port launcher"
 # Of one call, and not of the experiment: a checkpoint's settings leave them out.
 _OF_THIS_CALL = {
-    *("name", "run_dir", "resume", "resume_anyway", "ckpt", "output", "format", "config", "inputs", "attention")
+    *("name", "run_dir", "resume", "resume_anyway", "ckpt", "output", "format", "config", "inputs", "attention"),
+    *LaunchSettings.__dataclass_fields__,
 }
 _OF_THIS_MACHINE = {"devices", "num_nodes", "accelerator", "strategy"}
 
@@ -88,7 +109,7 @@ def run(
         args: the command line; by default that of the process.
     """
     try:
-        with ending_on_signals(*SIGNALS):
+        with watched(), ending_on_signals(*SIGNALS):
             _CommandLine(recipe_class, data_class, callbacks).main(list(sys.argv[1:] if args is None else args))
     except Preempted as stopped:
         _say(f"\nended by {stopped.signal_name}{requeue(stopped.signum) if is_rank_zero() else ''}")
@@ -96,7 +117,7 @@ def run(
     except UserError as error:
         who = ""
         if not is_rank_zero():
-            # Where rank 0 makes the same mistake it says so first, and its launcher ends this process meanwhile.
+            # Before the ranks have met: where rank 0 makes the same mistake it says so first.
             time.sleep(3)
             who = f" on rank {getattr(rank_zero_only, 'rank', '?')}"
         print(f"error{who}: {error}", file=sys.stderr)  # noqa: T201
@@ -229,6 +250,7 @@ class _CommandLine:
         trainer_skips = frozenset((_OWN_TRAINER_PARAMETERS + _REPLACED_TRAINER_PARAMETERS).split())
         groups = [
             FlagGroup("Run", RunSettings, common=frozenset(_COMMON_RUN_SETTINGS.split())),
+            FlagGroup("Launch", LaunchSettings, common=frozenset(_COMMON_LAUNCH_SETTINGS.split())),
             FlagGroup("Data", data_class, skip=frozenset({"predict_inputs"})),
             FlagGroup("Recipe", recipe_class),
             FlagGroup("Trainer", pl.Trainer, trainer_skips, frozenset(_COMMON_TRAINER_PARAMETERS.split())),
@@ -239,6 +261,7 @@ class _CommandLine:
     # Reading the command line
 
     def main(self, args: list[str]) -> None:
+        self.typed = Command(self.program, list(args))
         command = args.pop(0) if args and args[0] in _COMMANDS else "fit"
         if args and not args[0].startswith("-") and command != "predict":
             raise UserError(f"unknown command {args[0]!r}; expected one of {', '.join(_COMMANDS)}, or a flag")
@@ -255,7 +278,7 @@ class _CommandLine:
             _say(f"the run in {shown(self.start.folder or '')} has finished; pass a larger --max-epochs to go on")
             return
         if checkpoint := self.start.checkpoint or namespace.ckpt:
-            other = _OF_THIS_CALL | (set() if command == "fit" else _OF_THIS_MACHINE)
+            other = _OF_THIS_CALL | _OF_THIS_MACHINE
             saved = read_run(checkpoint).config
             self.parser.set_known_defaults({name: value for name, value in saved.items() if name not in other})
             namespace = self.parser.parse(args)
@@ -338,6 +361,24 @@ class _CommandLine:
 
     # Carrying it out
 
+    def _launch(self, command: str, values: dict[str, Any], plain: dict[str, Any]) -> Launch:
+        """Find our place among the processes of the run, and meet the others."""
+        here = machine(values["accelerator"])
+        check_precision(str(values["precision"]), here, self.typed)
+        if command == "predict":
+            return Launch("local", 1, 1)
+        settings = LaunchSettings(**self.parser.select(values, "Launch"))
+        asked = (values["devices"], values["num_nodes"])
+        launch = plan_launch(os.environ, settings, asked, here, self.typed, strategy=values["strategy"])
+        if launch.launcher in ("torchrun", "slurm"):
+            values["devices"], values["num_nodes"] = launch.devices, launch.num_nodes
+        if values["strategy"] == "fsdp2":
+            # Lightning has no short name for it. Checkpoints stay one file, which any strategy loads.
+            values["strategy"] = ModelParallelStrategy(save_distributed_checkpoint=False)
+        done = read_run(self.start.checkpoint).updates if self.start.checkpoint else 0
+        runs = fingerprint(plain, (self.recipe_class, self.data_class)) | {"updates done": done}
+        return begin(launch, runs, settings, self.typed)
+
     def _execute(self, command: str, namespace: Namespace, inputs: list[str]) -> None:
         tuned = namespace.tune_allocator and tune_allocator()
         namespace.precision, reason = resolve_precision(namespace.precision, namespace.accelerator)
@@ -345,6 +386,7 @@ class _CommandLine:
         plain = self._config(namespace)
         values = self.parser.instantiate_classes(namespace).as_dict()
         settings = RunSettings(**self.parser.select(values, "Run"))
+        launch = self._launch(command, values, plain)
         with _as_user_errors(MisconfigurationException):
             # First of all: it seeds the initial weights.
             seeds = SeedControl(settings.seed, settings.deterministic, settings.benchmark)
@@ -367,24 +409,28 @@ class _CommandLine:
         if values["enable_progress_bar"] is not False:
             callbacks.append(RunProgress())
 
+        # DeepSpeed writes folders, in its own way.
+        saving = [] if "deepspeed" in str(values["strategy"]).lower() else [VerifiedCheckpointIO()]
+
         def build_trainer(*more: Callback, folder: Path | None = None) -> pl.Trainer:
             with _as_user_errors(ValueError, TypeError, MisconfigurationException):
                 trainer = pl.Trainer(
                     **self.parser.select(values, "Trainer"),
                     precision=settings.precision,  # type: ignore[arg-type]
                     logger=_loggers(folder, settings.resume, plain) if folder else False,
-                    callbacks=[*callbacks, *more],
-                    # DeepSpeed writes folders, in its own way.
-                    plugins=[] if "deepspeed" in str(values["strategy"]).lower() else [VerifiedCheckpointIO()],
+                    callbacks=[Watched(), *callbacks, *more],
+                    plugins=[LightningEnvironment(), *saving],
                     default_root_dir=str(folder) if folder else None,
                     enable_autolog_hparams=False,
                     enable_model_summary=False,
                 )
-            if settings.precision == "16-mixed" and trainer.strategy.root_device.type == "cpu":
-                raise UserError("16-mixed needs a GPU, and this run is on the CPU; pass --precision bf16-mixed")
+            set_collective_timeout(trainer, values["collective_timeout"])
             kept = ", memory kept between steps" if tuned and trainer.strategy.root_device.type == "cpu" else ""
             if command != "predict":
-                _say(f"{self.recipe_class.title}: {hardware(trainer)}, precision {settings.precision}{why}{kept}")
+                start = f"{launch.describe()}, {backend_of(trainer)}, " if trainer.world_size > 1 else ""
+                batch = global_batch_text(settings, values.get("batch_size"), trainer) if command == "fit" else ""
+                precision = f"precision {settings.precision}{why}"
+                _say(f"{self.recipe_class.title}: {start}{hardware(trainer)}, {batch}{precision}{kept}")
             return trainer
 
         with _as_user_errors(MisconfigurationException):
@@ -505,4 +551,4 @@ class _CommandLine:
                 _say(f"{why}; go on with\n  {self.program} --resume {shown(last)}")
             sys.stderr.flush()
             # Loggers and processes are closed; taking the interpreter down in order would take another second.
-            os._exit(int(stopped.code or 1))
+            leave(int(stopped.code or 1))

@@ -1,14 +1,42 @@
-"""What is settled before anything starts: memory allocation, precision, and who prints."""
+"""What is settled before anything starts: who started us, precision, memory allocation, and who prints.
+
+`launch_plan` says which part of the run this process is, `rendezvous` has the ranks meet, `watch` ends them together.
+"""
 
 import ctypes
 import os
 import sys
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Literal
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-__all__ = ["Precision", "is_rank_zero", "resolve_precision", "tune_allocator"]
+from datamodules.errors import UserError
+from recipes.launch_plan import MARK, Command, Launch, LaunchSettings, check_precision, plan_launch
+from recipes.machine import machine
+from recipes.rendezvous import meet
+from recipes.watch import leave, watch, watched
+
+__all__ = [
+    "Command",
+    "Launch",
+    "LaunchSettings",
+    "Precision",
+    "backend_of",
+    "begin",
+    "check_precision",
+    "is_rank_zero",
+    "leave",
+    "machine",
+    "plan_launch",
+    "resolve_precision",
+    "set_collective_timeout",
+    "tune_allocator",
+    "watched",
+]
 
 Precision = Literal[
     "auto",
@@ -30,8 +58,60 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def is_rank_zero() -> bool:
-    """Whether this process speaks for the run, by the variables that launchers set."""
+    """Whether this process speaks for the run.
+
+    `begin` tells Lightning's ``rank_zero_only``, which this asks and which everything that rank 0 does alone goes
+    through; before that the launchers' variables have to do.
+    """
     return not getattr(rank_zero_only, "rank", 0) and os.environ.get("NODE_RANK", "0") == "0"
+
+
+def begin(launch: Launch, runs: dict[str, Any], settings: LaunchSettings, command: Command) -> Launch:
+    """Take the part in the run that was planned: meet the other ranks, and watch over them.
+
+    Sets the environment variables from which Lightning's own environment reads the same.
+
+    Args:
+        runs: what has to be the same on all ranks, by name.
+
+    Returns:
+        The launch, with the address and the port that were chosen.
+
+    Raises:
+        UserError: the ranks do not meet, or do not run the same.
+    """
+    rank_zero_only.rank = launch.rank  # type: ignore[attr-defined]
+    for name in ("NODE_RANK", "LOCAL_RANK", *(("RANK", "WORLD_SIZE") if launch.spawns else ())):
+        os.environ.pop(name, None)
+    if launch.address is None:
+        return launch
+    meeting = meet(launch, runs, settings.rendezvous_timeout, command)
+    address, port = meeting.address, meeting.port
+    if (address, port) != (launch.address, launch.port):
+        # Of our own making, so torch shall not look for the agent behind it.
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), NODE_RANK=str(launch.node_rank))
+    os.environ[MARK] = launch.launcher
+    if not launch.spawns:
+        os.environ["LOCAL_RANK"] = str(launch.local_rank)
+    watch(launch, meeting.store, address)
+    if meeting.problem:
+        raise UserError(f"it does not run the same as rank 0: {meeting.problem}")
+    return replace(launch, address=address, port=port)
+
+
+def backend_of(trainer: pl.Trainer) -> str:
+    """What carries the collective calls: nccl, gloo or another."""
+    named = getattr(trainer.strategy, "process_group_backend", None)
+    device = trainer.strategy.root_device.type
+    return named or torch.distributed.Backend.default_device_backend_map.get(device, "gloo")
+
+
+def set_collective_timeout(trainer: pl.Trainer, seconds: float) -> None:
+    """How long a rank waits for the others in a collective call."""
+    if hasattr(trainer.strategy, "_timeout"):
+        # Lightning takes it in the strategy's constructor only, and there is one for each of them.
+        trainer.strategy._timeout = timedelta(seconds=seconds)
 
 
 def tune_allocator() -> bool:

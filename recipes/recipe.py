@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -161,6 +162,12 @@ class Recipe(pl.LightningModule):
     def parameter_groups(self) -> list[dict[str, Any]]:
         """The optimiser's groups, each with a ``name``: all parameters, those that are frozen now too."""
         return parameter_groups(self, self.hparams.weight_decay)
+
+    @override
+    def configure_model(self) -> None:
+        """Split the network's parameters over the devices where the strategy is fsdp2; nothing otherwise."""
+        if self.device_mesh is not None and not isinstance(self.network, FSDPModule):
+            fully_shard(self.network, mesh=self.device_mesh["data_parallel"])
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from callbacks.exact_checkpoint import ExactCheckpoint
@@ -19,7 +20,7 @@ from recipes.checkpoint_guard import LastCheckpoint
 from recipes.launch import Precision
 from recipes.recipe import Recipe
 
-__all__ = ["RunSettings", "checkpoint_callbacks", "learning_rate_scale", "run_callbacks"]
+__all__ = ["RunSettings", "checkpoint_callbacks", "global_batch_text", "learning_rate_scale", "run_callbacks"]
 
 # Adaptive optimisers divide by the size of the gradient, so noise grows with the square root only.
 _LINEAR = {"sgd", "asgd"}
@@ -84,6 +85,20 @@ def learning_rate_scale(rule: str, optimizer: str) -> Scale | None:
     if rule == "auto":
         return "linear" if optimizer.lower() in _LINEAR else "sqrt"
     return None if rule == "none" else rule  # type: ignore[return-value]
+
+
+def global_batch_text(settings: RunSettings, batch_size: int | None, trainer: pl.Trainer) -> str:
+    """What an update sees, as devices x nodes x batch x accumulation: a part of a run's first line."""
+    if not isinstance(batch_size, int):
+        return ""
+    at_once = trainer.world_size * batch_size
+    factor = settings.accumulate
+    if settings.global_batch_size is not None:
+        factor = settings.global_batch_size // at_once
+    parts = f"{trainer.num_devices} x {trainer.num_nodes} x {batch_size} x "
+    if isinstance(factor, dict):
+        return f"global batch {parts}accumulation {factor}, "
+    return f"global batch {at_once * factor} = {parts}{factor}, "
 
 
 def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> list[Callback]:

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torchmetrics", "lightning.pytorch", "pytest", "hypothesis"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torchmetrics", "lightning.pytorch", "pytest", "hypothesis", "recipes.cli"])
 
 
 def free_port() -> int:
@@ -78,8 +78,8 @@ def run_ranks(
                 "LOCAL_RANK": str(rank),
                 "NODE_RANK": "0",
             }
-        receiver, sender = _context.Pipe(duplex=False)
-        process = _context.Process(target=_child, args=(sender, function, args, kwargs, variables | dict(env or {})))
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_child, args=(sender, function, args, kwargs, variables | dict(env or {})))
         process.start()
         sender.close()
         processes.append(process)

@@ -1,0 +1,49 @@
+"""What a rank runs, to be compared with the others: versions, code and settings."""
+
+import hashlib
+import platform
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+__all__ = ["code_version", "fingerprint"]
+
+_PACKAGES = ("recipes", "callbacks", "datamodules")
+# Of one node, and not of the run.
+_OF_THIS_NODE = {"node_rank", "master_addr", "master_port", "launcher", "rendezvous_timeout", "collective_timeout"}
+
+
+def code_version(files: Iterable[Path]) -> str:
+    """Twelve digits that change with the sources."""
+    digest = hashlib.sha256()
+    for path in sorted(set(files), key=lambda path: (path.parent.name, path.name)):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _sources(classes: Iterable[type]) -> list[Path]:
+    root = Path(__file__).parents[1]
+    files = [path for name in _PACKAGES for path in (root / name).rglob("*.py")]
+    modules = [sys.modules.get("__main__"), *(sys.modules.get(cls.__module__) for cls in classes)]
+    named = [getattr(module, "__file__", None) for module in modules]
+    return files + [path for name in named if name and (path := Path(name)).suffix == ".py" and path.is_file()]
+
+
+def fingerprint(settings: dict[str, Any], classes: Iterable[type] = ()) -> dict[str, Any]:
+    """Everything that has to be the same on all ranks, by name.
+
+    Args:
+        settings: as plain Python; where files lie and how a node is reached may differ.
+        classes: the user's, whose files belong to the code.
+    """
+    same = {k: v for k, v in settings.items() if k not in _OF_THIS_NODE and not k.endswith("_dir")}
+    return same | {
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": pl.__version__,
+        "the code": code_version(_sources(classes)),
+    }

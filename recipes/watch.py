@@ -1,0 +1,246 @@
+"""When a rank of a run ends, all end, and the user reads why.
+
+A rank that raises leaves the others waiting in a collective call, for half an hour by default. Each rank therefore
+keeps a connection to rank 0. One that fails says so through it; the system closes it for a process that was killed, and
+finds a node that is cut off. Rank 0 names the cause as its last line and all processes end.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.distributed import TCPStore
+from typing_extensions import override
+
+from recipes.launch_plan import Launch
+from recipes.verdict import Report, judge, report_of
+
+__all__ = ["Watch", "Watched", "leave", "watch", "watched"]
+
+_TICK = 0.2
+# A node that is cut off is noticed after 5 + 4 * 3 seconds, by the system: a busy interpreter answers all the same.
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 17_000}
+
+_UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+
+_current: "Watch | None" = None
+
+
+def _keep_alive(connection: socket.socket) -> socket.socket:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection
+
+
+def _lines(connection: socket.socket, rest: bytes) -> tuple[list[dict[str, Any]], bytes]:
+    """The messages that have arrived, and the beginning of the next; raises EOFError at the end of the connection."""
+    if not (data := connection.recv(1 << 16)):
+        raise EOFError
+    *whole, rest = (rest + data).split(b"\n")
+    return [json.loads(line) for line in whole], rest
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    # Who does not listen any more has ended already.
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def end_process(status: int, line: str = "") -> None:
+    """End this process at once, whatever its main thread waits for; `line` is the last that it prints."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    if line:
+        with contextlib.suppress(Exception):
+            print(line, file=sys.stderr, flush=True)  # noqa: T201
+    os._exit(status)
+
+
+class Watch:
+    """One rank's part in the watch over a run.
+
+    Args:
+        launch: which rank this is.
+        store: where rank 0 writes down the port on which it listens.
+        address: of rank 0.
+    """
+
+    def __init__(self, launch: Launch, store: TCPStore, address: str) -> None:
+        self.launch, self.host = launch, socket.gethostname()
+        # Its server runs in rank 0 as long as somebody holds it.
+        self.store = store
+        self.reports: list[Report] = []
+        self.over = False
+        self._lock = threading.Lock()
+        if launch.rank == 0:
+            self.listener = socket.create_server(("", 0), backlog=launch.world_size)
+            store.set("watch", str(self.listener.getsockname()[1]))
+            loop = self._lead
+        else:
+            port = int(store.get("watch"))
+            self.connection = _keep_alive(socket.create_connection((address, port), timeout=30))
+            self.connection.settimeout(None)
+            _send(self.connection, {"rank": launch.rank, "node": launch.node_rank, "host": self.host})
+            loop = self._follow
+        self.thread = threading.Thread(target=loop, daemon=True, name="watch")
+        self.thread.start()
+
+    def report(self, error: BaseException, *, handling: bool = False) -> None:
+        """Say that this rank ends with an exception; `handling`: it still puts its house in order."""
+        kind, line, status = report_of(error)
+        self._tell("raising" if handling and kind == "raised" else kind, line, status)
+
+    def leave(self, status: int) -> None:
+        """Say goodbye: this rank's end is no failure. With a status other than 0 the others are to end as well."""
+        if status:
+            self._tell("left", "", status)
+        self.over = True
+        if self.launch.rank != 0:
+            _send(self.connection, {"bye": status})
+            return
+        self.thread.join(5)
+
+    def wait(self) -> None:
+        """Wait for the end of this process, which the watch brings about."""
+        self.thread.join(30)
+
+    def _tell(self, kind: str, line: str, status: int) -> None:
+        if self.launch.rank == 0:
+            self._add(Report(0, 0, self.host, kind, line, status))
+        else:
+            _send(self.connection, {"kind": kind, "line": line, "status": status})
+
+    def _add(self, report: Report) -> None:
+        with self._lock:
+            # What a rank says later is the better founded.
+            self.reports = [
+                old for old in self.reports if old.rank != report.rank or report.kind in ("lost", "cut off")
+            ]
+            if not any(old.rank == report.rank for old in self.reports):
+                now = time.monotonic()
+                self.reports.append(Report(**{**vars(report), "at": now}))
+
+    def _lead(self) -> None:
+        """Rank 0: hear everybody, judge, and end the run."""
+        selector = selectors.DefaultSelector()
+        selector.register(self.listener, selectors.EVENT_READ)
+        members: dict[socket.socket, dict[str, Any]] = {}
+        rests: dict[socket.socket, bytes] = {}
+
+        def drop(connection: socket.socket) -> None:
+            selector.unregister(connection)
+            members.pop(connection, None)
+            connection.close()
+
+        def hear(connection: socket.socket) -> None:
+            who = members.setdefault(connection, {})
+            try:
+                messages, rests[connection] = _lines(connection, rests.get(connection, b""))
+            except (OSError, EOFError) as end:
+                cut = isinstance(end, TimeoutError) or getattr(end, "errno", None) in _UNREACHABLE
+                drop(connection)
+                if "rank" in who and "bye" not in who:
+                    self._add(Report(**who, kind="cut off" if cut else "lost"))
+                return
+            for message in messages:
+                if "kind" in message:
+                    self._add(Report(**who, **message))
+                else:
+                    who.update(message)
+            if "bye" in who:
+                drop(connection)
+
+        while not self.over:
+            for key, _ in selector.select(_TICK):
+                if key.fileobj is self.listener:
+                    connection = _keep_alive(self.listener.accept()[0])
+                    selector.register(connection, selectors.EVENT_READ)
+                else:
+                    hear(key.fileobj)  # type: ignore[arg-type]
+            with self._lock:
+                cause = judge(self.reports, time.monotonic())
+            if cause is not None:
+                line = "" if cause.kind == "left" or (cause.rank == 0 and cause.kind == "user") else cause.describe()
+                for connection in members:
+                    _send(connection, {"status": cause.status, "line": line})
+                if cause.rank == 0 and cause.kind == "user":
+                    line = f"error: {cause.line}"
+                end_process(cause.status, line)
+        status = next((report.status for report in self.reports if report.rank == 0), 0)
+        for connection in members:
+            _send(connection, {"status": status, "line": ""} if status else {"bye": 0})
+
+    def _follow(self) -> None:
+        """The other ranks: end when rank 0 says so, or when it is gone."""
+        rest = b""
+        # The first of each node has a terminal of its own; the others share it.
+        speaks = self.launch.local_rank == 0
+        while not self.over:
+            try:
+                messages, rest = _lines(self.connection, rest)
+            except (OSError, EOFError):
+                if self.over:
+                    return
+                first = Report(0, 0, "the master's host", "lost")
+                alone = self.launch.node_rank == 0 and self.launch.local_rank == 1
+                end_process(1, first.describe() if speaks or alone else "")
+                return
+            for message in messages:
+                if "bye" in message:
+                    return
+                end_process(message["status"], message["line"] if speaks else "")
+
+
+class Watched(pl.Callback):
+    """Reports an exception when it is raised, before anything is put in order that might wait for the other ranks."""
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if _current is not None:
+            _current.report(exception, handling=True)
+
+
+def watch(launch: Launch, store: TCPStore, address: str) -> None:
+    """Begin to watch over this process and the others of its run."""
+    global _current
+    _current = Watch(launch, store, address)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Whatever ends the block reaches the other ranks: with an exception all end, and rank 0 says why."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as error:
+        if _current is not None:
+            _current.leave(report_of(error)[2])
+        raise
+    except BaseException as error:
+        if _current is not None:
+            kind = report_of(error)[0]
+            if kind == "raised":
+                traceback.print_exc()
+            _current.report(error)
+            _current.wait()
+        raise
+    if _current is not None:
+        _current.leave(0)
+
+
+def leave(status: int) -> None:
+    """End this process at once and in agreement with the others: with its loggers and workers closed by the caller."""
+    if _current is not None:
+        _current.leave(status)
+    end_process(status)

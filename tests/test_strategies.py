@@ -1,0 +1,85 @@
+"""What callbacks say of strategies that split the model over the devices."""
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import FreezeLayers, GradientAccumulation, RankConsistency, SeedControl, SyncBN
+from tests.nodes import start
+from tests.ranks import free_port, run_ranks
+from tests.tables import QUIET, Tiny, picture_network, pictures, silence
+from tests.test_launch import by_torchrun
+
+CALLBACKS = {
+    "GradientAccumulation, one": lambda: GradientAccumulation(),
+    "GradientAccumulation": lambda: GradientAccumulation(2),
+    "SyncBN": lambda: SyncBN(),
+    "FreezeLayers": lambda: FreezeLayers(until="1"),
+    "RankConsistency": lambda: RankConsistency(),
+    "SeedControl": lambda: SeedControl(seed=1),
+}
+
+
+class Sharded(Tiny):
+    """Its parameters split over the ranks."""
+
+    def configure_model(self) -> None:
+        fully_shard(self.network, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+
+
+def fit(name: str) -> tuple[int, str, list[str]]:
+    silence()
+    callback = CALLBACKS[name]()
+    inputs, targets = pictures(16)
+    module = Sharded(picture_network().float(), torch.optim.SGD, lr=0.1)
+    loader: Any = DataLoader(TensorDataset(inputs.float(), targets), 4)
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    trainer = pl.Trainer(
+        **QUIET, strategy=strategy, devices=2, max_epochs=1, callbacks=[callback], enable_checkpointing=False
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module, loader)
+        except ValueError as error:
+            return trainer.global_step, str(error), []
+    return trainer.global_step, "", [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("name", ["GradientAccumulation", "SyncBN", "FreezeLayers"])
+def test_a_callback_that_cannot_keep_its_promise_names_the_strategy_before_the_first_update(name):
+    for steps, error, _ in run_ranks(fit, 2, name):
+        assert steps == 0
+        assert error.startswith("ModelParallelStrategy")
+        assert 'pass strategy="ddp"' in error.replace("pass\n", "pass ")
+
+
+@pytest.mark.parametrize("name", ["GradientAccumulation, one", "RankConsistency"])
+def test_a_callback_that_can_do_less_says_so_once_and_the_run_goes_on(name):
+    results = run_ranks(fit, 2, name)
+    assert [(steps, error) for steps, error, _ in results] == [(4, ""), (4, "")]
+    said = [[text for text in heard if "ModelParallelStrategy" in text] for _, _, heard in results]
+    assert len(said[0]) == 1
+    assert said[0][0].startswith(name.split(",")[0])
+    assert not said[1]
+
+
+def test_seeds_work_with_any_strategy():
+    assert [result[:2] for result in run_ranks(fit, 2, "SeedControl")] == [(4, ""), (4, "")]
+
+
+def test_the_command_line_splits_the_network_under_fsdp2_and_tests_its_one_checkpoint_file(tmp_path):
+    zero, one = start(tmp_path, [(["--name", "run", "--strategy", "fsdp2"], env) for env in by_torchrun(free_port())])
+    assert (zero.status, one.status) == (0, 0), (zero, one)
+    assert "GradientAccumulation weighs nothing: ModelParallelStrategy" in zero.err
+    checkpoint = torch.load(tmp_path / "runs/failing/run/checkpoints/last.ckpt", weights_only=True)
+    assert {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()} == {
+        "network.weight": (1, 1),
+        "network.bias": (1,),
+    }
