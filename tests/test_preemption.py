@@ -291,9 +291,12 @@ def test_no_handler_of_lightning_is_put_around_ours(tmp_path: Path) -> None:
 def _forked(signum: int) -> tuple[int, int]:
     flag = SignalFlag(SIGNALS)
     flag.install()
+    reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
+        os.write(writer, b"here")  # Python drops signals that arrive before it has come to itself in the child.
         time.sleep(0.5)
         os._exit(7)
+    os.read(reader, 4)
     os.kill(pid, signum)
     status = os.waitpid(pid, 0)[1]
     flag.restore()
