@@ -424,6 +424,10 @@ class _CommandLine:
                     enable_autolog_hparams=False,
                     enable_model_summary=False,
                 )
+            if backend_of(trainer) == "nccl" and trainer.strategy.root_device.type != "cuda":
+                raise UserError(
+                    "NCCL needs NVIDIA GPUs, and this run is on the CPU; pass --strategy ddp, which takes gloo"
+                )
             set_collective_timeout(trainer, values["collective_timeout"])
             kept = ", memory kept between steps" if tuned and trainer.strategy.root_device.type == "cpu" else ""
             if command != "predict":

@@ -4,82 +4,18 @@ Every way of starting a run is settled here, before anything can wait for anybod
 with the command to type instead.
 """
 
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from datamodules.errors import UserError
+from recipes.launch_settings import DEFAULT_PORT, Command, LaunchSettings
 from recipes.machine import Machine, number_of_devices
 from recipes.slurm import slurm_step
 
 __all__ = ["Command", "Launch", "LaunchSettings", "check_precision", "plan_launch"]
 
-Launcher = Literal["auto", "local", "torchrun", "slurm"]
 MARK = "LIGHTNING_RECIPES_LAUNCHER"
-_PORT = 29500
-
-
-@dataclass(frozen=True)
-class LaunchSettings:
-    """How the processes of a run find each other.
-
-    Args:
-        node_rank: which node this is, from 0, where the run is started by hand on each; also NODE_RANK.
-        master_addr: host name or address of node 0; also MASTER_ADDR.
-        master_port: free TCP port of node 0, 29500 where none is given; also MASTER_PORT.
-        launcher: who started the processes, where the guess is wrong.
-        rendezvous_timeout: seconds to wait at the start for node 0 and for the other nodes.
-        collective_timeout: seconds after which a rank that waits for the others in the training gives up.
-    """
-
-    node_rank: int | None = None
-    master_addr: str | None = None
-    master_port: int | None = None
-    launcher: Launcher = "auto"
-    rendezvous_timeout: float = 60.0
-    collective_timeout: float = 1800.0
-
-
-@dataclass(frozen=True)
-class Command:
-    """What the user typed, to be printed again with other flags.
-
-    Example:
-        >>> Command("python -m recipes.mnist", ["--num_nodes=2", "--lr", "0.1"]).using(num_nodes=4, node_rank="I")
-        'python -m recipes.mnist --lr 0.1 --num-nodes 4 --node-rank I'
-    """
-
-    program: str
-    args: Sequence[str]
-
-    def using(self, program: str | None = None, **flags: Any) -> str:
-        """The command with these flags in place of what it says of them; None takes a flag out."""
-        kept: list[str] = []
-        skip = False
-        for i, arg in enumerate(self.args):
-            name, equals, _ = arg.removeprefix("--").partition("=")
-            if skip:
-                skip = False
-            elif arg.startswith("--") and name.replace("-", "_") in flags:
-                skip = not equals and i + 1 < len(self.args) and not self.args[i + 1].startswith("--")
-            else:
-                kept.append(shlex.quote(arg))
-        for name, value in flags.items():
-            if value is not None:
-                kept += [f"--{name.replace('_', '-')}", str(value)]
-        return " ".join([program or self.program, *kept])
-
-    def torchrun(self, nodes: int, devices: int) -> str:
-        """The command that starts the same run through torchrun."""
-        module = self.program.removeprefix("python ")
-        where = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:{_PORT}"
-        return self.using(f"torchrun {where} --nproc-per-node {devices} {module}", devices=None, num_nodes=None)
-
-    def srun(self, nodes: int, devices: int) -> str:
-        """The command that starts the same run through Slurm."""
-        program = f"srun --nodes={nodes} --ntasks-per-node={devices} {self.program}"
-        return self.using(program, devices=None, num_nodes=None, launcher=None)
 
 
 @dataclass(frozen=True)
@@ -166,7 +102,7 @@ def _whole(env: Mapping[str, str], name: str) -> int | None:
 
 def _port(value: int | None, name: str) -> int | None:
     if value is not None and not 1 <= value <= 65535:
-        raise UserError(f"{name} {value} is no TCP port; expected 1 to 65535, such as {_PORT}")
+        raise UserError(f"{name} {value} is no TCP port; expected 1 to 65535, such as {DEFAULT_PORT}")
     return value
 
 
@@ -248,7 +184,9 @@ def _by_hand(
     """Started by the user on each node; None where nothing says so."""
     node = settings.node_rank if settings.node_rank is not None else _whole(env, "NODE_RANK")
     address = settings.master_addr or env.get("MASTER_ADDR")
-    port = _port(settings.master_port, "--master-port") or _port(_whole(env, "MASTER_PORT"), "MASTER_PORT") or _PORT
+    port = (
+        _port(settings.master_port, "--master-port") or _port(_whole(env, "MASTER_PORT"), "MASTER_PORT") or DEFAULT_PORT
+    )
     if node is not None and node >= nodes:
         raise UserError(
             f"node {node} of {nodes}: nodes are counted from 0, so expected were 0 to {nodes - 1}:"
