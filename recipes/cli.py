@@ -79,7 +79,7 @@ _COMMON_TRAINER_PARAMETERS = """
     limit_train_batches profiler
 """
 _COMMON_RUN_SETTINGS = """
-    name run_dir resume save_every ckpt output format seed deterministic precision global_batch_size accumulate warmup
+    name run_dir resume save_every ckpt output format seed precision global_batch_size accumulate warmup
     lr_scale sync_bn
 """
 _COMMON_LAUNCH_SETTINGS = "node_rank master_addr master_port launcher"
