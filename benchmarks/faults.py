@@ -224,12 +224,16 @@ class _Run:
             for command in commands
         ]
 
-    def finish(self, processes: Sequence["subprocess.Popen[str]"]) -> tuple[int, str, bool]:
-        """The exit status and the output of the first, and whether all ended in time; what is left is killed."""
+    def finish(self, processes: Sequence["subprocess.Popen[str]"], struck: bool = False) -> tuple[int, str, bool]:
+        """The exit status and the output of the first, and whether all ended in time; what is left is killed.
+
+        Args:
+            struck: the time is short from the fault on.
+        """
         deadline = time.monotonic() + _START
         outputs, in_time = [], True
         for number, process in enumerate(processes):
-            if (self.folder / "struck").exists():
+            if struck and self._wait_for_the_fault(process, deadline):
                 deadline = min(deadline, time.monotonic() + LIMIT)
             # A node that was stopped cannot end; its keeper, here the system, ends it.
             patience = 0.1 if number and self._stopped(process) else max(0.1, deadline - time.monotonic())
@@ -240,6 +244,11 @@ class _Run:
                 os.killpg(process.pid, signal.SIGKILL)
                 outputs.append(process.communicate()[0])
         return processes[0].returncode, outputs[0], in_time
+
+    def _wait_for_the_fault(self, process: "subprocess.Popen[str]", deadline: float) -> bool:
+        while not (mark := self.folder / "struck").exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return mark.exists()
 
     @staticmethod
     def _stopped(process: "subprocess.Popen[str]") -> bool:
@@ -280,7 +289,7 @@ def strike(struck: Struck, folder: Path, undisturbed: str) -> Outcome:
         holder.listen()
         began = time.time()
         processes = run.start(struck.fault, _fill_in(struck.more, holder.getsockname()[1]))
-        outcome.status, output, in_time = run.finish(processes)
+        outcome.status, output, in_time = run.finish(processes, struck=True)
     mark = folder / "struck"
     outcome.ended = time.time() - (float(mark.read_text()) if mark.exists() else began)
     if struck.fault and struck.fault["kind"] not in ("worker",) and not mark.exists():
