@@ -1,15 +1,10 @@
 """One command line for every recipe: ``run(MyRecipe, MyDataModule)``."""
 
-import csv
-import logging
 import os
-import shutil
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +12,11 @@ import lightning.pytorch as pl
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from typing_extensions import override
 
 from callbacks.run_progress import RunProgress
 from callbacks.seed_control import SeedControl
@@ -31,6 +24,7 @@ from callbacks.signals import SIGNALS, Preempted, ending_on_signals, requeue
 from datamodules.errors import UserError
 from recipes.checkpoint_guard import CheckpointGuard
 from recipes.checkpoints import VerifiedCheckpointIO
+from recipes.console import program_name, quiet, say
 from recipes.export import export
 from recipes.fingerprint import fingerprint
 from recipes.flags import FlagGroup, FlagParser
@@ -52,7 +46,8 @@ from recipes.launch import (
 )
 from recipes.recipe import Recipe
 from recipes.report import Stopwatch, check_output, hardware, print_pairs, print_rows, report, shown, write_rows
-from recipes.resume import Start, find_start, locked
+from recipes.resume import Start, find_start
+from recipes.run_folder import loggers, run_folder
 from recipes.saved import describe_differences, read_run
 from recipes.settings import RunSettings, checkpoint_callbacks, global_batch_text, run_callbacks
 from recipes.split import keep_global_batch
@@ -112,7 +107,7 @@ def run(
         with watched(), ending_on_signals(*SIGNALS):
             _CommandLine(recipe_class, data_class, callbacks).main(list(sys.argv[1:] if args is None else args))
     except Preempted as stopped:
-        _say(f"\nended by {stopped.signal_name}{requeue(stopped.signum) if is_rank_zero() else ''}")
+        say(f"\nended by {stopped.signal_name}{requeue(stopped.signum) if is_rank_zero() else ''}")
         raise
     except UserError as error:
         who = ""
@@ -128,44 +123,6 @@ def run(
         sys.exit(141)
 
 
-def program_name() -> str:
-    """What the user typed to start us: ``python -m recipes.mnist``."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if spec is not None:
-        return f"python -m {spec.name.removesuffix('.__main__')}"
-    return f"python {sys.argv[0]}"
-
-
-class _OneLine(logging.Handler):
-    """Our own notes, as a plain line each."""
-
-    @override
-    def emit(self, record: logging.LogRecord) -> None:
-        # What one rank alone has met, such as a damaged file, no other says.
-        if is_rank_zero() or getattr(record, "any_rank", False):
-            print(record.getMessage(), file=sys.stderr)  # noqa: T201
-
-
-def _quiet() -> None:
-    """Keep Lightning's tips, deprecations and notes about our own choices from the user."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    profiles = logging.getLogger("lightning.pytorch.profilers")
-    profiles.setLevel(logging.INFO)
-    profiles.handlers, profiles.propagate = [_OneLine()], False
-    for module in ("lightning", "torch", "tensorboard", "torchmetrics"):
-        warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
-    warnings.filterwarnings("ignore", message=r".*(isinstance\(treespec, LeafSpec\)|trace might not generalize).*")
-    ours = logging.getLogger("lightning_recipes")
-    ours.setLevel(logging.INFO)
-    ours.handlers, ours.propagate = [_OneLine()], False
-
-
-def _say(message: str) -> None:
-    if is_rank_zero():
-        print(message, flush=True)  # noqa: T201
-
-
 @contextmanager
 def _as_user_errors(*kinds: type[Exception]) -> Iterator[None]:
     """Exceptions that a user's settings cause."""
@@ -173,66 +130,6 @@ def _as_user_errors(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise error if isinstance(error, UserError) else UserError(str(error)) from error
-
-
-@contextmanager
-def _run_folder(settings: RunSettings, title: str, start: Start) -> Iterator[Path]:
-    """The run's folder, for this call alone; a new one goes again where a mistake left it without weights."""
-    folder = Path(start.folder) if start.folder else None
-    if folder is None and settings.resume:
-        _say(f"{settings.resume} lies in no run's folder: going on in a new one")
-    if not is_rank_zero():
-        # Only rank 0 writes; Lightning tells the others where its checkpoints are.
-        yield folder or Path(settings.run_dir) / title / "unknown"
-        return
-    folder, new = (folder, not folder.exists()) if folder else (_new_folder(settings, title), True)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _cannot_make(folder, error) from error
-    try:
-        with locked(folder):
-            yield folder
-    except UserError:
-        if new and not (folder / "checkpoints").exists():
-            shutil.rmtree(folder)
-        raise
-
-
-def _cannot_make(folder: Path, error: OSError) -> UserError:
-    return UserError(f"cannot make the run's folder {folder}: {error.strerror}; pass --run-dir")
-
-
-def _new_folder(settings: RunSettings, title: str) -> Path:
-    """A folder that nobody else has, with a number behind its name where that is taken."""
-    parent = Path(settings.run_dir) / title
-    name = settings.name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    folder, number = parent / name, 1
-    while True:
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            number += 1
-            folder = parent / f"{name}-{number}"
-        except OSError as error:
-            raise _cannot_make(folder, error) from error
-
-
-def _loggers(folder: Path, resume: str | None, config: dict[str, Any]) -> list[Logger]:
-    rows: list[dict[str, Any]] = []
-    metrics_file = folder / "metrics.csv"
-    if resume and metrics_file.is_file():
-        done = read_run(resume).updates
-        with metrics_file.open(newline="") as file:
-            rows = [{k: v for k, v in row.items() if v} for row in csv.DictReader(file) if int(row["step"]) < done]
-    csv_logger = CSVLogger(str(folder), name="", version="")
-    csv_logger.log_hyperparams(config)
-    if is_rank_zero() and rows:
-        # The logger begins with an empty file; what was logged up to the checkpoint stays in front.
-        csv_logger.experiment.metrics.extend(rows)
-        csv_logger.save()
-    return [TensorBoardLogger(str(folder), name="", version="", log_graph=True, default_hp_metric=False), csv_logger]
 
 
 class _CommandLine:
@@ -272,10 +169,10 @@ class _CommandLine:
             self.parser.add_argument("inputs", nargs="*")
         namespace = self.parser.parse(args)
         self._check(command, namespace)
-        _quiet()
+        quiet()
         self.start = self._find_start(namespace) if command == "fit" else Start()
         if self.start.finished:
-            _say(f"the run in {shown(self.start.folder or '')} has finished; pass a larger --max-epochs to go on")
+            say(f"the run in {shown(self.start.folder or '')} has finished; pass a larger --max-epochs to go on")
             return
         if checkpoint := self.start.checkpoint or namespace.ckpt:
             other = _OF_THIS_CALL | _OF_THIS_MACHINE
@@ -287,7 +184,7 @@ class _CommandLine:
         asked, namespace.resume = namespace.resume, self.start.checkpoint
         self.resumes_by_itself = asked != self.start.checkpoint
         if checkpoint and self.resumes_by_itself:
-            _say(f"going on from {shown(checkpoint)}, after {read_run(checkpoint).updates:,} updates")
+            say(f"going on from {shown(checkpoint)}, after {read_run(checkpoint).updates:,} updates")
         inputs = namespace.inputs if command == "predict" else []
         if command == "predict":
             namespace.devices, namespace.num_nodes = 1, 1
@@ -320,7 +217,7 @@ class _CommandLine:
                 " begin anew, or --resume-anyway"
             )
         if differences:
-            _say(f"resuming anyway: {differences}")
+            say(f"resuming anyway: {differences}")
 
     def _check(self, command: str, namespace: Namespace) -> None:
         """Refuse flags that the command has no use for, and a command without what it needs."""
@@ -417,7 +314,7 @@ class _CommandLine:
                 trainer = pl.Trainer(
                     **self.parser.select(values, "Trainer"),
                     precision=settings.precision,  # type: ignore[arg-type]
-                    logger=_loggers(folder, settings.resume, plain) if folder else False,
+                    logger=loggers(folder, settings.resume, plain) if folder else False,
                     callbacks=[Watched(), *callbacks, *more],
                     plugins=[LightningEnvironment(), *saving],
                     default_root_dir=str(folder) if folder else None,
@@ -434,7 +331,7 @@ class _CommandLine:
                 start = f"{launch.describe()}, {backend_of(trainer)}, " if trainer.world_size > 1 else ""
                 batch = global_batch_text(settings, values.get("batch_size"), trainer) if command == "fit" else ""
                 precision = f"precision {settings.precision}{why}"
-                _say(f"{self.recipe_class.title}: {start}{hardware(trainer)}, {batch}{precision}{kept}")
+                say(f"{self.recipe_class.title}: {start}{hardware(trainer)}, {batch}{precision}{kept}")
             return trainer
 
         with _as_user_errors(MisconfigurationException):
@@ -443,7 +340,7 @@ class _CommandLine:
             elif values["fast_dev_run"]:
                 self._fit(build_trainer(stopwatch := Stopwatch()), recipe, data, None, settings, stopwatch, plain)
             else:
-                with _run_folder(settings, self.recipe_class.title, self.start) as folder:
+                with run_folder(settings, self.recipe_class.title, self.start) as folder:
                     more: list[Callback] = [stopwatch := Stopwatch()]
                     if values["enable_checkpointing"] is not False:
                         validates = is_overridden("validation_step", recipe) and is_overridden("val_dataloader", data)
@@ -473,7 +370,7 @@ class _CommandLine:
                 )
             with self._anyway(settings):
                 if line := keep_global_batch(trainer, data, saved, config):
-                    _say(line)
+                    say(line)
         with self._interruptible(trainer, folder):
             trainer.fit(recipe, data, ckpt_path=settings.resume, weights_only=True)
         checkpoints = trainer.checkpoint_callback
@@ -503,7 +400,7 @@ class _CommandLine:
         except UserError as error:
             if not settings.resume_anyway:
                 raise UserError(f"{error}; or pass --resume-anyway") from error
-            _say(f"resuming anyway: {error}")
+            say(f"resuming anyway: {error}")
 
     def _evaluate(
         self,
@@ -546,13 +443,13 @@ class _CommandLine:
             if last and not last.exists():
                 last = last.with_name("best.ckpt")
             if last is None:
-                _say(why)
+                say(why)
             elif not last.exists():
-                _say(f"{why} before the first update, so nothing was saved")
+                say(f"{why} before the first update, so nothing was saved")
             elif stopped.trained or trainer.state.fn == "test":
-                _say(f"{why}; the training is done, so test with\n  {self.program} test --ckpt {shown(last)}")
+                say(f"{why}; the training is done, so test with\n  {self.program} test --ckpt {shown(last)}")
             else:
-                _say(f"{why}; go on with\n  {self.program} --resume {shown(last)}")
+                say(f"{why}; go on with\n  {self.program} --resume {shown(last)}")
             sys.stderr.flush()
             # Loggers and processes are closed; taking the interpreter down in order would take another second.
             leave(int(stopped.code or 1))
