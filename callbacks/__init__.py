@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from callbacks.grad_cam import GradCAM
     from callbacks.gradient_accumulation import GradientAccumulation
     from callbacks.group_table import GroupTable
+    from callbacks.no_profiler import NoProfiler
     from callbacks.rank_consistency import RankConsistency
     from callbacks.run_progress import RunProgress
     from callbacks.seed_control import SeedControl
     from callbacks.sync_bn import SyncBN
     from callbacks.train_loss import TrainLoss
     from callbacks.translation_pictures import TranslationPictures
+    from callbacks.unused_hooks import SkipUnusedHooks
     from callbacks.warmup_lr import WarmupLR
 
 __all__ = [
@@ -29,9 +31,11 @@ __all__ = [
     "GradCAM",
     "GradientAccumulation",
     "GroupTable",
+    "NoProfiler",
     "RankConsistency",
     "RunProgress",
     "SeedControl",
+    "SkipUnusedHooks",
     "SyncBN",
     "TrainLoss",
     "TranslationPictures",
@@ -50,9 +54,11 @@ __getattr__ = lazy_names(
         "GradCAM": "callbacks.grad_cam",
         "GradientAccumulation": "callbacks.gradient_accumulation",
         "GroupTable": "callbacks.group_table",
+        "NoProfiler": "callbacks.no_profiler",
         "RankConsistency": "callbacks.rank_consistency",
         "RunProgress": "callbacks.run_progress",
         "SeedControl": "callbacks.seed_control",
+        "SkipUnusedHooks": "callbacks.unused_hooks",
         "SyncBN": "callbacks.sync_bn",
         "TrainLoss": "callbacks.train_loss",
         "TranslationPictures": "callbacks.translation_pictures",

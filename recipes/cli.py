@@ -27,11 +27,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
+from callbacks.no_profiler import NoProfiler
 from callbacks.run_progress import RunProgress
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from recipes.flags import FlagGroup, FlagParser
-from recipes.launch import is_rank_zero, resolve_precision, tune_allocator
+from recipes.launch import is_rank_zero, resolve_precision, stop_gpu_search, tune_allocator
 from recipes.recipe import Recipe
 from recipes.report import Stopwatch, check_output, hardware, print_pairs, print_rows, report, shown, write_rows
 from recipes.settings import RunSettings, checkpoint_callback, run_callbacks
@@ -311,6 +312,7 @@ class _CommandLine:
 
     def _execute(self, command: str, namespace: Namespace, inputs: list[str]) -> None:
         tuned = namespace.tune_allocator and tune_allocator()
+        stop_gpu_search()
         namespace.precision, reason = resolve_precision(namespace.precision, namespace.accelerator)
         why = f" ({reason})" if reason else ""
         plain = {k: v for k, v in self.parser.as_plain(namespace).items() if k not in _OF_THIS_CALL}
@@ -336,8 +338,9 @@ class _CommandLine:
 
         def build_trainer(*more: Callback, folder: Path | None = None) -> pl.Trainer:
             with _as_user_errors(ValueError, TypeError, MisconfigurationException):
+                options = self.parser.select(values, "Trainer")
                 trainer = pl.Trainer(
-                    **self.parser.select(values, "Trainer"),
+                    **(options | {"profiler": options["profiler"] or NoProfiler()}),
                     precision=settings.precision,  # type: ignore[arg-type]
                     logger=_loggers(folder, settings.resume, plain) if folder else False,
                     callbacks=[*callbacks, *more],

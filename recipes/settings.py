@@ -11,6 +11,7 @@ from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.rank_consistency import RankConsistency
 from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
+from callbacks.unused_hooks import SkipUnusedHooks
 from callbacks.warmup_lr import Kind, Scale, WarmupLR
 from recipes.launch import Precision
 from recipes.recipe import Recipe
@@ -83,7 +84,7 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
         seeds,
         WarmupLR(settings.warmup, settings.warmup_kind, settings.warmup_start_factor, scale, base if scale else None),
     ]
-    callbacks.append(RankConsistency())
+    callbacks += [RankConsistency(), SkipUnusedHooks()]
     if settings.sync_bn:
         callbacks.append(SyncBN(None if settings.sync_bn is True else settings.sync_bn))
     return callbacks
