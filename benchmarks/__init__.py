@@ -6,6 +6,7 @@ A section is a module of this package with ``run(options, progress)``, which ret
 __all__ = ["SECTIONS"]
 
 SECTIONS = {
+    "training_loop": "a step of the recipe beside loops by hand, stock Lightning and other libraries",
     "input_pipeline": "seconds to load and augment an epoch of MNIST",
     "callbacks_cost": "microseconds that the callbacks add to an update",
     "fine_tuning": "seconds of a step by what is frozen, and of an epoch with cached features",

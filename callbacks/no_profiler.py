@@ -20,7 +20,7 @@ class NoProfiler(Profiler):
     """
 
     @override
-    def profile(self, action_name: str) -> AbstractContextManager[None]:
+    def profile(self, action_name: str) -> AbstractContextManager[None]:  # type: ignore[override]
         return _NOTHING
 
     @override

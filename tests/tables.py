@@ -21,6 +21,7 @@ from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
 from callbacks.train_loss import TrainLoss
 from callbacks.translation_pictures import TranslationPictures
+from callbacks.unused_hooks import SkipUnusedHooks
 from callbacks.warmup_lr import WarmupLR
 
 PADDING = -100
@@ -42,6 +43,7 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "RunProgress": lambda: RunProgress(),
     "TrainLoss": lambda: TrainLoss(),
     "TranslationPictures": lambda: TranslationPictures(samples=2),
+    "SkipUnusedHooks": lambda: SkipUnusedHooks(),
 }
 """Every callback of the package with tiny settings. Build SeedControl before the module, as its docstring says."""
 
@@ -59,6 +61,7 @@ TOGETHER = (
     "RunProgress",
     "TrainLoss",
     "TranslationPictures",
+    "SkipUnusedHooks",
 )
 """One row of each class: what a run with everything uses."""
 
