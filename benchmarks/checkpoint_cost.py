@@ -25,7 +25,7 @@ from recipes.cli import run as run_command_line
 __all__ = ["run"]
 
 HAND, STOCK, OURS = "torch.save by hand", "plain Trainer", "command line"
-WIDTHS = {"1 million parameters": 1_024, "10 million parameters": 8_192}
+WIDTHS = {"0.8 million parameters": 1_024, "6.5 million parameters": 8_192}
 MOST = 2.0
 
 

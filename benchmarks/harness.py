@@ -29,6 +29,7 @@ __all__ = [
     "Spread",
     "Timings",
     "alternate",
+    "as_json",
     "available_cores",
     "describe_machine",
     "pin_threads",
