@@ -24,8 +24,10 @@ def unread_terminal() -> Iterator[None]:
             yield
         return
     inside, outside = pty.openpty()
-    # A process of its own: a thread would take turns with the loop that is measured.
-    reader = subprocess.Popen(["cat"], stdin=inside, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    # A process, since a thread would take turns with the loop that is measured; out of reach of Ctrl-C.
+    reader = subprocess.Popen(
+        ["cat"], stdin=inside, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     os.close(inside)
     try:
         with (
