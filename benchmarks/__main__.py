@@ -93,13 +93,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from benchmarks.harness import Options, as_json, describe_machine, print_section, write_json
     from datamodules.errors import UserError
-    from recipes.launch import tune_allocator
+    from recipes.launch import resolve_precision, tune_allocator
 
     tuned = tune_allocator()  # Before the first large allocation.
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
     machine = describe_machine(tuned)
+    machine["precision"] = "{}, {}, where a section does not say otherwise".format(*resolve_precision("auto"))
     for key, text in machine.items():
         console.print(f"{key}: {text}", soft_wrap=True)
     if args.compare is not None:
