@@ -6,8 +6,13 @@ A section is a module of this package with ``run(options, progress)``, which ret
 __all__ = ["SECTIONS"]
 
 SECTIONS = {
+    "training_loop": "a step of the recipe beside loops by hand, stock Lightning and other libraries",
+    "time_to_accuracy": "seconds to 99 % on MNIST's test set, beside PyTorch's example",
+    "allocator": "glibc's allocator as it is and as the command line sets it",
     "input_pipeline": "seconds to load and augment an epoch of MNIST",
     "callbacks_cost": "microseconds that the callbacks add to an update",
+    "checkpoint_cost": "how long training stands still while a checkpoint is saved",
+    "start_up": "seconds to the first step, by part, and of --help",
     "fine_tuning": "seconds of a step by what is frozen, and of an epoch with cached features",
     "seq2seq": "target words a second and BLEU of a translator in training",
     "scaling": "what more processes give, and what many more would",

@@ -1,12 +1,13 @@
-"""``python -m benchmarks [NAMES] [--json out.json] [--quick]``."""
+"""``python -m benchmarks [NAMES] [--json out.json] [--plot DIR] [--quick] [--compare old.json]``."""
 
 import argparse
 import difflib
+import json
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import SECTIONS
 
@@ -35,6 +36,24 @@ def _json_path(text: str) -> Path:
     return path
 
 
+def _results(text: str) -> dict[str, Any]:
+    try:
+        results = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
+        _ = results["sections"], results["machine"]
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot read {text}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"{text} holds no results; pass a file that --json has written") from error
+    return results
+
+
+def _folder(text: str) -> Path:
+    path = Path(text).expanduser()
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a file; name a folder")
+    return path
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line; the sections are listed in its help."""
     listed = "\n".join(f"  {name:16} {what}" for name, what in SECTIONS.items())
@@ -46,6 +65,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("names", nargs="*", metavar="NAMES", help="sections to run; all where none is named")
     parser.add_argument("--json", type=_json_path, metavar="FILE", help="write the results there, after each section")
+    parser.add_argument(
+        "--plot", type=_folder, metavar="DIR", help="a picture of each section, as PNG and TensorBoard's"
+    )
+    parser.add_argument("--compare", type=_results, metavar="FILE", help="say what changed since these results")
     parser.add_argument("--quick", action="store_true", help="smaller and fewer, to see that it works; rough figures")
     parser.add_argument("--repeats", type=_positive, metavar="N", help="rounds; by default each section's own choice")
     parser.add_argument("--threads", type=_positive, metavar="N", help="of torch; by default each section's own choice")
@@ -76,17 +99,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-    from benchmarks.harness import Options, describe_machine, print_section, write_json
+    from benchmarks.harness import Options, as_json, describe_machine, print_section, write_json
     from datamodules.errors import UserError
-    from recipes.launch import tune_allocator
+    from recipes.launch import resolve_precision, tune_allocator
 
     tuned = tune_allocator()  # Before the first large allocation.
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
     machine = describe_machine(tuned)
+    machine["precision"] = "{}, {}, where a section does not say otherwise".format(*resolve_precision("auto"))
     for key, text in machine.items():
         console.print(f"{key}: {text}", soft_wrap=True)
+    if args.compare is not None:
+        from benchmarks.comparison import differing_machines
+
+        for difference in differing_machines(args.compare["machine"], machine):
+            console.print(f"[yellow]compared with another machine: {difference}", soft_wrap=True)
     options = Options(args.quick, args.repeats, args.threads, args.data_dir, args.devices, args.num_nodes)
     done: dict[str, Section] = {}
     interrupted = False
@@ -109,6 +138,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_section(done[name], console)
         if args.json is not None:
             write_json(args.json, machine, done, interrupted)
+        if args.plot is not None and name in done:
+            from benchmarks.plots import write_plots
+
+            console.print(f"drawn: {write_plots(args.plot, name, done[name])}", soft_wrap=True)
+        if args.compare is not None and name in done:
+            from benchmarks.comparison import changes
+
+            lines = changes(args.compare, as_json(machine, {name: done[name]}, interrupted))
+            for line in lines or [f"{name}: nothing changed beyond the noise"]:
+                console.print(line, soft_wrap=True)
         if interrupted:
             print("interrupted: what was done is kept", file=sys.stderr)
             return INTERRUPTED

@@ -141,7 +141,9 @@ FAULTS: dict[str, Struck] = {
         by_hand=True,
         more=("--collective-timeout", "10"),
     ),
-    "port taken": Struck({}, r"port \d+", (2,), None, 2, by_hand=True, more=("--master-port", "TAKEN")),
+    "port taken": Struck(
+        {}, r"port \d+", (2,), None, 2, by_hand=True, more=("--master-port", "TAKEN", "--rendezvous-timeout", "10")
+    ),
     "master out of reach": Struck(
         {},
         "(?i)reach|rendezvous",

@@ -101,7 +101,7 @@ class Faulty(pl.Callback):
     def _strike(self, trainer: pl.Trainer, module: pl.LightningModule, moment: str, at: int | None = None) -> None:
         fault = self.fault
         hit = fault.rank in (-1, trainer.global_rank) and fault.moment == moment
-        if fault.kind == "nothing" or not hit or (fault.at if at is None else at) != fault.at:
+        if fault.kind in ("nothing", "worker") or not hit or (fault.at if at is None else at) != fault.at:
             return
         if trainer.global_step < fault.at or (self.folder / "struck").exists():
             return

@@ -29,6 +29,7 @@ __all__ = [
     "Spread",
     "Timings",
     "alternate",
+    "as_json",
     "available_cores",
     "describe_machine",
     "pin_threads",
@@ -201,6 +202,7 @@ class Section:
         header: how it was measured: threads, precision, repeats and the like.
         columns: of the figures; each row has one for every column, or None.
         notes: what a reader must know to read the figures.
+        details: a second table, of single figures: rows of figures by column.
     """
 
     title: str
@@ -210,6 +212,7 @@ class Section:
     goals: list[Goal] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
+    details: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def available_cores() -> int:
@@ -286,8 +289,21 @@ def _pairs(pairs: Mapping[str, str], console: Console) -> None:
 def _cell(spread: Spread | None, form: str) -> str:
     if spread is None:
         return ""
+    if len(spread.values) == 1:
+        return format(spread.median, form)
     median, low, high = (format(value, form) for value in (spread.median, spread.low, spread.high))
     return f"{median} ({low}..{high})" if len(spread.values) > 1 else median
+
+
+def _details(rows: Mapping[str, Mapping[str, float]]) -> Table:
+    table = Table()
+    table.add_column("")
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    for column in columns:
+        table.add_column(column, justify="right")
+    for name, row in rows.items():
+        table.add_row(name, *(format(row[column], ",.0f") if column in row else "" for column in columns))
+    return table
 
 
 def print_section(section: Section, console: Console) -> None:
@@ -301,6 +317,8 @@ def print_section(section: Section, console: Console) -> None:
     for name, spreads in section.rows.items():
         table.add_row(name, *(_cell(spread, column.form) for spread, column in zip(spreads, section.columns)))
     console.print(table)
+    if section.details:
+        console.print(_details(section.details))
     for goal in section.goals:
         verdict = "[green]met[/]" if goal.met else "[red]missed[/]"
         console.print(f"goal {verdict}: {goal.text}; found {goal.found}")
@@ -334,6 +352,7 @@ def as_json(machine: Mapping[str, str], sections: Mapping[str, Section], interru
                 },
                 "goals": [{"goal": goal.text, "found": goal.found, "met": goal.met} for goal in section.goals],
                 "notes": section.notes,
+                "details": section.details,
             }
             for name, section in sections.items()
         },

@@ -60,11 +60,11 @@ def find_images(data_dir: str, count: int) -> tuple[Tensor, Tensor, str]:
     return images, labels, "SYNTHETIC noise in MNIST's size, since no MNIST was found; pass --data-dir FOLDER"
 
 
-def write_files(root: Path, images: Tensor, labels: Tensor) -> None:
-    """Writes ``root/MNIST/raw``, where both sides look; the first ten images are the test set, which nobody reads."""
+def write_files(root: Path, images: Tensor, labels: Tensor, test: tuple[Tensor, Tensor] | None = None) -> None:
+    """Writes ``root/MNIST/raw``, where both sides look; without a test set the first ten images are it."""
     folder = root / "MNIST" / "raw"
     folder.mkdir(parents=True)
-    for part, some_images, some_labels in (("train", images, labels), ("t10k", images[:10], labels[:10])):
+    for part, some_images, some_labels in (("train", images, labels), ("t10k", *(test or (images[:10], labels[:10])))):
         for kind, rows in ((f"{part}-images-idx3-ubyte", some_images), (f"{part}-labels-idx1-ubyte", some_labels)):
             header = struct.pack(f">HBB{rows.dim()}I", 0, 8, rows.dim(), *rows.shape)
             (folder / kind).write_bytes(header + rows.contiguous().numpy().tobytes())

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from callbacks.grad_cam import GradCAM
     from callbacks.gradient_accumulation import GradientAccumulation
     from callbacks.group_table import GroupTable
+    from callbacks.no_profiler import NoProfiler
     from callbacks.preemption import Preemption
     from callbacks.rank_consistency import RankConsistency
     from callbacks.run_progress import RunProgress
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from callbacks.sync_bn import SyncBN
     from callbacks.train_loss import TrainLoss
     from callbacks.translation_pictures import TranslationPictures
+    from callbacks.unused_hooks import SkipUnusedHooks
     from callbacks.warmup_lr import WarmupLR
 
 __all__ = [
@@ -33,11 +35,13 @@ __all__ = [
     "GradCAM",
     "GradientAccumulation",
     "GroupTable",
+    "NoProfiler",
     "Preempted",
     "Preemption",
     "RankConsistency",
     "RunProgress",
     "SeedControl",
+    "SkipUnusedHooks",
     "SyncBN",
     "TrainLoss",
     "TranslationPictures",
@@ -57,11 +61,13 @@ __getattr__ = lazy_names(
         "GradCAM": "callbacks.grad_cam",
         "GradientAccumulation": "callbacks.gradient_accumulation",
         "GroupTable": "callbacks.group_table",
+        "NoProfiler": "callbacks.no_profiler",
         "Preempted": "callbacks.signals",
         "Preemption": "callbacks.preemption",
         "RankConsistency": "callbacks.rank_consistency",
         "RunProgress": "callbacks.run_progress",
         "SeedControl": "callbacks.seed_control",
+        "SkipUnusedHooks": "callbacks.unused_hooks",
         "SyncBN": "callbacks.sync_bn",
         "TrainLoss": "callbacks.train_loss",
         "TranslationPictures": "callbacks.translation_pictures",

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -114,18 +114,12 @@ def count_updates(schedule: AccumulationSchedule, batches: int, epochs: int) -> 
     return step
 
 
-@runtime_checkable
-class _Accumulating(Protocol):
-    """A callback that sets the Trainer's accumulation factor."""
-
-    def accumulation_schedule(self, trainer: pl.Trainer) -> AccumulationSchedule: ...
-
-
 def _schedule(trainer: pl.Trainer) -> AccumulationSchedule:
     """The accumulation of a run: our callback's, Lightning's callback's, or the Trainer's own factor."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, _Accumulating):
-            return callback.accumulation_schedule(trainer)
+        # Not a protocol and isinstance, which takes 10 microseconds a callback: schedules ask in every step.
+        if schedule := getattr(callback, "accumulation_schedule", None):
+            return schedule(trainer)
         if isinstance(callback, GradientAccumulationScheduler):
             factors = {f"{epoch} epochs": callback.scheduling[epoch] for epoch in callback.epochs}
             return AccumulationSchedule.parse(factors)

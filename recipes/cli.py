@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from callbacks.no_profiler import NoProfiler
 from callbacks.run_progress import RunProgress
 from callbacks.seed_control import SeedControl
 from callbacks.signals import SIGNALS, Preempted, ending_on_signals, requeue
@@ -41,6 +42,7 @@ from recipes.launch import (
     plan_launch,
     resolve_precision,
     set_collective_timeout,
+    stop_gpu_search,
     tune_allocator,
     watched,
 )
@@ -278,6 +280,7 @@ class _CommandLine:
 
     def _execute(self, command: str, namespace: Namespace, inputs: list[str]) -> None:
         tuned = namespace.tune_allocator and tune_allocator()
+        stop_gpu_search()
         namespace.precision, reason = resolve_precision(namespace.precision, namespace.accelerator)
         why = f" ({reason})" if reason else ""
         plain = self._config(namespace)
@@ -311,8 +314,9 @@ class _CommandLine:
 
         def build_trainer(*more: Callback, folder: Path | None = None) -> pl.Trainer:
             with _as_user_errors(ValueError, TypeError, MisconfigurationException):
+                options = self.parser.select(values, "Trainer")
                 trainer = pl.Trainer(
-                    **self.parser.select(values, "Trainer"),
+                    **(options | {"profiler": options["profiler"] or NoProfiler()}),
                     precision=settings.precision,  # type: ignore[arg-type]
                     logger=loggers(folder, settings.resume, plain) if folder else False,
                     callbacks=[Watched(), *callbacks, *more],

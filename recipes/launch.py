@@ -34,6 +34,7 @@ __all__ = [
     "plan_launch",
     "resolve_precision",
     "set_collective_timeout",
+    "stop_gpu_search",
     "tune_allocator",
     "watched",
 ]
@@ -130,6 +131,17 @@ def tune_allocator() -> bool:
         return False
     done = mallopt(_M_MMAP_THRESHOLD, 1 << 30) and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
     return bool(done)
+
+
+def stop_gpu_search() -> None:
+    """Where there is no NVIDIA GPU, have torch remember that instead of looking again in every step.
+
+    Adam asks in each step whether a GPU records a graph. Importing Lightning sets PYTORCH_NVML_BASED_CUDA_CHECK, which
+    makes a torch built for CUDA search the disk for a driver's library each time: 0.1 to 0.6 ms, as much as all the
+    rest of a small step. The variable keeps processes forkable that have a GPU; without one there is nothing to keep.
+    """
+    if not torch.cuda.is_available():
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
 
 
 def resolve_precision(precision: str | int, accelerator: Any = "auto") -> tuple[str, str]:

@@ -121,6 +121,15 @@ class Recipe(pl.LightningModule):
             self.network.to(memory_format=torch.channels_last)
         self.run_config: dict[str, Any] = {}
 
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning notes the running hook here some forty times a step; torch takes 2 microseconds each time to see
+        # that it is no parameter.
+        if name == "_current_fx_name":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def build_network(self) -> nn.Module:
         """The network to train. It is called in the constructor, when ``self.hparams`` is set."""
         raise NotImplementedError(f"{type(self).__name__} has to override build_network()")

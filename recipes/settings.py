@@ -14,6 +14,7 @@ from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
+from callbacks.unused_hooks import SkipUnusedHooks
 from callbacks.warmup_lr import Kind, Scale, WarmupLR
 from datamodules.errors import UserError
 from recipes.checkpoint_guard import LastCheckpoint
@@ -111,7 +112,7 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
         seeds,
         WarmupLR(settings.warmup, settings.warmup_kind, settings.warmup_start_factor, scale, base if scale else None),
     ]
-    callbacks += [FiniteWeights(), RankConsistency(), Preemption()]
+    callbacks += [FiniteWeights(), RankConsistency(), SkipUnusedHooks(), Preemption()]
     if settings.sync_bn:
         callbacks.append(SyncBN(None if settings.sync_bn is True else settings.sync_bn))
     return callbacks

@@ -23,6 +23,7 @@ from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
 from callbacks.train_loss import TrainLoss
 from callbacks.translation_pictures import TranslationPictures
+from callbacks.unused_hooks import SkipUnusedHooks
 from callbacks.warmup_lr import WarmupLR
 
 PADDING = -100
@@ -46,6 +47,7 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "TrainLoss": lambda: TrainLoss(),
     "Preemption": lambda: Preemption(),
     "TranslationPictures": lambda: TranslationPictures(samples=2),
+    "SkipUnusedHooks": lambda: SkipUnusedHooks(),
 }
 """Every callback of the package with tiny settings. Build SeedControl before the module, as its docstring says."""
 
@@ -65,6 +67,7 @@ TOGETHER = (
     "TrainLoss",
     "Preemption",
     "TranslationPictures",
+    "SkipUnusedHooks",
 )
 """One row of each class: what a run with everything uses."""
 

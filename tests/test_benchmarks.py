@@ -189,7 +189,7 @@ def test_sections_get_what_the_command_line_asks_for(monkeypatch: pytest.MonkeyP
     [
         (["calbacks_cost"], "no section 'calbacks_cost'; did you mean callbacks_cost?"),
         (["input-pipelin"], "did you mean input_pipeline?"),
-        (["zzz"], "did you mean input_pipeline or callbacks_cost or fine_tuning"),
+        (["zzz"], "did you mean training_loop or time_to_accuracy or allocator"),
         (["--repeats", "0"], "0 is not 1 or greater"),
         (["--json", "no/such/folder/out.json"], "name a file in a folder that exists"),
     ],
@@ -224,15 +224,19 @@ def _threads_put_back() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.usefixtures("_threads_put_back")
-def test_each_section_runs_once_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "out.json"
-    args = ["--quick", "--repeats", "1", "--threads", "1", "--json", str(path), "--data-dir", str(tmp_path)]
-    assert main(args) == 0
+QUICK_SECTIONS = ["input_pipeline", "callbacks_cost", "fine_tuning", "seq2seq"]
+
+
+def run_tiny(names: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+    """What the sections write and print; each must have figures, a goal and a picture."""
+    path = folder / "out.json"
+    args = ["--quick", "--repeats", "1", "--threads", "1", "--json", str(path), "--data-dir", str(folder)]
+    assert main([*names, *args, "--plot", str(folder / "plots")]) == 0
     printed = capsys.readouterr().out
     written = finite(path.read_text())
-    assert list(written["sections"]) == list(benchmarks.SECTIONS)
+    assert list(written["sections"]) == names
     assert not written["interrupted"]
+    assert {file.stem for file in (folder / "plots").glob("*.png")} == set(names)
     for section in written["sections"].values():
         assert section["title"] in printed
         assert section["header"]["precision"]
@@ -241,6 +245,19 @@ def test_each_section_runs_once_tiny(tmp_path: Path, capsys: pytest.CaptureFixtu
         for row, figures in section["rows"].items():
             first = next(iter(figures.values()))
             assert first["min"] == first["median"] == first["max"] > 0, row
+    return written, printed
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_threads_put_back")
+@pytest.mark.parametrize("name", [name for name in benchmarks.SECTIONS if name not in QUICK_SECTIONS])
+def test_a_section_runs_once_tiny(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_tiny([name], tmp_path, capsys)
+
+
+@pytest.mark.usefixtures("_threads_put_back")
+def test_the_quick_sections_run_once_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written, printed = run_tiny(QUICK_SECTIONS, tmp_path, capsys)
     pipeline, cost = (written["sections"][name] for name in ("input_pipeline", "callbacks_cost"))
     assert "SYNTHETIC" in pipeline["header"]["data"]
     assert "SYNTHETIC" in printed
@@ -275,6 +292,37 @@ def test_both_sides_of_the_input_pipeline_yield_the_same_pictures(tmp_path: Path
     augmented = everything(our_loader(tmp_path))[0]
     assert augmented.shape == ours[0].shape
     assert not torch.equal(augmented, ours[0])
+
+
+def test_compare_says_what_changed_beyond_the_noise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, now = tmp_path / "old.json", _section()
+    write_json(path, {"processor": "another"}, {"fake": _section()})
+    now.rows["ours"][0] = Spread((3.0, 5.0))
+    now.rows["base"][0] = Spread((3.9, 5.0))
+    _fake_section(monkeypatch, "fake", lambda *_: now)
+    assert main(["fake", "--compare", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "fake: ours, seconds: 1 -> 4 (x 4.00)" in printed
+    assert "base, seconds" not in printed, "its ranges overlap"
+    assert "compared with another machine: processor: another" in printed
+    path.write_text("{}")
+    with pytest.raises(SystemExit):
+        main(["fake", "--compare", str(path)])
+    assert "holds no results; pass a file that --json has written" in capsys.readouterr().err
+
+
+def test_a_plot_is_written_as_a_file_and_for_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from benchmarks.plots import write_plots
+
+    path = write_plots(tmp_path / "new folder", "fake", _section())
+    assert path.read_bytes().startswith(b"\x89PNG")
+    events = EventAccumulator(str(path.parent))
+    events.Reload()
+    assert events.Tags()["images"] == ["benchmarks/fake"]
 
 
 @pytest.mark.usefixtures("_threads_put_back")

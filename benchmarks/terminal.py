@@ -1,0 +1,61 @@
+"""A terminal that nobody reads, so that what draws on one draws as it does for a user."""
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["interruptible", "unread_terminal"]
+
+
+@contextlib.contextmanager
+def unread_terminal() -> Iterator[None]:
+    """Sends what is printed to a pseudo-terminal that another process empties; to nowhere where there is none."""
+    try:
+        import pty
+    except ImportError:  # Windows.
+        with (
+            open(os.devnull, "w") as nowhere,  # noqa: PTH123
+            contextlib.redirect_stdout(nowhere),
+            contextlib.redirect_stderr(nowhere),
+        ):
+            yield
+        return
+    inside, outside = pty.openpty()
+    # A process, since a thread would take turns with the loop that is measured; out of reach of Ctrl-C.
+    reader = subprocess.Popen(
+        ["cat"], stdin=inside, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    os.close(inside)
+    try:
+        with (
+            os.fdopen(outside, "w") as screen,
+            contextlib.redirect_stdout(screen),
+            contextlib.redirect_stderr(screen),
+        ):
+            yield
+    finally:
+        reader.kill()
+        reader.wait()
+
+
+class _Interrupted(Exception):
+    """Ctrl-C, as an exception that no framework takes for its own affair."""
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C inside is a KeyboardInterrupt outside: Trainers and command lines would end the program themselves."""
+
+    def interrupt(*_: Any) -> None:
+        raise _Interrupted
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except _Interrupted as ended:
+        raise KeyboardInterrupt from ended
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,93 @@
+"""Lightning calls six hooks of every callback in every step, whether they do anything or not.
+
+A call of an empty hook takes 2 microseconds, or 5 where the callback's key is long: with ten callbacks a tenth of a
+millisecond a step. Lightning passes over a hook that is not callable, so what nobody has overridden is set to None.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+__all__ = ["SkipUnusedHooks", "hide_unused"]
+
+STEP_HOOKS = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+"""What Lightning calls in every step, of each callback and of the module."""
+
+
+def hide_unused(instance: Any, base: type, hooks: tuple[str, ...] = STEP_HOOKS) -> Callable[[], None]:
+    """Sets those hooks to None on the instance that are still its base class's; returns how to undo it.
+
+    Example:
+        >>> class Mine(pl.Callback):
+        ...     def on_after_backward(self, trainer, pl_module):
+        ...         pass
+        >>> mine = Mine()
+        >>> show_again = hide_unused(mine, pl.Callback)
+        >>> mine.on_before_backward is None, mine.on_after_backward is None
+        (True, False)
+        >>> show_again()
+        >>> callable(mine.on_before_backward)
+        True
+    """
+    hidden = [
+        name for name in hooks if name not in vars(instance) and getattr(type(instance), name) is getattr(base, name)
+    ]
+    for name in hidden:
+        setattr(instance, name, None)
+
+    def show_again() -> None:
+        for name in hidden:
+            # Unless somebody has put a hook of their own there meanwhile.
+            if vars(instance).get(name, show_again) is None:
+                delattr(instance, name)
+
+    return show_again
+
+
+class SkipUnusedHooks(pl.Callback):
+    """Spares each step the calls of hooks that no callback and no module has overridden.
+
+    What is computed stays the same: an empty hook does nothing. A hook that is put on an instance before training is
+    kept; one that is put on a *class* while training runs is seen after the next `on_train_start`.
+
+    Runs on: `on_train_start`, `on_train_end`, `on_exception`, `teardown`.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[SkipUnusedHooks()], logger=False, accelerator="cpu")
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._undo: list[Callable[[], None]] = []
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._show_again()
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._undo = [hide_unused(callback, pl.Callback) for callback in callbacks]
+        self._undo.append(hide_unused(pl_module, pl.LightningModule))
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._show_again()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._show_again()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._show_again()
+
+    def _show_again(self) -> None:
+        while self._undo:
+            self._undo.pop()()
