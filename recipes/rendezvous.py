@@ -4,9 +4,11 @@ Rank 0 keeps a small store of keys at the master's address, the one that torch.d
 writes there what it runs; rank 0 compares, and tells everybody.
 """
 
+import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +23,7 @@ __all__ = ["Meeting", "describe_differences", "meet"]
 
 _PREFIX = "lightning_recipes"
 _PAUSE = 0.05
+_GREETING = 10.0  # Seconds for a store to answer once somebody listens.
 
 
 def describe_differences(everyone: dict[int, dict[str, Any]], launch: Launch) -> str:
@@ -80,6 +83,28 @@ def _serve(address: str, port: int, command: Command) -> TCPStore:
             f"node 0 does not reach itself at {address}:{port} ({reason}); --master-addr has to be an address of the"
             f" node with --node-rank 0: {command.using(master_addr=socket.gethostname())}"
         ) from error
+
+
+def _join(address: str, port: int, command: Command) -> TCPStore:
+    """The store on another rank.
+
+    It is made beside the main thread, because torch waits for ever for a greeting from a service that says nothing.
+    """
+    found: list[TCPStore] = []
+
+    def connect() -> None:
+        with contextlib.suppress(DistError, RuntimeError):
+            found.append(TCPStore(address, port, wait_for_workers=False, timeout=timedelta(seconds=_GREETING)))
+
+    connecting = threading.Thread(target=connect, daemon=True)
+    connecting.start()
+    connecting.join(_GREETING)
+    if not found:
+        raise UserError(
+            f"what listens at {address}:{port} is no run of this program; on every node:"
+            f" {command.using(master_port=port + 1)}"
+        )
+    return found[0]
 
 
 def _await(store: TCPStore, key: str, deadline: float) -> str | None:
@@ -198,13 +223,7 @@ def meet(launch: Launch, runs: dict[str, Any], timeout: float, command: Command)
         port = store.port
     else:
         _reach(address, port, deadline, timeout, command)
-        try:
-            store = TCPStore(address, port, wait_for_workers=False, timeout=timedelta(seconds=10))
-        except (DistError, RuntimeError) as error:
-            raise UserError(
-                f"what listens at {address}:{port} is no run of this program; on every node:"
-                f" {command.using(master_port=port + 1)}"
-            ) from error
+        store = _join(address, port, command)
     card = {"host": socket.gethostname(), "runs": runs}
     problem: str | None
     try:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from datamodules.errors import UserError
+from recipes import rendezvous
+from recipes.launch_plan import Command
 from tests.nodes import Ended, start
 from tests.ranks import free_port
 
@@ -253,3 +256,9 @@ def test_torchrun_starts_the_processes_again_without_further_settings(tmp_path):
     assert out.count("started by torchrun") == 2
     assert "rank 1 (node 0" in err
     assert "epoch 2/2" in out
+
+
+def test_a_service_that_never_greets_is_no_run_of_this_program(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_GREETING", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(UserError, match="is no run of this program"):
+        rendezvous._join("127.0.0.1", silent.getsockname()[1], Command("python -m recipes.mnist", []))
