@@ -37,7 +37,7 @@ GOAL = 50
 # The classic tutorial trains on 75,000 sentences, which are 7 epochs.
 EPOCHS = 7
 CLASSIC, PRESENT = "classic tutorial, word by word", "present tutorial, batches of 32"
-DEFAULT, FLOAT32 = "recipe, batch 64", "recipe, batch 256, float32"
+SMALL, DEFAULT, FLOAT32 = "recipe, batch 32", "recipe, batch 64", "recipe, batch 256, float32"
 SORTED, RANDOM = "recipe, all pairs, sorted", "recipe, all pairs, random"
 
 
@@ -170,7 +170,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     file, precision = find_pairs(options.data_dir), resolve_precision("auto", "cpu")[0]
     mixed = f"recipe, batch 256, {precision}"
     with quiet():
-        data, large = make_data(file), make_data(file, batch_size=256)
+        data, small, large = make_data(file), make_data(file, batch_size=32), make_data(file, batch_size=256)
         everything = {
             name: make_data(file, batch_size=256, bucket=bucket, max_length=20, prefixes=None, normalisation="unicode")
             for name, bucket in ((SORTED, True), (RANDOM, False))
@@ -183,6 +183,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         }
         peaks: dict[str, list[float]] = defaultdict(list)
         recipes = {
+            SMALL: (small, precision, batches * 4),
             DEFAULT: (data, precision, batches * 2),
             FLOAT32: (large, "32-true", batches),
             mixed: (large, precision, batches),
@@ -196,6 +197,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         timings = alternate(contenders, repeats, progress=progress)
         scores: dict[str, float] = {}
         jobs: dict[str, Callable[[], float]] = {
+            SMALL: lambda: recipe_bleu(small, precision, hidden, epochs, 2 if quick else None),
             DEFAULT: lambda: recipe_bleu(data, precision, hidden, epochs, 2 if quick else None),
             PRESENT: lambda: tutorial_bleu(tutorials[PRESENT](), data, epochs, 64 if quick else None),
             CLASSIC: lambda: tutorial_bleu(tutorials[CLASSIC](), data, epochs, 8 if quick else None),
