@@ -4,12 +4,11 @@ Lightning's launcher does not know of a child yet when a signal ends it in the m
 torchrun that was killed go on training behind the back of those that replace them.
 """
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Mapping, MutableMapping
-
-from recipes.watch import end_process
 
 __all__ = ["declare_parent", "end_with_parent", "parent_of_rank"]
 
@@ -33,17 +32,17 @@ def parent_of_rank(env: Mapping[str, str]) -> int | None:
         >>> parent_of_rank({"LOCAL_RANK": "1"}) is None
         True
     """
+    if "TORCHELASTIC_RUN_ID" in env:
+        return os.getppid()
+    # The variable stays where it was set, too: in rank 0 of the node.
     told = env.get(_PARENT, "")
-    if told.isdigit():
-        # The variable stays where it was set, too.
-        return int(told) if int(told) != os.getpid() else None
-    return os.getppid() if "TORCHELASTIC_RUN_ID" in env else None
+    return int(told) if told.isdigit() and env.get("LOCAL_RANK", "0") != "0" else None
 
 
 def end_with_parent(env: Mapping[str, str]) -> None:
-    """End this process when its parent is gone; with the parent that started it gone already, at once."""
+    """End this process a few seconds after its parent has."""
     parent = parent_of_rank(env)
-    if parent is None or not hasattr(os, "getppid") or os.name == "nt":
+    if parent is None or os.name == "nt":  # Windows knows no new parent of an orphan.
         return
     threading.Thread(target=_guard, args=(parent,), daemon=True, name="parent").start()
 
@@ -52,4 +51,7 @@ def _guard(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_TICK)
     time.sleep(_PATIENCE)
-    end_process(1, f"error: process {os.getpid()} ends, as process {parent} that started it is gone")
+    with contextlib.suppress(OSError):
+        os.write(2, f"error: process {os.getpid()} ends, as process {parent} that started it is gone\n".encode())
+    # The main thread may wait in a call that no exception ends.
+    os._exit(1)
