@@ -46,6 +46,7 @@ from recipes.launch import (
     tune_allocator,
     watched,
 )
+from recipes.orphans import end_with_parent
 from recipes.recipe import Recipe
 from recipes.report import Stopwatch, check_output, hardware, print_pairs, print_rows, report, shown, write_rows
 from recipes.resume import Start, find_start
@@ -105,6 +106,7 @@ def run(
         callbacks: makes further callbacks for the Trainer.
         args: the command line; by default that of the process.
     """
+    end_with_parent(os.environ)
     try:
         with watched(), ending_on_signals(*SIGNALS):
             _CommandLine(recipe_class, data_class, callbacks).main(list(sys.argv[1:] if args is None else args))

@@ -4,6 +4,7 @@
 """
 
 import ctypes
+import logging
 import os
 import sys
 from dataclasses import replace
@@ -15,8 +16,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 
 from datamodules.errors import UserError
+from recipes.interfaces import interface_towards
 from recipes.launch_plan import MARK, Command, Launch, LaunchSettings, check_precision, plan_launch
 from recipes.machine import machine
+from recipes.orphans import declare_parent
 from recipes.rendezvous import meet
 from recipes.watch import leave, watch, watched
 
@@ -55,6 +58,8 @@ Precision = Literal[
     64,
 ]
 
+log = logging.getLogger("lightning_recipes.launch")
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -86,6 +91,12 @@ def begin(launch: Launch, runs: dict[str, Any], settings: LaunchSettings, comman
         os.environ.pop(name, None)
     if launch.address is None:
         return launch
+    if launch.elastic and launch.num_nodes > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # An agent tells the address of its store in its first round only. We are its child, too late to set it.
+        log.warning(
+            "warning: a node that comes back or comes later cannot join this torchrun; for that, start it on every node"
+            " with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
+        )
     meeting = meet(launch, runs, settings.rendezvous_timeout, command)
     address, port = meeting.address, meeting.port
     if (address, port) != (launch.address, launch.port):
@@ -93,7 +104,12 @@ def begin(launch: Launch, runs: dict[str, Any], settings: LaunchSettings, comman
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), NODE_RANK=str(launch.node_rank))
     os.environ[MARK] = launch.launcher
-    if not launch.spawns:
+    if launch.num_nodes > 1 and (interface := interface_towards(address)):
+        # Gloo takes the address of the host's name, which on many systems is 127.0.0.1 and no use to other nodes.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if launch.spawns:
+        declare_parent(os.environ)
+    else:
         os.environ["LOCAL_RANK"] = str(launch.local_rank)
     watch(launch, meeting.store, address)
     if meeting.problem:

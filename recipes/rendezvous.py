@@ -17,6 +17,7 @@ from typing import Any
 from torch.distributed import DistError, TCPStore
 
 from datamodules.errors import UserError
+from recipes.interfaces import own_address
 from recipes.launch_plan import Command, Launch
 
 __all__ = ["Meeting", "describe_differences", "meet"]
@@ -116,13 +117,6 @@ def _await(store: TCPStore, key: str, deadline: float) -> str | None:
     return store.get(key).decode()
 
 
-def _own_address(address: str, port: int) -> str:
-    """The address under which this machine is seen by who reaches `address`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((socket.gethostbyname(address), port))
-        return probe.getsockname()[0]
-
-
 def _leave_the_agents_store(launch: Launch, deadline: float, command: Command, timeout: float) -> tuple[str, int]:
     """Have rank 0 keep the store instead of torchrun's agent.
 
@@ -132,10 +126,10 @@ def _leave_the_agents_store(launch: Launch, deadline: float, command: Command, t
     assert launch.address is not None
     assert launch.port is not None
     agents = TCPStore(launch.address, launch.port, is_master=False, wait_for_workers=False)
-    round_ = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = f"{_PREFIX}/{os.environ.get('TORCHELASTIC_RUN_ID')}/{round_}/{launch.world_size}/store"
+    # Not the number of restarts: each agent counts for itself, and a round that others asked for it does not count.
+    key = f"{_PREFIX}/{os.environ.get('TORCHELASTIC_RUN_ID')}/{launch.world_size}/store"
     if launch.rank == 0:
-        address = _own_address(launch.address, launch.port)
+        address = own_address(launch.address, launch.port)
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]

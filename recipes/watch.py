@@ -52,6 +52,12 @@ def _lines(connection: socket.socket, rest: bytes) -> tuple[list[dict[str, Any]]
     return [json.loads(line) for line in whole], rest
 
 
+def _end_of(connection_error: OSError | EOFError) -> str:
+    """What became of the rank at the other end of a connection: lost, or cut off."""
+    cut = isinstance(connection_error, TimeoutError) or getattr(connection_error, "errno", None) in _UNREACHABLE
+    return "cut off" if cut else "lost"
+
+
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     # Who does not listen any more has ended already.
     with contextlib.suppress(OSError):
@@ -149,10 +155,9 @@ class Watch:
             try:
                 messages, rests[connection] = _lines(connection, rests.get(connection, b""))
             except (OSError, EOFError) as end:
-                cut = isinstance(end, TimeoutError) or getattr(end, "errno", None) in _UNREACHABLE
                 drop(connection)
                 if "rank" in who and "bye" not in who:
-                    self._add(Report(**who, kind="cut off" if cut else "lost"))
+                    self._add(Report(**who, kind=_end_of(end)))
                 return
             for message in messages:
                 if "kind" in message:
@@ -190,10 +195,10 @@ class Watch:
         while not self.over:
             try:
                 messages, rest = _lines(self.connection, rest)
-            except (OSError, EOFError):
+            except (OSError, EOFError) as end:
                 if self.over:
                     return
-                first = Report(0, 0, "the master's host", "lost")
+                first = Report(0, 0, "the master's host", _end_of(end))
                 alone = self.launch.node_rank == 0 and self.launch.local_rank == 1
                 end_process(1, first.describe() if speaks or alone else "")
                 return
