@@ -94,7 +94,7 @@ def begin(launch: Launch, runs: dict[str, Any], settings: LaunchSettings, comman
     if launch.elastic and launch.num_nodes > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # An agent tells the address of its store in its first round only. We are its child, too late to set it.
         log.warning(
-            "warning: a node that comes back or comes later cannot join this torchrun; for that, start it on every node"
+            "warning: this torchrun takes in no node that comes back or comes later; for that, start it on every node"
             " with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
         )
     meeting = meet(launch, runs, settings.rendezvous_timeout, command)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from datamodules.errors import UserError
 from recipes import rendezvous
@@ -163,6 +164,18 @@ def test_a_mistake_of_one_rank_alone_and_of_all_ranks_is_said_once(tmp_path):
     assert zero.err.startswith("error: no optimizer 'sdg'")
     assert zero.err.count("\n") == 1
     assert not one.err
+
+
+def test_agents_that_have_counted_restarts_differently_are_no_hindrance_and_the_missing_variable_is_named(tmp_path):
+    """Each agent counts for itself: one that was started again is at 0 where the others are at 1."""
+    agents = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    restarted = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    one, two = (env | restarted for env in by_torchrun(agents.port, nodes=2, devices=1))
+    args = ["--name", "run", "--rendezvous-timeout", "20"]
+    both = start(tmp_path, [(args, one), (args, two | {"TORCHELASTIC_RESTART_COUNT": "1"})])
+    assert [ended.status for ended in both] == [0, 0], both
+    assert f"127.0.0.1:{agents.port}," not in both[0].out
+    assert [ended.err.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") for ended in both] == [1, 0]
 
 
 def test_resuming_takes_the_number_of_devices_from_this_call_and_not_from_the_checkpoint(tmp_path):

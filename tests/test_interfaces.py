@@ -1,0 +1,27 @@
+"""The interface by which other nodes reach this one."""
+
+import socket
+import sys
+
+import pytest
+
+from recipes.interfaces import interface_towards, own_address
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="interfaces are asked for as Linux does")
+
+
+@linux
+def test_towards_the_loopback_address_it_is_the_loopback_interface():
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    assert interface_towards("127.0.0.1") == "lo"
+    assert interface_towards("localhost") == "lo"
+
+
+def test_where_an_address_cannot_be_reached_there_is_none():
+    assert interface_towards("no-such-host.invalid") is None
+
+
+@linux
+def test_it_is_one_of_this_machines_interfaces_wherever_the_address_lies():
+    names = {name for _, name in socket.if_nameindex()}
+    assert interface_towards("192.0.2.1") in names | {None}
