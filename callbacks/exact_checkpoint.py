@@ -4,6 +4,7 @@ Lightning's `ModelCheckpoint(every_n_train_steps=...)` saves at two others, too.
 it has saved and saves again after the next micro-batch, in mid-window, and no checkpoint holds half-summed gradients.
 And it saves on an epoch's last batch before the epoch has ended: the run resumed from there does not count the epoch
 that it begins, and a second such resume trains one epoch too many. The same holds after a validation in mid-epoch.
+Nor does a run resume exactly that ``max_steps`` has ended: the epoch that it cut counts as done.
 A folder of checkpoints that was moved is not recognised: a worse model then takes the best one's place.
 """
 
@@ -37,6 +38,19 @@ class ExactCheckpoint(ModelCheckpoint):
 
     _validated_at_epoch_end = False
     _loaded: dict[str, Any] | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        # With max_steps Lightning takes an epoch's end for its middle when it resumes, and repeats its last hook.
+        trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        uncount_cut_epoch(checkpoint["loops"]["fit_loop"])
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -95,6 +109,25 @@ class ExactCheckpoint(ModelCheckpoint):
         equal = current is not None and bool(self.best_k_models.get(self.kth_best_model_path) == current)
         # The score is the same on every rank, so all of them decide alike.
         return equal or super().check_monitor_top_k(trainer, current)
+
+
+def uncount_cut_epoch(loop: dict[str, Any]) -> None:
+    """Make the counters of an epoch that was ended early those of its last update, from which Lightning resumes.
+
+    When ``max_steps`` ends an epoch, it and its last batch count as done before the checkpoint is saved.
+
+    Args:
+        loop: the state of the fit loop; changed in place.
+    """
+    epoch, batch = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
+    counted = epoch["current"]["processed"] == epoch["current"]["started"]
+    if not counted or batch["is_last_batch"] or not batch["current"]["completed"]:
+        return
+    for counters in (epoch["total"], epoch["current"]):
+        counters["processed"] -= 1
+    for counters in (batch["total"], batch["current"]):
+        counters["completed"] -= 1
+    loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 
 def _in_window(trainer: pl.Trainer) -> bool:
