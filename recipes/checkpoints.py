@@ -154,7 +154,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     def __init__(self) -> None:
         super().__init__()
         self.failures: dict[str, str] = {}
-        """Why a file could not be written, by its path, until it could."""
+        """Why a file could not be written, by its path, until it could or nobody wants it any more."""
+        self._last_failed = False
         self._lost: set[str] = set()
 
     @override
@@ -171,10 +172,12 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             write_checkpoint(plain, Path(path))
         except OSError as error:
             self.failures[str(path)] = error.strerror or str(error)
+            self._last_failed = True
             kept = "the old one stays" if Path(path).exists() else "there is none yet"
             log.warning("warning: %s was not saved (%s); %s, and training goes on", path, error.strerror or error, kept)
         else:
             self.failures.pop(str(path), None)
+            self._last_failed = False
 
     @override
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -189,5 +192,6 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
-        if not self.failures:
+        if not self._last_failed:
+            self.failures.pop(str(path), None)
             super().remove_checkpoint(path)

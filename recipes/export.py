@@ -23,6 +23,7 @@ _ENDINGS = {
     "onnx": ".onnx",
     "pt2": ".pt2",
 }
+_ONNX_LIMIT = 2_000_000_000  # Bytes: what protobuf can hold, less the graph.
 _BATCHES = (2, 1, 5)
 
 
@@ -104,7 +105,12 @@ def _write_graph(network: nn.Module, example: Tensor, path: Path, kind: str) -> 
     if kind == "pt2":
         torch.export.save(torch.export.export(network, (example,), dynamic_shapes=dynamic), str(path))
         return torch.export.load(str(path)).module()
-    torch.onnx.export(network, (example,), str(path), dynamo=True, dynamic_shapes=dynamic, verbose=False)
+    size = sum(tensor.nbytes for tensor in network.state_dict().values())
+    if size > _ONNX_LIMIT:
+        # The weights would go into a second file, which a rename leaves behind.
+        raise UserError(f"an onnx file holds 2 GB at most, and the weights are {size / 1e9:.1f} GB; pass --format pt2")
+    options: dict[str, Any] = {"dynamo": True, "dynamic_shapes": dynamic, "external_data": False, "verbose": False}
+    torch.onnx.export(network, (example,), str(path), **options)
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])

@@ -89,11 +89,12 @@ def test_onnx_without_its_packages_says_what_to_install(saved):
 
 
 @pytest.mark.slow
-def test_an_onnx_file_computes_what_the_network_does(saved):
+def test_an_onnx_file_computes_what_the_network_does_wherever_it_is_moved(saved, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     recipe, checkpoint = saved
     path = export(MNISTClassifier(), str(checkpoint), "onnx").path
+    path = path.rename(tmp_path / "alone.onnx")
     session, inputs = runtime.InferenceSession(str(path)), torch.randn(7, 1, 28, 28)
     (outputs,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
     assert torch.allclose(torch.from_numpy(outputs), recipe.network(inputs), rtol=1e-4, atol=1e-4)

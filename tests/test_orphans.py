@@ -67,16 +67,15 @@ def test_a_process_ends_when_its_parent_is_killed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_while_rank_0_starts_the_others_leaves_none_behind(tmp_path, signum):
+def test_rank_0_killed_while_it_starts_the_others_leaves_none_behind(tmp_path):
     command = [sys.executable, "-m", "tests.plain_recipe", *ARGS]
     with (tmp_path / "log").open("w") as log:
         rank_0 = subprocess.Popen(command, cwd=tmp_path, env=shell_environment(), stdout=log, stderr=log)
     children: list[int] = []
     try:
-        wait_until(lambda: bool(children.extend(children_of(rank_0.pid)) or children), "rank 1", timeout=60)
-        rank_0.send_signal(signum)
-        assert rank_0.wait(30) == (143 if signum == signal.SIGTERM else -signum), (tmp_path / "log").read_text()
+        wait_until(lambda: bool(children.extend(children_of(rank_0.pid)) or children), "rank 1")
+        rank_0.kill()
+        rank_0.wait()
         wait_until(lambda: not any(map(lives, children)), "the end of rank 1", timeout=45)
     finally:
         for pid in [rank_0.pid, *children]:
