@@ -84,6 +84,7 @@ _COMMON_LAUNCH_SETTINGS = "node_rank master_addr master_port launcher"
 # Of one call, and not of the experiment: a checkpoint's settings leave them out.
 _OF_THIS_CALL = {
     *("name", "run_dir", "resume", "resume_anyway", "ckpt", "output", "format", "config", "inputs", "attention"),
+    "profiler",
     *LaunchSettings.__dataclass_fields__,
 }
 _OF_THIS_MACHINE = {"devices", "num_nodes", "accelerator", "strategy"}
@@ -346,8 +347,10 @@ class _CommandLine:
             elif values["fast_dev_run"]:
                 self._fit(build_trainer(stopwatch := Stopwatch()), recipe, data, None, settings, stopwatch, plain)
             else:
-                with run_folder(settings, self.recipe_class.title, self.start) as folder:
-                    more: list[Callback] = [stopwatch := Stopwatch()]
+                stopwatch = Stopwatch()
+                title, start = self.recipe_class.title, self.start
+                with run_folder(settings, title, start, worth_keeping=lambda: stopwatch.has_begun) as folder:
+                    more: list[Callback] = [stopwatch]
                     if values["enable_checkpointing"] is not False:
                         validates = is_overridden("validation_step", recipe) and is_overridden("val_dataloader", data)
                         validates = validates and getattr(data, "validates", True)

@@ -8,6 +8,7 @@ import difflib
 import inspect
 import re
 import shutil
+import sys
 import textwrap
 import types
 from collections.abc import Iterable, Sequence
@@ -90,6 +91,15 @@ def _allows_bare(annotation: Any) -> bool:
     return annotation is bool or (get_origin(annotation) in (Union, types.UnionType) and bool in get_args(annotation))
 
 
+def _names_unknown_class(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_names_unknown_class, value))
+    if not isinstance(value, dict):
+        return False
+    module = str(value.get("class_path", "")).rpartition(".")[0]
+    return (bool(module) and module not in sys.modules) or any(map(_names_unknown_class, value.values()))
+
+
 class FlagParser(ArgumentParser):
     """A parser for the parameters of several classes, which share one flag where they share a name.
 
@@ -116,8 +126,13 @@ class FlagParser(ArgumentParser):
         return getattr(action, "_typehint", None) or action.type
 
     def set_known_defaults(self, values: dict[str, Any]) -> None:
-        """Defaults from an older or another command line: what has no flag here is left out."""
-        self.set_defaults({name: value for name, value in values.items() if name in self._flags})
+        """Defaults from an older or another command line, that of a checkpoint say.
+
+        What has no flag here is left out, and so is a class in a module that nobody has imported yet: a file of weights
+        shall not have code run.
+        """
+        known = {name: value for name, value in values.items() if name in self._flags}
+        self.set_defaults({name: value for name, value in known.items() if not _names_unknown_class(value)})
 
     def as_plain(self, namespace: Namespace) -> dict[str, Any]:
         """All settings as plain Python: what the file of settings would hold."""

@@ -25,18 +25,26 @@ __all__ = ["Stopwatch", "count_parameters", "flops_per_sample", "hardware", "rep
 
 
 class Stopwatch(pl.Callback):
-    """Seconds of training and of the validation in it, the epochs trained meanwhile, the parameters that trained."""
+    """Seconds of training and of the validation in it, the epochs trained meanwhile, the parameters that trained.
+
+    `has_begun` says whether a first batch was about to be trained, when all that is refused had been refused.
+    """
 
     def __init__(self) -> None:
         self.seconds = self.validation_seconds = 0.0
         self.epochs = 0.0
         self.trainable = 0
+        self.has_begun = False
         self._began = self._validation_began = 0.0
         self._first_batch = 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._began, self._first_batch = time.monotonic(), trainer.fit_loop.total_batch_idx
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.has_begun = True
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -191,6 +191,49 @@ def _save_on_a_full_disk(folder: str) -> dict:
     return {"failed": failed, "kept": kept, "files": files, "after": dict(io.failures)}
 
 
+def _save_the_best_where_one_save_fails(folder: str) -> dict:
+    io, limits = VerifiedCheckpointIO(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    first, second, third = (Path(folder) / f"best-{n}.ckpt" for n in range(3))
+    io.save_checkpoint(checkpoint(1), first)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    io.save_checkpoint(checkpoint(2), second)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    io.save_checkpoint(checkpoint(3), third)
+    before = dict(io.failures)
+    # They are not among the best any more.
+    io.remove_checkpoint(first)
+    io.remove_checkpoint(second)
+    return {"before": list(before), "after": dict(io.failures), "files": [path.name for path in Path(folder).iterdir()]}
+
+
+def test_one_failed_save_keeps_neither_later_files_for_good_nor_its_error_once_nobody_wants_it(tmp_path):
+    (answer,) = run_ranks(_save_the_best_where_one_save_fails, 1, str(tmp_path))
+    assert answer == {"before": [str(tmp_path / "best-1.ckpt")], "after": {}, "files": ["best-2.ckpt"]}
+
+
+def _log_on_a_full_disk(folder: str) -> str:
+    from recipes.run_folder import loggers
+
+    tensorboard, table = loggers(Path(folder), None, {})
+    tensorboard.log_metrics({"loss": 1.0}, step=0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    for step in range(1, 400):
+        for logger in (tensorboard, table):
+            logger.log_metrics({"loss": 1.0}, step=step)
+            logger.experiment.add_scalar("a", 1.0, step) if logger is tensorboard else logger.save()
+        if step % 100 == 0:
+            tensorboard.experiment.flush()
+    for logger in (tensorboard, table):
+        logger.save()
+        logger.finalize("success")
+    return "went on"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_run_that_cannot_write_its_curves_goes_on(tmp_path):
+    assert run_ranks(_log_on_a_full_disk, 1, str(tmp_path)) == ["went on"]
+
+
 def test_where_nothing_can_be_written_the_old_checkpoint_stays_and_is_not_removed(tmp_path):
     (answer,) = run_ranks(_save_on_a_full_disk, 1, str(tmp_path))
     assert answer["failed"] == {str(tmp_path / "last.ckpt"): "File too large"}

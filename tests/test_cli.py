@@ -203,6 +203,27 @@ def test_a_mistake_ends_with_status_2_one_line_and_no_run_folder(tmp_path, args,
     assert not list(tmp_path.glob("runs/mnist/*"))
 
 
+def test_a_run_that_diverges_keeps_its_folder_and_its_curves(tmp_path):
+    status, _, err = type_in(tmp_path, *QUICK, "--lr", "1e30", "--name", "div", "--log-every-n-steps", "1")
+    assert status == 2
+    assert "the run has diverged" in err
+    assert {"config", "events"} <= {path.name.split(".")[0] for path in (tmp_path / "runs" / "mnist" / "div").iterdir()}
+
+
+def test_settings_in_a_checkpoint_have_no_module_imported(trained, tmp_path):
+    folder, _ = trained
+    checkpoint = torch.load(folder / "runs" / "mnist" / "first" / "checkpoints" / "best.ckpt", weights_only=True)
+    (tmp_path / "evil.py").write_text("open('was_here', 'w').close()\nclass Thing: pass\n")
+    for name in ("profiler", "optimizer"):
+        checkpoint["config"] |= {name: {"class_path": "evil.Thing"}}
+    torch.save(checkpoint, tmp_path / "evil.ckpt")
+    environ = environment() | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    command = [sys.executable, "-m", "recipes.mnist", "test", "--ckpt", "evil.ckpt", "--accelerator", "cpu"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    assert not (tmp_path / "was_here").exists()
+
+
 def test_help_is_grouped_and_fits_two_screens(tmp_path):
     _, out, _ = type_in(tmp_path, "--help")
     assert len(out.splitlines()) <= 80
