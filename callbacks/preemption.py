@@ -40,8 +40,8 @@ class Preemption(pl.Callback):
 
     On SIGUSR1 a batch job of Slurm is put back into the queue (``#SBATCH --signal=USR1@90`` has it sent in time).
 
-    With `GradientAccumulation` the flag travels with the counts that it sums, without it in a sum of its own, which
-    nobody waits for and which is heard one update later.
+    Where `GradientAccumulation` sums counts over the ranks the flag travels with them, and elsewhere (under FSDP, say)
+    in a sum of its own, which nobody waits for and which is heard one update later. So is the former from a GPU.
 
     Runs on: the end of each update, the start and the batches of each evaluation, the start of each epoch. It is the
     last of all callbacks there, so that a checkpoint holds what the others did.
@@ -97,18 +97,20 @@ class Preemption(pl.Callback):
         return f"Ctrl-C: {what}; press it again to end at once"
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        accumulations = [c for c in trainer.callbacks if isinstance(c, GradientAccumulation)]  # type: ignore[attr-defined]
-        if accumulations and trainer.world_size > 1:
-            self._accumulation = accumulations[0]
-            self._accumulation.question = self._signalled
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Now: under strategies whose gradients it cannot weigh it sums nothing.
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, GradientAccumulation) and callback.sums_over_ranks:
+                self._accumulation = callback
+                callback.question = self._signalled
 
     def _signalled(self) -> bool:
         return bool(self._flag.received)
 
     def _vote(self, trainer: pl.Trainer) -> Votes:
         if self._votes is None:
-            self._votes = Votes(trainer.world_size)
+            # The time that Lightning's own group gives the others; a new group would not inherit it.
+            self._votes = Votes(trainer.world_size, getattr(trainer.strategy, "_timeout", None))
         return self._votes
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -276,7 +276,8 @@ def _handlers(folder: Path) -> bool:
             seen.append(signal.getsignal(signal.SIGTERM))
 
     preemption = CALLBACKS["Preemption"]()
-    trainer = pl.Trainer(max_steps=1, callbacks=[preemption, Look()], enable_progress_bar=False, **QUIET)
+    options: dict[str, Any] = {"enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(max_steps=1, callbacks=[preemption, Look()], **options, **QUIET)
     loader = TrainLoader(*TRAIN, torch.arange(50), BATCH_SIZE, 1, 0, 1)
     callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
     trainer.fit(Tiny(picture_network(), adamw), loader)
