@@ -3,6 +3,7 @@
 Schedulers send SIGTERM or SIGUSR1 some seconds before they kill, to one process or to all; a person presses Ctrl-C.
 """
 
+import contextlib
 import logging
 import subprocess
 import time
@@ -38,7 +39,8 @@ class Preemption(pl.Callback):
     Under torchrun, a signal to the agent ends all its workers, and no restart follows. A signal to one worker ends all
     of them with a status other than 0, which ``--max-restarts`` answers with a restart; it goes on from `last.ckpt`.
 
-    On SIGUSR1 a batch job of Slurm is put back into the queue (``#SBATCH --signal=USR1@90`` has it sent in time).
+    On SIGUSR1 a batch job of Slurm is put back into the queue before any rank leaves (``#SBATCH --signal=USR1@90``
+    has it sent in time).
 
     Where `GradientAccumulation` sums counts over the ranks the flag travels with them, and elsewhere (under FSDP, say)
     in a sum of its own, which nobody waits for and which is heard one update later. So is the former from a GPU.
@@ -190,6 +192,10 @@ class Preemption(pl.Callback):
             done = f"saved {path}" if path else "nothing was saved"
             note = requeue(signum) if self.requeue else ""
             log.warning("%s after update %d: %s%s", name_of(signum), trainer.global_step, done, note)
+        # Slurm may end the whole step with the first process that leaves, the request to requeue included. All is
+        # saved: whoever does not come to this meeting is no reason to fail.
+        with contextlib.suppress(RuntimeError):
+            votes.largest(0)
         raise Preempted(signum, path, trained)
 
     @override

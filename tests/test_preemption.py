@@ -313,7 +313,9 @@ def test_forked_workers_leave_signals_to_the_run_and_end_on_sigterm() -> None:
 @pytest.mark.parametrize(("status", "job"), [(0, "train"), (1, "train"), (0, "interactive")])
 def test_sigusr1_puts_a_batch_job_back_into_slurms_queue_once(status: int, job: str, tmp_path: Path) -> None:
     program = tmp_path / "scontrol"
-    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\nexit {status}\n')
+    # In a session of its own it does not end with the run's process group.
+    leads = "[ $(cut -d' ' -f6 /proc/$$/stat) = $$ ]"
+    program.write_text(f'#!/bin/sh\n{leads} && echo "$@" >> {tmp_path}/asked\nexit {status}\n')
     program.chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "71", "SLURM_JOB_NAME": job}
     env |= {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
