@@ -19,6 +19,7 @@ from typing_extensions import override
 from callbacks.global_batch import accumulation_factor, loader_batch_size
 from callbacks.targets import observe_counts, sum_over_ranks
 from callbacks.updates import AccumulationSchedule
+from callbacks.votes import Answers
 from datamodules.errors import UserError
 
 __all__ = ["GradientAccumulation"]
@@ -75,7 +76,7 @@ class GradientAccumulation(pl.Callback):
         self._running, self._weighs = False, True
         # What another callback wants to know of any rank: it travels with the counts, in a sum that is made anyway.
         self.question: Callable[[], bool] | None = None
-        self._answer: Tensor | None = None
+        self._answers, self._sums = Answers(), False
         self._samples_per_batch: int | None = None
         self._begin_window()
 
@@ -85,6 +86,11 @@ class GradientAccumulation(pl.Callback):
             return self._schedule
         batch_size = loader_batch_size(trainer.train_dataloader)
         return AccumulationSchedule.parse(accumulation_factor(self.global_batch_size, batch_size, trainer.world_size))
+
+    @property
+    def sums_over_ranks(self) -> bool:
+        """Whether each update sums over the ranks, so that a `question` travels; known from `on_train_start` on."""
+        return self._sums
 
     def _begin_window(self) -> None:
         self._total: float | Tensor = 0.0
@@ -141,8 +147,10 @@ class GradientAccumulation(pl.Callback):
                 " strategy, or accumulate over one micro-batch"
             )
         self._running = True
+        self._answers = Answers()
         self._resume(trainer)
         self._begin_window()
+        self._sums = self._weighs and trainer.world_size > 1
         if self._weighs and (trainer.world_size > 1 or largest > 1):
             self._restore = observe_counts(pl_module, self._set_count)
 
@@ -216,13 +224,16 @@ class GradientAccumulation(pl.Callback):
             return sum_over_ranks(self._total, device, dtype)
         total = torch.as_tensor(self._total, device=device, dtype=dtype)
         both = torch.stack([total, torch.full_like(total, self.question())])
-        total, self._answer = sum_over_ranks(both, device, dtype).unbind()
+        total, answer = sum_over_ranks(both, device, dtype).unbind()
+        self._answers.put(answer)
         return total
 
     def anyone(self) -> bool:
-        """Whether any rank answered the `question` with yes in the update that was just made."""
-        answer, self._answer = self._answer, None
-        return answer is not None and bool(answer)
+        """Whether any rank answered the `question` with yes, to be called once an update.
+
+        On a CPU in the update just made, on a GPU in the one before: to hear the last would be to wait for it.
+        """
+        return self._answers.take()
 
     def _finish_window(self, trainer: pl.Trainer, weight: float | Tensor) -> None:
         """Make the gradients of the window's earlier micro-batches their part of the mean."""

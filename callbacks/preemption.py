@@ -3,6 +3,7 @@
 Schedulers send SIGTERM or SIGUSR1 some seconds before they kill, to one process or to all; a person presses Ctrl-C.
 """
 
+import contextlib
 import logging
 import subprocess
 import time
@@ -38,10 +39,11 @@ class Preemption(pl.Callback):
     Under torchrun, a signal to the agent ends all its workers, and no restart follows. A signal to one worker ends all
     of them with a status other than 0, which ``--max-restarts`` answers with a restart; it goes on from `last.ckpt`.
 
-    On SIGUSR1 a batch job of Slurm is put back into the queue (``#SBATCH --signal=USR1@90`` has it sent in time).
+    On SIGUSR1 a batch job of Slurm is put back into the queue before any rank leaves (``#SBATCH --signal=USR1@90``
+    has it sent in time).
 
-    With `GradientAccumulation` the flag travels with the counts that it sums, without it in a sum of its own, which
-    nobody waits for and which is heard one update later.
+    Where `GradientAccumulation` sums counts over the ranks the flag travels with them, and elsewhere (under FSDP, say)
+    in a sum of its own, which nobody waits for and which is heard one update later. So is the former from a GPU.
 
     Runs on: the end of each update, the start and the batches of each evaluation, the start of each epoch. It is the
     last of all callbacks there, so that a checkpoint holds what the others did.
@@ -97,18 +99,20 @@ class Preemption(pl.Callback):
         return f"Ctrl-C: {what}; press it again to end at once"
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        accumulations = [c for c in trainer.callbacks if isinstance(c, GradientAccumulation)]  # type: ignore[attr-defined]
-        if accumulations and trainer.world_size > 1:
-            self._accumulation = accumulations[0]
-            self._accumulation.question = self._signalled
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Now: under strategies whose gradients it cannot weigh it sums nothing.
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, GradientAccumulation) and callback.sums_over_ranks:
+                self._accumulation = callback
+                callback.question = self._signalled
 
     def _signalled(self) -> bool:
         return bool(self._flag.received)
 
     def _vote(self, trainer: pl.Trainer) -> Votes:
         if self._votes is None:
-            self._votes = Votes(trainer.world_size)
+            # The time that Lightning's own group gives the others; a new group would not inherit it.
+            self._votes = Votes(trainer.world_size, getattr(trainer.strategy, "_timeout", None))
         return self._votes
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -188,6 +192,10 @@ class Preemption(pl.Callback):
             done = f"saved {path}" if path else "nothing was saved"
             note = requeue(signum) if self.requeue else ""
             log.warning("%s after update %d: %s%s", name_of(signum), trainer.global_step, done, note)
+        # Slurm may end the whole step with the first process that leaves, the request to requeue included. All is
+        # saved: whoever does not come to this meeting is no reason to fail.
+        with contextlib.suppress(RuntimeError):
+            votes.largest(0)
         raise Preempted(signum, path, trained)
 
     @override

@@ -17,6 +17,8 @@ __all__ = ["SIGNALS", "Preempted", "SignalFlag", "ending_on_signals", "name_of",
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 """What schedulers and people send to end a run."""
 
+# Seconds for Slurm to answer, within the 25 that the command line's watch gives rank 0 to leave.
+_SLURM_ANSWERS = 20.0
 _INTERACTIVE = ("bash", "interactive")  # What salloc and srun --pty call their jobs.
 
 
@@ -155,7 +157,10 @@ def requeue(signum: int) -> str:
     if command is None or signum != getattr(signal, "SIGUSR1", None):
         return ""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        # In a session of its own: what ends this process with its group does not end the request.
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SLURM_ANSWERS, check=False, start_new_session=True
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"; not requeued, {' '.join(command)}: {error}"
     if done.returncode:

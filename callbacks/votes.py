@@ -4,13 +4,15 @@ A rank that acts on what it alone has seen leaves the others waiting in the next
 same moments, whatever it has seen, and all act on the sum.
 """
 
+from collections import deque
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Votes"]
+__all__ = ["Answers", "Votes"]
 
 
 class Votes:
@@ -20,12 +22,13 @@ class Votes:
 
     Args:
         world_size: the number of ranks.
+        timeout: how long to wait for the others; by default half an hour.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, timeout: timedelta | None = None) -> None:
         self._alone = world_size == 1
         # A group of its own: what others reduce, on devices or in another order, does not meet it.
-        self._group: Any = None if self._alone else dist.new_group(backend="gloo")
+        self._group: Any = None if self._alone else dist.new_group(backend="gloo", timeout=timeout)
         self._votes = torch.zeros(1, dtype=torch.int64)
         self._pending: dist.Work | None = None
 
@@ -52,3 +55,32 @@ class Votes:
         if not self._alone:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return found.tolist()
+
+
+class Answers:
+    """Sums of votes on their way from the device that made them, read without waiting for that device.
+
+    On a CPU an answer is there at once. Elsewhere it is copied behind the work queued so far, and taken one call later,
+    when the device has the next update to work on.
+    """
+
+    def __init__(self) -> None:
+        self._sent: deque[tuple[Tensor, torch.Event | None]] = deque(maxlen=2)
+
+    def put(self, answer: Tensor) -> None:
+        """Send a sum of votes, once an update."""
+        event = None
+        if answer.device.type != "cpu":
+            event = torch.Event(answer.device)
+            answer = answer.to("cpu", non_blocking=True)  # Into pinned memory.
+            event.record()
+        self._sent.append((answer, event))
+
+    def take(self) -> bool:
+        """Whether any rank said yes in the last sum, or where it is on a device in the one before, once."""
+        if not self._sent or (len(self._sent) == 1 and self._sent[0][1] is not None):
+            return False
+        answer, event = self._sent.popleft()
+        if event is not None:
+            event.synchronize()
+        return bool(answer)

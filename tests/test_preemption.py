@@ -276,7 +276,8 @@ def _handlers(folder: Path) -> bool:
             seen.append(signal.getsignal(signal.SIGTERM))
 
     preemption = CALLBACKS["Preemption"]()
-    trainer = pl.Trainer(max_steps=1, callbacks=[preemption, Look()], enable_progress_bar=False, **QUIET)
+    options: dict[str, Any] = {"enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(max_steps=1, callbacks=[preemption, Look()], **options, **QUIET)
     loader = TrainLoader(*TRAIN, torch.arange(50), BATCH_SIZE, 1, 0, 1)
     callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
     trainer.fit(Tiny(picture_network(), adamw), loader)
@@ -312,7 +313,9 @@ def test_forked_workers_leave_signals_to_the_run_and_end_on_sigterm() -> None:
 @pytest.mark.parametrize(("status", "job"), [(0, "train"), (1, "train"), (0, "interactive")])
 def test_sigusr1_puts_a_batch_job_back_into_slurms_queue_once(status: int, job: str, tmp_path: Path) -> None:
     program = tmp_path / "scontrol"
-    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\nexit {status}\n')
+    # In a session of its own it does not end with the run's process group.
+    leads = "[ $(cut -d' ' -f6 /proc/$$/stat) = $$ ]"
+    program.write_text(f'#!/bin/sh\n{leads} && echo "$@" >> {tmp_path}/asked\nexit {status}\n')
     program.chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "71", "SLURM_JOB_NAME": job}
     env |= {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}

@@ -1,6 +1,9 @@
 """What callbacks say of strategies that split the model over the devices."""
 
+import os
+import signal
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,7 +13,9 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import FreezeLayers, GradientAccumulation, RankConsistency, SeedControl, SyncBN
+from callbacks import FreezeLayers, GradientAccumulation, Preemption, RankConsistency, SeedControl, SyncBN
+from callbacks.exact_checkpoint import ExactCheckpoint
+from callbacks.signals import Preempted
 from tests.nodes import start
 from tests.ranks import free_port, run_ranks
 from tests.tables import QUIET, Tiny, picture_network, pictures, silence
@@ -72,6 +77,37 @@ def test_a_callback_that_can_do_less_says_so_once_and_the_run_goes_on(name):
 
 def test_seeds_work_with_any_strategy():
     assert [result[:2] for result in run_ranks(fit, 2, "SeedControl")] == [(4, ""), (4, "")]
+
+
+class Tell(pl.Callback):
+    """Sends SIGTERM to its own process, if it is rank 1, after three updates."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def told_to_end(accumulates: bool, folder: Path) -> tuple[int, int]:
+    silence()
+    accumulation = [GradientAccumulation()] if accumulates else []
+    callbacks = [Preemption(), ExactCheckpoint(folder, save_last=True), *accumulation, Tell()]
+    inputs, targets = pictures(48)
+    module = Sharded(picture_network().float(), torch.optim.SGD, lr=0.1)
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)
+    trainer = pl.Trainer(**QUIET, strategy=strategy, devices=2, max_epochs=1, callbacks=callbacks)
+    loader: Any = DataLoader(TensorDataset(inputs.float(), targets), 4)
+    try:
+        trainer.fit(module, loader)
+    except Preempted as stopped:
+        return int(stopped.code or 0), trainer.global_step
+    return 0, trainer.global_step
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_a_signal_to_one_rank_ends_a_run_whose_gradients_nobody_can_weigh(accumulates: bool, tmp_path: Path) -> None:
+    # Of 12 updates; the vote of the third is heard after the fourth.
+    assert run_ranks(told_to_end, 2, accumulates, tmp_path) == [(143, 4), (143, 4)]
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 4
 
 
 def test_the_command_line_splits_the_network_under_fsdp2_and_tests_its_one_checkpoint_file(tmp_path):
