@@ -69,7 +69,7 @@ def save_now(trainer: pl.Trainer, place: Place) -> str | None:
     """Save the run as its `last.ckpt`, whatever moments its checkpoint callback keeps to; to be called on all ranks.
 
     Returns:
-        The file; None where the run keeps no checkpoints.
+        The file; None where the run keeps no checkpoints, or it could not be written.
     """
     checkpoint = checkpoint_callback(trainer)
     if checkpoint is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -88,4 +88,6 @@ def save_now(trainer: pl.Trainer, place: Place) -> str | None:
         checkpoint._save_last_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
     finally:
         checkpoint.save_last, checkpoint.save_weights_only = settings
-    return checkpoint.last_model_path
+    # A plug-in that survives a full disk remembers what it could not write.
+    failed = checkpoint.last_model_path in getattr(trainer.strategy.checkpoint_io, "failures", {})
+    return None if failed else checkpoint.last_model_path
