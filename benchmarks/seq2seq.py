@@ -255,12 +255,12 @@ def _header(
 def _goals(timings: Timings, ours: str, scores: dict[str, float]) -> list[Goal]:
     faster = timings.ratio(CLASSIC, ours)
     found = f"{faster.median:.1f} times ({faster.low:.1f} to {faster.high:.1f})"
-    better = scores[DEFAULT] > scores[CLASSIC]
+    better = scores[SMALL] > scores[CLASSIC]
     return [
         Goal(f"{ours}: at least {GOAL} times faster than the {CLASSIC}", found, faster.median >= GOAL),
         Goal(
             "a better held-out BLEU than the classic tutorial after equally many epochs",
-            f"{scores[DEFAULT]:.1f} against {scores[CLASSIC]:.1f}",
+            f"{scores[SMALL]:.1f} in batches of 32, {scores[DEFAULT]:.1f} of 64, against {scores[CLASSIC]:.1f}",
             better,
         ),
     ]
