@@ -3,8 +3,6 @@
 import json
 import logging
 import os
-import re
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from datamodules.errors import UserError
+from recipes.job_name import is_restarted, launch_name
 from recipes.launch import is_rank_zero
 from recipes.saved import describe_differences, find_last_good, read_run
 
@@ -41,36 +40,6 @@ class Start:
     folder: str | None = None
     checkpoint: str | None = None
     finished: bool = False
-
-
-def launch_name(environment: Mapping[str, str]) -> str | None:
-    """A name of this job that its restarts and requeues share, and other jobs do not.
-
-    None where nobody restarts us: neither in a Slurm job nor under a torchrun that may restart. A shell in an
-    interactive Slurm job is a person, who may run several things.
-
-    Example:
-        >>> launch_name({"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"})
-        'slurm-17'
-    """
-    job = environment.get("SLURM_JOB_ID")
-    if environment.get("TORCHELASTIC_RUN_ID") is not None:
-        restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0"), environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-        if restarts == ("0", "0") and job is None:
-            return None
-        run = environment["TORCHELASTIC_RUN_ID"]
-        if run != "none":
-            return f"elastic-{re.sub(r'[^A-Za-z0-9._-]', '_', run)}"
-        if job is None:
-            # No name was given. On one node the agent, which outlives its workers, tells jobs apart.
-            alone = environment.get("GROUP_WORLD_SIZE", "1") == "1"
-            return f"elastic-{socket.gethostname()}-{os.getppid()}" if alone else None
-    if job is None or environment.get("SLURM_JOB_NAME") in ("bash", "interactive"):
-        return None
-    if "SLURM_PROCID" not in environment:
-        return None
-    step = environment.get("SLURM_STEP_ID", "0")
-    return f"slurm-{job}" + (f"-step{step}" if step.isdigit() and 0 < int(step) < 1_000_000 else "")
 
 
 def _bounds(config: Mapping[str, Any]) -> tuple[int | None, int]:
@@ -146,11 +115,11 @@ def _find(resume: str | None, name: str | None, parent: Path, config: Mapping[st
             good = find_last_good(home) if home.name == "checkpoints" else None
             raise UserError(f"{error}; the newest good one is {good}: pass --resume auto" if good else error) from error
         return Start(str(home.parent) if in_run else None, resume)
-    job = launch_name(os.environ)
-    if resume == "none" or (resume is None and job is None):
+    if resume == "none" or (resume is None and not is_restarted(os.environ)):
         return Start()
     if name is not None:
         return _go_on_in(parent / name, config)
+    job = launch_name(os.environ)
     return _of_this_job(parent, job, config) if job else _unfinished(parent, config)
 
 

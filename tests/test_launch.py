@@ -178,6 +178,14 @@ def test_agents_that_have_counted_restarts_differently_are_no_hindrance_and_the_
     assert [ended.err.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") for ended in both] == [1, 0]
 
 
+def test_restarts_on_several_nodes_without_a_name_never_begin_anew_in_silence(tmp_path):
+    processes = [([], env | {"TORCHELASTIC_MAX_RESTARTS": "3"}) for env in by_torchrun(free_port(), 2, 1)]
+    for ended in start(tmp_path, processes):
+        assert ended.status == 2, ended
+        assert "add --rdzv-id NAME to torchrun's flags on every node" in ended.err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_resuming_takes_the_number_of_devices_from_this_call_and_not_from_the_checkpoint(tmp_path):
     args = ["--name", "run"]
     two = start(tmp_path, [(args, env) for env in by_torchrun(free_port())])

@@ -120,7 +120,24 @@ def test_a_launch_that_restarts_has_a_name_of_its_own_and_others_have_none():
     alone = launch_name(elastic | {"TORCHELASTIC_RUN_ID": "none"})
     assert alone is not None
     assert alone.endswith(f"-{os.getppid()}")
-    assert launch_name(elastic | {"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "2"}) is None
+    drawn = elastic | {"TORCHELASTIC_RUN_ID": "0f9b1c2e-93f4-4a1c-b9c6-5f7c0f0a8d11"}
+    assert launch_name(drawn) == f"elastic-{drawn['TORCHELASTIC_RUN_ID']}"
+    assert launch_name(drawn | slurm) == "slurm-17", "a requeue draws another id"
+    assert launch_name(elastic | slurm) == "elastic-a_b"
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_job_of_several_nodes_that_restarts_without_a_name_is_refused_with_the_flag(resume, outside, tmp_path):
+    for name, value in (("RUN_ID", "none"), ("MAX_RESTARTS", "3")):
+        outside.setenv(f"TORCHELASTIC_{name}", value)
+    outside.setenv("GROUP_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="add --rdzv-id NAME"):
+        find_start(resume, None, tmp_path, CONFIG)
+    path = make_run(tmp_path, "two")
+    assert find_start(resume, "two", tmp_path, CONFIG) == Start(str(tmp_path / "two"), str(path))
+    assert find_start("none", None, tmp_path, CONFIG) == Start()
+    outside.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert find_start(None, None, tmp_path, CONFIG) == Start()
 
 
 @pytest.fixture
