@@ -49,7 +49,7 @@ from recipes.launch import (
 from recipes.orphans import end_with_parent
 from recipes.recipe import Recipe
 from recipes.report import Stopwatch, check_output, hardware, print_pairs, print_rows, report, shown, write_rows
-from recipes.resume import Start, find_start
+from recipes.resume import Start, begin_with, find_start
 from recipes.run_folder import loggers, run_folder
 from recipes.saved import describe_differences, read_run
 from recipes.settings import RunSettings, checkpoint_callbacks, global_batch_text, run_callbacks
@@ -377,6 +377,9 @@ class _CommandLine:
             with self._anyway(settings):
                 if line := keep_global_batch(trainer, data, saved, config):
                     say(line)
+            if folder is not None and not self.resumes_by_itself:
+                for path in begin_with(settings.resume, folder, settings.name):
+                    say(f"{shown(path)} is farther on, of what is given up here: renamed, and not gone on from")
         with self._interruptible(trainer, folder):
             trainer.fit(recipe, data, ckpt_path=settings.resume, weights_only=True)
         checkpoints = trainer.checkpoint_callback

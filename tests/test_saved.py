@@ -10,7 +10,7 @@ import torch
 
 from datamodules import UserError
 from recipes.checkpoints import write_checkpoint
-from recipes.resume import Start, find_start, launch_name, locked
+from recipes.resume import Start, begin_with, find_start, launch_name, locked
 from recipes.saved import SavedRun, describe_differences, find_last_good, read_run
 from recipes.split import Split, fit_batch
 from tests.ranks import run_ranks
@@ -190,6 +190,50 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_with_the_newest_good_one
     DAMAGES["truncated"](last)
     with pytest.raises(UserError, match=f"cut off.*the newest good one is {best}: pass --resume auto"):
         find_start(str(last), None, tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("name", [None, "two"])
+def test_a_job_that_began_with_a_file_goes_on_from_its_own_checkpoints_when_it_is_started_again(
+    name, outside, tmp_path, caplog
+):
+    file = str(save(tmp_path / "given.ckpt", 3))
+    folder = tmp_path / "runs" / (name or "slurm-7")
+    for key, value in (("JOB_ID", "7"), ("PROCID", "0")):
+        outside.setenv(f"SLURM_{key}", value)
+
+    def begins() -> Start:
+        return find_start(file, name, tmp_path / "runs", CONFIG)
+
+    assert begins() == Start(str(folder), file)
+    folder.mkdir(parents=True)
+    assert begin_with(file, folder, name) == []
+    assert begins() == Start(str(folder), file), "it was stopped before it saved anything"
+    own = make_run(tmp_path / "runs", folder.name, 4)
+    assert begins() == Start(str(folder), str(own))
+    Path(file).unlink()
+    assert begins() == Start(str(folder), str(own)), "where it began need not last"
+    outside.setenv("SLURM_JOB_ID", "8")
+    save(Path(file), 3)
+    assert begins() == Start(f"{folder}-2" if name else str(folder.with_name("slurm-8")), file)
+
+
+def test_going_back_in_a_run_sets_aside_what_is_farther_on_and_a_requeue_keeps_its_own_progress(outside, tmp_path):
+    last = make_run(tmp_path, "a", 14)
+    home = last.parent
+    best = str(save(home / "best.ckpt", 10))
+    torch.save({"weights": torch.ones(2)}, home / "foreign.ckpt")
+    assert begin_with(best, tmp_path / "a", None) == [home / "last.ckpt.abandoned"]
+    assert find_start("auto", "a", tmp_path, CONFIG).checkpoint == best
+    for key, value in (("JOB_ID", "7"), ("PROCID", "0")):
+        outside.setenv(f"SLURM_{key}", value)
+    save(last, 12)
+    assert find_start(best, None, tmp_path, CONFIG) == Start(str(tmp_path / "a"), best), "another job went there"
+    assert begin_with(best, tmp_path / "a", None) == [home / "last.ckpt-2.abandoned"]
+    save(last, 11)
+    assert find_start(best, None, tmp_path, CONFIG) == Start(str(tmp_path / "a"), str(last))
+    kept = {path.name: read_run(path).updates for path in home.glob("*.abandoned")}
+    assert kept == {"last.ckpt.abandoned": 14, "last.ckpt-2.abandoned": 12}
+    assert (home / "foreign.ckpt").exists()
 
 
 def _hold(folder: str) -> str:
