@@ -48,11 +48,13 @@ from recipes.launch import (
 )
 from recipes.orphans import end_with_parent
 from recipes.recipe import Recipe
+from recipes.rendezvous import DONE
 from recipes.report import Stopwatch, check_output, hardware, print_pairs, print_rows, report, shown, write_rows
 from recipes.resume import Start, begin_with, find_start
 from recipes.run_folder import loggers, run_folder
 from recipes.saved import describe_differences, read_run
 from recipes.settings import RunSettings, checkpoint_callbacks, global_batch_text, run_callbacks
+from recipes.shared_folder import SharedFolder
 from recipes.split import keep_global_batch
 from recipes.watch import Watched
 
@@ -277,7 +279,7 @@ class _CommandLine:
             # Lightning has no short name for it. Checkpoints stay one file, which any strategy loads.
             values["strategy"] = ModelParallelStrategy(save_distributed_checkpoint=False)
         done = read_run(self.start.checkpoint).updates if self.start.checkpoint else 0
-        runs = fingerprint(plain, (self.recipe_class, self.data_class)) | {"updates done": done}
+        runs = fingerprint(plain, (self.recipe_class, self.data_class)) | {DONE: done}
         return begin(launch, runs, settings, self.typed)
 
     def _execute(self, command: str, namespace: Namespace, inputs: list[str]) -> None:
@@ -347,7 +349,7 @@ class _CommandLine:
                 self._fit(build_trainer(stopwatch := Stopwatch()), recipe, data, None, settings, stopwatch, plain)
             else:
                 with run_folder(settings, self.recipe_class.title, self.start) as folder:
-                    more: list[Callback] = [stopwatch := Stopwatch()]
+                    more: list[Callback] = [SharedFolder(folder), stopwatch := Stopwatch()]
                     if values["enable_checkpointing"] is not False:
                         validates = is_overridden("validation_step", recipe) and is_overridden("val_dataloader", data)
                         validates = validates and getattr(data, "validates", True)
