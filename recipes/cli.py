@@ -54,6 +54,7 @@ from recipes.resume import Start, begin_with, find_start
 from recipes.run_folder import loggers, run_folder
 from recipes.saved import describe_differences, read_run
 from recipes.settings import RunSettings, checkpoint_callbacks, global_batch_text, run_callbacks
+from recipes.settled_data import SettledData
 from recipes.shared_folder import SharedFolder
 from recipes.split import keep_global_batch
 from recipes.watch import Watched
@@ -349,7 +350,7 @@ class _CommandLine:
                 self._fit(build_trainer(stopwatch := Stopwatch()), recipe, data, None, settings, stopwatch, plain)
             else:
                 with run_folder(settings, self.recipe_class.title, self.start) as folder:
-                    more: list[Callback] = [SharedFolder(folder), stopwatch := Stopwatch()]
+                    more: list[Callback] = [SharedFolder(folder), SettledData(), stopwatch := Stopwatch()]
                     if values["enable_checkpointing"] is not False:
                         validates = is_overridden("validation_step", recipe) and is_overridden("val_dataloader", data)
                         validates = validates and getattr(data, "validates", True)

@@ -116,6 +116,29 @@ def test_the_same_command_line_goes_on_after_kill_9_and_ends_with_the_same_bits(
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_where_its_data_have_moved_and_not_on_other_data_where_they_are_gone(tmp_path):
+    (tmp_path / "here").mkdir()
+    for part in ("train", "t10k"):
+        images, labels = torch.arange(60 * 784).view(60, 28, 28) % 251, torch.arange(60) % 10
+        for name, rows in (("images-idx3", images), ("labels-idx1", labels)):
+            sizes = b"".join(size.to_bytes(4, "big") for size in rows.shape)
+            data = bytes((0, 0, 8, rows.dim())) + sizes + rows.to(torch.uint8).numpy().tobytes()
+            (tmp_path / "here" / f"{part}-{name}-ubyte").write_bytes(data)
+    args = [*AUTO, "--batch-size", "12", "--accelerator", "cpu", "--precision", "32", "--no-download"]
+    run_ranks(live, 1, [*args, "--max-epochs", "1", "--data-dir", "here"], str(tmp_path))
+    last = tmp_path / "runs" / "plain" / "run" / "checkpoints" / "last.ckpt"
+    assert read_run(last).config["dataset"] == "mnist"
+    done = read_run(last).updates
+    (tmp_path / "here").rename(tmp_path / "there")
+    out = run_ranks(live, 1, [*args, "--max-epochs", "2", "--data-dir", "there"], str(tmp_path))[0]
+    assert f"after {done} updates" in out
+    assert read_run(last).updates == 2 * done
+    with pytest.raises(AssertionError, match="SystemExit: 2"):
+        run_ranks(live, 1, [*args, "--max-epochs", "3", "--data-dir", "data"], str(tmp_path))
+    assert read_run(last).updates == 2 * done
+
+
+@pytest.mark.slow
 def test_a_requeued_job_does_not_go_back_to_the_file_it_began_with_nor_to_what_was_given_up(tmp_path):
     """Slurm types the same line again: with a file from elsewhere, and with the best of a run."""
     runs, given = tmp_path / "runs" / "plain", tmp_path / "given.ckpt"

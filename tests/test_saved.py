@@ -184,6 +184,14 @@ def test_a_requeued_slurm_job_finds_its_own_runs_and_no_other_jobs(outside, tmp_
     assert find_start("none", None, tmp_path, CONFIG) == Start()
 
 
+def test_a_requeued_job_goes_on_where_its_data_have_moved(outside, tmp_path):
+    for key, value in (("JOB_ID", "7"), ("PROCID", "0")):
+        outside.setenv(f"SLURM_{key}", value)
+    path = make_run(tmp_path, "slurm-7", config=CONFIG | {"data_dir": "/scratch/1"})
+    moved = CONFIG | {"data_dir": "/scratch/2"}
+    assert find_start(None, None, tmp_path, moved) == Start(str(tmp_path / "slurm-7"), str(path))
+
+
 def test_a_damaged_checkpoint_that_was_named_is_refused_with_the_newest_good_one(outside, tmp_path):
     last = make_run(tmp_path, "a")
     best = save(last.with_name("best.ckpt"), 3)
