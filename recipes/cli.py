@@ -46,6 +46,7 @@ from recipes.launch import (
     tune_allocator,
     watched,
 )
+from recipes.machine import devices_of
 from recipes.orphans import end_with_parent
 from recipes.recipe import Recipe
 from recipes.rendezvous import DONE
@@ -275,7 +276,8 @@ class _CommandLine:
         asked = (values["devices"], values["num_nodes"])
         launch = plan_launch(os.environ, settings, asked, here, self.typed, strategy=values["strategy"])
         if launch.launcher in ("torchrun", "slurm"):
-            values["devices"], values["num_nodes"] = launch.devices, launch.num_nodes
+            values["devices"] = devices_of(launch.devices, values["devices"], here)
+            values["num_nodes"] = launch.num_nodes
         if values["strategy"] == "fsdp2":
             # Lightning has no short name for it. Checkpoints stay one file, which any strategy loads.
             values["strategy"] = ModelParallelStrategy(save_distributed_checkpoint=False)
