@@ -6,7 +6,7 @@ import json
 import socket
 from typing import Any
 
-__all__ = ["Strange", "end_of", "keep_alive", "receive", "send"]
+__all__ = ["Strange", "end_of", "keep_alive", "listen", "receive", "send"]
 
 # A node that is cut off is noticed after 5 + 4 * 3 seconds, by the system: a busy interpreter answers all the same.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 17_000}
@@ -26,6 +26,14 @@ def keep_alive(connection: socket.socket) -> socket.socket:
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return connection
+
+
+def listen(backlog: int) -> socket.socket:
+    """A listener at a free port, on all addresses of this machine, of both kinds where it has them."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=backlog)
 
 
 def receive(connection: socket.socket, rest: bytes) -> tuple[list[dict[str, Any]], bytes]:

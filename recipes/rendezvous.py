@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed import DistError, TCPStore
 
 from datamodules.errors import UserError
-from recipes.interfaces import own_address
+from recipes.interfaces import address_for_others
 from recipes.launch_plan import Command, Launch
 
 __all__ = ["Meeting", "describe_differences", "meet"]
@@ -132,7 +132,7 @@ def _leave_the_agents_store(launch: Launch, deadline: float, command: Command, t
     # Not the number of restarts: each agent counts for itself, and a round that others asked for it does not count.
     key = f"{_PREFIX}/{os.environ.get('TORCHELASTIC_RUN_ID')}/{launch.world_size}/store"
     if launch.rank == 0:
-        address = own_address(launch.address, launch.port)
+        address = address_for_others(launch.address, launch.port)
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]

@@ -25,7 +25,7 @@ from torch.distributed import TCPStore
 from typing_extensions import override
 
 from recipes.launch_plan import Launch
-from recipes.messages import Strange, end_of, keep_alive, receive, send
+from recipes.messages import Strange, end_of, keep_alive, listen, receive, send
 from recipes.verdict import Report, judge, report_of
 
 __all__ = ["Watch", "Watched", "leave", "watch", "watched"]
@@ -74,7 +74,7 @@ class Watch:
         self.over = False
         self._lock = threading.Lock()
         if launch.rank == 0:
-            self.listener = socket.create_server(("", 0), backlog=launch.world_size)
+            self.listener = listen(launch.world_size)
             self.listener.setblocking(False)
             # It listens to the whole network, and one message ends the run.
             self.token = secrets.token_hex(16)
