@@ -340,7 +340,10 @@ class _CommandLine:
             kept = ", memory kept between steps" if tuned and trainer.strategy.root_device.type == "cpu" else ""
             if command != "predict":
                 start = f"{launch.describe()}, {backend_of(trainer)}, " if trainer.world_size > 1 else ""
-                batch = global_batch_text(settings, values.get("batch_size"), trainer) if command == "fit" else ""
+                # On other devices than before it is cut anew, and another line says how.
+                before = read_run(settings.resume).devices if settings.resume else None
+                same = command == "fit" and before in (None, trainer.world_size)
+                batch = global_batch_text(settings, values, trainer) if same else ""
                 precision = f"precision {settings.precision}{why}"
                 say(f"{self.recipe_class.title}: {start}{hardware(trainer)}, {batch}{precision}{kept}")
             return trainer

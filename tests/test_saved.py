@@ -12,7 +12,7 @@ from datamodules import UserError
 from recipes.checkpoints import write_checkpoint
 from recipes.resume import Start, begin_with, find_start, launch_name, locked
 from recipes.saved import SavedRun, describe_differences, find_last_good, read_run
-from recipes.split import Split, fit_batch
+from recipes.split import Split, fit_batch, fit_tokens
 from tests.ranks import run_ranks
 
 CONFIG = {"seed": 1, "lr": 0.1, "dataset": "digits", "batch_size": 64, "accumulate": 1, "max_epochs": 4}
@@ -104,6 +104,51 @@ def test_the_global_batch_is_cut_for_the_devices_there_are(config, devices, expe
 def test_another_global_batch_is_refused(config, devices, message):
     with pytest.raises(UserError, match=message):
         fit_batch(SavedRun(CONFIG, 0, 0, 1, 64), CONFIG | config, devices)
+
+
+WORDS = {"batch_size": 64, "max_tokens": 4096, "accumulate": 2, "global_batch_size": None}
+
+
+@pytest.mark.parametrize(
+    ("config", "devices", "expected"),
+    [
+        ({}, 2, None),
+        ({}, 1, Split(4096, 4)),
+        ({}, 4, Split(4096, 1)),
+        ({"max_tokens": 1024}, 8, Split(1024, 2)),
+        ({"max_tokens": 2048, "accumulate": 1}, 8, Split(2048, 1)),
+        ({"accumulate": 4}, 1, Split(4096, 4)),
+    ],
+)
+def test_batches_of_words_are_shared_out_as_they_are(config, devices, expected):
+    assert fit_tokens(SavedRun(WORDS, 0, 0, 2, 34 * 4), WORDS | config, devices) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "devices", "message"),
+    [
+        ({}, 8, "checkpoint's 4 of 4096: pass --max-tokens 1024$"),
+        ({"max_tokens": 2048}, 2, "pass --max-tokens 4096$"),
+        ({"accumulate": 1}, 3, "pass --max-tokens 5461$"),
+        ({"global_batch_size": 128}, 2, "--global-batch-size is 128, and None in the checkpoint"),
+        ({"accumulate": {0: 1, 5: 2}}, 2, "changes in its course"),
+    ],
+)
+def test_another_global_batch_of_words_is_refused_with_the_flag(config, devices, message):
+    with pytest.raises(UserError, match=message):
+        fit_tokens(SavedRun(WORDS, 0, 0, 2, 34 * 4), WORDS | config, devices)
+
+
+def test_a_restart_with_the_same_flags_keeps_the_batches_of_a_run_that_was_cut_anew():
+    """Two micro-batches on each of two devices, of which one was lost and came back."""
+    shrunk = SavedRun(WORDS | {"batches_per_update": 4}, 0, 0, 1, 34 * 4)
+    assert fit_tokens(shrunk, WORDS, 1) == Split(4096, 4)
+    assert fit_tokens(shrunk, WORDS, 2) == Split(4096, 2)
+
+
+def test_batches_of_words_are_refused_where_those_of_the_checkpoint_are_of_sentences():
+    with pytest.raises(UserError, match="batches are of 64 sentences; leave it out"):
+        fit_tokens(SavedRun(WORDS | {"max_tokens": None}, 0, 0, 1, 64), WORDS, 1)
 
 
 def test_a_launch_that_restarts_has_a_name_of_its_own_and_others_have_none():
