@@ -46,13 +46,17 @@ from recipes.launch import (
     tune_allocator,
     watched,
 )
+from recipes.machine import devices_of
 from recipes.orphans import end_with_parent
 from recipes.recipe import Recipe
+from recipes.rendezvous import DONE
 from recipes.report import Stopwatch, check_output, hardware, print_pairs, print_rows, report, shown, write_rows
-from recipes.resume import Start, find_start
+from recipes.resume import Start, begin_with, find_start
 from recipes.run_folder import loggers, run_folder
 from recipes.saved import describe_differences, read_run
 from recipes.settings import RunSettings, checkpoint_callbacks, global_batch_text, run_callbacks
+from recipes.settled_data import SettledData
+from recipes.shared_folder import SharedFolder
 from recipes.split import keep_global_batch
 from recipes.watch import Watched
 
@@ -273,12 +277,13 @@ class _CommandLine:
         asked = (values["devices"], values["num_nodes"])
         launch = plan_launch(os.environ, settings, asked, here, self.typed, strategy=values["strategy"])
         if launch.launcher in ("torchrun", "slurm"):
-            values["devices"], values["num_nodes"] = launch.devices, launch.num_nodes
+            values["devices"] = devices_of(launch.devices, values["devices"], here)
+            values["num_nodes"] = launch.num_nodes
         if values["strategy"] == "fsdp2":
             # Lightning has no short name for it. Checkpoints stay one file, which any strategy loads.
             values["strategy"] = ModelParallelStrategy(save_distributed_checkpoint=False)
         done = read_run(self.start.checkpoint).updates if self.start.checkpoint else 0
-        runs = fingerprint(plain, (self.recipe_class, self.data_class)) | {"updates done": done}
+        runs = fingerprint(plain, (self.recipe_class, self.data_class)) | {DONE: done}
         return begin(launch, runs, settings, self.typed)
 
     def _execute(self, command: str, namespace: Namespace, inputs: list[str]) -> None:
@@ -336,7 +341,10 @@ class _CommandLine:
             kept = ", memory kept between steps" if tuned and trainer.strategy.root_device.type == "cpu" else ""
             if command != "predict":
                 start = f"{launch.describe()}, {backend_of(trainer)}, " if trainer.world_size > 1 else ""
-                batch = global_batch_text(settings, values.get("batch_size"), trainer) if command == "fit" else ""
+                # On other devices than before it is cut anew, and another line says how.
+                before = read_run(settings.resume).devices if settings.resume else None
+                same = command == "fit" and before in (None, trainer.world_size)
+                batch = global_batch_text(settings, values, trainer) if same else ""
                 precision = f"precision {settings.precision}{why}"
                 say(f"{self.recipe_class.title}: {start}{hardware(trainer)}, {batch}{precision}{kept}")
             return trainer
@@ -350,7 +358,7 @@ class _CommandLine:
                 stopwatch = Stopwatch()
                 title, start = self.recipe_class.title, self.start
                 with run_folder(settings, title, start, worth_keeping=lambda: stopwatch.has_begun) as folder:
-                    more: list[Callback] = [stopwatch]
+                    more: list[Callback] = [SharedFolder(folder), SettledData(), stopwatch]
                     if values["enable_checkpointing"] is not False:
                         validates = is_overridden("validation_step", recipe) and is_overridden("val_dataloader", data)
                         validates = validates and getattr(data, "validates", True)
@@ -380,6 +388,9 @@ class _CommandLine:
             with self._anyway(settings):
                 if line := keep_global_batch(trainer, data, saved, config):
                     say(line)
+            if folder is not None and not self.resumes_by_itself:
+                for path in begin_with(settings.resume, folder, settings.name):
+                    say(f"{shown(path)} is farther on, of what is given up here: renamed, and not gone on from")
         with self._interruptible(trainer, folder):
             trainer.fit(recipe, data, ckpt_path=settings.resume, weights_only=True)
         checkpoints = trainer.checkpoint_callback

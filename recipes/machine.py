@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Machine", "machine", "number_of_devices"]
+from datamodules.errors import UserError
+
+__all__ = ["Machine", "devices_of", "machine", "number_of_devices"]
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,19 @@ def machine(accelerator: Any = "auto") -> Machine:
     return Machine("cpu" if name == "auto" else name)
 
 
+def _named(devices: Any) -> list[int] | None:
+    """The devices that are called by their indices; None where none are."""
+    if isinstance(devices, str) and "," in devices:
+        parts = [part.strip() for part in devices.split(",") if part.strip()]
+        return [int(part) for part in parts] if all(part.isdigit() for part in parts) else None
+    return list(devices) if isinstance(devices, (list, tuple)) else None
+
+
 def number_of_devices(devices: Any, here: Machine) -> int:
     """How many devices of this machine ``--devices`` means: a number, all of them, or a list of indices.
+
+    Raises:
+        UserError: none at all.
 
     Example:
         >>> gpus = Machine("cuda", 8)
@@ -44,12 +57,28 @@ def number_of_devices(devices: Any, here: Machine) -> int:
         >>> number_of_devices("auto", Machine("cpu"))
         1
     """
-    if isinstance(devices, (list, tuple)):
-        return len(devices)
     text = str(devices).strip()
     if text in ("auto", "-1"):
         return max(1, here.count or 1)
-    if "," in text:
-        return len([part for part in text.split(",") if part.strip()])
+    if (named := _named(devices)) is not None:
+        text = str(len(named))
     # What is no number at all the Trainer refuses in its own words.
-    return int(text) if text.lstrip("-").isdigit() else 1
+    count = int(text) if text.lstrip("-").isdigit() else 1
+    if count < 1:
+        raise UserError(f"--devices {devices} asks for none; pass 1 or more, auto, or indices such as 0,1")
+    return count
+
+
+def devices_of(count: int, asked: Any, here: Machine) -> int | list[int]:
+    """What a node's processes train on whom another has started: the devices that were named, or the first ones.
+
+    Args:
+        count: of the processes.
+        asked: ``--devices``.
+
+    Example:
+        >>> devices_of(2, "4,5", Machine("cuda", 8)), devices_of(2, "auto", Machine("cuda", 8))
+        ([4, 5], 2)
+    """
+    named = _named(asked)
+    return named if named and len(named) == count and here.kind != "cpu" else count

@@ -17,10 +17,13 @@ from typing import Any
 from torch.distributed import DistError, TCPStore
 
 from datamodules.errors import UserError
-from recipes.interfaces import own_address
+from recipes.interfaces import address_for_others
 from recipes.launch_plan import Command, Launch
 
 __all__ = ["Meeting", "describe_differences", "meet"]
+
+DONE = "updates done"
+"""What a rank goes on from, among the names of what it runs."""
 
 _PREFIX = "lightning_recipes"
 _PAUSE = 0.05
@@ -129,7 +132,7 @@ def _leave_the_agents_store(launch: Launch, deadline: float, command: Command, t
     # Not the number of restarts: each agent counts for itself, and a round that others asked for it does not count.
     key = f"{_PREFIX}/{os.environ.get('TORCHELASTIC_RUN_ID')}/{launch.world_size}/store"
     if launch.rank == 0:
-        address = own_address(launch.address, launch.port)
+        address = address_for_others(launch.address, launch.port)
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
@@ -162,6 +165,20 @@ def _missing(launch: Launch, present: set[int], timeout: float, command: Command
     return text
 
 
+def _what_differs(everyone: dict[int, dict[str, Any]], launch: Launch) -> str:
+    """Why the ranks cannot train together, and what to do; empty where they can."""
+    if not (difference := describe_differences(everyone, launch)):
+        return ""
+    done = {rank: card["runs"].get(DONE) for rank, card in everyone.items()}
+    alike = {rank: card | {"runs": card["runs"] | {DONE: done[0]}} for rank, card in everyone.items()}
+    if not describe_differences(alike, launch):
+        return (
+            f"the ranks do not find the same checkpoint: {difference}. Pass a --run-dir that all nodes share, or"
+            " --resume FILE"
+        )
+    return f"the ranks do not run the same: {difference}. Start all with one command and one version of the code"
+
+
 def _lead(store: TCPStore, launch: Launch, timeout: float, deadline: float, command: Command) -> str:
     """On rank 0: wait for the others, compare, and say what is wrong; empty where nothing is."""
     everyone: dict[int, dict[str, Any]] = {}
@@ -174,9 +191,7 @@ def _lead(store: TCPStore, launch: Launch, timeout: float, deadline: float, comm
     if twice:
         node = twice[0] // launch.devices
         return f"two processes say that they are rank {twice[0]} (node {node}); give each node its own --node-rank"
-    if difference := describe_differences(everyone, launch):
-        return f"the ranks do not run the same: {difference}. Start all with one command and one version of the code"
-    return ""
+    return _what_differs(everyone, launch)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,6 @@
 import json
 import logging
 import os
-import re
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +13,12 @@ import yaml
 from filelock import FileLock, Timeout
 
 from datamodules.errors import UserError
+from recipes.beginnings import has_begun, mark_beginning, set_aside
+from recipes.job_name import is_restarted, launch_name
 from recipes.launch import is_rank_zero
 from recipes.saved import describe_differences, find_last_good, read_run
 
-__all__ = ["Start", "find_start", "launch_name", "locked"]
+__all__ = ["Start", "begin_with", "find_start", "launch_name", "locked"]
 
 log = logging.getLogger("lightning_recipes.resume")
 
@@ -43,36 +43,6 @@ class Start:
     finished: bool = False
 
 
-def launch_name(environment: Mapping[str, str]) -> str | None:
-    """A name of this job that its restarts and requeues share, and other jobs do not.
-
-    None where nobody restarts us: neither in a Slurm job nor under a torchrun that may restart. A shell in an
-    interactive Slurm job is a person, who may run several things.
-
-    Example:
-        >>> launch_name({"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"})
-        'slurm-17'
-    """
-    job = environment.get("SLURM_JOB_ID")
-    if environment.get("TORCHELASTIC_RUN_ID") is not None:
-        restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0"), environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-        if restarts == ("0", "0") and job is None:
-            return None
-        run = environment["TORCHELASTIC_RUN_ID"]
-        if run != "none":
-            return f"elastic-{re.sub(r'[^A-Za-z0-9._-]', '_', run)}"
-        if job is None:
-            # No name was given. On one node the agent, which outlives its workers, tells jobs apart.
-            alone = environment.get("GROUP_WORLD_SIZE", "1") == "1"
-            return f"elastic-{socket.gethostname()}-{os.getppid()}" if alone else None
-    if job is None or environment.get("SLURM_JOB_NAME") in ("bash", "interactive"):
-        return None
-    if "SLURM_PROCID" not in environment:
-        return None
-    step = environment.get("SLURM_STEP_ID", "0")
-    return f"slurm-{job}" + (f"-step{step}" if step.isdigit() and 0 < int(step) < 1_000_000 else "")
-
-
 def _bounds(config: Mapping[str, Any]) -> tuple[int | None, int]:
     steps = config.get("max_steps")
     return config.get("max_epochs"), -1 if steps is None else steps
@@ -94,15 +64,32 @@ def _go_on_in(folder: Path, config: Mapping[str, Any]) -> Start:
     return Start(str(folder), str(checkpoint), finished)
 
 
-def _of_this_job(parent: Path, name: str, config: Mapping[str, Any]) -> Start:
-    """The run of this job with these settings: a job may make several, one after another."""
-    number, folder = 1, parent / name
+def _numbered(folder: Path) -> Iterator[Path]:
+    """The folders of that name that exist, and at last one that does not: a job may make several runs in turn."""
+    number, name = 1, folder.name
     while folder.exists():
-        if not describe_differences(_settings_of(folder), config):
-            return _go_on_in(folder, config)
+        yield folder
         number += 1
-        folder = parent / f"{name}-{number}"
+        folder = folder.with_name(f"{name}-{number}")
+    yield folder
+
+
+def _of_this_job(parent: Path, name: str, config: Mapping[str, Any]) -> Start:
+    """The run of this job with these settings."""
+    for folder in _numbered(parent / name):
+        if folder.exists() and not describe_differences(_settings_of(folder), config):
+            return _go_on_in(folder, config)
     return Start(str(folder))
+
+
+def _job(name: str | None) -> str | None:
+    """What restarts of this launch have in common, be it only the name of the run; None where nobody restarts us."""
+    try:
+        return launch_name(os.environ)
+    except UserError:
+        if name is None:
+            raise
+        return name
 
 
 def _unfinished(parent: Path, config: Mapping[str, Any]) -> Start:
@@ -138,20 +125,52 @@ def find_start(resume: str | None, name: str | None, parent: Path, config: Mappi
 
 def _find(resume: str | None, name: str | None, parent: Path, config: Mapping[str, Any]) -> Start:
     if resume not in (None, "auto", "none"):
-        home = Path(resume).resolve().parent
-        in_run = home.name == "checkpoints" and (home.parent / "config.yaml").is_file()
-        try:
-            read_run(resume)
-        except UserError as error:
-            good = find_last_good(home) if home.name == "checkpoints" else None
-            raise UserError(f"{error}; the newest good one is {good}: pass --resume auto" if good else error) from error
-        return Start(str(home.parent) if in_run else None, resume)
-    job = launch_name(os.environ)
-    if resume == "none" or (resume is None and job is None):
+        return _from_file(resume, name, parent)
+    if resume == "none" or (resume is None and not is_restarted(os.environ)):
         return Start()
     if name is not None:
         return _go_on_in(parent / name, config)
+    job = launch_name(os.environ)
     return _of_this_job(parent, job, config) if job else _unfinished(parent, config)
+
+
+def _from_file(resume: str, name: str | None, parent: Path) -> Start:
+    """Where a run goes on that begins with this checkpoint: from it, or where a restart of its job has brought it."""
+    home = Path(resume).resolve().parent
+    in_run = home.name == "checkpoints" and (home.parent / "config.yaml").is_file()
+    folder = home.parent if in_run else None
+    if job := _job(name):
+        for folder in [home.parent] if in_run else _numbered(parent / (name or job)):
+            if has_begun(folder, job, resume):
+                # The bounds of that run: a checkpoint's settings are not in what was typed.
+                start = _go_on_in(folder, _settings_of(folder))
+                if start.checkpoint:
+                    return start
+                break
+    try:
+        read_run(resume)
+    except UserError as error:
+        good = find_last_good(home) if home.name == "checkpoints" else None
+        raise UserError(f"{error}; the newest good one is {good}: pass --resume auto" if good else error) from error
+    return Start(str(folder) if folder else None, resume)
+
+
+def begin_with(checkpoint: str, folder: Path, name: str | None) -> list[Path]:
+    """A run begins in a folder with a checkpoint that the user has named; on rank 0, right before it trains.
+
+    Args:
+        name: ``--name``.
+
+    Returns:
+        The checkpoints of the folder that are farther on, by their new names: see `set_aside`.
+    """
+    if not is_rank_zero():
+        return []
+    # First, so that a job that is started again in between finds none of them.
+    renamed = set_aside(folder / "checkpoints", Path(checkpoint))
+    if job := _job(name):
+        mark_beginning(folder, job, checkpoint)
+    return renamed
 
 
 @contextmanager

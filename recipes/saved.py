@@ -25,7 +25,8 @@ _FREE = {
     *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "val_check_interval"),
     *("check_val_every_n_epoch", "num_sanity_val_steps", "log_every_n_steps", "enable_checkpointing"),
     *("enable_progress_bar", "profiler", "detect_anomaly"),
-    *("top_k", "beam", "length_penalty", "nbest", "attention", "val_sentences"),
+    # The data set has a name of its own, see `SettledData`, and its folder may move.
+    *("data_dir", "top_k", "beam", "length_penalty", "nbest", "attention", "val_sentences"),
 }
 
 

@@ -1,8 +1,9 @@
 """The settings that belong to a run rather than to its network or data, and the callbacks that carry them out."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -88,18 +89,26 @@ def learning_rate_scale(rule: str, optimizer: str) -> Scale | None:
     return None if rule == "none" else rule  # type: ignore[return-value]
 
 
-def global_batch_text(settings: RunSettings, batch_size: int | None, trainer: pl.Trainer) -> str:
-    """What an update sees, as devices x nodes x batch x accumulation: a part of a run's first line."""
+def global_batch_text(settings: RunSettings, data: Mapping[str, Any], trainer: pl.Trainer) -> str:
+    """What an update sees, as devices x nodes x batch x accumulation: a part of a run's first line.
+
+    Args:
+        data: settings of the data, such as ``batch_size``; batches that are cut by words hold as many as fit.
+    """
+    batch_size = data.get("max_tokens") or data.get("batch_size")
     if not isinstance(batch_size, int):
         return ""
+    if data.get("max_tokens") and settings.global_batch_size is not None:
+        return f"global batch {settings.global_batch_size} in batches of {batch_size} words, "
+    of = " words" if data.get("max_tokens") else ""
     at_once = trainer.world_size * batch_size
     factor = settings.accumulate
     if settings.global_batch_size is not None:
         factor = settings.global_batch_size // at_once
-    parts = f"{trainer.num_devices} x {trainer.num_nodes} x {batch_size} x "
+    parts = f"{trainer.num_devices} x {trainer.num_nodes} x {batch_size}{of} x "
     if isinstance(factor, dict):
         return f"global batch {parts}accumulation {factor}, "
-    return f"global batch {at_once * factor} = {parts}{factor}, "
+    return f"global batch {at_once * factor}{of} = {parts}{factor}, "
 
 
 def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> list[Callback]:

@@ -6,9 +6,10 @@ finds a node that is cut off. Rank 0 names the cause as its last line and all pr
 """
 
 import contextlib
-import errno
+import hmac
 import json
 import os
+import secrets
 import selectors
 import socket
 import sys
@@ -16,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,45 +25,16 @@ from torch.distributed import TCPStore
 from typing_extensions import override
 
 from recipes.launch_plan import Launch
+from recipes.messages import Strange, end_of, keep_alive, listen, receive, send
 from recipes.verdict import Report, judge, report_of
 
 __all__ = ["Watch", "Watched", "leave", "watch", "watched"]
 
 _TICK = 0.2
-# A node that is cut off is noticed after 5 + 4 * 3 seconds, by the system: a busy interpreter answers all the same.
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 17_000}
-
-_UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+_GREETING = 30.0  # Seconds for a connection to say who it is.
+_KINDS = {"user", "raised", "raising", "left", "followed"}
 
 _current: "Watch | None" = None
-
-
-def _keep_alive(connection: socket.socket) -> socket.socket:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return connection
-
-
-def _lines(connection: socket.socket, rest: bytes) -> tuple[list[dict[str, Any]], bytes]:
-    """The messages that have arrived, and the beginning of the next; raises EOFError at the end of the connection."""
-    if not (data := connection.recv(1 << 16)):
-        raise EOFError
-    *whole, rest = (rest + data).split(b"\n")
-    return [json.loads(line) for line in whole], rest
-
-
-def _end_of(connection_error: OSError | EOFError) -> str:
-    """What became of the rank at the other end of a connection: lost, or cut off."""
-    cut = isinstance(connection_error, TimeoutError) or getattr(connection_error, "errno", None) in _UNREACHABLE
-    return "cut off" if cut else "lost"
-
-
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    # Who does not listen any more has ended already.
-    with contextlib.suppress(OSError):
-        connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def end_process(status: int, line: str = "") -> None:
@@ -74,12 +47,22 @@ def end_process(status: int, line: str = "") -> None:
     os._exit(status)
 
 
+@dataclass
+class _Member:
+    """A connection to rank 0: who is at its other end, once that is known, and what has arrived of its next message."""
+
+    came: float
+    rest: bytes = b""
+    who: dict[str, Any] = field(default_factory=dict)
+    left: bool = False
+
+
 class Watch:
     """One rank's part in the watch over a run.
 
     Args:
         launch: which rank this is.
-        store: where rank 0 writes down the port on which it listens.
+        store: where rank 0 writes down the port on which it listens, and what a rank says first to be heard.
         address: of rank 0.
     """
 
@@ -91,14 +74,18 @@ class Watch:
         self.over = False
         self._lock = threading.Lock()
         if launch.rank == 0:
-            self.listener = socket.create_server(("", 0), backlog=launch.world_size)
-            store.set("watch", str(self.listener.getsockname()[1]))
+            self.listener = listen(launch.world_size)
+            self.listener.setblocking(False)
+            # It listens to the whole network, and one message ends the run.
+            self.token = secrets.token_hex(16)
+            store.set("watch", json.dumps([self.listener.getsockname()[1], self.token]))
             loop = self._lead
         else:
-            port = int(store.get("watch"))
-            self.connection = _keep_alive(socket.create_connection((address, port), timeout=30))
+            port, token = json.loads(store.get("watch"))
+            self.connection = keep_alive(socket.create_connection((address, port), timeout=30))
             self.connection.settimeout(None)
-            _send(self.connection, {"rank": launch.rank, "node": launch.node_rank, "host": self.host})
+            who = {"rank": launch.rank, "node": launch.node_rank, "host": self.host}
+            send(self.connection, who | {"token": token})
             loop = self._follow
         self.thread = threading.Thread(target=loop, daemon=True, name="watch")
         self.thread.start()
@@ -114,7 +101,7 @@ class Watch:
             self._tell("left", "", status)
         self.over = True
         if self.launch.rank != 0:
-            _send(self.connection, {"bye": status})
+            send(self.connection, {"bye": status})
             return
         self.thread.join(5)
 
@@ -126,7 +113,7 @@ class Watch:
         if self.launch.rank == 0:
             self._add(Report(0, 0, self.host, kind, line, status))
         else:
-            _send(self.connection, {"kind": kind, "line": line, "status": status})
+            send(self.connection, {"kind": kind, "line": line, "status": status})
 
     def _add(self, report: Report) -> None:
         with self._lock:
@@ -138,12 +125,22 @@ class Watch:
                 now = time.monotonic()
                 self.reports.append(Report(**{**vars(report), "at": now}))
 
+    def _hear(self, member: _Member, message: dict[str, Any]) -> None:
+        """Take in a message of a rank; the first says who it is."""
+        if not member.who:
+            if not hmac.compare_digest(str(message.pop("token", "")).encode(), self.token.encode()):
+                raise Strange("it is no rank of this run")
+            member.who = {name: message[name] for name in ("rank", "node", "host")}
+        elif "bye" in message:
+            member.left = True
+        elif message.get("kind") in _KINDS:
+            self._add(Report(**member.who, **message))
+
     def _lead(self) -> None:
         """Rank 0: hear everybody, judge, and end the run."""
         selector = selectors.DefaultSelector()
         selector.register(self.listener, selectors.EVENT_READ)
-        members: dict[socket.socket, dict[str, Any]] = {}
-        rests: dict[socket.socket, bytes] = {}
+        members: dict[socket.socket, _Member] = {}
 
         def drop(connection: socket.socket) -> None:
             selector.unregister(connection)
@@ -151,41 +148,43 @@ class Watch:
             connection.close()
 
         def hear(connection: socket.socket) -> None:
-            who = members.setdefault(connection, {})
+            member = members[connection]
             try:
-                messages, rests[connection] = _lines(connection, rests.get(connection, b""))
+                messages, member.rest = receive(connection, member.rest)
+                for message in messages:
+                    self._hear(member, message)
             except (OSError, EOFError) as end:
                 drop(connection)
-                if "rank" in who and "bye" not in who:
-                    self._add(Report(**who, kind=_end_of(end)))
-                return
-            for message in messages:
-                if "kind" in message:
-                    self._add(Report(**who, **message))
-                else:
-                    who.update(message)
-            if "bye" in who:
-                drop(connection)
+                if member.who and not member.left:
+                    self._add(Report(**member.who, kind=end_of(end)))
 
         while not self.over:
             for key, _ in selector.select(_TICK):
-                if key.fileobj is self.listener:
-                    connection = _keep_alive(self.listener.accept()[0])
-                    selector.register(connection, selectors.EVENT_READ)
-                else:
+                if key.fileobj is not self.listener:
                     hear(key.fileobj)  # type: ignore[arg-type]
+                    continue
+                try:
+                    connection = keep_alive(self.listener.accept()[0])
+                except OSError:  # It has gone already, or there are too many open files.
+                    time.sleep(_TICK)
+                    continue
+                members[connection] = _Member(time.monotonic())
+                selector.register(connection, selectors.EVENT_READ)
+            now = time.monotonic()
+            for connection in [c for c, m in members.items() if not m.who and now > m.came + _GREETING]:
+                drop(connection)
             with self._lock:
                 cause = judge(self.reports, time.monotonic())
             if cause is not None:
                 line = "" if cause.kind == "left" or (cause.rank == 0 and cause.kind == "user") else cause.describe()
                 for connection in members:
-                    _send(connection, {"status": cause.status, "line": line})
+                    send(connection, {"status": cause.status, "line": line})
                 if cause.rank == 0 and cause.kind == "user":
                     line = f"error: {cause.line}"
                 end_process(cause.status, line)
         status = next((report.status for report in self.reports if report.rank == 0), 0)
         for connection in members:
-            _send(connection, {"status": status, "line": ""} if status else {"bye": 0})
+            send(connection, {"status": status, "line": ""} if status else {"bye": 0})
 
     def _follow(self) -> None:
         """The other ranks: end when rank 0 says so, or when it is gone."""
@@ -194,11 +193,11 @@ class Watch:
         speaks = self.launch.local_rank == 0
         while not self.over:
             try:
-                messages, rest = _lines(self.connection, rest)
+                messages, rest = receive(self.connection, rest)
             except (OSError, EOFError) as end:
                 if self.over:
                     return
-                first = Report(0, 0, "the master's host", _end_of(end))
+                first = Report(0, 0, "the master's host", end_of(end))
                 alone = self.launch.node_rank == 0 and self.launch.local_rank == 1
                 end_process(1, first.describe() if speaks or alone else "")
                 return

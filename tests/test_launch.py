@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 from datamodules.errors import UserError
 from recipes import rendezvous
 from recipes.launch_plan import Command
-from tests.nodes import Ended, start
+from tests.nodes import Ended, Shell, start
 from tests.ranks import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -176,6 +176,39 @@ def test_agents_that_have_counted_restarts_differently_are_no_hindrance_and_the_
     assert [ended.status for ended in both] == [0, 0], both
     assert f"127.0.0.1:{agents.port}," not in both[0].out
     assert [ended.err.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") for ended in both] == [1, 0]
+
+
+def in_folders(folder: Path, processes: list[tuple[list[str], Environment]]) -> list[Ended]:
+    """Each process in a folder of its own, as on nodes that share none."""
+    shells = []
+    for i, (args, env) in enumerate(processes):
+        (folder / f"node{i}").mkdir(exist_ok=True)
+        shells.append(Shell(folder / f"node{i}", "shell", args, env))
+    return [shell.wait() for shell in shells]
+
+
+def test_nodes_that_do_not_share_the_runs_folder_are_refused_before_they_train(tmp_path):
+    processes = [(["--name", "run"], env) for env in by_slurm(free_job(), nodes=2, devices=1)]
+    zero, one = in_folders(tmp_path, processes)
+    assert (zero.status, one.status) == (2, 2), (zero, one)
+    assert f"is not the one that node 1 ({socket.gethostname()}) sees there; pass a --run-dir" in zero.err
+    assert "epoch" not in zero.out
+    assert not (tmp_path / "node0/runs/failing/run").exists(), "nothing was trained"
+    (tmp_path / "node0/prepared-on-0-0").unlink()
+    (alone,) = start(tmp_path / "node0", [(["--name", "run"], {})])
+    assert alone.status == 0
+    resume = ["--name", "run", "--resume", "auto", "--max-epochs", "4"]
+    zero, one = in_folders(tmp_path, [(resume, env) for env in by_slurm(free_job(), nodes=2, devices=1)])
+    assert (zero.status, one.status) == (2, 2), (zero, one)
+    assert "updates done is 0, on rank 0 16. Pass a --run-dir that all nodes share" in zero.err
+
+
+def test_restarts_on_several_nodes_without_a_name_never_begin_anew_in_silence(tmp_path):
+    processes = [([], env | {"TORCHELASTIC_MAX_RESTARTS": "3"}) for env in by_torchrun(free_port(), 2, 1)]
+    for ended in start(tmp_path, processes):
+        assert ended.status == 2, ended
+        assert "add --rdzv-id NAME to torchrun's flags on every node" in ended.err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_resuming_takes_the_number_of_devices_from_this_call_and_not_from_the_checkpoint(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from datamodules import UserError
 from recipes.launch_plan import Command, Launch, LaunchSettings, check_precision, plan_launch
-from recipes.machine import Machine
+from recipes.machine import Machine, devices_of
 from recipes.slurm import first_host, slurm_step
 from tests.test_launch import by_slurm, by_torchrun
 
@@ -43,6 +43,15 @@ def test_torchrun_and_slurm_settle_nodes_and_devices():
     assert launch.first_ranks == [0, 1, 2, 3]
     launch = plan(by_slurm(1001, nodes=2, devices=2)[3])
     assert launch == Launch("slurm", 2, 2, 1, 1, "localhost", 15000 + 7007)
+
+
+def test_devices_that_were_named_are_kept_where_another_starts_the_processes():
+    gpus = Machine("cuda", 8)
+    for asked in ("4,5", "4, 5,", [4, 5], (4, 5)):
+        launch = plan(by_torchrun(1234)[0], asked, here=gpus)
+        assert devices_of(launch.devices, asked, gpus) == [4, 5]
+    assert devices_of(1, "4,5", gpus) == 1, "a world that has shrunk has no use for the list"
+    assert devices_of(2, "auto", gpus) == devices_of(2, 2, gpus) == devices_of(2, "4,5", CPU) == 2
 
 
 def test_a_world_that_has_shrunk_wins_over_the_flags_of_the_first_start():
@@ -90,6 +99,9 @@ def test_another_process_of_ours_is_told_where_it_belongs():
         ({"NODE_RANK": "one"}, {"nodes": 2}, "NODE_RANK=one, which is no whole number"),
         ({}, {"nodes": 2, "node_rank": 0, "master_addr": "a", "master_port": 70000}, "70000 is no TCP port"),
         ({}, {"devices": 8, "here": GPUS}, "this machine has 2 (cuda): python -m r --lr 0.1 --num_nodes 1 --devices 2"),
+        ({}, {"devices": 0}, "--devices 0 asks for none; pass 1 or more, auto, or indices such as 0,1"),
+        ({}, {"devices": "-2", "here": GPUS}, "--devices -2 asks for none"),
+        (by_torchrun(1)[0], {"devices": []}, "--devices [] asks for none"),
         ({}, {"here": Machine("cuda", 0)}, "there is no cuda device here: python -m r --lr 0.1"),
         ({}, {"launcher": "torchrun", "devices": 2}, "torchrun --standalone --nproc-per-node 2 -m r --lr 0.1"),
         ({}, {"launcher": "slurm", "devices": 2}, "srun --nodes=1 --ntasks-per-node=2 python -m r --lr 0.1"),

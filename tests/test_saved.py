@@ -10,9 +10,9 @@ import torch
 
 from datamodules import UserError
 from recipes.checkpoints import write_checkpoint
-from recipes.resume import Start, find_start, launch_name, locked
+from recipes.resume import Start, begin_with, find_start, launch_name, locked
 from recipes.saved import SavedRun, describe_differences, find_last_good, read_run
-from recipes.split import Split, fit_batch
+from recipes.split import Split, fit_batch, fit_tokens
 from tests.ranks import run_ranks
 
 CONFIG = {"seed": 1, "lr": 0.1, "dataset": "digits", "batch_size": 64, "accumulate": 1, "max_epochs": 4}
@@ -106,6 +106,51 @@ def test_another_global_batch_is_refused(config, devices, message):
         fit_batch(SavedRun(CONFIG, 0, 0, 1, 64), CONFIG | config, devices)
 
 
+WORDS = {"batch_size": 64, "max_tokens": 4096, "accumulate": 2, "global_batch_size": None}
+
+
+@pytest.mark.parametrize(
+    ("config", "devices", "expected"),
+    [
+        ({}, 2, None),
+        ({}, 1, Split(4096, 4)),
+        ({}, 4, Split(4096, 1)),
+        ({"max_tokens": 1024}, 8, Split(1024, 2)),
+        ({"max_tokens": 2048, "accumulate": 1}, 8, Split(2048, 1)),
+        ({"accumulate": 4}, 1, Split(4096, 4)),
+    ],
+)
+def test_batches_of_words_are_shared_out_as_they_are(config, devices, expected):
+    assert fit_tokens(SavedRun(WORDS, 0, 0, 2, 34 * 4), WORDS | config, devices) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "devices", "message"),
+    [
+        ({}, 8, "checkpoint's 4 of 4096: pass --max-tokens 1024$"),
+        ({"max_tokens": 2048}, 2, "pass --max-tokens 4096$"),
+        ({"accumulate": 1}, 3, "pass --max-tokens 5461$"),
+        ({"global_batch_size": 128}, 2, "--global-batch-size is 128, and None in the checkpoint"),
+        ({"accumulate": {0: 1, 5: 2}}, 2, "changes in its course"),
+    ],
+)
+def test_another_global_batch_of_words_is_refused_with_the_flag(config, devices, message):
+    with pytest.raises(UserError, match=message):
+        fit_tokens(SavedRun(WORDS, 0, 0, 2, 34 * 4), WORDS | config, devices)
+
+
+def test_a_restart_with_the_same_flags_keeps_the_batches_of_a_run_that_was_cut_anew():
+    """Two micro-batches on each of two devices, of which one was lost and came back."""
+    shrunk = SavedRun(WORDS | {"batches_per_update": 4}, 0, 0, 1, 34 * 4)
+    assert fit_tokens(shrunk, WORDS, 1) == Split(4096, 4)
+    assert fit_tokens(shrunk, WORDS, 2) == Split(4096, 2)
+
+
+def test_batches_of_words_are_refused_where_those_of_the_checkpoint_are_of_sentences():
+    with pytest.raises(UserError, match="batches are of 64 sentences; leave it out"):
+        fit_tokens(SavedRun(WORDS | {"max_tokens": None}, 0, 0, 1, 64), WORDS, 1)
+
+
 def test_a_launch_that_restarts_has_a_name_of_its_own_and_others_have_none():
     slurm = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "3"}
     assert launch_name({}) is None
@@ -120,7 +165,24 @@ def test_a_launch_that_restarts_has_a_name_of_its_own_and_others_have_none():
     alone = launch_name(elastic | {"TORCHELASTIC_RUN_ID": "none"})
     assert alone is not None
     assert alone.endswith(f"-{os.getppid()}")
-    assert launch_name(elastic | {"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "2"}) is None
+    drawn = elastic | {"TORCHELASTIC_RUN_ID": "0f9b1c2e-93f4-4a1c-b9c6-5f7c0f0a8d11"}
+    assert launch_name(drawn) == f"elastic-{drawn['TORCHELASTIC_RUN_ID']}"
+    assert launch_name(drawn | slurm) == "slurm-17", "a requeue draws another id"
+    assert launch_name(elastic | slurm) == "elastic-a_b"
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_job_of_several_nodes_that_restarts_without_a_name_is_refused_with_the_flag(resume, outside, tmp_path):
+    for name, value in (("RUN_ID", "none"), ("MAX_RESTARTS", "3")):
+        outside.setenv(f"TORCHELASTIC_{name}", value)
+    outside.setenv("GROUP_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="add --rdzv-id NAME"):
+        find_start(resume, None, tmp_path, CONFIG)
+    path = make_run(tmp_path, "two")
+    assert find_start(resume, "two", tmp_path, CONFIG) == Start(str(tmp_path / "two"), str(path))
+    assert find_start("none", None, tmp_path, CONFIG) == Start()
+    outside.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert find_start(None, None, tmp_path, CONFIG) == Start()
 
 
 @pytest.fixture
@@ -167,12 +229,64 @@ def test_a_requeued_slurm_job_finds_its_own_runs_and_no_other_jobs(outside, tmp_
     assert find_start("none", None, tmp_path, CONFIG) == Start()
 
 
+def test_a_requeued_job_goes_on_where_its_data_have_moved(outside, tmp_path):
+    for key, value in (("JOB_ID", "7"), ("PROCID", "0")):
+        outside.setenv(f"SLURM_{key}", value)
+    path = make_run(tmp_path, "slurm-7", config=CONFIG | {"data_dir": "/scratch/1"})
+    moved = CONFIG | {"data_dir": "/scratch/2"}
+    assert find_start(None, None, tmp_path, moved) == Start(str(tmp_path / "slurm-7"), str(path))
+
+
 def test_a_damaged_checkpoint_that_was_named_is_refused_with_the_newest_good_one(outside, tmp_path):
     last = make_run(tmp_path, "a")
     best = save(last.with_name("best.ckpt"), 3)
     DAMAGES["truncated"](last)
     with pytest.raises(UserError, match=f"cut off.*the newest good one is {best}: pass --resume auto"):
         find_start(str(last), None, tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("name", [None, "two"])
+def test_a_job_that_began_with_a_file_goes_on_from_its_own_checkpoints_when_it_is_started_again(
+    name, outside, tmp_path, caplog
+):
+    file = str(save(tmp_path / "given.ckpt", 3))
+    folder = tmp_path / "runs" / (name or "slurm-7")
+    for key, value in (("JOB_ID", "7"), ("PROCID", "0")):
+        outside.setenv(f"SLURM_{key}", value)
+
+    def begins() -> Start:
+        return find_start(file, name, tmp_path / "runs", CONFIG)
+
+    assert begins() == Start(str(folder), file)
+    folder.mkdir(parents=True)
+    assert begin_with(file, folder, name) == []
+    assert begins() == Start(str(folder), file), "it was stopped before it saved anything"
+    own = make_run(tmp_path / "runs", folder.name, 4)
+    assert begins() == Start(str(folder), str(own))
+    Path(file).unlink()
+    assert begins() == Start(str(folder), str(own)), "where it began need not last"
+    outside.setenv("SLURM_JOB_ID", "8")
+    save(Path(file), 3)
+    assert begins() == Start(f"{folder}-2" if name else str(folder.with_name("slurm-8")), file)
+
+
+def test_going_back_in_a_run_sets_aside_what_is_farther_on_and_a_requeue_keeps_its_own_progress(outside, tmp_path):
+    last = make_run(tmp_path, "a", 14)
+    home = last.parent
+    best = str(save(home / "best.ckpt", 10))
+    torch.save({"weights": torch.ones(2)}, home / "foreign.ckpt")
+    assert begin_with(best, tmp_path / "a", None) == [home / "last.ckpt.abandoned"]
+    assert find_start("auto", "a", tmp_path, CONFIG).checkpoint == best
+    for key, value in (("JOB_ID", "7"), ("PROCID", "0")):
+        outside.setenv(f"SLURM_{key}", value)
+    save(last, 12)
+    assert find_start(best, None, tmp_path, CONFIG) == Start(str(tmp_path / "a"), best), "another job went there"
+    assert begin_with(best, tmp_path / "a", None) == [home / "last.ckpt-2.abandoned"]
+    save(last, 11)
+    assert find_start(best, None, tmp_path, CONFIG) == Start(str(tmp_path / "a"), str(last))
+    kept = {path.name: read_run(path).updates for path in home.glob("*.abandoned")}
+    assert kept == {"last.ckpt.abandoned": 14, "last.ckpt-2.abandoned": 12}
+    assert (home / "foreign.ckpt").exists()
 
 
 def _hold(folder: str) -> str:

@@ -1,0 +1,70 @@
+"""All nodes have to see the run's folder: rank 0 writes its checkpoints there, and all ranks read the best one."""
+
+import secrets
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from typing_extensions import override
+
+from datamodules.errors import UserError
+
+__all__ = ["SharedFolder"]
+
+_MARK = ".seen-by-all"
+_PATIENCE = 5.0  # Seconds for a network file system.
+
+
+def _sees(mark: Path, token: str) -> bool:
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            # NFS remembers for a minute that something is not there, until the folder above is listed.
+            for parent in reversed(mark.parents[:3]):
+                list(parent.iterdir())
+            if mark.read_text() == token:
+                return True
+        except OSError:
+            pass
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+
+
+class SharedFolder(pl.Callback):
+    """Refuses a run whose nodes do not all see its folder, which would train to its end and fail then.
+
+    Runs on: `setup` of a training on several nodes.
+
+    Args:
+        folder: the run's; that of rank 0 counts.
+
+    Raises:
+        UserError: on all ranks.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit" or trainer.num_nodes == 1:
+            return
+        token, folder = secrets.token_hex(8), str(self.folder)
+        if trainer.is_global_zero:
+            (self.folder / _MARK).write_text(token)
+        token, folder = trainer.strategy.broadcast((token, folder))
+        seen = _sees(Path(folder) / _MARK, token)
+        answers: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(answers, None if seen else (trainer.node_rank, socket.gethostname()))
+        if trainer.is_global_zero:
+            (self.folder / _MARK).unlink()
+        if blind := sorted({answer for answer in answers if answer}):
+            nodes = ", ".join(f"node {number} ({host})" for number, host in blind)
+            raise UserError(
+                f"the run's folder {folder} of node 0 is not the one that {nodes} sees there; pass a --run-dir that all"
+                " nodes share, such as one in the home folder of a cluster"
+            )
