@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -253,7 +254,7 @@ def test_a_minimal_recipe_and_a_mistake_on_one_rank_only(tmp_path):
     command += ["--devices", "2", "--broken-rank", "1"]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100)
     assert done.returncode != 0
-    assert "error on rank 1: rank 1 found nothing" in done.stderr
+    assert re.search(r"^error on rank 1 \(node 0, .*\): rank 1 found nothing$", done.stderr, re.MULTILINE)
 
 
 @pytest.mark.slow
