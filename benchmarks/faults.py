@@ -181,11 +181,12 @@ class _Run:
     folder: Path
     world_size: int
     by_hand: bool
+    epochs: int = EPOCHS
 
     def command(self, *more: str) -> list[str]:
         flags = {
             "--dataset": "digits",
-            "--max-epochs": EPOCHS,
+            "--max-epochs": self.epochs,
             "--batch-size": 64 // self.world_size,
             "--global-batch-size": 64,
             "--save-every": f"{SAVE_EVERY} steps",
@@ -335,20 +336,22 @@ def _tail(output: str) -> str:
     return " / ".join(output.strip().splitlines()[-3:])[-300:]
 
 
-def _undisturbed(folder: Path, world_size: int, by_hand: bool) -> str:
+def _undisturbed(folder: Path, world_size: int, by_hand: bool, epochs: int = EPOCHS) -> str:
     folder.mkdir(parents=True)
-    run = _Run(folder, world_size, by_hand)
+    run = _Run(folder, world_size, by_hand, epochs)
     status, output, _ = run.finish(run.start({}, ()))
     if status:
         raise SystemExit(f"the undisturbed run failed: {_tail(output)}")
     return run.digest()
 
 
-def kill_again_and_again(folder: Path, kills: int, undisturbed: str, seed: int, console: Console) -> bool:
+def kill_again_and_again(folder: Path, kills: int, seed: int, console: Console) -> bool:
     """Kill one run at random moments, each time start it by the same command line, and compare its end."""
-    folder.mkdir(parents=True)
-    run, moments = _Run(folder, 1, False), random.Random(seed)
-    marker, done = folder / "updates", 0
+    epochs = EPOCHS + kills // 3  # Longer than all lives together.
+    undisturbed = _undisturbed(folder / "undisturbed", 1, False, epochs)
+    run, moments = _Run(folder / "killed", 1, False, epochs), random.Random(seed)
+    run.folder.mkdir()
+    marker, done = run.folder / "updates", 0
     for number in range(kills):
         marker.unlink(missing_ok=True)
         process = run.start({"pause": 0.05}, ())[0]
@@ -421,9 +424,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 faults = sorted({fault for outcome in outcomes for fault in outcome.faults})
                 failed += [f"{name}: {fault}" for fault in faults]
                 console.print(f"{name}: {'; '.join(faults) or 'as it has to be'}")
-            survived = not args.kills or kill_again_and_again(
-                root / "kills", args.kills, undisturbed(1, False), args.seed, console
-            )
+            survived = not args.kills or kill_again_and_again(root / "kills", args.kills, args.seed, console)
         except KeyboardInterrupt:
             console.print(table)
             return 130
