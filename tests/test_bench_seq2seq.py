@@ -83,4 +83,4 @@ def test_the_quick_section_has_every_figure(tmp_path: Path) -> None:
     assert random_padding is not None
     assert sorted_padding.median < random_padding.median / 3
     assert len(section.goals) == 2
-    assert len(told) == 17
+    assert len(told) == 8 * 2 + 4  # Contenders in two rounds, then trainings.
