@@ -428,7 +428,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             console.print(table)
             return 130
-    console.print(table)
+    if table.rows:
+        console.print(table)
     for line in failed:
         console.print(f"[red]{line}")
     return 1 if failed or not survived else 0
