@@ -18,7 +18,7 @@ from callbacks.group_table import group_rows, markdown_table
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from datamodules.images import ImageFolderDataModule
-from recipes import cli
+from recipes import console
 from recipes.optim import layer_groups
 from recipes.resnet.feature_cache import frozen_stages
 from recipes.resnet.network import ARCHITECTURES, build_resnet, resnet_stages, run_stages
@@ -298,7 +298,7 @@ def _read_damaged(folder: str) -> str:
     data.setup("fit")
     rank_zero_only.rank = rank  # As the strategy of a Trainer does.
     with contextlib.redirect_stderr(err):
-        cli._quiet()
+        console.quiet()
         list(data._evaluation_loader("train", rank, 2))
     return err.getvalue()
 
