@@ -39,8 +39,8 @@ def _another_loader(trainer: pl.Trainer) -> Iterable[Any]:
         loader._iterator = None
     sampler: Any = getattr(loader, "sampler", None)
     if sampler is loader:
-        # Where it stands differs in a run that goes on with a validation, before any batch. The next epoch's order is the
-        # same in the last validation and as the run ends: one that is resumed in between ends at once.
+        # Where it stands differs in a run that goes on with a validation, before any batch. The next epoch's order is
+        # the same in the last validation and as the run ends: one that is resumed in between ends at once.
         sampler.set_epoch(trainer.current_epoch + (1 if trainer.validating else 0))
     return loader
 
