@@ -47,7 +47,7 @@ from recipes.launch import (
     watched,
 )
 from recipes.machine import devices_of
-from recipes.orphans import end_with_parent
+from recipes.orphans import declare_parent, end_with_parent, forget_strangers, parent_of_rank
 from recipes.recipe import Recipe
 from recipes.rendezvous import DONE
 from recipes.report import Stopwatch, check_output, hardware, print_pairs, print_rows, report, shown, write_rows
@@ -111,7 +111,10 @@ def run(
         callbacks: makes further callbacks for the Trainer.
         args: the command line; by default that of the process.
     """
+    forget_strangers(os.environ)
     end_with_parent(os.environ)
+    if parent_of_rank(os.environ) is None:
+        declare_parent(os.environ)
     try:
         with watched(), ending_on_signals(*SIGNALS):
             _CommandLine(recipe_class, data_class, callbacks).main(list(sys.argv[1:] if args is None else args))

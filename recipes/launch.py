@@ -19,7 +19,6 @@ from datamodules.errors import UserError
 from recipes.interfaces import interface_towards
 from recipes.launch_plan import MARK, Command, Launch, LaunchSettings, check_precision, plan_launch
 from recipes.machine import machine
-from recipes.orphans import declare_parent
 from recipes.rendezvous import meet
 from recipes.watch import leave, watch, watched
 
@@ -107,9 +106,7 @@ def begin(launch: Launch, runs: dict[str, Any], settings: LaunchSettings, comman
     if launch.num_nodes > 1 and (interface := interface_towards(address)):
         # Gloo takes the address of the host's name, which on many systems is 127.0.0.1 and no use to other nodes.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if launch.spawns:
-        declare_parent(os.environ)
-    else:
+    if not launch.spawns:
         os.environ["LOCAL_RANK"] = str(launch.local_rank)
     watch(launch, meeting.store, address)
     if meeting.problem:

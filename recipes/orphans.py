@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import Mapping, MutableMapping
 
-__all__ = ["declare_parent", "end_with_parent", "parent_of_rank"]
+__all__ = ["declare_parent", "end_with_parent", "forget_strangers", "parent_of_rank"]
 
 _PARENT = "LIGHTNING_RECIPES_PARENT"
+_OF_PARENT = "LIGHTNING_RECIPES_"
 _TICK = 0.5
 # For the end of a run in order, in which the parent may be the first to have put its house in order.
 _PATIENCE = 3.0
@@ -21,6 +22,28 @@ _PATIENCE = 3.0
 def declare_parent(env: MutableMapping[str, str]) -> None:
     """Tell the processes that this one will start who their parent is."""
     env[_PARENT] = str(os.getpid())
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def forget_strangers(env: MutableMapping[str, str]) -> None:
+    """Drop what a process that has not started this one left in the environment for its children.
+
+    A program that calls `run` and starts others later hands it on to them, too.
+    """
+    told = env.get(_PARENT, "")
+    if not told.isdigit() or int(told) in (os.getpid(), os.getppid()) or not _is_alive(int(told)):
+        return
+    for name in [name for name in env if name.startswith(_OF_PARENT) and name != "LIGHTNING_RECIPES_DATA"]:
+        del env[name]
 
 
 def parent_of_rank(env: Mapping[str, str]) -> int | None:
@@ -36,7 +59,8 @@ def parent_of_rank(env: Mapping[str, str]) -> int | None:
         return os.getppid()
     # The variable stays where it was set, too: in rank 0 of the node.
     told = env.get(_PARENT, "")
-    return int(told) if told.isdigit() and env.get("LOCAL_RANK", "0") != "0" else None
+    given = told.isdigit() and told != str(os.getpid()) and env.get("LOCAL_RANK", "0") != "0"
+    return int(told) if given else None
 
 
 def end_with_parent(env: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.orphans import declare_parent, parent_of_rank
+from recipes.orphans import declare_parent, forget_strangers, parent_of_rank
 from tests.agents import children_of, shell_environment, wait_until
 
 ARGS = ["--accelerator", "cpu", "--precision", "32", "--dataset", "digits", "--max-epochs", "2000", "--devices", "2"]
@@ -49,8 +49,27 @@ def test_the_parent_of_a_rank_is_the_process_that_said_so_and_not_that_process_i
     declare_parent(env)
     assert parent_of_rank(env) is None
     assert parent_of_rank(env | {"LOCAL_RANK": "0"}) is None
-    assert parent_of_rank(env | {"LOCAL_RANK": "1"}) == os.getpid()
+    assert parent_of_rank(env | {"LOCAL_RANK": "1"}) is None
+    assert parent_of_rank({"LIGHTNING_RECIPES_PARENT": str(os.getppid()), "LOCAL_RANK": "1"}) == os.getppid()
     assert parent_of_rank({"TORCHELASTIC_RUN_ID": "job"}) == os.getppid()
+
+
+def test_what_a_process_that_is_no_parent_has_left_in_the_environment_is_forgotten():
+    left = {"LIGHTNING_RECIPES_START": "{}", "LIGHTNING_RECIPES_LAUNCHER": "hand", "LOCAL_RANK": "1"}
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        for pid, kept in ((os.getpid(), True), (os.getppid(), True), (stranger.pid, False)):
+            env = left | {"LIGHTNING_RECIPES_PARENT": str(pid), "LIGHTNING_RECIPES_DATA": "/data"}
+            forget_strangers(env)
+            assert ("LIGHTNING_RECIPES_START" in env, "LIGHTNING_RECIPES_LAUNCHER" in env) == (kept, kept)
+            assert {"LOCAL_RANK", "LIGHTNING_RECIPES_DATA"} <= env.keys()
+    finally:
+        stranger.kill()
+        stranger.wait()
+    # One that has died may have been the parent: its child is an orphan and has to know.
+    env = left | {"LIGHTNING_RECIPES_PARENT": str(stranger.pid)}
+    forget_strangers(env)
+    assert parent_of_rank(env) == stranger.pid
 
 
 def test_a_process_ends_when_its_parent_is_killed(tmp_path):
