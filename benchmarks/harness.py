@@ -259,9 +259,11 @@ def describe_machine(allocator_tuned: bool) -> dict[str, str]:
     """What the figures hold for: the hardware, the versions, the commit, the time and how busy the machine is."""
     import torch
 
-    amx = ", AMX" if torch.cpu._is_amx_tile_supported() else ""
+    from recipes.launch import bf16_unit
+
+    unit = bf16_unit()
     machine = {
-        "processor": f"{_processor()}, {available_cores()} cores{amx}",
+        "processor": f"{_processor()}, {available_cores()} cores{unit and f', {unit}'}",
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "versions": ", ".join(f"{name} {_version(name)}" for name in ("torch", "torchvision", "lightning")),
         "commit": _commit(),

@@ -29,6 +29,7 @@ __all__ = [
     "Precision",
     "backend_of",
     "begin",
+    "bf16_unit",
     "check_precision",
     "is_rank_zero",
     "leave",
@@ -157,11 +158,18 @@ def stop_gpu_search() -> None:
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
 
 
+def bf16_unit() -> str:
+    """What multiplies bf16 in this CPU; empty where nothing does, and bf16 would be slower than float32."""
+    if torch.cpu._is_amx_tile_supported():
+        return "AMX"
+    return "AVX512-BF16" if torch.cpu._is_avx512_bf16_supported() else ""
+
+
 def resolve_precision(precision: str | int, accelerator: Any = "auto") -> tuple[str, str]:
     """What "auto" means on this machine, and why.
 
-    bf16-mixed where the hardware multiplies bf16 faster than float32: NVIDIA from Ampere on, and CPUs with AMX. Other
-    values are returned as they are, without a reason.
+    bf16-mixed where the hardware multiplies bf16 faster than float32: NVIDIA from Ampere on, and CPUs with AMX or
+    AVX512-BF16. Other values are returned as they are, without a reason.
     """
     if precision != "auto":
         return str(precision), ""
@@ -171,6 +179,6 @@ def resolve_precision(precision: str | int, accelerator: Any = "auto") -> tuple[
             return "bf16-mixed", f"{name} is fast at it"
         return "32-true", f"{name} has no fast bf16"
     on_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.backends.mps.is_available())
-    if on_cpu and torch.cpu._is_amx_tile_supported():
-        return "bf16-mixed", "this CPU has AMX"
+    if on_cpu and (unit := bf16_unit()):
+        return "bf16-mixed", f"this CPU has {unit}"
     return "32-true", "no fast bf16 here"

@@ -348,6 +348,9 @@ def test_on_a_terminal_the_bar_draws_by_the_clock_and_not_by_the_batch(monkeypat
 
 def test_auto_precision_is_bf16_only_where_the_hardware_multiplies_it_fast(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert resolve_precision("auto", "cpu") == ("bf16-mixed", "this CPU has AVX512-BF16")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     assert resolve_precision("auto", "cpu")[0] == "32-true"
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     assert resolve_precision("auto", "cpu")[0] == "bf16-mixed"
