@@ -9,19 +9,22 @@ import os  # noqa: E402
 import sys  # noqa: E402
 from typing import Any  # noqa: E402
 
-import torch  # noqa: E402, F401
+from recipes.quick_imports import quick_imports  # noqa: E402
 
-MARKS["torch"] = time.time()
-import torchvision  # noqa: E402, F401
+with quick_imports():
+    import torch  # noqa: F401
 
-MARKS["torchvision"] = time.time()
-import lightning.pytorch as pl  # noqa: E402
+    MARKS["torch"] = time.time()
+    import torchvision  # noqa: F401
 
-MARKS["lightning"] = time.time()
-from datamodules import MNISTDataModule  # noqa: E402
-from recipes import MNISTClassifier, run  # noqa: E402
+    MARKS["torchvision"] = time.time()
+    import lightning.pytorch as pl
 
-MARKS["recipes"] = time.time()
+    MARKS["lightning"] = time.time()
+    from datamodules import MNISTDataModule
+    from recipes import MNISTClassifier, run
+
+    MARKS["recipes"] = time.time()
 
 
 class Marks(pl.Callback):

@@ -20,7 +20,7 @@ __all__ = ["run"]
 
 ACCURACY = 0.99
 CLASSIC, RECIPE = "classic example", "recipe"
-EPOCHS = {CLASSIC: 14, RECIPE: 3}
+EPOCHS = {CLASSIC: 14, RECIPE: 1}
 FROM_STEP, FROM_START = 40, 10
 
 

@@ -285,8 +285,11 @@ class _CommandLine:
         if values["strategy"] == "fsdp2":
             # Lightning has no short name for it. Checkpoints stay one file, which any strategy loads.
             values["strategy"] = ModelParallelStrategy(save_distributed_checkpoint=False)
-        done = read_run(self.start.checkpoint).updates if self.start.checkpoint else 0
-        runs = fingerprint(plain, (self.recipe_class, self.data_class)) | {DONE: done}
+
+        def runs() -> dict[str, Any]:
+            done = read_run(self.start.checkpoint).updates if self.start.checkpoint else 0
+            return fingerprint(plain, (self.recipe_class, self.data_class)) | {DONE: done}
+
         return begin(launch, runs, settings, self.typed)
 
     def _execute(self, command: str, namespace: Namespace, inputs: list[str]) -> None:

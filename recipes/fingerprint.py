@@ -13,8 +13,6 @@ import torch
 __all__ = ["code_version", "fingerprint"]
 
 _PACKAGES = ("recipes", "callbacks", "datamodules")
-# Of one node, and not of the run.
-_OF_THIS_NODE = {"node_rank", "master_addr", "master_port", "launcher", "rendezvous_timeout", "collective_timeout"}
 
 
 def code_version(files: Iterable[Path]) -> str:
@@ -37,10 +35,10 @@ def fingerprint(settings: dict[str, Any], classes: Iterable[type] = ()) -> dict[
     """Everything that has to be the same on all ranks, by name.
 
     Args:
-        settings: as plain Python; where files lie and how a node is reached may differ.
+        settings: of the experiment, as plain Python; where files lie may differ.
         classes: the user's, whose files belong to the code.
     """
-    same = {k: v for k, v in settings.items() if k not in _OF_THIS_NODE and not k.endswith("_dir")}
+    same = {k: v for k, v in settings.items() if not k.endswith("_dir")}
     return same | {
         "Python": platform.python_version(),
         "torch": torch.__version__,

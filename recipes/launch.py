@@ -7,6 +7,7 @@ import ctypes
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -72,13 +73,13 @@ def is_rank_zero() -> bool:
     return not getattr(rank_zero_only, "rank", 0) and os.environ.get("NODE_RANK", "0") == "0"
 
 
-def begin(launch: Launch, runs: dict[str, Any], settings: LaunchSettings, command: Command) -> Launch:
+def begin(launch: Launch, runs: Callable[[], dict[str, Any]], settings: LaunchSettings, command: Command) -> Launch:
     """Take the part in the run that was planned: meet the other ranks, and watch over them.
 
     Sets the environment variables from which Lightning's own environment reads the same.
 
     Args:
-        runs: what has to be the same on all ranks, by name.
+        runs: finds what has to be the same on all ranks, by name; called only where there are several.
 
     Returns:
         The launch, with the address and the port that were chosen.
@@ -97,7 +98,7 @@ def begin(launch: Launch, runs: dict[str, Any], settings: LaunchSettings, comman
             "warning: this torchrun takes in no node that comes back or comes later; for that, start it on every node"
             " with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
         )
-    meeting = meet(launch, runs, settings.rendezvous_timeout, command)
+    meeting = meet(launch, runs(), settings.rendezvous_timeout, command)
     address, port = meeting.address, meeting.port
     if (address, port) != (launch.address, launch.port):
         # Of our own making, so torch shall not look for the agent behind it.

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from torch.utils.tensorboard import SummaryWriter
 from typing_extensions import override
 
 from datamodules.errors import UserError
@@ -108,7 +107,7 @@ class _TensorBoard(TensorBoardLogger):
     @override
     def experiment(self) -> Any:
         writer = super().experiment
-        if isinstance(writer, SummaryWriter):
+        if is_rank_zero() and not isinstance(writer, _Writer):
             # Where the parent keeps it, so that it is made once.
             self._experiment = writer = _Writer(writer)  # type: ignore[assignment]
         return writer

@@ -1,9 +1,7 @@
-import sys
+from recipes.quick_imports import quick_imports
 
-try:
+with quick_imports():
     from datamodules import ImageFolderDataModule
     from recipes import ResNetFineTuner, run
 
-    run(ResNetFineTuner, ImageFolderDataModule)
-except KeyboardInterrupt:  # The imports take seconds, too.
-    sys.exit(130)
+run(ResNetFineTuner, ImageFolderDataModule)

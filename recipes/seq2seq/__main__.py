@@ -1,9 +1,7 @@
-import sys
+from recipes.quick_imports import quick_imports
 
-try:
+with quick_imports():
     from datamodules import TranslationDataModule
     from recipes import Seq2SeqTranslator, run
 
-    run(Seq2SeqTranslator, TranslationDataModule)
-except KeyboardInterrupt:  # The imports take seconds, too.
-    sys.exit(130)
+run(Seq2SeqTranslator, TranslationDataModule)
