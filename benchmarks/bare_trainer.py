@@ -1,7 +1,6 @@
-"""A Trainer with nothing that a section does not ask for, and how its fit is interrupted and silenced."""
+"""A Trainer with nothing that a section does not ask for, and how it is silenced."""
 
 import logging
-import signal
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-__all__ = ["bare_trainer", "interruptible_fit", "quiet"]
+__all__ = ["bare_trainer", "quiet"]
 
 
 def bare_trainer(callbacks: Sequence[pl.Callback], **options: Any) -> pl.Trainer:
@@ -26,17 +25,6 @@ def bare_trainer(callbacks: Sequence[pl.Callback], **options: Any) -> pl.Trainer
         "use_distributed_sampler": False,
     }
     return pl.Trainer(callbacks=list(callbacks), **(defaults | options))
-
-
-def interruptible_fit(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-    """`Trainer.fit`, which Ctrl-C ends with a KeyboardInterrupt."""
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        trainer.fit(*args, **kwargs)
-    except SystemExit as ended:
-        # Lightning answers Ctrl-C by ignoring further ones and exiting.
-        signal.signal(signal.SIGINT, handler)
-        raise KeyboardInterrupt from ended
 
 
 @contextmanager

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from benchmarks.bare_trainer import bare_trainer, interruptible_fit, quiet
+from benchmarks.bare_trainer import bare_trainer, quiet
 from benchmarks.harness import Column, Goal, Options, Progress, Section, Spread, alternate, pin_threads
+from benchmarks.terminal import interruptible
 from callbacks import GradientAccumulation, SeedControl, SyncBN, WarmupLR
 
 __all__ = ["run"]
@@ -108,7 +109,8 @@ def fit(model: Classifier, steps: int, accumulate: int, make_callbacks: Callable
     """Seconds a step of a Trainer with these callbacks and nothing else; a step is one micro-batch."""
     clock = Clock(steps)
     trainer = bare_trainer([clock, *make_callbacks()], accumulate_grad_batches=accumulate)
-    interruptible_fit(trainer, model, Batches(SETTLING + steps))
+    with interruptible():
+        trainer.fit(model, Batches(SETTLING + steps))
     return clock.seconds / steps
 
 

@@ -25,6 +25,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.processes import free_port
+
 __all__ = ["FAULTS", "Outcome", "Struck", "main"]
 
 LIMIT = 30.0
@@ -211,7 +213,7 @@ class _Run:
         }
         commands = [self.command(*more)]
         if self.by_hand:
-            port = str(_free_port())
+            port = str(free_port())
             meeting = ("--num-nodes", str(self.world_size), "--master-addr", "127.0.0.1", "--master-port", port)
             commands = [self.command(*meeting, "--node-rank", str(n), *more) for n in range(self.world_size)]
         return [
@@ -272,14 +274,8 @@ class _Run:
         return digest.hexdigest()
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def _fill_in(flags: Sequence[str], taken: int) -> list[str]:
-    ports = {"TAKEN": str(taken), "FREE": str(_free_port())}
+    ports = {"TAKEN": str(taken), "FREE": str(free_port())}
     return [ports.get(flag, flag) for flag in flags]
 
 

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from typing_extensions import override
 
-from benchmarks.bare_trainer import bare_trainer, interruptible_fit, quiet
+from benchmarks.bare_trainer import bare_trainer, quiet
 from benchmarks.harness import (
     Column,
     Goal,
@@ -32,6 +32,7 @@ from benchmarks.harness import (
     available_cores,
     pin_threads,
 )
+from benchmarks.terminal import interruptible
 from datamodules import ImageFolderDataModule
 from recipes import ResNetFineTuner
 from recipes.launch import resolve_precision
@@ -105,7 +106,8 @@ def fit(recipe: ResNetFineTuner, precision: Any, max_epochs: int = 1, **data: An
     """A fit of the recipe without validation, logger, checkpoints and bar; `data` is what `Trainer.fit` takes."""
     clock = Clock()
     trainer = bare_trainer([clock], precision=precision, max_epochs=max_epochs, limit_val_batches=0)
-    interruptible_fit(trainer, recipe, **data)
+    with interruptible():
+        trainer.fit(recipe, **data)
     return clock
 
 

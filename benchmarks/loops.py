@@ -1,4 +1,4 @@
-"""The same training written in each way that is compared: by hand, in Fabric, Accelerate, ignite and Lightning.
+"""The same training by hand, in Fabric and in a bare Trainer; `peers` and `recipe_loops` have the other ways.
 
 All train one network with AdamW on the same uint8 images, and note when each step ends. Nobody validates.
 """
@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,10 +21,7 @@ from benchmarks.laps import Laps, PartsProfiler
 from datamodules.mnist import DATASETS
 from recipes.optim import build_optimizer, parameter_groups
 
-__all__ = ["PEERS", "Job", "LapClock", "accelerate_loop", "bare_loop", "fabric_loop", "hand_loop", "ignite_loop"]
-
-PEERS = {name: find_spec(package) is not None for name, package in (("Accelerate", "accelerate"), ("ignite", "ignite"))}
-"""Libraries of the extra ``peers``, and whether they are installed."""
+__all__ = ["Job", "LapClock", "bare_loop", "fabric_loop", "gpu_search", "hand_loop", "loop_with"]
 
 LR, WEIGHT_DECAY = 0.01, 0.05
 
@@ -117,22 +113,11 @@ def fabric_loop(job: Job) -> Laps:
     fabric = Fabric(accelerator="cpu", devices=1, precision=job.precision)  # type: ignore[arg-type]
     model = job.build()
     model, optimizer = fabric.setup(model, job.optimizer(model))
-    return _loop_with(fabric.backward, model, optimizer, job, as_lightning=True)
+    return loop_with(fabric.backward, model, optimizer, job, as_lightning=True)
 
 
-def accelerate_loop(job: Job) -> Laps:
-    """The same with Accelerate's."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if job.precision == "bf16-mixed" else "no")
-    model = job.build()
-    model, optimizer = accelerator.prepare(model, job.optimizer(model))
-    return _loop_with(accelerator.backward, model, optimizer, job, as_lightning=False)
-
-
-def _loop_with(backward: Callable[[Tensor], Any], model: Any, optimizer: Any, job: Job, as_lightning: bool) -> Laps:
+def loop_with(backward: Callable[[Tensor], Any], model: Any, optimizer: Any, job: Job, as_lightning: bool) -> Laps:
+    """A loop by hand over what a library has wrapped."""
     laps = Laps(job.settling, job.steps)
     with gpu_search(as_lightning):
         laps.start()
@@ -147,38 +132,6 @@ def _loop_with(backward: Callable[[Tensor], Any], model: Any, optimizer: Any, jo
             optimizer.step()
             laps.lap("optimiser")
             laps.end_step()
-    return laps
-
-
-def ignite_loop(job: Job, bar: bool = False) -> Laps:
-    """ignite's engine; with its progress bar and running average, too."""
-    from ignite.contrib.handlers import ProgressBar
-    from ignite.engine import Engine, Events
-    from ignite.metrics import RunningAverage
-
-    model, laps = job.build(), Laps(job.settling, job.steps)
-    optimizer = job.optimizer(model)
-
-    def step(engine: Any, batch: tuple[Tensor, Tensor]) -> float | None:
-        laps.start()
-        with job.autocast():
-            loss = F.cross_entropy(model(batch[0]), batch[1])
-        laps.lap("compute")
-        optimizer.zero_grad()
-        laps.lap("optimiser")
-        loss.backward()
-        laps.lap("compute")
-        optimizer.step()
-        laps.lap("optimiser")
-        return loss.item() if bar else None
-
-    engine = Engine(step)
-    if bar:
-        RunningAverage(output_transform=lambda loss: loss).attach(engine, "loss")
-        ProgressBar().attach(engine, ["loss"])
-    engine.add_event_handler(Events.ITERATION_COMPLETED, laps.end_step)
-    with gpu_search(as_lightning=False):
-        engine.run(job, max_epochs=1, epoch_length=job.steps)
     return laps
 
 

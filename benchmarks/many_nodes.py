@@ -8,7 +8,6 @@ set sizes, in which a page that several share counts once.
 import argparse
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+
+from benchmarks.processes import free_port
 
 __all__ = ["Cost", "main", "start_nodes"]
 
@@ -73,10 +74,8 @@ def start_nodes(nodes: int, devices: int, folder: Path, *more: str) -> Cost:
     Args:
         more: flags in addition.
     """
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     run = ["--devices", str(devices), "--num-nodes", str(nodes), "--accelerator", "cpu", "--dataset", "digits"]
-    run += ["--max-epochs", "1", "--master-addr", "127.0.0.1", "--master-port", str(port), *more]
+    run += ["--max-epochs", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), *more]
     # Importing takes each of many processes on few cores minutes.
     run += ["--rendezvous-timeout", "300"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}

@@ -3,6 +3,7 @@ in a process would be measured with the next."""
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["answer_of", "seconds_of"]
+__all__ = ["answer_of", "free_port", "seconds_of"]
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,3 +43,9 @@ def seconds_of(*args: str, **env: str) -> float:
 def answer_of(*args: str, **env: str) -> Any:
     """The JSON in the last line that Python prints with these arguments."""
     return json.loads(_run(args, env).splitlines()[-1])
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens to."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing_extensions import override
 
 from benchmarks.bare_trainer import bare_trainer, quiet
 from benchmarks.fine_tuning import SETTLING, SameBatch
+from benchmarks.processes import free_port
 from datamodules.errors import UserError
 from recipes import ResNetFineTuner
 
@@ -192,12 +192,6 @@ def _rank(pipe: Connection, job: Job, local_rank: int, node_rank: int, address: 
     os._exit(0)
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def run_world(job: Job, node_rank: int = 0, address: str = "127.0.0.1", port: int | None = None) -> Measured:
     """Start this node's processes and return what they all found.
 
@@ -205,7 +199,7 @@ def run_world(job: Job, node_rank: int = 0, address: str = "127.0.0.1", port: in
         UserError: a process failed; the others are ended.
     """
     context: Any = get_context("spawn" if job.cuda else "forkserver")
-    port = _free_port() if port is None else port
+    port = free_port() if port is None else port
     pipes: list[Connection] = []
     processes = []
     try:

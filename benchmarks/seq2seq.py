@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from benchmarks.bare_trainer import quiet
+from benchmarks.bare_trainer import bare_trainer, quiet
 from benchmarks.classic_seq2seq import ClassicTranslator, PresentTranslator, Translator
 from benchmarks.harness import Column, Goal, Options, Progress, Section, Spread, Timings, alternate, pin_threads
+from benchmarks.terminal import interruptible
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.seed_control import SeedControl
 from datamodules.order import epoch_order
@@ -77,20 +78,24 @@ class _Clock(pl.Callback):
         self.seconds += time.perf_counter()
 
 
-def make_trainer(precision: str, epochs: int, batches: int | None, *callbacks: pl.Callback) -> pl.Trainer:
-    """As the command line makes it, less what writes files."""
-    return pl.Trainer(
-        accelerator="cpu",
-        precision=precision,  # type: ignore[arg-type]
+def fit(
+    recipe: Seq2SeqTranslator,
+    data: TranslationDataModule,
+    precision: str,
+    epochs: int,
+    batches: int | None,
+    *callbacks: pl.Callback,
+) -> pl.Trainer:
+    """Train as the command line does, and write no files."""
+    trainer = bare_trainer(
+        [GradientAccumulation(), SeedControl(1), *callbacks],
+        precision=precision,
         max_epochs=epochs,
         limit_train_batches=batches,
-        callbacks=[GradientAccumulation(), *callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
     )
+    with interruptible():
+        trainer.fit(recipe, data)
+    return trainer
 
 
 def make_recipe(data: TranslationDataModule, hidden: int) -> Seq2SeqTranslator:
@@ -113,7 +118,7 @@ def recipe_contender(
 
     def measure() -> float:
         clock = _Clock()
-        make_trainer(precision, 1, batches, SeedControl(1), clock).fit(recipe, data)
+        fit(recipe, data, precision, 1, batches, clock)
         peaks.append(peak_memory())
         return clock.seconds / clock.words
 
@@ -151,9 +156,8 @@ def tutorial_bleu(translator: Translator, data: TranslationDataModule, epochs: i
 
 def recipe_bleu(data: TranslationDataModule, precision: str, hidden: int, epochs: int, batches: int | None) -> float:
     """The same of the recipe, as it is."""
-    trainer = make_trainer(precision, epochs, batches, SeedControl(1))
     recipe = make_recipe(data, hidden)
-    trainer.fit(recipe, data)
+    trainer = fit(recipe, data, precision, epochs, batches)
     return float(trainer.test(recipe, data, verbose=False)[0]["test/bleu"])
 
 

@@ -31,9 +31,9 @@ from benchmarks.harness import (
 )
 from benchmarks.input_pipeline import find_images, write_files
 from benchmarks.laps import Laps
-from benchmarks.loops import PEERS, Job, accelerate_loop, bare_loop, fabric_loop, hand_loop, ignite_loop
+from benchmarks.loops import Job, bare_loop, fabric_loop, hand_loop
+from benchmarks.peers import absent_peers, peer_loops
 from benchmarks.recipe_loops import recipe_loop, stock_loop
-from benchmarks.terminal import unread_terminal
 from recipes.launch import resolve_precision
 from recipes.mnist.network import MNISTNet
 
@@ -54,25 +54,15 @@ def tiny_network(width: int) -> nn.Module:
 
 def loops(root: Path) -> dict[str, Loop]:
     """What is compared, by name; of the peers those that are installed."""
-    found: dict[str, Loop] = {
+    return {
         HAND: hand_loop,
         OURS: partial(recipe_loop, root=root, augment=False),
         AUGMENTED: partial(recipe_loop, root=root, augment=True),
         BARE: bare_loop,
         STOCK: partial(stock_loop, root=root),
         FABRIC: fabric_loop,
+        **peer_loops(),
     }
-    if PEERS["Accelerate"]:
-        found["Accelerate"] = accelerate_loop
-    if PEERS["ignite"]:
-        found["ignite"] = ignite_loop
-        found["ignite, bar and running average"] = _ignite_with_bar
-    return found
-
-
-def _ignite_with_bar(job: Job) -> Laps:
-    with unread_terminal():
-        return ignite_loop(job, bar=True)
 
 
 class Network:
@@ -188,7 +178,6 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         for network in networks.values():
             network.measure(repeats, progress)
             rows |= network.rows()
-    absent = [name for name, installed in PEERS.items() if not installed]
     return Section(
         title="training loop: a step of the recipe beside others'",
         header={
@@ -211,7 +200,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         details={
             f"{name}, {loop}": parts for name, network in networks.items() for loop, parts in network.splits.items()
         },
-        notes=_notes(absent, quick),
+        notes=_notes(absent_peers(), quick),
         interrupted=any(network.timings.interrupted for network in networks.values()),
     )
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
+
+from callbacks.evaluation_samples import EvaluationSamples
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -141,7 +141,7 @@ def confusion_figure(matrix: Tensor, class_names: Sequence[str], title: str) -> 
     return figure
 
 
-class ClassificationPictures(pl.Callback):
+class ClassificationPictures(EvaluationSamples, pl.Callback):
     """Draws sample predictions, the most confident mistakes and the confusion matrix into TensorBoard.
 
     Runs on: every validation and test batch (one top-k on the device), and the end of training and of a test (the
@@ -163,13 +163,14 @@ class ClassificationPictures(pl.Callback):
         self.samples, self.mistakes = samples, mistakes
         self._forget()
 
+    @override
     def _forget(self) -> None:
         self._num_classes = 0
         self._samples: list[tuple[Tensor, Tensor, Tensor]] = []
         self._worst: tuple[Tensor, Tensor, Tensor] | None = None
 
-    @rank_zero_only
-    def _add(self, outputs: Any, batch: Any, batch_idx: int, batches: float) -> None:
+    @override
+    def _keep(self, outputs: Any, batch: Any, batch_idx: int, batches: Sequence[float], dataloader_idx: int) -> None:
         if not isinstance(outputs, dict) or "logits" not in outputs or outputs["logits"].dim() != 2:
             return
         self._num_classes = outputs["logits"].shape[1]
@@ -177,7 +178,7 @@ class ClassificationPictures(pl.Callback):
         if not are_pictures(images):
             return
         new = (images, outputs["logits"].float(), targets)
-        if count := min(share_of_batch(self.samples, batch_idx, batches), len(targets)):
+        if count := min(share_of_batch(self.samples, batch_idx, batches[dataloader_idx]), len(targets)):
             step = len(targets) // count
             # Copies: a slice would keep the whole batch in memory.
             self._samples.append(tuple(part[::step][:count].clone() for part in new))  # type: ignore[arg-type]
@@ -187,11 +188,10 @@ class ClassificationPictures(pl.Callback):
         keep = mistake_confidence(new[1], new[2]).topk(min(self.mistakes, len(new[2]))).indices
         self._worst = tuple(part[keep] for part in new)  # type: ignore[assignment]
 
-    @rank_zero_only
-    def _draw(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-        if not loggers or not self._num_classes:
-            return
+    @override
+    def _figures(self, pl_module: pl.LightningModule, stage: str) -> "dict[str, Figure]":
+        if not self._num_classes:
+            return {}
         matrix = getattr(pl_module, "confusion_matrix", None)
         names = getattr(pl_module, "class_names", None) or [str(i) for i in range(self._num_classes)]
         figures = {}
@@ -208,48 +208,4 @@ class ClassificationPictures(pl.Callback):
                 figures[f"{stage}/mistakes"] = samples_figure(images, logits, targets, names, title)
         if matrix is not None:
             figures[f"{stage}/confusion_matrix"] = confusion_figure(matrix.cpu(), names, f"{stage}: confusion matrix")
-        for logger in loggers:
-            for name, figure in figures.items():
-                logger.experiment.add_figure(name, figure, global_step=trainer.global_step)
-            logger.experiment.flush()
-        self._forget()
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._forget()
-
-    @override
-    def on_validation_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._add(outputs, batch, batch_idx, trainer.num_val_batches[dataloader_idx])
-
-    @override
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._forget()
-
-    @override
-    def on_test_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._add(outputs, batch, batch_idx, trainer.num_test_batches[dataloader_idx])
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._draw(trainer, pl_module, "val")
-
-    @override
-    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._draw(trainer, pl_module, "test")
+        return figures

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
+from callbacks.stopping_points import uncount_cut_epoch, update_is_whole
 from datamodules.errors import UserError
 
 __all__ = ["ExactCheckpoint"]
@@ -70,7 +71,7 @@ class ExactCheckpoint(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not _in_window(trainer) and not trainer.is_last_batch:
+        if update_is_whole(trainer) and not trainer.is_last_batch:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
@@ -79,7 +80,7 @@ class ExactCheckpoint(ModelCheckpoint):
             return
         if trainer.is_last_batch:
             self._validated_at_epoch_end = True
-        elif not _in_window(trainer):
+        elif update_is_whole(trainer):
             super().on_validation_end(trainer, pl_module)
 
     @override
@@ -109,30 +110,6 @@ class ExactCheckpoint(ModelCheckpoint):
         equal = current is not None and bool(self.best_k_models.get(self.kth_best_model_path) == current)
         # The score is the same on every rank, so all of them decide alike.
         return equal or super().check_monitor_top_k(trainer, current)
-
-
-def uncount_cut_epoch(loop: dict[str, Any]) -> None:
-    """Make the counters of an epoch that was ended early those of its last update, from which Lightning resumes.
-
-    When ``max_steps`` ends an epoch, it and its last batch count as done before the checkpoint is saved.
-
-    Args:
-        loop: the state of the fit loop; changed in place.
-    """
-    epoch, batch = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
-    counted = epoch["current"]["processed"] == epoch["current"]["started"]
-    if not counted or batch["is_last_batch"] or not batch["current"]["completed"]:
-        return
-    for counters in (epoch["total"], epoch["current"]):
-        counters["processed"] -= 1
-    for counters in (batch["total"], batch["current"]):
-        counters["completed"] -= 1
-    loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
-
-
-def _in_window(trainer: pl.Trainer) -> bool:
-    """Whether gradients are half-summed: after a micro-batch that made no update."""
-    return (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches != 0
 
 
 def _found_here(state: dict[str, Any], folder: Any) -> dict[str, Any]:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.classification_pictures import are_pictures, share_of_batch, stretched, wrapped
+from callbacks.evaluation_samples import EvaluationSamples
 from datamodules.errors import UserError
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ def grad_cam_figure(
     return figure
 
 
-class GradCAM(pl.Callback):
+class GradCAM(EvaluationSamples, pl.Callback):
     """Draws into TensorBoard where the network looked, in a few pictures of the validation and the test set.
 
     Runs on: `setup` (to find the layer), every validation and test batch (it keeps the pictures), and the end of
@@ -161,73 +160,33 @@ class GradCAM(pl.Callback):
 
     def __init__(self, layer: str = "layer4", samples: int = 6) -> None:
         self.layer, self.samples = layer, samples
-        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._forget()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         find_layer(pl_module, self.layer)
 
-    @rank_zero_only
-    def _keep(self, outputs: Any, batch: Any, batch_idx: int, batches: float) -> None:
+    @override
+    def _forget(self) -> None:
+        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    @override
+    def _keep(self, outputs: Any, batch: Any, batch_idx: int, batches: Sequence[float], dataloader_idx: int) -> None:
         if not isinstance(outputs, dict) or "logits" not in outputs or not are_pictures(batch[0]):
             return
         images, targets = batch
-        if count := min(share_of_batch(self.samples, batch_idx, batches), len(images)):
+        if count := min(share_of_batch(self.samples, batch_idx, batches[dataloader_idx]), len(images)):
             step = len(images) // count
             images, logits, targets = (part[::step][:count].clone() for part in (images, outputs["logits"], targets))
             self._kept.append((images, logits, targets))
 
-    @rank_zero_only
-    def _draw(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-        if not loggers or not self._kept:
-            return
+    @override
+    def _figures(self, pl_module: pl.LightningModule, stage: str) -> "dict[str, Figure]":
+        if not self._kept:
+            return {}
         images, logits, targets = (torch.cat(parts) for parts in zip(*self._kept, strict=True))
-        self._kept = []
         maps = grad_cam(pl_module, self.layer, images, logits.argmax(1)).cpu()
         names = getattr(pl_module, "class_names", None) or [str(i) for i in range(logits.shape[1])]
         images, logits, targets = images.float().cpu(), logits.float().cpu(), targets.cpu()
-        figure = grad_cam_figure(images, maps, logits, targets, names, f"{stage}: what speaks for the predicted class")
-        for logger in loggers:
-            logger.experiment.add_figure(f"{stage}/grad_cam", figure, global_step=trainer.global_step)
-            logger.experiment.flush()
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._kept = []
-
-    @override
-    def on_validation_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._keep(outputs, batch, batch_idx, trainer.num_val_batches[dataloader_idx])
-
-    @override
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._kept = []
-
-    @override
-    def on_test_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._keep(outputs, batch, batch_idx, trainer.num_test_batches[dataloader_idx])
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._draw(trainer, pl_module, "val")
-
-    @override
-    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._draw(trainer, pl_module, "test")
+        title = f"{stage}: what speaks for the predicted class"
+        return {f"{stage}/grad_cam": grad_cam_figure(images, maps, logits, targets, names, title)}

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
+
+from callbacks.evaluation_samples import tensorboards
 
 __all__ = ["GroupTable", "group_rows", "markdown_table", "text_table"]
 
@@ -69,6 +70,5 @@ class GroupTable(pl.Callback):
         for optimizer in trainer.optimizers:
             rows = group_rows(optimizer.param_groups)
             log.info("%s", text_table(rows))
-            for logger in trainer.loggers:
-                if isinstance(logger, TensorBoardLogger):
-                    logger.experiment.add_text("parameter groups", markdown_table(rows), trainer.global_step)
+            for writer in tensorboards(trainer):
+                writer.add_text("parameter groups", markdown_table(rows), trainer.global_step)

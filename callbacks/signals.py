@@ -12,14 +12,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["SIGNALS", "Preempted", "SignalFlag", "ending_on_signals", "name_of", "requeue", "requeue_command"]
+__all__ = [
+    "SIGNALS",
+    "Preempted",
+    "SignalFlag",
+    "ending_on_signals",
+    "is_batch_job",
+    "name_of",
+    "requeue",
+    "requeue_command",
+]
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 """What schedulers and people send to end a run."""
 
 # Seconds for Slurm to answer, within the 25 that the command line's watch gives rank 0 to leave.
 _SLURM_ANSWERS = 20.0
-_INTERACTIVE = ("bash", "interactive")  # What salloc and srun --pty call their jobs.
 
 
 class Preempted(SystemExit):
@@ -128,6 +136,12 @@ def ending_on_signals(*signums: int) -> Iterator[None]:
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
 
+def is_batch_job(environ: Mapping[str, str]) -> bool:
+    """Whether this is a job of Slurm that runs by itself; a shell in an interactive one is a person."""
+    # The names are what salloc and srun --pty call their jobs.
+    return "SLURM_JOB_ID" in environ and environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+
+
 def requeue_command(environ: Mapping[str, str]) -> list[str] | None:
     """What puts this batch job of Slurm back into its queue; None outside of one.
 
@@ -139,9 +153,9 @@ def requeue_command(environ: Mapping[str, str]) -> list[str] | None:
         >>> requeue_command({"SLURM_JOB_ID": "71", "SLURM_JOB_NAME": "interactive"}) is None
         True
     """
-    job = environ.get("SLURM_JOB_ID")
-    if not job or environ.get("SLURM_JOB_NAME") in _INTERACTIVE:
+    if not is_batch_job(environ):
         return None
+    job = environ["SLURM_JOB_ID"]
     if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
         job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     return ["scontrol", "requeue", job]

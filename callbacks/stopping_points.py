@@ -12,7 +12,15 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
-__all__ = ["Place", "checkpoint_callback", "move_counters", "save_now", "update_is_whole", "validation_is_next"]
+__all__ = [
+    "Place",
+    "checkpoint_callback",
+    "move_counters",
+    "save_now",
+    "uncount_cut_epoch",
+    "update_is_whole",
+    "validation_is_next",
+]
 
 Place = Literal["update", "validation", "epoch start"]
 """After a whole update in mid-epoch, before or in a validation, and before an epoch's first hook."""
@@ -56,6 +64,25 @@ def move_counters(loops: dict[str, Any], place: Place) -> None:
         # As where ModelCheckpoint saves: the last epoch is processed and not completed, and the next not yet ready.
         for counters in (fit["epoch_progress"]["total"], fit["epoch_progress"]["current"]):
             counters |= {"ready": counters["processed"], "completed": counters["processed"] - 1}
+
+
+def uncount_cut_epoch(loop: dict[str, Any]) -> None:
+    """Make the counters of an epoch that was ended early those of its last update, from which Lightning resumes.
+
+    When ``max_steps`` ends an epoch, it and its last batch count as done before the checkpoint is saved.
+
+    Args:
+        loop: the state of the fit loop; changed in place.
+    """
+    epoch, batch = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
+    counted = epoch["current"]["processed"] == epoch["current"]["started"]
+    if not counted or batch["is_last_batch"] or not batch["current"]["completed"]:
+        return
+    for counters in (epoch["total"], epoch["current"]):
+        counters["processed"] -= 1
+    for counters in (batch["total"], batch["current"]):
+        counters["completed"] -= 1
+    loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 
 def checkpoint_callback(trainer: pl.Trainer) -> ModelCheckpoint | None:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
+
+from callbacks.evaluation_samples import EvaluationSamples, tensorboards
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,7 +85,7 @@ def attention_figure(samples: Sequence[Translation], title: str | None = None, c
     return figure
 
 
-class TranslationPictures(pl.Callback):
+class TranslationPictures(EvaluationSamples, pl.Callback):
     """Shows sample translations as text after each validation, and their attention when training or a test ends.
 
     Runs on: every validation and test batch, of which it keeps a few sentences, and the end of each validation, of
@@ -102,73 +102,42 @@ class TranslationPictures(pl.Callback):
 
     def __init__(self, samples: int = 12) -> None:
         self.samples = samples
+        self._forget()
+
+    @override
+    def _forget(self) -> None:
         self._shown: list[Translation] = []
 
-    @rank_zero_only
-    def _add(self, outputs: Any, batches: int | float) -> None:
+    @override
+    def _keep(self, outputs: Any, batch: Any, batch_idx: int, batches: Sequence[float], dataloader_idx: int) -> None:
         if not isinstance(outputs, dict) or not outputs.get("translations"):
             return
         texts = outputs["translations"]
         # From all batches: sentences of one are of like length.
-        wanted = min(-(-self.samples // max(1, int(min(batches, self.samples)))), self.samples - len(self._shown))
+        wanted = min(-(-self.samples // max(1, int(min(sum(batches), self.samples)))), self.samples - len(self._shown))
         attention = outputs.get("attention")
         for i in range(0, len(texts), max(1, len(texts) // max(1, wanted)))[:wanted]:
             weights = attention(i).cpu() if attention is not None else None
             self._shown.append(Translation(outputs["sources"][i], texts[i], outputs["references"][i], weights))
 
-    @rank_zero_only
-    def _write(self, trainer: pl.Trainer, stage: str, figures: bool, texts: bool) -> None:
-        maps = [sample for sample in self._shown if sample.attention is not None] if figures else []
-        for logger in trainer.loggers:
-            if not isinstance(logger, TensorBoardLogger) or not self._shown:
-                continue
-            if texts:
-                logger.experiment.add_text(
-                    f"{stage}/translations", translations_table(self._shown), trainer.global_step
-                )
-            if maps:
-                figure = attention_figure(maps, f"{stage}: what each word looked at")
-                logger.experiment.add_figure(f"{stage}/attention", figure, trainer.global_step)
-            logger.experiment.flush()
-
-    def _on_evaluation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._shown = []
-
-    on_validation_start = on_test_start = _on_evaluation_start
-
     @override
-    def on_validation_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._add(outputs, sum(trainer.num_val_batches))
+    def _figures(self, pl_module: pl.LightningModule, stage: str) -> "dict[str, Figure]":
+        maps = [sample for sample in self._shown if sample.attention is not None]
+        return {f"{stage}/attention": attention_figure(maps, f"{stage}: what each word looked at")} if maps else {}
 
-    @override
-    def on_test_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._add(outputs, sum(trainer.num_test_batches))
+    def _write(self, trainer: pl.Trainer, stage: str) -> None:
+        if not self._shown or not trainer.is_global_zero:
+            return
+        for writer in tensorboards(trainer):
+            writer.add_text(f"{stage}/translations", translations_table(self._shown), trainer.global_step)
+            writer.flush()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._write(trainer, "val", figures=False, texts=True)
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._write(trainer, "val", figures=True, texts=False)
+            self._write(trainer, "val")
 
     @override
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._write(trainer, "test", figures=True, texts=True)
+        self._write(trainer, "test")
+        super().on_test_end(trainer, pl_module)

@@ -13,7 +13,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
@@ -24,11 +23,13 @@ from datamodules.errors import UserError
 from datamodules.image_files import ImageFiles, MemoryBudget
 from datamodules.image_sets import IMAGE_SETS, ImageSetInfo, Samples, read_digits, read_torchvision
 from datamodules.image_tree import pictures_below, scan_tree, split_by_class
+from datamodules.placed import PlacedDataModule
 from datamodules.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 
 __all__ = ["ImageFolderDataModule"]
 
 log = logging.getLogger("lightning_recipes")
+_warn = rank_zero_only(log.warning)
 
 
 def _cores() -> int:
@@ -44,7 +45,7 @@ def _statistics(means: tuple[float, ...], stds: tuple[float, ...], device: torch
         return (1 / (255 * std)).to(device), (-mean / std).to(device)
 
 
-class ImageFolderDataModule(pl.LightningDataModule):
+class ImageFolderDataModule(PlacedDataModule):
     """Pictures in class folders, or one of some known sets, exact on any number of devices and workers.
 
     Training batches are ``(images, labels)``: float32 of shape (batch, 3, size, size), normalised on the device, and
@@ -197,20 +198,6 @@ class ImageFolderDataModule(pl.LightningDataModule):
             loader.close()
             self._loaders.discard(loader)
 
-    # Rank, world size and device come from the trainer where there is one, so the module also serves a plain loop.
-
-    @property
-    def _rank(self) -> int:
-        return self.trainer.global_rank if self.trainer else 0
-
-    @property
-    def _world_size(self) -> int:
-        return self.trainer.world_size if self.trainer else 1
-
-    @property
-    def _device(self) -> torch.device:
-        return self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
-
     @property
     def _processes_here(self) -> int:
         return max(1, self.trainer.num_devices) if self.trainer else 1
@@ -257,7 +244,7 @@ class ImageFolderDataModule(pl.LightningDataModule):
             raise UserError("--dataset folder needs --data-dir, a folder with a folder of pictures for each class")
         tree = scan_tree(self.hparams.data_dir)
         for note in tree.notes:
-            _say(log.warning, f"note: {note}")
+            _warn(f"note: {note}")
         title = Path(self.hparams.data_dir).resolve().name
         self._info = replace(self._info, title=title, num_classes=len(tree.classes), classes=tree.classes)
         self._sources = {part: Samples(files, targets) for part, (files, targets) in tree.parts.items()}
@@ -267,8 +254,7 @@ class ImageFolderDataModule(pl.LightningDataModule):
         if part not in self._sources:
             if self.dataset == "digits":
                 if self.hparams.dataset == "auto" and not self._sources:
-                    _say(
-                        log.warning,
+                    _warn(
                         "no --data-dir: going on with the 1,797 digits bundled with scikit-learn as small colour "
                         "pictures; pass --data-dir FOLDER for your own",
                     )
@@ -319,7 +305,7 @@ class ImageFolderDataModule(pl.LightningDataModule):
             if Path(name).is_dir():
                 pictures, others = pictures_below(name)
                 if not pictures:
-                    _say(log.warning, f"warning: {name} holds no pictures, only {len(others):,} other files")
+                    _warn(f"warning: {name} holds no pictures, only {len(others):,} other files")
                 found += pictures
             else:
                 found.append(name)
@@ -452,8 +438,3 @@ class ImageFolderDataModule(pl.LightningDataModule):
 
 def _named(classes: Sequence[str]) -> str:
     return ", ".join(classes[:8]) + f", ... ({len(classes)} in all)" * (len(classes) > 8)
-
-
-@rank_zero_only
-def _say(how: Any, message: str) -> None:
-    how("%s", message)

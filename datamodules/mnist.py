@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import rank_zero_only
@@ -22,10 +21,12 @@ from datamodules.errors import UserError
 from datamodules.idx import check_images_and_labels, read_idx
 from datamodules.loaders import EvaluationLoader, TrainLoader
 from datamodules.order import split_indices
+from datamodules.placed import PlacedDataModule
 
 __all__ = ["DATASETS", "DatasetInfo", "MNISTDataModule", "find_files", "load_digits"]
 
 log = logging.getLogger("lightning_recipes")
+_warn = rank_zero_only(log.warning)
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def load_digits() -> dict[str, tuple[Tensor, Tensor]]:
     return {part: (images[rows], labels[rows]) for part, rows in (("train", train), ("test", test))}
 
 
-class MNISTDataModule(pl.LightningDataModule):
+class MNISTDataModule(PlacedDataModule):
     """MNIST, Fashion-MNIST, KMNIST or scikit-learn's bundled digits, exact on any number of devices.
 
     Batches are ``(images, labels)``: float32 of shape (batch, 1, 28, 28), normalised, and int64 of shape (batch,), on
@@ -211,20 +212,6 @@ class MNISTDataModule(pl.LightningDataModule):
         """Samples in each part that has been set up: "train", "val", "test"."""
         return {part: len(rows) for part, rows in self._rows.items()}
 
-    # Rank, world size and device come from the trainer where there is one, so the module also serves a plain loop.
-
-    @property
-    def _rank(self) -> int:
-        return self.trainer.global_rank if self.trainer else 0
-
-    @property
-    def _world_size(self) -> int:
-        return self.trainer.world_size if self.trainer else 1
-
-    @property
-    def _device(self) -> torch.device:
-        return self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
-
     @override
     def prepare_data(self) -> None:
         """Download what is missing. Lightning calls this in one process per node.
@@ -256,7 +243,7 @@ class MNISTDataModule(pl.LightningDataModule):
                 # Only the default folder may be missing: this one somebody has typed.
                 raise UserError(f"{self._missing('mnist')}; pass a folder that exists, or --dataset digits")
             if chosen == "digits":
-                _say(
+                _warn(
                     "warning: %s: going on with the 1,797 digits bundled with scikit-learn; "
                     "pass --data-dir FOLDER for MNIST",
                     self._missing("mnist"),
@@ -402,8 +389,3 @@ class MNISTDataModule(pl.LightningDataModule):
             if self.trainer is not None and self.trainer.state.fn is not None:
                 self.setup(self.trainer.state.fn)
         self.dataset = saved
-
-
-@rank_zero_only
-def _say(message: str, *values: object) -> None:
-    log.warning(message, *values)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
@@ -19,6 +18,7 @@ from datamodules.bundled_corpus import BUNDLED_TITLE, bundled_pairs
 from datamodules.errors import UserError
 from datamodules.packed_sentences import PackedPairs, PackedSentences, TranslationBatch, pack
 from datamodules.parallel_corpus import Faults, SentencePairs, read_aligned, read_inputs, read_pairs
+from datamodules.placed import PlacedDataModule
 from datamodules.sentence_loaders import SentenceEvaluationLoader, SentenceTrainLoader
 from datamodules.text import EOS, SOS, Normalisation, Vocabulary, normalise, normalise_lines
 from datamodules.translation_corpus import Choice, Corpus, CorpusFilter, CorpusInfo, prepare_corpus
@@ -26,9 +26,10 @@ from datamodules.translation_corpus import Choice, Corpus, CorpusFilter, CorpusI
 __all__ = ["TranslationDataModule"]
 
 log = logging.getLogger("lightning_recipes")
+_inform, _warn = rank_zero_only(log.info), rank_zero_only(log.warning)
 
 
-class TranslationDataModule(pl.LightningDataModule):
+class TranslationDataModule(PlacedDataModule):
     """Sentence pairs in batches of like length, exact on any number of devices.
 
     Batches are `TranslationBatch`es of word numbers: PAD is 0, SOS 1, EOS 2, and UNK, a word not in the vocabulary, 3.
@@ -116,19 +117,6 @@ class TranslationDataModule(pl.LightningDataModule):
         self._pairs: PackedPairs | None = None
         self._normalisation = normalisation
         self._inputs: list[tuple[str, str]] | None = None
-
-    # Rank and world size come from the trainer where there is one, so the module also serves a plain loop.
-
-    @property
-    def _rank(self) -> int:
-        return self.trainer.global_rank if self.trainer else 0
-
-    @property
-    def _world_size(self) -> int:
-        return self.trainer.world_size if self.trainer else 1
-
-    def _micro_batches(self) -> int:
-        return self.trainer.accumulate_grad_batches if self.trainer else 1
 
     @property
     def info(self) -> CorpusInfo:
@@ -327,13 +315,3 @@ class TranslationDataModule(pl.LightningDataModule):
         elif self._vocabularies not in (None, saved):
             _warn("note: the training part has other words than when the checkpoint was made, whose words are kept")
         self._vocabularies, self._pairs = saved, None
-
-
-@rank_zero_only
-def _warn(message: str) -> None:
-    log.warning("%s", message)
-
-
-@rank_zero_only
-def _inform(message: str) -> None:
-    log.info("%s", message)

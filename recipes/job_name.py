@@ -5,6 +5,7 @@ import re
 import socket
 from collections.abc import Mapping
 
+from callbacks.signals import is_batch_job
 from datamodules.errors import UserError
 
 __all__ = ["is_restarted", "launch_name"]
@@ -13,13 +14,10 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def _slurm_name(environment: Mapping[str, str]) -> str | None:
-    """Of a Slurm job step. A shell in an interactive job is a person, who may run several things."""
-    job = environment.get("SLURM_JOB_ID")
-    if job is None or "SLURM_PROCID" not in environment:
+    """Of a step of a batch job; in an interactive one a person may run several things."""
+    if not is_batch_job(environment) or "SLURM_PROCID" not in environment:
         return None
-    if environment.get("SLURM_JOB_NAME") in ("bash", "interactive"):
-        return None
-    step = environment.get("SLURM_STEP_ID", "0")
+    job, step = environment["SLURM_JOB_ID"], environment.get("SLURM_STEP_ID", "0")
     return f"slurm-{job}" + (f"-step{step}" if step.isdigit() and 0 < int(step) < 1_000_000 else "")
 
 

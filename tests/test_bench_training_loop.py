@@ -14,7 +14,8 @@ from torch import nn
 from benchmarks.bare_trainer import quiet
 from benchmarks.input_pipeline import write_files
 from benchmarks.laps import PARTS, Laps, PartsProfiler
-from benchmarks.loops import PEERS, Job, accelerate_loop, bare_loop, fabric_loop, hand_loop, ignite_loop
+from benchmarks.loops import Job, bare_loop, fabric_loop, hand_loop
+from benchmarks.peers import peer_loops
 from benchmarks.terminal import interruptible, unread_terminal
 
 IMAGES = torch.randint(256, (64, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
@@ -26,9 +27,7 @@ def small() -> nn.Module:
 
 
 JOB = Job(small, IMAGES, LABELS, batch_size=16, steps=6, settling=2, precision="32-true")
-LOOPS: dict[str, Callable[[Job], Laps]] = {"Fabric": fabric_loop, "bare Trainer": bare_loop}
-LOOPS |= {"Accelerate": accelerate_loop} if PEERS["Accelerate"] else {}
-LOOPS |= {"ignite": ignite_loop, "ignite, bar": partial(ignite_loop, bar=True)} if PEERS["ignite"] else {}
+LOOPS: dict[str, Callable[[Job], Laps]] = {"Fabric": fabric_loop, "bare Trainer": bare_loop, **peer_loops()}
 
 
 def trained(loop: Callable[[Job], Laps]) -> tuple[torch.Tensor, Laps]:

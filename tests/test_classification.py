@@ -258,7 +258,8 @@ def test_samples_come_from_the_whole_set_and_not_only_from_its_first_class():
     pictures = ClassificationPictures(samples=4)
     sorted_targets = torch.arange(40) // 10
     for i, targets in enumerate(sorted_targets.split(9)):
-        pictures._add({"logits": torch.zeros(len(targets), 4)}, (torch.zeros(len(targets), 1, 2, 2), targets), i, 5)
+        images = torch.zeros(len(targets), 1, 2, 2)
+        pictures._keep({"logits": torch.zeros(len(targets), 4)}, (images, targets), i, [5], 0)
     assert torch.cat([targets for _, _, targets in pictures._samples]).unique().tolist() == [0, 1, 2, 3]
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from callbacks.exact_checkpoint import ExactCheckpoint, uncount_cut_epoch
+from callbacks.exact_checkpoint import ExactCheckpoint
 from callbacks.seed_control import SeedControl
+from callbacks.stopping_points import uncount_cut_epoch
 from datamodules.loaders import TrainLoader
 from tests.ranks import run_ranks
 from tests.tables import QUIET, Tiny, picture_network, pictures
