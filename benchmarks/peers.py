@@ -6,11 +6,12 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.laps import Laps
-from benchmarks.loops import Job, gpu_search, loop_with
+from benchmarks.loops import LR, Job, gpu_search, loop_with
 from benchmarks.terminal import interruptible, unread_terminal
 
 __all__ = ["absent_peers", "peer_loops"]
@@ -61,7 +62,7 @@ def ignite_loop(job: Job, bar: bool = False) -> Laps:
 
 
 def fastai_loop(job: Job) -> Laps:
-    """fastai's Learner without its bar."""
+    """fastai's Learner, with its running averages and no bar."""
     from fastai.callback.core import Callback
     from fastai.data.core import DataLoaders
     from fastai.learner import Learner
@@ -81,8 +82,8 @@ def fastai_loop(job: Job) -> Laps:
         opt_func=lambda *_, **__: OptimWrapper(opt=job.optimizer(model)),
         cbs=[Ends()],
     )
-    with gpu_search(as_lightning=False), job.autocast(), learner.no_bar(), learner.no_logging():
-        learner.fit(1)
+    with gpu_search(as_lightning=False), job.autocast(), learner.no_logging():
+        learner.fit(1, lr=LR)
     return laps
 
 
@@ -110,6 +111,7 @@ def composer_loop(job: Job) -> Laps:
             laps.end_step()
 
     model = Model()
+    order = torch.get_rng_state()
     with gpu_search(as_lightning=False), interruptible():
         trainer = Trainer(
             model=model,
@@ -121,6 +123,7 @@ def composer_loop(job: Job) -> Laps:
             progress_bar=False,
             callbacks=[Ends()],
         )
+        torch.set_rng_state(order)  # Its Trainer seeds everything anew.
         trainer.fit()
         trainer.close()
     return laps

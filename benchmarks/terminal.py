@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,11 @@ __all__ = ["interruptible", "unread_terminal"]
 
 @contextlib.contextmanager
 def unread_terminal() -> Iterator[None]:
-    """Sends what is printed to a pseudo-terminal that another process empties; to nowhere where there is none."""
+    """Sends what is printed to a pseudo-terminal that another process empties; to nowhere where there is none.
+
+    Raises:
+        RuntimeError: a command line inside has ended the program; with what it said last.
+    """
     try:
         import pty
     except ImportError:  # Windows.
@@ -25,20 +30,24 @@ def unread_terminal() -> Iterator[None]:
         return
     inside, outside = pty.openpty()
     # A process, since a thread would take turns with the loop that is measured; out of reach of Ctrl-C.
-    reader = subprocess.Popen(
-        ["cat"], stdin=inside, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    os.close(inside)
-    try:
-        with (
-            os.fdopen(outside, "w") as screen,
-            contextlib.redirect_stdout(screen),
-            contextlib.redirect_stderr(screen),
-        ):
-            yield
-    finally:
-        reader.kill()
-        reader.wait()
+    with tempfile.TemporaryFile() as said:
+        reader = subprocess.Popen(["cat"], stdin=inside, stdout=said, stderr=subprocess.DEVNULL, start_new_session=True)
+        os.close(inside)
+        try:
+            with (
+                os.fdopen(outside, "w") as screen,
+                contextlib.redirect_stdout(screen),
+                contextlib.redirect_stderr(screen),
+            ):
+                yield
+        except SystemExit as ended:
+            reader.wait()
+            said.seek(0)
+            last = said.read().decode(errors="replace").strip().splitlines()[-1:]
+            raise RuntimeError(f"the command line ended with status {ended.code}: {''.join(last)}") from ended
+        finally:
+            reader.kill()
+            reader.wait()
 
 
 class _Interrupted(Exception):

@@ -1,5 +1,6 @@
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -107,3 +108,10 @@ def test_what_is_printed_inside_goes_to_a_terminal_and_not_to_ours(capfd: pytest
         assert sys.stderr.isatty()
         print("x" * 100_000, file=sys.stderr)  # More than a terminal holds that nobody reads.
     assert capfd.readouterr() == ("", "")
+
+
+def test_what_ends_a_command_line_on_the_unread_terminal_is_said() -> None:
+    with pytest.raises(RuntimeError, match="status 2: error: no such flag"), unread_terminal():
+        print("a bar")
+        print("error: no such flag", file=sys.stderr)
+        sys.exit(2)
