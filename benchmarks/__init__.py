@@ -3,7 +3,7 @@
 A section is a module of this package with ``run(options, progress)``, which returns a `benchmarks.harness.Section`.
 """
 
-__all__ = ["SECTIONS"]
+__all__ = ["NEED_CUDA", "SECTIONS"]
 
 SECTIONS = {
     "training_loop": "a step of the recipe beside loops by hand, stock Lightning and other libraries",
@@ -16,5 +16,9 @@ SECTIONS = {
     "fine_tuning": "seconds of a step by what is frozen, and of an epoch with cached features",
     "seq2seq": "target words a second and BLEU of a translator in training",
     "scaling": "what more processes give, and what many more would",
+    "cuda": "a step on a CUDA GPU by layout, precision, fused optimiser and compilation, and its share of the peak",
 }
 """The sections in the order in which they run, and what each measures."""
+
+NEED_CUDA = ("cuda",)
+"""Those that are left out without a GPU, unless they are named."""

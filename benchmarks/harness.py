@@ -11,7 +11,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +23,7 @@ from rich.table import Table
 
 __all__ = [
     "Column",
+    "Curve",
     "Goal",
     "Options",
     "Section",
@@ -53,6 +54,7 @@ class Options:
         data_dir: where data sets are looked for.
         devices: of the scaling section: processes on a node, for each world to measure.
         num_nodes: of the scaling section.
+        peak_tflops: of the cuda section: what the GPU can do at most, in 10^12 bf16 operations a second.
     """
 
     quick: bool = False
@@ -61,6 +63,7 @@ class Options:
     data_dir: str = "data"
     devices: tuple[int, ...] = ()
     num_nodes: int = 1
+    peak_tflops: float | None = None
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,25 @@ class Goal:
     met: bool
 
 
+@dataclass(frozen=True)
+class Curve:
+    """A panel of a section's picture, over a logarithmic axis.
+
+    Args:
+        x: what the axis shows, with the unit; so with `y`.
+        lines: by name, two lists of equal length: places and values.
+        points: the same, drawn as dots.
+        log: whether the values' axis is logarithmic, too.
+    """
+
+    title: str
+    x: str
+    y: str
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    points: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    log: bool = False
+
+
 @dataclass
 class Section:
     """The results of one section.
@@ -203,6 +225,8 @@ class Section:
         columns: of the figures; each row has one for every column, or None.
         notes: what a reader must know to read the figures.
         details: a second table, of single figures: rows of figures by column.
+        ours: the rows of this project, which the picture shows in a colour of their own.
+        curves: further panels of the picture.
     """
 
     title: str
@@ -213,6 +237,8 @@ class Section:
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
     details: dict[str, dict[str, float]] = field(default_factory=dict)
+    ours: Collection[str] = ()
+    curves: list[Curve] = field(default_factory=list)
 
 
 def available_cores() -> int:

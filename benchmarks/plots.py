@@ -1,43 +1,83 @@
-"""A bar chart per section: the median of each row, with whiskers from the smallest to the largest."""
+"""A picture per section: each row's median as a dot, with a line from the smallest to the largest; and its curves."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.harness import Section
+from benchmarks.harness import Curve, Section
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["draw", "write_plots"]
 
+OURS, OTHERS = "tab:orange", "tab:blue"
+_TOO_FAR = 12.0
+"""From this ratio of the largest to the smallest on, a linear axis would press the small ones together."""
+
+
+def _plain(value: float, _: float) -> str:
+    return f"{value:,g}"
+
+
+def _dots(axes: "Axes", section: Section, number: int, names: bool) -> None:
+    column, found = section.columns[number], []
+    for place, (name, row) in enumerate(section.rows.items()):
+        if (spread := row[number]) is None:
+            continue
+        found.append(spread)
+        colour = OURS if name in section.ours else OTHERS
+        axes.plot([spread.low, spread.high], [place, place], color=colour, linewidth=2, alpha=0.5)
+        axes.plot(spread.median, place, "o", color=colour)
+        label = f"{spread.median:{column.form}}"
+        axes.annotate(label, (spread.median, place), (0, 5), textcoords="offset points", ha="center", fontsize=8)
+    medians = [spread.median for spread in found]
+    if min(medians) > 0 and max(medians) > _TOO_FAR * min(medians):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(_plain)
+    else:
+        axes.set_xlim(left=min(0.0, *(spread.low for spread in found)))
+    axes.margins(x=0.08)
+    axes.set_yticks(range(len(section.rows)), list(section.rows) if names else [""] * len(section.rows))
+    axes.set_ylim(len(section.rows) - 0.5, -0.8)
+    axes.set_xlabel(column.title)
+    axes.grid(alpha=0.3)
+
+
+def _curve(axes: "Axes", curve: Curve) -> None:
+    for name, (xs, ys) in curve.lines.items():
+        axes.plot(xs, ys, label=name)
+    for name, (xs, ys) in curve.points.items():
+        axes.plot(xs, ys, "o", label=name)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(_plain)
+    if curve.log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(_plain)
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set(title=curve.title, xlabel=curve.x, ylabel=curve.y)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
 
 def draw(section: Section) -> "Figure":
-    """One panel for each of the first and the last column that has figures."""
+    """A panel for the first and one for the last column of most rows, and one for each curve below."""
     from matplotlib.figure import Figure
 
-    filled = [
-        number
-        for number in range(len(section.columns))
-        if sum(row[number] is not None for row in section.rows.values()) > 1
-    ]
+    counts = [sum(row[number] is not None for row in section.rows.values()) for number in range(len(section.columns))]
+    filled = [number for number, count in enumerate(counts) if count > max(1, len(section.rows) / 2 - 1)]
     shown = list(dict.fromkeys((filled[0], filled[-1]))) if filled else []
-    figure = Figure(figsize=(11, 1.2 + 0.32 * len(section.rows)), layout="constrained")
+    height = 1.2 + 0.42 * len(section.rows)
+    figure = Figure(figsize=(11, height + 4 * bool(section.curves)), layout="constrained")
     figure.suptitle(section.title)
+    above, *below = figure.subfigures(
+        1 + bool(section.curves), 1, height_ratios=[height, 4][: 1 + bool(section.curves)], squeeze=False
+    )[:, 0]
     for place, number in enumerate(shown, 1):
-        axes = figure.add_subplot(1, len(shown), place)
-        rows = [(name, row[number]) for name, row in section.rows.items()]
-        spreads = [(name, spread) for name, spread in rows if spread is not None]
-        medians = [spread.median for _, spread in spreads]
-        whiskers = [
-            [spread.median - spread.low for _, spread in spreads],
-            [spread.high - spread.median for _, spread in spreads],
-        ]
-        axes.barh([name for name, _ in spreads], medians, xerr=whiskers, color="#4878a8", capsize=3)
-        axes.invert_yaxis()
-        axes.set_xlabel(section.columns[number].title)
-        axes.grid(axis="x", alpha=0.3)
-        axes.bar_label(axes.containers[-1], fmt="%.3g", padding=3, fontsize=8)  # type: ignore[arg-type]
-        axes.margins(x=0.15)
+        _dots(above.add_subplot(1, len(shown), place), section, number, names=place == 1)
+    for place, curve in enumerate(section.curves, 1):
+        _curve(below[0].add_subplot(1, len(section.curves), place), curve)
     return figure
 
 

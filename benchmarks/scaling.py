@@ -11,7 +11,7 @@ import statistics
 import torch
 
 from benchmarks.fine_tuning import SETTLING
-from benchmarks.harness import Column, Goal, Options, Progress, Section, Spread, available_cores, pin_threads
+from benchmarks.harness import Column, Curve, Goal, Options, Progress, Section, Spread, available_cores, pin_threads
 from benchmarks.ring import Link, Reduction, fit_link, relative_errors
 from benchmarks.scaling_ranks import ALONE, ALONE_ALL, BESIDE, STRONG, WEAK, Job, Measured, median_rank, run_world
 from datamodules.errors import UserError
@@ -161,8 +161,43 @@ def _section(worlds: list[tuple[Job, Measured]], threads: str, quick: bool) -> S
         ],
         rows=rows,
         goals=_goals(worlds),
+        curves=_curves(link, worlds) if link is not None else [],
         notes=[*notes, "small pictures and few steps: of no meaning"] if quick else notes,
     )
+
+
+def _curves(link: Link, worlds: list[tuple[Job, Measured]]) -> list[Curve]:
+    """The sums beside the fit, and the efficiency of worlds up to the largest that is predicted."""
+    several = [(job, found) for job, found in worlds if job.world_size > 1]
+    measured: dict[str, tuple[list[float], list[float]]] = {}
+    fits: dict[str, tuple[list[float], list[float]]] = {}
+    for job, found in several:
+        sizes = sorted(found.reductions)
+        kilobytes, world = [size / 1e3 for size in sizes], job.world_size
+        measured[f"{world} processes"] = kilobytes, [statistics.median(found.reductions[s]) * 1e3 for s in sizes]
+        fits[f"{world} processes, fit"] = kilobytes, [link.all_reduce_seconds(world, size) * 1e3 for size in sizes]
+        bounds = [link.bound_seconds(world, size) * 1e3 for size in sizes]
+        fits[f"{world} processes, ring bound"] = kilobytes, bounds
+    job, found = several[-1]
+    alone, exposed = statistics.median(median_rank(found.steps[ALONE])), exposed_share(found)
+    grid = [2.0**power for power in range(11)]
+    steps = [alone + exposed * link.all_reduce_seconds(int(world), found.gradient_bytes) for world in grid]
+    shares: dict[str, list[float]] = {"of as many alone": [], "of as many side by side": []}
+    for job, found in worlds:
+        row = world_row(job, found, None)
+        for name, spread in zip(shares, row[1:3], strict=True):
+            shares[name].append(spread.median if spread else 100.0)
+    counts = [float(job.world_size) for job, _ in worlds]
+    return [
+        Curve("all-reduce", "kilobytes", "milliseconds", fits, measured, log=True),
+        Curve(
+            "weak scaling",
+            "processes",
+            "efficiency, %",
+            {"predicted, a core or a GPU each": (grid, [100 * alone / step for step in steps])},
+            {f"% {name}": (counts, values) for name, values in shares.items()},
+        ),
+    ]
 
 
 def _goals(worlds: list[tuple[Job, Measured]]) -> list[Goal]:

@@ -232,6 +232,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         ],
         rows=rows,
         goals=_goals(timings, mixed, scores),
+        ours=[name for name in rows if name.startswith("recipe")],
         notes=_notes(everything[SORTED], timings, peaks, quick),
         interrupted=timings.interrupted,
     )

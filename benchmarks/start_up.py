@@ -79,6 +79,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         columns=[Column("seconds", ".2f"), Column("times the imports", ".2f")],
         rows=rows,
         goals=[goal(timings, HELP), goal(timings, FIRST_STEP)],
+        ours=[HELP, FIRST_STEP],
         notes=[
             "the first step is compared with the imports until they are there, the rest with whole processes",
             "the second table: milliseconds of each part up to the first step, in their order",

@@ -197,6 +197,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         ],
         rows=rows,
         goals=goals(networks, precision),
+        ours=[name for name in rows if OURS in name or AUGMENTED in name],
         details={
             f"{name}, {loop}": parts for name, network in networks.items() for loop, parts in network.splits.items()
         },

@@ -224,6 +224,7 @@ def _threads_put_back() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+_NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 QUICK_SECTIONS = ["input_pipeline", "callbacks_cost", "fine_tuning", "seq2seq"]
 
 
@@ -250,7 +251,14 @@ def run_tiny(names: list[str], folder: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_threads_put_back")
-@pytest.mark.parametrize("name", [name for name in benchmarks.SECTIONS if name not in QUICK_SECTIONS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[_NEEDS_GPU] if name in benchmarks.NEED_CUDA else [])
+        for name in benchmarks.SECTIONS
+        if name not in QUICK_SECTIONS
+    ],
+)
 def test_a_section_runs_once_tiny(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_tiny([name], tmp_path, capsys)
 
