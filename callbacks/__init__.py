@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from callbacks.grad_cam import GradCAM
     from callbacks.gradient_accumulation import GradientAccumulation
     from callbacks.group_table import GroupTable
+    from callbacks.lean_loop import LeanLoop
     from callbacks.no_profiler import NoProfiler
     from callbacks.preemption import Preemption
     from callbacks.rank_consistency import RankConsistency
@@ -35,6 +36,7 @@ __all__ = [
     "GradCAM",
     "GradientAccumulation",
     "GroupTable",
+    "LeanLoop",
     "NoProfiler",
     "Preempted",
     "Preemption",
@@ -61,6 +63,7 @@ __getattr__ = lazy_names(
         "GradCAM": "callbacks.grad_cam",
         "GradientAccumulation": "callbacks.gradient_accumulation",
         "GroupTable": "callbacks.group_table",
+        "LeanLoop": "callbacks.lean_loop",
         "NoProfiler": "callbacks.no_profiler",
         "Preempted": "callbacks.signals",
         "Preemption": "callbacks.preemption",

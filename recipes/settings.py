@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from callbacks.exact_checkpoint import ExactCheckpoint
 from callbacks.finite_weights import FiniteWeights
 from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.lean_loop import LeanLoop
 from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.seed_control import SeedControl
@@ -56,6 +57,7 @@ class RunSettings:
         base_batch_size: the global batch that the learning rate is stated for; by default the recipe's.
         sync_bn: BatchNorm over all devices, or over groups of so many.
         tune_allocator: keep large blocks of memory between steps (Linux on CPU).
+        lean_loop: take the short way through Lightning's step, where nothing needs the long one.
     """
 
     name: str | None = None
@@ -80,6 +82,7 @@ class RunSettings:
     base_batch_size: int | None = None
     sync_bn: bool | int = False
     tune_allocator: bool = True
+    lean_loop: bool = True
 
 
 def learning_rate_scale(rule: str, optimizer: str) -> Scale | None:
@@ -122,6 +125,8 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
         WarmupLR(settings.warmup, settings.warmup_kind, settings.warmup_start_factor, scale, base if scale else None),
     ]
     callbacks += [FiniteWeights(), RankConsistency(), SkipUnusedHooks(), Preemption()]
+    if settings.lean_loop:
+        callbacks.append(LeanLoop())
     if settings.sync_bn:
         callbacks.append(SyncBN(None if settings.sync_bn is True else settings.sync_bn))
     return callbacks

@@ -16,6 +16,7 @@ from callbacks.freeze_layers import FreezeLayers
 from callbacks.grad_cam import GradCAM
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.group_table import GroupTable
+from callbacks.lean_loop import LeanLoop
 from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.run_progress import RunProgress
@@ -48,6 +49,7 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "Preemption": lambda: Preemption(),
     "TranslationPictures": lambda: TranslationPictures(samples=2),
     "SkipUnusedHooks": lambda: SkipUnusedHooks(),
+    "LeanLoop": lambda: LeanLoop(),
 }
 """Every callback of the package with tiny settings. Build SeedControl before the module, as its docstring says."""
 
@@ -68,6 +70,7 @@ TOGETHER = (
     "Preemption",
     "TranslationPictures",
     "SkipUnusedHooks",
+    "LeanLoop",
 )
 """One row of each class: what a run with everything uses."""
 
