@@ -1,9 +1,9 @@
-"""Imports are most of what a command waits for, and a third of them is garbage collection that finds nothing.
+"""Imports are most of what a command waits for, and a quarter of that is garbage collection that finds nothing.
 
-torch, torchvision and Lightning make some 700,000 objects. Looking through them again and again takes a quarter of the
-time of importing them, and once more a second as the process ends; by none of it a byte becomes free.
+torch, torchvision and Lightning make some 740,000 objects, which are looked through again and again while they come.
 """
 
+import atexit
 import gc
 import sys
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ __all__ = ["quick_imports"]
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Imports without garbage collection, which also later leaves out what they have made.
+    """Imports without garbage collection, which leaves out what they have made until the process ends.
 
     For the first lines of a program, where nothing but modules exists. Ctrl-C ends it with status 130, in silence.
 
@@ -28,4 +28,6 @@ def quick_imports() -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit(130)
     gc.freeze()
+    # In the end they are let go of in order: extensions complain of what they find alive then.
+    atexit.register(gc.unfreeze)
     gc.enable()

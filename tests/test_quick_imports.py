@@ -52,6 +52,11 @@ def test_a_broken_import_is_shown() -> None:
     assert "No module named 'no_such_module'" in done.stderr
 
 
+def test_nothing_is_said_as_a_command_ends() -> None:
+    done = _python("-W", "ignore", "-m", "recipes.mnist", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_help_does_not_import_tensorboard() -> None:
     script = (
         "import sys\nfrom datamodules import MNISTDataModule\nfrom recipes import MNISTClassifier, run\n"
