@@ -71,6 +71,8 @@ class ExactCheckpoint(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._every_n_train_steps < 1 and self._train_time_interval is None:
+            return  # The parent comes to the same, at every step, by asking for much more.
         if update_is_whole(trainer) and not trainer.is_last_batch:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 

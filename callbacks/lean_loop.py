@@ -192,9 +192,14 @@ class _Step:
             loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
         self._call("on_train_batch_end", outputs, batch, batch_idx)
-        logs.on_batch_end()
+        results = loop._results
+        if results:
+            logs.on_batch_end()
+        else:  # Nobody has called `log`.
+            results.batch = results.batch_size = None
         progress.increment_completed()
-        logs.update_train_step_metrics()
+        if results:
+            logs.update_train_step_metrics()
 
     def _moved(self, batch: Any) -> Any:
         batch = self.precision.convert_input(batch)

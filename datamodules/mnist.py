@@ -19,7 +19,7 @@ from datamodules.affine import RandomAffine
 from datamodules.download import DownloadError, download, md5_of
 from datamodules.errors import UserError
 from datamodules.idx import check_images_and_labels, read_idx
-from datamodules.loaders import EvaluationLoader, TrainLoader
+from datamodules.loaders import EvaluationLoader, TrainLoader, Transform
 from datamodules.order import split_indices
 from datamodules.placed import PlacedDataModule
 
@@ -291,14 +291,17 @@ class MNISTDataModule(PlacedDataModule):
         # x / (255 std) - mean / std in one pass over the memory.
         return torch.add(torch.tensor(-self.info.mean / self.info.std), images, alpha=1 / (255 * self.info.std))
 
-    def _training_transform(self, images: Tensor, rows: Tensor, epoch: int) -> Tensor:
-        options = self.hparams
-        count = len(self._parts["train"][1])
+    def _training_transform(self) -> Transform:
+        options, count = self.hparams, len(self._parts["train"][1])
         augment = RandomAffine(options.seed, options.shift, options.rotation, options.scale, count)
-        # The map fills with zeros, which is the background before the mean is taken off, so it comes first.
-        if augment and len(images):
-            images = augment(images.float(), rows, epoch)
-        return self.normalise(images)
+
+        def transform(images: Tensor, rows: Tensor, epoch: int) -> Tensor:
+            # The map fills with zeros, which is the background before the mean is taken off, so it comes first.
+            if augment and len(images):
+                images = augment(images.float(), rows, epoch)
+            return self.normalise(images)
+
+        return transform
 
     def _evaluation_transform(self, images: Tensor, rows: Tensor, epoch: int) -> Tensor:
         return self.normalise(images)
@@ -314,7 +317,7 @@ class MNISTDataModule(PlacedDataModule):
             self.hparams.seed,
             self._rank,
             self._world_size,
-            self._training_transform,
+            self._training_transform(),
             self._device,
             self.hparams.drop_last,
             # Over-fitting repeats the same few batches; Trainer sets this attribute where mypy does not see it.
