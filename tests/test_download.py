@@ -202,7 +202,12 @@ def test_who_waited_tries_by_itself_when_the_first_one_failed(server: _Server, t
 
 
 def _download_until_interrupted(url: str, path: str) -> str:
-    threading.Timer(0.3, _thread.interrupt_main).start()
+    def interrupt() -> None:
+        while not list(Path(path).parent.glob(".*.part")):  # The answer has begun.
+            time.sleep(0.01)
+        _thread.interrupt_main()
+
+    threading.Thread(target=interrupt, daemon=True).start()
     try:
         download([url, url], Path(path), MD5)
     except KeyboardInterrupt:
