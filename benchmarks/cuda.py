@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
-from benchmarks.bare_trainer import bare_trainer, quiet
-from benchmarks.fine_tuning import SETTLING, Clock, SameBatch, fine_tuner
+from benchmarks.bare_trainer import quiet
+from benchmarks.fine_tuning import SETTLING, Clock, SameBatch, fine_tuner, fit
 from benchmarks.harness import Column, Goal, Options, Progress, Section, Spread, alternate, pin_threads
-from benchmarks.terminal import interruptible
 from datamodules.errors import UserError
 from recipes.optim import build_optimizer, parameter_groups
 
@@ -156,10 +155,9 @@ class _Settled(Clock):
 
 def _recipe_step(batch_size: int, image_size: int, steps: int) -> float:
     """Seconds of a step of the fine-tuning recipe; the batch is copied in each step, as a loader's is."""
-    clock = _Settled()
-    trainer = bare_trainer([clock], accelerator="gpu", precision="bf16-mixed", limit_val_batches=0)
-    with interruptible():
-        trainer.fit(fine_tuner("none", image_size), SameBatch(batch_size, image_size, SETTLING + steps))
+    batches = SameBatch(batch_size, image_size, SETTLING + steps)
+    recipe = fine_tuner("none", image_size)
+    clock = fit(recipe, "bf16-mixed", clock=_Settled(), accelerator="gpu", train_dataloaders=batches)
     return (clock.step_ends[-1] - clock.step_ends[SETTLING - 1]) / steps
 
 

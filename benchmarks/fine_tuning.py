@@ -102,10 +102,19 @@ class Clock(pl.Callback):
         self.epochs.append(time.perf_counter() - self._start)
 
 
-def fit(recipe: ResNetFineTuner, precision: Any, max_epochs: int = 1, **data: Any) -> Clock:
+def fit(
+    recipe: ResNetFineTuner,
+    precision: Any,
+    max_epochs: int = 1,
+    clock: Clock | None = None,
+    accelerator: str = "cpu",
+    **data: Any,
+) -> Clock:
     """A fit of the recipe without validation, logger, checkpoints and bar; `data` is what `Trainer.fit` takes."""
-    clock = Clock()
-    trainer = bare_trainer([clock], precision=precision, max_epochs=max_epochs, limit_val_batches=0)
+    clock = clock or Clock()
+    trainer = bare_trainer(
+        [clock], accelerator=accelerator, precision=precision, max_epochs=max_epochs, limit_val_batches=0
+    )
     with interruptible():
         trainer.fit(recipe, **data)
     return clock

@@ -179,10 +179,10 @@ def _curves(link: Link, worlds: list[tuple[Job, Measured]]) -> list[Curve]:
         fits[f"{world} processes, fit"] = kilobytes, [link.all_reduce_seconds(world, size) * 1e3 for size in sizes]
         bounds = [link.bound_seconds(world, size) * 1e3 for size in sizes]
         fits[f"{world} processes, ring bound"] = kilobytes, bounds
-    job, found = several[-1]
-    alone, exposed = statistics.median(median_rank(found.steps[ALONE])), exposed_share(found)
-    grid = [2.0**power for power in range(11)]
-    steps = [alone + exposed * link.all_reduce_seconds(int(world), found.gradient_bytes) for world in grid]
+    _, largest = several[-1]
+    alone = statistics.median(median_rank(largest.steps[ALONE]))
+    grid = [2**power for power in range(11)]
+    efficiencies = [100 * alone / predicted_step(link, largest, world) for world in grid]
     shares: dict[str, list[float]] = {"of as many alone": [], "of as many side by side": []}
     for job, found in worlds:
         row = world_row(job, found, None)
@@ -195,7 +195,7 @@ def _curves(link: Link, worlds: list[tuple[Job, Measured]]) -> list[Curve]:
             "weak scaling",
             "processes",
             "efficiency, %",
-            {"predicted, a core or a GPU each": (grid, [100 * alone / step for step in steps])},
+            {"predicted, a core or a GPU each": (grid, efficiencies)},
             {f"% {name}": (counts, values) for name, values in shares.items()},
         ),
     ]
@@ -238,13 +238,19 @@ def _fit_notes(
     return notes
 
 
+def predicted_step(link: Link, found: Measured, world_size: int) -> float:
+    """Seconds of a step where each process has a core or a GPU to itself and the link is the one measured."""
+    alone = statistics.median(median_rank(found.steps[ALONE]))
+    return alone + exposed_share(found) * link.all_reduce_seconds(world_size, found.gradient_bytes)
+
+
 def _predictions(link: Link, job: Job, found: Measured) -> dict[str, list[Spread | None]]:
     """Worlds in which each process has a core or a GPU to itself and the link is the one measured."""
     alone = statistics.median(median_rank(found.steps[ALONE]))
     rows: dict[str, list[Spread | None]] = {}
     for world in PREDICTED:
         summed = link.all_reduce_seconds(world, found.gradient_bytes)
-        step = alone + exposed_share(found) * summed
+        step = predicted_step(link, found, world)
         rows[f"{world:,} predicted"] = [
             _spread([world * job.batch_size / step]),
             _spread([100 * alone / step]),

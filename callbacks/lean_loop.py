@@ -6,7 +6,6 @@ For a small network that takes as long as the arithmetic. Here all this is found
 step is called in Lightning's order, with its counters.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks.no_profiler import NoProfiler
-from callbacks.unused_hooks import STEP_HOOKS
+from callbacks.unused_hooks import STEP_HOOKS, is_used
 
 __all__ = ["LeanLoop", "needs_the_long_way"]
 
@@ -119,7 +118,14 @@ class _Step:
         self.precision, self.optimizer = trainer.precision_plugin, trainer.optimizers[0]
         self.loop = trainer.fit_loop.epoch_loop
         self.stock = self.loop.advance
-        self.hooks = {name: (self._of_callbacks(name), self._of_module(name)) for name in STEP_HOOKS}
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self.hooks = {
+            name: (
+                [getattr(callback, name) for callback in callbacks if is_used(callback, pl.Callback, name)],
+                getattr(module, name) if is_used(module, pl.LightningModule, name) else None,
+            )
+            for name in STEP_HOOKS
+        }
         data = getattr(trainer, "datamodule", None)
         self.transfers = any(is_overridden(name, owner) for name in _TRANSFERS for owner in (module, data))
         self.clips = is_overridden("configure_gradient_clipping", module)
@@ -128,17 +134,6 @@ class _Step:
         self.batch_idx = 0
         self.begins_window = True
         self.result: ClosureResult | None = None
-
-    def _of_callbacks(self, name: str) -> list[Callable[..., Any]]:
-        stock = getattr(pl.Callback, name)
-        hooks = [getattr(callback, name) for callback in self.trainer.callbacks]  # type: ignore[attr-defined]
-        # Of those that nobody has overridden, SkipUnusedHooks makes None.
-        return [hook for hook in hooks if callable(hook) and getattr(hook, "__func__", None) is not stock]
-
-    def _of_module(self, name: str) -> Callable[..., Any] | None:
-        hook = getattr(self.module, name)
-        stock = getattr(pl.LightningModule, name)
-        return hook if callable(hook) and getattr(hook, "__func__", None) is not stock else None
 
     def _call(self, name: str, *args: Any) -> None:
         """A hook of the callbacks, then of the module."""

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-__all__ = ["SkipUnusedHooks", "hide_unused"]
+__all__ = ["STEP_HOOKS", "SkipUnusedHooks", "hide_unused", "is_used"]
 
 STEP_HOOKS = (
     "on_train_batch_start",
@@ -21,6 +21,12 @@ STEP_HOOKS = (
     "on_before_optimizer_step",
 )
 """What Lightning calls in every step, of each callback and of the module."""
+
+
+def is_used(instance: Any, base: type, name: str) -> bool:
+    """Whether a hook does something: it is not its base class's, and nobody has hidden it."""
+    own = vars(instance)
+    return callable(own[name]) if name in own else getattr(type(instance), name) is not getattr(base, name)
 
 
 def hide_unused(instance: Any, base: type, hooks: tuple[str, ...] = STEP_HOOKS) -> Callable[[], None]:
@@ -38,9 +44,7 @@ def hide_unused(instance: Any, base: type, hooks: tuple[str, ...] = STEP_HOOKS) 
         >>> callable(mine.on_before_backward)
         True
     """
-    hidden = [
-        name for name in hooks if name not in vars(instance) and getattr(type(instance), name) is getattr(base, name)
-    ]
+    hidden = [name for name in hooks if name not in vars(instance) and not is_used(instance, base, name)]
     for name in hidden:
         setattr(instance, name, None)
 

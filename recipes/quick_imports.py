@@ -27,7 +27,9 @@ def quick_imports() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         sys.exit(130)
-    gc.freeze()
-    # In the end they are let go of in order: extensions complain of what they find alive then.
-    atexit.register(gc.unfreeze)
-    gc.enable()
+    else:
+        gc.freeze()
+        # In the end they are let go of in order: extensions complain of what they find alive then.
+        atexit.register(gc.unfreeze)
+    finally:
+        gc.enable()
