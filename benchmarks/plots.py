@@ -7,6 +7,7 @@ from benchmarks.harness import Curve, Section
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 __all__ = ["draw", "write_plots"]
@@ -16,8 +17,13 @@ _TOO_FAR = 12.0
 """From this ratio of the largest to the smallest on, a linear axis would press the small ones together."""
 
 
-def _plain(value: float, _: float) -> str:
-    return f"{value:,g}"
+def _plain_ticks(axis: "Axis") -> None:
+    """Plain numbers on a logarithmic axis; the small ticks' own would run into each other."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    axis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _dots(axes: "Axes", section: Section, number: int, names: bool) -> None:
@@ -34,7 +40,7 @@ def _dots(axes: "Axes", section: Section, number: int, names: bool) -> None:
     medians = [spread.median for spread in found]
     if min(medians) > 0 and max(medians) > _TOO_FAR * min(medians):
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(_plain)
+        _plain_ticks(axes.xaxis)
     else:
         axes.set_xlim(left=min(0.0, *(spread.low for spread in found)))
     axes.margins(x=0.08)
@@ -50,10 +56,10 @@ def _curve(axes: "Axes", curve: Curve) -> None:
     for name, (xs, ys) in curve.points.items():
         axes.plot(xs, ys, "o", label=name)
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(_plain)
+    _plain_ticks(axes.xaxis)
     if curve.log:
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(_plain)
+        _plain_ticks(axes.yaxis)
     else:
         axes.set_ylim(bottom=0)
     axes.set(title=curve.title, xlabel=curve.x, ylabel=curve.y)
