@@ -1,6 +1,7 @@
 """The recipes beside what a user would use instead: ``python -m benchmarks``.
 
-A section is a module of this package with ``run(options, progress)``, which returns a `benchmarks.harness.Section`.
+A section is a module of `benchmarks.sections` with ``run(options, progress)``, which returns a `Section` of
+`benchmarks.harness.measurements`.
 """
 
 __all__ = ["NEED_CUDA", "SECTIONS"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import NEED_CUDA, SECTIONS
 
 if TYPE_CHECKING:
-    from benchmarks.harness import Section
+    from benchmarks.harness.measurements import Section
 
 WIDTH = 120  # Where there is no terminal that would wrap what is longer.
 INTERRUPTED = 130  # What a shell reports for a program ended by Ctrl-C.
@@ -101,9 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-    from benchmarks.harness import Options, as_json, describe_machine, print_section, write_json
+    from benchmarks.harness.measurements import Options, as_json, describe_machine, print_section, write_json
     from datamodules.errors import UserError
-    from recipes.launch import resolve_precision, tune_allocator
+    from recipes.launch.host import resolve_precision, tune_allocator
 
     tuned = tune_allocator()  # Before the first large allocation.
     console = Console(highlight=False)
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for key, text in machine.items():
         console.print(f"{key}: {text}", soft_wrap=True)
     if args.compare is not None:
-        from benchmarks.comparison import differing_machines
+        from benchmarks.harness.comparison import differing_machines
 
         for difference in differing_machines(args.compare["machine"], machine):
             console.print(f"[yellow]compared with another machine: {difference}", soft_wrap=True)
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 bar.update(task, description=what, completed=count, total=total, refresh=True)
 
             try:
-                done[name] = import_module(f"benchmarks.{name}").run(options, show)
+                done[name] = import_module(f"benchmarks.sections.{name}").run(options, show)
             except KeyboardInterrupt:
                 interrupted = True
             except UserError as error:
@@ -145,11 +145,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json is not None:
             write_json(args.json, machine, done, interrupted)
         if args.plot is not None and name in done:
-            from benchmarks.plots import write_plots
+            from benchmarks.harness.plots import write_plots
 
             console.print(f"drawn: {write_plots(args.plot, name, done[name])}", soft_wrap=True)
         if args.compare is not None and name in done:
-            from benchmarks.comparison import changes
+            from benchmarks.harness.comparison import changes
 
             lines = changes(args.compare, as_json(machine, {name: done[name]}, interrupted))
             for line in lines or [f"{name}: nothing changed beyond the noise"]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.processes import free_port
+from benchmarks.harness.processes import free_port
 
 __all__ = ["Cost", "main", "start_nodes"]
 

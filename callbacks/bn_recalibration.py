@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from callbacks.batch_norm import recalibrate
+from callbacks.lib.batch_norm import recalibrate
 from datamodules.errors import UserError
 
 __all__ = ["BNRecalibration"]
@@ -52,7 +52,7 @@ class BNRecalibration(pl.Callback):
     callbacks. `WeightAveraging` puts the averaged weights into the module before each validation and at the end of
     training; the statistics are computed right then. So validation, the checkpoints after it and the final module have
     those of the averaged weights. A checkpoint between two validations has not, nor one that is saved after
-    an average has moved on: then call `callbacks.batch_norm.recalibrate`. `StochasticWeightAveraging` validates with
+    an average has moved on: then call `callbacks.recalibrate`. `StochasticWeightAveraging` validates with
     weights that are not averaged and saves before training ends; only the final module gets new statistics from here.
     Without averaging the weights of the moment get theirs (Wu and Johnson, 2021).
 

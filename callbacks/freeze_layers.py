@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from callbacks.durations import Duration
-from callbacks.freezing import (
+from callbacks.lib.durations import Duration
+from callbacks.lib.freezing import (
     check_freezing,
     find_name,
     frozen_objects,
@@ -30,7 +30,7 @@ from callbacks.freezing import (
     names_before,
     parameter_names,
 )
-from callbacks.updates import duration_to_updates
+from callbacks.lib.updates import duration_to_updates
 from datamodules.errors import UserError
 
 __all__ = ["FreezeLayers", "wrap_again"]

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from callbacks.global_batch import accumulation_factor, loader_batch_size
-from callbacks.targets import observe_counts, sum_over_ranks
-from callbacks.updates import AccumulationSchedule
-from callbacks.votes import Answers
+from callbacks.lib.consensus import Answers
+from callbacks.lib.global_batch import accumulation_factor, loader_batch_size
+from callbacks.lib.targets import observe_counts, sum_over_ranks
+from callbacks.lib.updates import AccumulationSchedule
 from datamodules.errors import UserError
 
 __all__ = ["GradientAccumulation"]

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from callbacks.evaluation_samples import tensorboards
+from callbacks.drawing.evaluation_samples import tensorboards
 
 __all__ = ["GroupTable", "group_rows", "markdown_table", "text_table"]
 

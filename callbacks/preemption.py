@@ -13,10 +13,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import LambdaCallback
 from typing_extensions import override
 
+from callbacks.checkpointing.stopping_points import Place, move_counters, save_now, update_is_whole, validation_is_next
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.signals import SIGNALS, Preempted, SignalFlag, name_of, requeue
-from callbacks.stopping_points import Place, move_counters, save_now, update_is_whole, validation_is_next
-from callbacks.votes import Votes
+from callbacks.lib.consensus import Votes
+from callbacks.lib.signals import SIGNALS, Preempted, SignalFlag, name_of, requeue
 
 __all__ = ["Preemption"]
 

@@ -21,7 +21,7 @@ from torch import nn
 from typing_extensions import override
 
 from datamodules.errors import UserError
-from datamodules.randomness import derive_seed, derive_seed_at
+from datamodules.loading.randomness import derive_seed, derive_seed_at
 
 __all__ = ["SeedControl", "explain_nondeterminism", "seed_generators", "seed_torch"]
 

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from callbacks.batch_norm import average_statistics, restore, synchronise
+from callbacks.lib.batch_norm import average_statistics, restore, synchronise
 from datamodules.errors import UserError
 
 __all__ = ["SyncBN", "check_group_size"]

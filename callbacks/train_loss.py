@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks.targets import count_targets, sum_over_ranks
+from callbacks.lib.targets import count_targets, sum_over_ranks
 
 __all__ = ["TrainLoss", "weighted_sum"]
 

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from callbacks.durations import Duration
-from callbacks.global_batch import global_batch_size
-from callbacks.updates import duration_to_updates
+from callbacks.lib.durations import Duration
+from callbacks.lib.global_batch import global_batch_size
+from callbacks.lib.updates import duration_to_updates
 from datamodules.errors import UserError
 
 __all__ = ["WarmupLR", "batch_size_scale", "warmup_factor"]

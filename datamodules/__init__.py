@@ -9,10 +9,10 @@ from datamodules.lazy import lazy_names
 
 if TYPE_CHECKING:
     from datamodules.errors import UserError
-    from datamodules.images import ImageFolderDataModule
-    from datamodules.loaders import EvaluationLoader, TrainLoader
-    from datamodules.mnist import MNISTDataModule
-    from datamodules.translation import TranslationDataModule
+    from datamodules.images.data_module import ImageFolderDataModule
+    from datamodules.loading.loaders import EvaluationLoader, TrainLoader
+    from datamodules.mnist.data_module import MNISTDataModule
+    from datamodules.translation.data_module import TranslationDataModule
 
 __all__ = [
     "EvaluationLoader",
@@ -26,11 +26,11 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "EvaluationLoader": "datamodules.loaders",
-        "ImageFolderDataModule": "datamodules.images",
-        "MNISTDataModule": "datamodules.mnist",
-        "TrainLoader": "datamodules.loaders",
-        "TranslationDataModule": "datamodules.translation",
+        "EvaluationLoader": "datamodules.loading.loaders",
+        "ImageFolderDataModule": "datamodules.images.data_module",
+        "MNISTDataModule": "datamodules.mnist.data_module",
+        "TrainLoader": "datamodules.loading.loaders",
+        "TranslationDataModule": "datamodules.translation.data_module",
         "UserError": "datamodules.errors",
     },
 )

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from datamodules.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from recipes.checkpoint_guard import CheckpointGuard
-    from recipes.checkpoints import VerifiedCheckpointIO
+    from callbacks.checkpointing.guard import CheckpointGuard
+    from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
     from recipes.classification import Classifier
-    from recipes.cli import run
+    from recipes.cli.command_line import run
     from recipes.mnist.recipe import MNISTClassifier
     from recipes.recipe import Recipe
     from recipes.resnet.recipe import ResNetFineTuner
@@ -28,13 +28,13 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "CheckpointGuard": "recipes.checkpoint_guard",
+        "CheckpointGuard": "callbacks.checkpointing.guard",
         "Classifier": "recipes.classification",
         "MNISTClassifier": "recipes.mnist.recipe",
         "Recipe": "recipes.recipe",
         "ResNetFineTuner": "recipes.resnet.recipe",
         "Seq2SeqTranslator": "recipes.seq2seq.recipe",
-        "VerifiedCheckpointIO": "recipes.checkpoints",
-        "run": "recipes.cli",
+        "VerifiedCheckpointIO": "callbacks.checkpointing.verified_io",
+        "run": "recipes.cli.command_line",
     },
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from callbacks.classification_pictures import ClassificationPictures
+from callbacks.drawing.classification_images import ClassificationPictures
 from datamodules.errors import UserError
 from recipes.recipe import MeanOverTargets, Recipe
 

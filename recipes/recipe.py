@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torchmetrics import Metric
 from typing_extensions import override
 
+from callbacks.lib.updates import total_updates
 from callbacks.train_loss import TrainLoss
-from callbacks.updates import total_updates
 from datamodules.errors import UserError
 from recipes.optim import (
     ScheduleName,

@@ -10,7 +10,7 @@ from hypothesis import settings
 settings.register_profile("any speed", deadline=None)
 settings.load_profile("any speed")
 
-# As the ranks of `tests.ranks`, whose weights are compared with this process's to the bit.
+# As the ranks of `tests.support.ranks`, whose weights are compared with this process's to the bit.
 torch.set_num_threads(1)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

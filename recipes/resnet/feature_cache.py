@@ -16,8 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from typing_extensions import override
 
-from callbacks.durations import Duration
 from callbacks.freeze_layers import FreezeLayers
+from callbacks.lib.durations import Duration
 from datamodules.errors import UserError
 from recipes.resnet.network import Stage, run_stages
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from callbacks.drawing.grad_cam import GradCAM
 from callbacks.freeze_layers import FreezeLayers
-from callbacks.grad_cam import GradCAM
 from callbacks.group_table import GroupTable
 from datamodules.errors import UserError
 from recipes.classification import Classifier

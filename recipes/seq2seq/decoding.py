@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from datamodules.text import EOS, PAD, SOS
+from datamodules.translation.text import EOS, PAD, SOS
 from recipes.seq2seq.network import Seq2SeqNet
 
 __all__ = ["Translations", "attention_weights", "beam_search", "length_limits", "length_penalty"]

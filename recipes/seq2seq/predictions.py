@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 
-from callbacks.translation_pictures import Translation, attention_figure
+from callbacks.drawing.translation_images import Translation, attention_figure
 from datamodules.errors import UserError
 from recipes.seq2seq.attention import ATTENTIONS
 

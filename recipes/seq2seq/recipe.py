@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from callbacks.translation_pictures import TranslationPictures
+from callbacks.drawing.translation_images import TranslationPictures
 from datamodules.errors import UserError
-from datamodules.packed_sentences import TranslationBatch
-from datamodules.randomness import uniform
-from datamodules.text import PAD, SPECIAL_WORDS, UNK, Normalisation, Vocabulary, normalise_lines
+from datamodules.loading.randomness import uniform
+from datamodules.translation.packed_sentences import TranslationBatch
+from datamodules.translation.text import PAD, SPECIAL_WORDS, UNK, Normalisation, Vocabulary, normalise_lines
 from recipes.recipe import Recipe
 from recipes.seq2seq.attention import AttentionName
 from recipes.seq2seq.decoding import Translations, attention_weights, beam_search

@@ -1,0 +1,174 @@
+"""The two forms of PyTorch's translation tutorial, written anew, to compare the recipe with.
+
+The classic form (2017) trains on one sentence at a time, a word at a time, with plain SGD and an attention that gives a
+weight to each of the first ten positions. The present form (since 2023) trains on batches of 32 sentences, filled up to
+ten words, still a step at a time, with Adam and additive attention. Sizes, rates, dropout and losses are theirs.
+"""
+
+import random
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from datamodules.translation.packed_sentences import PackedPairs
+from datamodules.translation.text import EOS, SOS
+
+__all__ = ["ClassicTranslator", "PresentTranslator", "Translator"]
+
+
+class Translator(Protocol):
+    """What both forms offer."""
+
+    def train_on(self, pairs: PackedPairs, rows: Tensor) -> None:
+        """Pass over these pairs, in this order, once."""
+
+    def translate(self, pairs: PackedPairs, rows: Tensor) -> list[list[int]]:
+        """The likeliest words, one after the other, without EOS."""
+
+
+class _ClassicDecoder(nn.Module):
+    def __init__(self, words: int, hidden: int, max_length: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, hidden)
+        self.attention = nn.Linear(2 * hidden, max_length)
+        self.combine = nn.Linear(2 * hidden, hidden)
+        self.dropout = nn.Dropout(0.1)
+        self.recurrent = nn.GRU(hidden, hidden)
+        self.output = nn.Linear(hidden, words)
+
+    def forward(self, word: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """One word: of shape (1,), (1, 1, hidden) and (max_length, hidden)."""
+        embedded = self.dropout(self.embedding(word))
+        weights = torch.softmax(self.attention(torch.cat((embedded, hidden[0]), 1)), dim=1)
+        context = weights @ memory
+        inputs = F.relu(self.combine(torch.cat((embedded, context), 1)))
+        outputs, hidden = self.recurrent(inputs.unsqueeze(0), hidden)
+        return F.log_softmax(self.output(outputs[0]), dim=1), hidden
+
+
+class ClassicTranslator:
+    """A sentence, a word, a step; half of the sentences with teacher forcing."""
+
+    def __init__(self, source_words: int, target_words: int, hidden: int = 256, max_length: int = 10) -> None:
+        self.hidden, self.max_length = hidden, max_length
+        self.embedding, self.encoder = nn.Embedding(source_words, hidden), nn.GRU(hidden, hidden)
+        self.decoder = _ClassicDecoder(target_words, hidden, max_length)
+        encoder_parameters = [*self.embedding.parameters(), *self.encoder.parameters()]
+        self.optimizers = [
+            torch.optim.SGD(parameters, lr=0.01) for parameters in (encoder_parameters, self.decoder.parameters())
+        ]
+        self.coin = random.Random(0)
+
+    def _encode(self, words: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.zeros(1, 1, self.hidden)
+        memory = torch.zeros(self.max_length, self.hidden)
+        for position, word in enumerate(words):
+            outputs, hidden = self.encoder(self.embedding(word).view(1, 1, -1), hidden)
+            memory[position] = outputs[0, 0]
+        return memory, hidden
+
+    def train_on_sentence(self, source: Tensor, target: Tensor) -> None:
+        """A step of SGD; both sides end in EOS, `target` has no SOS."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        memory, hidden = self._encode(source)
+        loss, word = torch.zeros(()), torch.tensor([SOS])
+        forced = self.coin.random() < 0.5
+        for truth in target.split(1):
+            logits, hidden = self.decoder(word, hidden, memory)
+            loss = loss + F.nll_loss(logits, truth)
+            word = truth if forced else logits.argmax(1).detach()
+            if not forced and word.item() == EOS:
+                break
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def train_on(self, pairs: PackedPairs, rows: Tensor) -> None:
+        self.decoder.train()
+        for row in rows.tolist():
+            self.train_on_sentence(torch.tensor(pairs.source[row]), torch.tensor(pairs.target[row][1:]))
+
+    @torch.no_grad()
+    def translate(self, pairs: PackedPairs, rows: Tensor) -> list[list[int]]:
+        self.decoder.eval()
+        found = []
+        for row in rows.tolist():
+            memory, hidden = self._encode(torch.tensor(pairs.source[row]))
+            word, words = torch.tensor([SOS]), []
+            for _ in range(self.max_length):
+                logits, hidden = self.decoder(word, hidden, memory)
+                word = logits.argmax(1)
+                if int(word) == EOS:
+                    break
+                words.append(int(word))
+            found.append(words)
+        return found
+
+
+class _PresentDecoder(nn.Module):
+    def __init__(self, words: int, hidden: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, hidden)
+        self.query, self.key, self.energy = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, 1)
+        self.recurrent = nn.GRU(2 * hidden, hidden, batch_first=True)
+        self.output = nn.Linear(hidden, words)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, words: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """One word of each sentence: of shape (batch, 1), (1, batch, hidden) and (batch, time, hidden)."""
+        embedded = self.dropout(self.embedding(words))
+        energies = self.energy(torch.tanh(self.query(hidden.transpose(0, 1)) + self.key(memory)))
+        context = torch.softmax(energies.transpose(1, 2), dim=2) @ memory
+        outputs, hidden = self.recurrent(torch.cat((embedded, context), 2), hidden)
+        return self.output(outputs), hidden
+
+
+class PresentTranslator:
+    """Batches of 32, each sentence filled up to ten words, which all count in the loss; always teacher forcing."""
+
+    def __init__(self, source_words: int, target_words: int, hidden: int = 256, max_length: int = 10) -> None:
+        self.max_length, self.batch_size = max_length, 32
+        self.embedding, self.dropout = nn.Embedding(source_words, hidden), nn.Dropout(0.1)
+        self.encoder = nn.GRU(hidden, hidden, batch_first=True)
+        self.decoder = _PresentDecoder(target_words, hidden)
+        self.modules = nn.ModuleList((self.embedding, self.dropout, self.encoder, self.decoder))
+        encoder_parameters = [*self.embedding.parameters(), *self.encoder.parameters()]
+        self.optimizers = [
+            torch.optim.Adam(parameters, lr=0.001) for parameters in (encoder_parameters, self.decoder.parameters())
+        ]
+
+    def _decode(self, source: Tensor, target: Tensor | None) -> Tensor:
+        """Log-probabilities of shape (batch, max_length, words)."""
+        memory, hidden = self.encoder(self.dropout(self.embedding(source)))
+        words, outputs = source.new_full((len(source), 1), SOS), []
+        for position in range(self.max_length):
+            logits, hidden = self.decoder(words, hidden, memory)
+            outputs.append(logits)
+            words = logits.argmax(2).detach() if target is None else target[:, position : position + 1]
+        return F.log_softmax(torch.cat(outputs, 1), dim=2)
+
+    def _filled(self, sentences: Tensor) -> Tensor:
+        return F.pad(sentences, (0, self.max_length - sentences.shape[1]))
+
+    def train_on(self, pairs: PackedPairs, rows: Tensor) -> None:
+        self.modules.train()
+        for part in rows.split(self.batch_size):
+            batch = pairs.batch(part)
+            source, target = self._filled(batch.source), self._filled(batch.target[:, 1:])
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            F.nll_loss(self._decode(source, target).flatten(0, 1), target.flatten()).backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+    @torch.no_grad()
+    def translate(self, pairs: PackedPairs, rows: Tensor) -> list[list[int]]:
+        self.modules.eval()
+        found: list[list[int]] = []
+        for part in rows.split(256):
+            for words in self._decode(self._filled(pairs.batch(part).source), None).argmax(2).tolist():
+                found.append(words[: words.index(EOS)] if EOS in words else words)
+        return found

@@ -1,0 +1,148 @@
+"""The same training in libraries that users might take instead; each is compared where it is installed."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.contenders.loops import LR, Job, gpu_search, loop_with
+from benchmarks.harness.laps import Laps
+from benchmarks.harness.terminal import interruptible, unread_terminal
+
+__all__ = ["absent_peers", "peer_loops"]
+
+
+def accelerate_loop(job: Job) -> Laps:
+    """The same with Accelerate's."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if job.precision == "bf16-mixed" else "no")
+    model = job.build()
+    model, optimizer = accelerator.prepare(model, job.optimizer(model))
+    return loop_with(accelerator.backward, model, optimizer, job, as_lightning=False)
+
+
+def ignite_loop(job: Job, bar: bool = False) -> Laps:
+    """ignite's engine; with its progress bar and running average, too."""
+    from ignite.contrib.handlers import ProgressBar
+    from ignite.engine import Engine, Events
+    from ignite.metrics import RunningAverage
+
+    model, laps = job.build(), Laps(job.settling, job.steps)
+    optimizer = job.optimizer(model)
+
+    def step(engine: Any, batch: tuple[Tensor, Tensor]) -> float | None:
+        laps.start()
+        with job.autocast():
+            loss = F.cross_entropy(model(batch[0]), batch[1])
+        laps.lap("compute")
+        optimizer.zero_grad()
+        laps.lap("optimiser")
+        loss.backward()
+        laps.lap("compute")
+        optimizer.step()
+        laps.lap("optimiser")
+        return loss.item() if bar else None
+
+    engine = Engine(step)
+    if bar:
+        RunningAverage(output_transform=lambda loss: loss).attach(engine, "loss")
+        ProgressBar().attach(engine, ["loss"])
+    engine.add_event_handler(Events.ITERATION_COMPLETED, laps.end_step)
+    with gpu_search(as_lightning=False), unread_terminal() if bar else nullcontext():
+        engine.run(job, max_epochs=1, epoch_length=job.steps)
+    return laps
+
+
+def fastai_loop(job: Job) -> Laps:
+    """fastai's Learner, with its running averages and no bar."""
+    from fastai.callback.core import Callback
+    from fastai.data.core import DataLoaders
+    from fastai.learner import Learner
+    from fastai.optimizer import OptimWrapper
+
+    laps = Laps(job.settling, job.steps)
+
+    class Ends(Callback):  # type: ignore[misc]
+        def after_batch(self) -> None:
+            laps.end_step()
+
+    model = job.build()
+    learner = Learner(
+        DataLoaders(job, [], device="cpu"),
+        model,
+        loss_func=F.cross_entropy,
+        opt_func=lambda *_, **__: OptimWrapper(opt=job.optimizer(model)),
+        cbs=[Ends()],
+    )
+    with gpu_search(as_lightning=False), job.autocast(), learner.no_logging():
+        learner.fit(1, lr=LR)
+    return laps
+
+
+def composer_loop(job: Job) -> Laps:
+    """Composer's Trainer without bar and log."""
+    from composer import Callback, Trainer
+    from composer.core import DataSpec, Precision, State
+    from composer.models import ComposerModel
+
+    laps = Laps(job.settling, job.steps)
+
+    class Model(ComposerModel):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = job.build()
+
+        def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return self.network(batch[0])
+
+        def loss(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return F.cross_entropy(outputs, batch[1])
+
+    class Ends(Callback):  # type: ignore[misc]
+        def batch_end(self, state: State, logger: Any) -> None:
+            laps.end_step()
+
+    model = Model()
+    order = torch.get_rng_state()
+    with gpu_search(as_lightning=False), interruptible():
+        trainer = Trainer(
+            model=model,
+            train_dataloader=DataSpec(job, num_samples=len(job) * job.batch_size),
+            optimizers=job.optimizer(model),
+            max_duration=f"{job.steps}ba",
+            precision=Precision.AMP_BF16 if job.precision == "bf16-mixed" else Precision.FP32,
+            device="cpu",
+            progress_bar=False,
+            callbacks=[Ends()],
+        )
+        torch.set_rng_state(order)  # Its Trainer seeds everything anew.
+        trainer.fit()
+        trainer.close()
+    return laps
+
+
+_PEERS: dict[str, tuple[str, Callable[[Job], Laps]]] = {
+    "Accelerate": ("accelerate", accelerate_loop),
+    "ignite": ("ignite", ignite_loop),
+    "ignite, bar and running average": ("ignite", partial(ignite_loop, bar=True)),
+    "fastai": ("fastai", fastai_loop),
+    "Composer": ("composer", composer_loop),
+}
+
+
+def peer_loops() -> dict[str, Callable[[Job], Laps]]:
+    """Those that are installed, by name."""
+    return {name: loop for name, (package, loop) in _PEERS.items() if find_spec(package)}
+
+
+def absent_peers() -> list[str]:
+    """Those that are not."""
+    return [name for name, (package, _) in _PEERS.items() if not find_spec(package) and "," not in name]

@@ -1,0 +1,129 @@
+"""One run to an accuracy on MNIST's test set, in a process of its own, which says when it was reached.
+
+``python -m benchmarks.contenders.reach_accuracy '["classic", FOLDER, SEED, ACCURACY, EPOCHS, BATCHES]'``
+"""
+
+import json
+import sys
+import tempfile
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+from torchvision import datasets, transforms
+from typing_extensions import override
+
+from datamodules.loading.loaders import EvaluationLoader
+from datamodules.mnist.data_module import MNISTDataModule
+from recipes.cli.command_line import run
+from recipes.mnist.network import ClassicNet
+from recipes.mnist.recipe import MNISTClassifier
+
+__all__: list[str] = []
+
+
+class Finish:
+    """The test accuracy after each epoch, and the seconds since the first step, without those of testing."""
+
+    def __init__(self, wanted: float) -> None:
+        self.wanted = wanted
+        self.began = time.time()
+        self.testing = 0.0
+        self.accuracies: list[float] = []
+
+    @torch.no_grad()
+    def reached(self, model: nn.Module, batches: Any, autocast: Any) -> bool:
+        """Test the network as it is; whether it knows enough."""
+        start = time.time()
+        training = model.training
+        model.eval()
+        right = count = 0
+        for images, labels in batches:
+            with autocast():
+                right += int((model(images).argmax(1) == labels).sum())
+            count += len(labels)
+        model.train(training)
+        self.accuracies.append(right / count)
+        self.testing += time.time() - start
+        return self.accuracies[-1] >= self.wanted
+
+    def answer(self) -> dict[str, Any]:
+        """When it began, and how long it took."""
+        return {
+            "began": self.began,
+            "seconds": time.time() - self.began - self.testing,
+            "accuracies": self.accuracies,
+            "reached": self.accuracies[-1] >= self.wanted,
+        }
+
+
+def classic(folder: str, seed: int, wanted: float, epochs: int, batches: int) -> dict[str, Any]:
+    """The network and the settings of PyTorch's MNIST example: Adadelta, 1.0 and times 0.7 an epoch, batches of 64."""
+    torch.manual_seed(seed)
+    steps = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
+    train, test = (datasets.MNIST(folder, train=part, transform=steps) for part in (True, False))
+    train_loader, test_loader = DataLoader(train, 64, shuffle=True), DataLoader(test, 1000)
+    model = ClassicNet()
+    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+    finish = Finish(wanted)
+    for _ in range(epochs):
+        for number, (images, labels) in enumerate(train_loader):
+            if number == batches:
+                break
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+        scheduler.step()
+        if finish.reached(model, test_loader, _no_autocast):
+            break
+    return finish.answer()
+
+
+def _no_autocast() -> Any:
+    return torch.autocast("cpu", enabled=False)
+
+
+class StopAt(pl.Callback):
+    """Tests after each epoch and ends the training when it knows enough."""
+
+    def __init__(self, wanted: float) -> None:
+        self.finish = Finish(wanted)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        data.setup("test")
+        self.test: EvaluationLoader = data.test_dataloader()
+        self.finish.began = time.time()
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.finish.reached(pl_module, self.test, trainer.precision_plugin.forward_context):
+            trainer.should_stop = True
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.said = self.finish.answer()
+
+
+def recipe(folder: str, seed: int, wanted: float, epochs: int, batches: int) -> dict[str, Any]:
+    """The recipe through its command line, its schedule set to so few epochs."""
+    stop = StopAt(wanted)
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as runs:
+        flags = {
+            "--data-dir": folder, "--dataset": "mnist", "--seed": seed, "--max-epochs": epochs, "--run-dir": runs,
+            "--accelerator": "cpu", "--limit-test-batches": 1,
+        } | ({"--limit-train-batches": batches} if batches >= 0 else {})  # fmt: skip
+        run(MNISTClassifier, MNISTDataModule, lambda: [stop], [str(part) for pair in flags.items() for part in pair])
+    return stop.said
+
+
+if __name__ == "__main__":
+    kind, *arguments = json.loads(sys.argv[1])
+    print("\n" + json.dumps({"classic": classic, "recipe": recipe}[kind](*arguments)))

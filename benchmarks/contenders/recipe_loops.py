@@ -1,0 +1,117 @@
+"""Our recipe through its command line, and the way that Lightning's introductions show, both as a user meets them."""
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+from typing_extensions import override
+
+from benchmarks.contenders.loops import LR, WEIGHT_DECAY, Job, LapClock, gpu_search
+from benchmarks.harness.laps import Laps, PartsProfiler
+from benchmarks.harness.terminal import interruptible, unread_terminal
+from benchmarks.sections.input_pipeline import stock_loader
+from datamodules.mnist.data_module import MNISTDataModule
+from recipes.cli.command_line import run
+from recipes.mnist.recipe import MNISTClassifier
+
+__all__ = ["recipe_loop", "stock_loop"]
+
+_PLAIN = ("--shift", "0", "--rotation", "0", "--scale", "0")
+
+
+def recipe_class(network: Callable[[], nn.Module]) -> type[MNISTClassifier]:
+    """The MNIST recipe with a network of ours."""
+
+    class Benchmarked(MNISTClassifier):
+        """The MNIST recipe with the benchmark's network."""
+
+        title = "benchmark"
+
+        @override
+        def build_network(self) -> nn.Module:
+            return network()
+
+    return Benchmarked
+
+
+def recipe_loop(job: Job, root: Path, augment: bool, profile: bool = False, lean: bool = True) -> Laps:
+    """The command line at its defaults: logging, scores, bar, checkpoints and exactness are on.
+
+    Args:
+        root: folder of MNIST's files.
+        augment: shift, turn and zoom the images, as is the recipe's default.
+        profile: split the steps, which takes Lightning's own loop.
+        lean: take the short way through a step, as is the default.
+    """
+    laps = Laps(job.settling, job.steps)
+    profiler = PartsProfiler(laps) if profile else None
+    with ExitStack() as stack:
+        runs = stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmarks-"))
+        stack.enter_context(gpu_search(as_lightning=True))
+        stack.enter_context(interruptible())
+        stack.enter_context(unread_terminal())
+        flags = {
+            "--data-dir": root, "--dataset": "mnist", "--run-dir": runs, "--precision": job.precision,
+            "--batch-size": job.batch_size, "--max-epochs": 1, "--limit-train-batches": job.steps,
+            "--limit-val-batches": 1, "--limit-test-batches": 1, "--lr": LR, "--weight-decay": WEIGHT_DECAY,
+            "--accelerator": "cpu", "--val-fraction": 0.01, "--lean-loop": lean,
+        }  # fmt: skip
+        args = [str(part) for pair in flags.items() for part in pair]
+        run(
+            recipe_class(job.network),
+            MNISTDataModule,
+            lambda: [LapClock(laps, profiler)],
+            [*args, *(() if augment else _PLAIN)],
+        )
+    return laps
+
+
+class StockClassifier(pl.LightningModule):
+    """The network as introductions to Lightning train it: the loss and the accuracy are logged in every step."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.accuracy = MulticlassAccuracy(10)
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        logits = self.network(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.accuracy(logits, batch[1])
+        self.log("train_loss", loss, prog_bar=True)
+        self.log("train_acc", self.accuracy, prog_bar=True)
+        return loss
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+
+
+def stock_loop(job: Job, root: Path, profile: bool = False) -> Laps:
+    """torchvision's MNIST, a DataLoader, a Trainer at its defaults; float32 and contiguous, which are the defaults."""
+    laps = Laps(job.settling, job.steps)
+    profiler = PartsProfiler(laps) if profile else None
+    torch.manual_seed(1)
+    with (
+        tempfile.TemporaryDirectory(prefix="benchmarks-") as runs,
+        gpu_search(as_lightning=True),
+        interruptible(),
+        unread_terminal(),
+    ):
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=1,
+            limit_train_batches=job.steps,
+            default_root_dir=runs,
+            callbacks=[LapClock(laps, profiler)],
+        )
+        trainer.fit(StockClassifier(job.network()), stock_loader(root))
+    return laps

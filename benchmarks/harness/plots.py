@@ -1,0 +1,104 @@
+"""A picture per section: each row's median as a dot, with a line from the smallest to the largest; and its curves."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.harness.measurements import Curve, Section
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+__all__ = ["draw", "write_plots"]
+
+OURS, OTHERS = "tab:orange", "tab:blue"
+_TOO_FAR = 12.0
+"""From this ratio of the largest to the smallest on, a linear axis would press the small ones together."""
+
+
+def _plain_ticks(axis: "Axis") -> None:
+    """Plain numbers on a logarithmic axis; the small ticks' own would run into each other."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    axis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _dots(axes: "Axes", section: Section, number: int, names: bool) -> None:
+    column, found = section.columns[number], []
+    for place, (name, row) in enumerate(section.rows.items()):
+        if (spread := row[number]) is None:
+            continue
+        found.append(spread)
+        colour = OURS if name in section.ours else OTHERS
+        axes.plot([spread.low, spread.high], [place, place], color=colour, linewidth=2, alpha=0.5)
+        axes.plot(spread.median, place, "o", color=colour)
+        label = f"{spread.median:{column.form}}"
+        axes.annotate(label, (spread.median, place), (0, 5), textcoords="offset points", ha="center", fontsize=8)
+    medians = [spread.median for spread in found]
+    if min(medians) > 0 and max(medians) > _TOO_FAR * min(medians):
+        axes.set_xscale("log")
+        _plain_ticks(axes.xaxis)
+    else:
+        axes.set_xlim(left=min(0.0, *(spread.low for spread in found)))
+    axes.margins(x=0.08)
+    axes.set_yticks(range(len(section.rows)), list(section.rows) if names else [""] * len(section.rows))
+    axes.set_ylim(len(section.rows) - 0.5, -0.8)
+    axes.set_xlabel(column.title)
+    axes.grid(alpha=0.3)
+
+
+def _curve(axes: "Axes", curve: Curve) -> None:
+    for name, (xs, ys) in curve.lines.items():
+        axes.plot(xs, ys, label=name)
+    for name, (xs, ys) in curve.points.items():
+        axes.plot(xs, ys, "o", label=name)
+    axes.set_xscale("log")
+    _plain_ticks(axes.xaxis)
+    if curve.log:
+        axes.set_yscale("log")
+        _plain_ticks(axes.yaxis)
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set(title=curve.title, xlabel=curve.x, ylabel=curve.y)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def draw(section: Section) -> "Figure":
+    """A panel for the first and one for the last column of most rows, and one for each curve below."""
+    from matplotlib.figure import Figure
+
+    counts = [sum(row[number] is not None for row in section.rows.values()) for number in range(len(section.columns))]
+    filled = [number for number, count in enumerate(counts) if count > max(1, len(section.rows) / 2 - 1)]
+    shown = list(dict.fromkeys((filled[0], filled[-1]))) if filled else []
+    height = 1.2 + 0.42 * len(section.rows)
+    figure = Figure(figsize=(11, height + 4 * bool(section.curves)), layout="constrained")
+    figure.suptitle(section.title)
+    above, *below = figure.subfigures(
+        1 + bool(section.curves), 1, height_ratios=[height, 4][: 1 + bool(section.curves)], squeeze=False
+    )[:, 0]
+    for place, number in enumerate(shown, 1):
+        _dots(above.add_subplot(1, len(shown), place), section, number, names=place == 1)
+    for place, curve in enumerate(section.curves, 1):
+        _curve(below[0].add_subplot(1, len(section.curves), place), curve)
+    return figure
+
+
+def write_plots(folder: Path, name: str, section: Section) -> Path:
+    """Writes ``NAME.png`` into a folder, and the same picture for TensorBoard, which reads that folder."""
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = draw(section)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    path = folder / f"{name}.png"
+    figure.savefig(path, dpi=100)
+    with SummaryWriter(str(folder)) as writer:
+        writer.add_image(f"benchmarks/{name}", np.asarray(canvas.buffer_rgba())[..., :3], dataformats="HWC")
+    return path

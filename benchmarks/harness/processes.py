@@ -1,0 +1,51 @@
+"""Children that measure something and say it as JSON in their last line: what an import or an allocator leaves behind
+in a process would be measured with the next."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["answer_of", "free_port", "seconds_of"]
+
+ROOT = Path(__file__).parents[2]
+
+
+def _run(args: Sequence[str], env: dict[str, str]) -> str:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    # Importing Lightning in this process has set it; a user's process begins without.
+    inherited.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *args],
+        env=inherited | {"PYTHONPATH": path} | env,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(args)[:200]} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def seconds_of(*args: str, **env: str) -> float:
+    """Seconds that Python takes with these arguments, from start to end."""
+    start = time.perf_counter()
+    _run(args, env)
+    return time.perf_counter() - start
+
+
+def answer_of(*args: str, **env: str) -> Any:
+    """The JSON in the last line that Python prints with these arguments."""
+    return json.loads(_run(args, env).splitlines()[-1])
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens to."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]

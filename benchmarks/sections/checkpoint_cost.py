@@ -1,0 +1,145 @@
+"""How long the training stands still while a checkpoint is saved: the command line's, a plain Trainer's, torch.save."""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from typing_extensions import override
+
+from benchmarks.contenders.loops import Job, Plain
+from benchmarks.contenders.recipe_loops import recipe_class
+from benchmarks.harness.bare_trainer import bare_trainer, quiet
+from benchmarks.harness.measurements import (
+    Column,
+    Goal,
+    Options,
+    Progress,
+    Section,
+    Spread,
+    Timings,
+    alternate,
+    pin_threads,
+)
+from benchmarks.harness.terminal import interruptible, unread_terminal
+from benchmarks.sections.input_pipeline import find_images, write_files
+from datamodules.mnist.data_module import MNISTDataModule
+from recipes.cli.command_line import run as run_command_line
+
+__all__ = ["run"]
+
+HAND, STOCK, OURS = "torch.save by hand", "plain Trainer", "command line"
+WIDTHS = {"0.8 million parameters": 1_024, "6.5 million parameters": 8_192}
+MOST = 2.0
+
+
+def network(width: int) -> nn.Module:
+    """Two linear layers."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+class Saves(pl.Callback):
+    """Saves in the middle of training and notes the seconds of each time."""
+
+    def __init__(self, folder: Path, saves: int) -> None:
+        self.folder, self.saves = folder, saves
+        self.seconds: list[float] = []
+        self.size = 0
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step != 2:
+            return
+        path = self.folder / "saved.ckpt"
+        for _save in range(self.saves):
+            start = time.perf_counter()
+            trainer.save_checkpoint(path)
+            self.seconds.append(time.perf_counter() - start)
+        self.size = path.stat().st_size
+        trainer.should_stop = True
+
+
+def by_hand(job: Job, folder: Path, saves: int) -> float:
+    """Weights and optimiser, written where they shall be: no checksum, no fsync, no second name."""
+    model = job.build()
+    optimizer = job.optimizer(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    seconds = []
+    for _ in range(saves):
+        start = time.perf_counter()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "by-hand.pt")
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def by_trainer(job: Job, folder: Path, saves: int) -> float:
+    """A Trainer without callbacks."""
+    saving = Saves(folder, saves)
+    bare_trainer([saving]).fit(Plain(job), job)
+    return statistics.median(saving.seconds)
+
+
+def by_command_line(job: Job, folder: Path, saves: int, sizes: list[int]) -> float:
+    """As a run of the recipe saves, with the state of all its callbacks; its sizes are added to `sizes`."""
+    saving = Saves(folder, saves)
+    flags = f"--data-dir {folder} --dataset mnist --run-dir {folder / 'runs'} --max-epochs 1 --limit-train-batches 4"
+    flags += " --limit-val-batches 1 --limit-test-batches 1 --val-fraction 0.1 --accelerator cpu --precision 32-true"
+    with interruptible(), unread_terminal():
+        run_command_line(recipe_class(job.network), MNISTDataModule, lambda: [saving], flags.split())
+    sizes.append(saving.size)
+    return statistics.median(saving.seconds)
+
+
+def goal(timings: Timings, size: str) -> Goal:
+    """Whether safety costs little."""
+    ratio = timings.ratio(f"{size}, {OURS}", f"{size}, {STOCK}")
+    found = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+    return Goal(f"{size}: a save at most {MOST:.0f} times as long as a plain Trainer's", found, ratio.median <= MOST)
+
+
+def run(options: Options, progress: Progress | None = None) -> Section:
+    """Saves networks of two sizes in each way."""
+    threads = pin_threads(options.threads or 1)
+    saves, repeats = (2, options.repeats or 1) if options.quick else (5, options.repeats or 5)
+    images, labels, _ = find_images("", 2_560)
+    sizes: dict[str, list[int]] = {size: [] for size in WIDTHS}
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as name, quiet():
+        folder = Path(name)
+        write_files(folder, images, labels)
+        contenders: dict[str, Callable[[], float]] = {}
+        for size, width in WIDTHS.items():
+            make = partial(network, width)
+            job = Job(make, images.unsqueeze(1), labels.long(), 256, 4, 1, "32-true")
+            contenders |= {
+                f"{size}, {HAND}": partial(by_hand, job, folder, saves),
+                f"{size}, {STOCK}": partial(by_trainer, job, folder, saves),
+                f"{size}, {OURS}": partial(by_command_line, job, folder, saves, sizes[size]),
+            }
+        timings = alternate(contenders, repeats, progress=progress)
+    rows: dict[str, list[Spread | None]] = {
+        name: [timings.spread(name, 1e-3), timings.ratio(name, f"{name.partition(', ')[0]}, {HAND}")]
+        for name in contenders
+    }
+    return Section(
+        title="checkpoints: how long the loop stands still for a save",
+        header={
+            "network": "784 to WIDTH to 10 with the two moments of AdamW, on the disk of the temporary folder",
+            "threads": threads,
+            "precision": "float32",
+            "repeats": f"{timings.rounds} rounds in turn, each the median of {saves} saves, after 1 that does not",
+        },
+        columns=[Column("milliseconds a save", ".1f"), Column("times by hand", ".2f")],
+        rows=rows,
+        goals=[goal(timings, size) for size in WIDTHS],
+        ours=[name for name in rows if OURS in name],
+        notes=[f"{size}: {found[0] / 1e6:.1f} MB" for size, found in sizes.items()],
+        interrupted=timings.interrupted,
+    )

@@ -1,0 +1,158 @@
+"""Seconds to load and augment an epoch of MNIST: whole batches from one tensor against image by image.
+
+Both sides read the same files, shuffle, and yield every image once as normalised float32 in batches of 256. What is
+timed is one pass over the loader with nothing done in between: what a training loop waits for when nothing overlaps.
+Reading the files is left out on both sides, which hold them in memory; starting the workers is not, since a
+``DataLoader`` does it in every epoch.
+"""
+
+import struct
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchvision import datasets, transforms
+
+from benchmarks.harness.measurements import (
+    Column,
+    Goal,
+    Options,
+    Progress,
+    Section,
+    Timings,
+    alternate,
+    available_cores,
+    pin_threads,
+    stopwatch,
+)
+from datamodules import MNISTDataModule
+from datamodules.mnist.data_module import DATASETS, find_files
+from datamodules.mnist.idx import read_idx
+
+__all__ = ["run"]
+
+BATCH_SIZE = 256
+GOAL = 20
+STOCK, STOCK_WORKERS = "torchvision, DataLoader", "torchvision, DataLoader, 2 workers"
+STOCK_AUGMENTED = "torchvision, DataLoader, RandomAffine"
+OURS, OURS_PLAIN = "MNISTDataModule, augmented", "MNISTDataModule, not augmented"
+
+
+def find_images(data_dir: str, count: int) -> tuple[Tensor, Tensor, str]:
+    """Training images and labels of MNIST, and where they are from; random ones of the same size where there are none.
+
+    Returns:
+        uint8 of shape (count, 28, 28), uint8 of shape (count,), and a few words.
+    """
+    folders = [Path(data_dir).expanduser(), Path(data_dir).expanduser() / "mnist"]
+    for folder in folders:
+        if files := find_files("mnist", folder):
+            images, labels = (read_idx(path, dimensions) for path, dimensions in zip(files["train"], (3, 1)))
+            return images[:count], labels[:count], "MNIST"
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randint(256, (count, 28, 28), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(10, (count,), dtype=torch.uint8, generator=generator)
+    return images, labels, "SYNTHETIC noise in MNIST's size, since no MNIST was found; pass --data-dir FOLDER"
+
+
+def write_files(root: Path, images: Tensor, labels: Tensor, test: tuple[Tensor, Tensor] | None = None) -> None:
+    """Writes ``root/MNIST/raw``, where both sides look; without a test set the first ten images are it."""
+    folder = root / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for part, some_images, some_labels in (("train", images, labels), ("t10k", *(test or (images[:10], labels[:10])))):
+        for kind, rows in ((f"{part}-images-idx3-ubyte", some_images), (f"{part}-labels-idx1-ubyte", some_labels)):
+            header = struct.pack(f">HBB{rows.dim()}I", 0, 8, rows.dim(), *rows.shape)
+            (folder / kind).write_bytes(header + rows.contiguous().numpy().tobytes())
+
+
+def our_loader(root: Path, augment: bool = True) -> Iterable[tuple[Tensor, Tensor]]:
+    """The recipe's training loader over all images, as plain training code gets it."""
+    augmentation: dict[str, Any] = {} if augment else {"shift": 0.0, "rotation": 0.0, "scale": 0.0}
+    data = MNISTDataModule("mnist", str(root), BATCH_SIZE, val_fraction=0, download=False, **augmentation)
+    data.setup("fit")
+    return data.train_dataloader()
+
+
+def stock_loader(root: Path, workers: int = 0, augment: bool = False) -> Iterable[tuple[Tensor, Tensor]]:
+    """The loader of the classic example; with `augment`, torchvision's nearest to our augmentation is in front."""
+    info = DATASETS["mnist"]
+    # Bilinear, as ours.
+    affine = transforms.RandomAffine(
+        10, translate=(2 / 28, 2 / 28), scale=(0.9, 1.1), interpolation=transforms.InterpolationMode.BILINEAR
+    )
+    steps: list[Any] = [transforms.ToTensor(), transforms.Normalize((info.mean,), (info.std,))]
+    dataset = datasets.MNIST(str(root), train=True, transform=transforms.Compose([affine] * augment + steps))
+    return DataLoader(dataset, BATCH_SIZE, shuffle=True, num_workers=workers)
+
+
+def one_epoch(loader: Iterable[tuple[Tensor, Tensor]], count: int) -> Callable[[], None]:
+    """A pass over a loader, which has to yield `count` images."""
+
+    def consume() -> None:
+        seen = 0
+        for images, _ in loader:
+            seen += len(images)
+        if seen != count:
+            raise RuntimeError(f"an epoch had {seen} images, expected {count}")
+
+    return consume
+
+
+def goal(timings: Timings, stock: str, ours: str) -> Goal:
+    """Whether one of our loaders is as much faster than a stock one as it must be."""
+    faster = timings.ratio(stock, ours)
+    found = f"{faster.median:.1f} times ({faster.low:.1f} to {faster.high:.1f})"
+    return Goal(f"{ours}: at least {GOAL} times faster than {stock}", found, faster.median >= GOAL)
+
+
+def run(options: Options, progress: Progress | None = None) -> Section:
+    """Measures both ways, with and without augmentation."""
+    threads = pin_threads(options.threads or available_cores())
+    repeats = options.repeats or (3 if options.quick else 7)
+    images, labels, source = find_images(options.data_dir, 2_560 if options.quick else 60_000)
+    count = len(labels)
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # A DataLoader's advice about the number of workers.
+        root = Path(folder)
+        write_files(root, images, labels)
+        loaders = {
+            STOCK: stock_loader(root),
+            STOCK_WORKERS: stock_loader(root, workers=2),
+            STOCK_AUGMENTED: stock_loader(root, augment=True),
+            OURS: our_loader(root),
+            OURS_PLAIN: our_loader(root, augment=False),
+        }
+        contenders = {name: stopwatch(one_epoch(loader, count)) for name, loader in loaders.items()}
+        timings = alternate(contenders, repeats, progress=progress)
+    rows = {
+        name: [
+            timings.spread(name),
+            None if name == STOCK else timings.ratio(STOCK, name),
+            None if name == STOCK_AUGMENTED else timings.ratio(STOCK_AUGMENTED, name),
+        ]
+        for name in loaders
+    }
+    return Section(
+        title="input pipeline: an epoch of MNIST",
+        header={
+            "data": f"{source}; {count:,} images an epoch, batch {BATCH_SIZE}, shuffled, normalised, on the CPU",
+            "threads": f"{threads}; 1 in each worker",
+            "precision": "float32",
+            "repeats": f"{timings.rounds} rounds in turn after 1 that does not count",
+        },
+        columns=[
+            Column("seconds an epoch", ".3f"),
+            Column("times faster than torchvision", ".1f"),
+            Column("than torchvision, RandomAffine", ".1f"),
+        ],
+        rows=rows,
+        goals=[goal(timings, STOCK, OURS_PLAIN), goal(timings, STOCK, OURS), goal(timings, STOCK_AUGMENTED, OURS)],
+        ours=[OURS, OURS_PLAIN],
+        notes=["few images: starting the workers weighs more than in a full epoch"] if options.quick else [],
+        interrupted=timings.interrupted,
+    )

@@ -1,0 +1,99 @@
+"""Seconds from the start of the process to the recipe's first step, by part, beside the bare imports; and of --help."""
+
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+from benchmarks.harness.measurements import (
+    Column,
+    Goal,
+    Options,
+    Progress,
+    Section,
+    Spread,
+    Timings,
+    alternate,
+    pin_threads,
+)
+from benchmarks.harness.processes import answer_of, seconds_of
+from benchmarks.sections.input_pipeline import find_images, write_files
+
+__all__ = ["run"]
+
+TORCH, IMPORTS, IMPORTED = "import torch", "import torch, torchvision, lightning", "the same, until they are there"
+HELP, FIRST_STEP = "recipe, --help", "recipe, first step"
+BESIDE = {TORCH: IMPORTS, HELP: IMPORTS, FIRST_STEP: IMPORTED}
+"""What each is compared with; the end of a process takes a second, which no one waits for at the first step."""
+MOST = {HELP: 1.1, FIRST_STEP: 1.3}
+_IMPORTS = "import torch, torchvision, lightning.pytorch"
+
+
+def imported() -> float:
+    """Seconds until the imports are done."""
+    start = time.time()
+    return answer_of("-c", f"{_IMPORTS}, os, time; print(time.time(), flush=True); os._exit(0)") - start
+
+
+def first_step(root: Path, runs: str, parts: dict[str, list[float]]) -> float:
+    """Seconds to the first step, whose parts are added to `parts`."""
+    start = time.time()
+    flags = ("--data-dir", str(root), "--dataset", "mnist", "--run-dir", runs, "--accelerator", "cpu")
+    marks = {"start": start, **answer_of("-m", "benchmarks.contenders.first_step", *flags)}
+    for (_, before), (name, after) in pairwise(marks.items()):
+        parts[name].append(after - before)
+    return marks["first step"] - start
+
+
+def goal(timings: Timings, name: str) -> Goal:
+    """Whether a start takes little more than the imports that nobody can avoid."""
+    ratio = timings.ratio(name, BESIDE[name])
+    found = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+    return Goal(f"{name}: at most {MOST[name]} times the bare imports", found, ratio.median <= MOST[name])
+
+
+def run(options: Options, progress: Progress | None = None) -> Section:
+    """Starts each program in turn."""
+    threads = pin_threads(options.threads or 1)
+    repeats = options.repeats or (1 if options.quick else 7)
+    images, labels, source = find_images(options.data_dir, 2_560 if options.quick else 60_000)
+    parts: dict[str, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
+        root = Path(folder)
+        write_files(root, images, labels)
+        contenders: dict[str, Callable[[], float]] = {
+            TORCH: lambda: seconds_of("-c", "import torch"),
+            IMPORTS: lambda: seconds_of("-c", _IMPORTS),
+            IMPORTED: imported,
+            HELP: lambda: seconds_of("-m", "recipes.mnist", "--help"),
+            FIRST_STEP: lambda: first_step(root, str(root / "runs"), parts),
+        }
+        timings = alternate(contenders, repeats, progress=progress)
+    rows: dict[str, list[Spread | None]] = {
+        name: [timings.spread(name), timings.ratio(name, BESIDE[name]) if name in BESIDE else None]
+        for name in contenders
+    }
+    # The first round does not count.
+    split = {name: statistics.median(seconds[1:]) * 1000 for name, seconds in parts.items()}
+    return Section(
+        title="start-up: from nothing to the first step",
+        header={
+            "data": f"{source}, {len(labels):,} images",
+            "threads": threads,
+            "precision": "as the command line chooses it",
+            "repeats": f"{timings.rounds} rounds of processes in turn after 1 that fills the caches",
+        },
+        columns=[Column("seconds", ".2f"), Column("times the imports", ".2f")],
+        rows=rows,
+        goals=[goal(timings, HELP), goal(timings, FIRST_STEP)],
+        ours=[HELP, FIRST_STEP],
+        notes=[
+            "the first step is compared with the imports until they are there, the rest with whole processes",
+            "the second table: milliseconds of each part up to the first step, in their order",
+        ],
+        interrupted=timings.interrupted,
+        details={FIRST_STEP: split},
+    )

@@ -1,0 +1,220 @@
+"""The recipe at its defaults beside the same training by hand, in the stock way, and in other libraries.
+
+Two networks: the recipe's, where arithmetic takes the time, and a tiny one of 0.8 ms a step, where the framework does:
+what a fast GPU makes of any small model. All train the same network with AdamW on the same images and batch size, and
+what is timed are steps of training after the first few; validation and the saving of checkpoints are left out
+(``checkpoint_cost`` has them). Only the recipe and the stock way log, score, draw and watch for checkpoints.
+"""
+
+import random
+import statistics
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmarks.contenders.loops import Job, bare_loop, fabric_loop, hand_loop
+from benchmarks.contenders.peers import absent_peers, peer_loops
+from benchmarks.contenders.recipe_loops import recipe_loop, stock_loop
+from benchmarks.harness.bare_trainer import quiet
+from benchmarks.harness.laps import Laps
+from benchmarks.harness.measurements import (
+    Column,
+    Goal,
+    Options,
+    Progress,
+    Section,
+    Spread,
+    Timings,
+    alternate,
+    available_cores,
+    pin_threads,
+)
+from benchmarks.sections.input_pipeline import find_images, write_files
+from recipes.launch.host import resolve_precision
+from recipes.mnist.network import MNISTNet
+
+__all__ = ["run"]
+
+BATCH_SIZE = 256
+HAND, OURS, AUGMENTED, LONG = "by hand", "recipe, not augmented", "recipe, augmented", "recipe, --lean-loop false"
+BARE, STOCK, FABRIC = "bare Trainer", "stock Lightning", "Fabric"
+TINY, DEFAULT = "tiny", "default"
+
+Loop = Callable[[Job], Laps]
+
+
+def tiny_network(width: int) -> nn.Module:
+    """Two linear layers with BatchNorm between them."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def loops(root: Path) -> dict[str, Loop]:
+    """What is compared, by name; of the peers those that are installed."""
+    return {
+        HAND: hand_loop,
+        OURS: partial(recipe_loop, root=root, augment=False),
+        AUGMENTED: partial(recipe_loop, root=root, augment=True),
+        LONG: partial(recipe_loop, root=root, augment=False, lean=False),
+        BARE: bare_loop,
+        STOCK: partial(stock_loop, root=root),
+        FABRIC: fabric_loop,
+        **peer_loops(),
+    }
+
+
+class Network:
+    """One network's contenders and what they found; the rounds of `alternate` fill it."""
+
+    def __init__(self, name: str, job: Job, root: Path, threads: int) -> None:
+        self.name, self.job, self.threads = name, job, threads
+        self.loops = loops(root)
+        # Augmenting takes as long as a tiny step, and the way through the loop matters to those only.
+        del self.loops[AUGMENTED if name == TINY else LONG]
+        self.quiet: dict[str, list[float]] = {loop: [] for loop in self.loops}
+        self.splits: dict[str, dict[str, float]] = {}
+        self.timings = Timings({})
+
+    def measure(self, repeats: int, progress: Progress | None) -> None:
+        """Time all in turn, then split the steps of some."""
+        torch.set_num_threads(self.threads)
+        contenders = {name: partial(self._time, name) for name in self.loops}
+        self.timings = alternate(contenders, repeats, progress=progress)
+        for name, loop in self.loops.items():
+            profiled = {"profile": True} if name in (OURS, AUGMENTED, BARE, STOCK) else {}
+            if name in (HAND, FABRIC, "Accelerate") or profiled:
+                self.splits[name] = loop(self.job, **profiled).split()
+
+    def _time(self, name: str) -> float:
+        # A command line that ran before has seeded everything; all should shuffle alike, and unlike the last round.
+        torch.manual_seed(random.SystemRandom().randrange(2**32))
+        laps = self.loops[name](self.job)
+        self.quiet[name].append(laps.quiet_seconds)
+        return laps.seconds
+
+    def quiet_ratio(self, name: str, to: str = HAND) -> Spread:
+        """The ratio of the quieter steps' times, in the rounds that count."""
+        rounds = self.timings.rounds
+        pairs = zip(self.quiet[name][1:], self.quiet[to][1:])
+        return Spread(tuple(a / b for a, b in pairs)[:rounds])
+
+    def rows(self) -> dict[str, list[Spread | None]]:
+        """A row per contender."""
+        rows = {}
+        for name in self.loops:
+            spread = self.timings.spread(name)
+            others = name != HAND
+            rows[f"{self.name}, {name}"] = [
+                Spread(tuple(self.job.batch_size / seconds for seconds in spread.values)),
+                self.timings.spread(name, 1e-6),
+                self.timings.added(name, HAND, 1e-6) if others else None,
+                self.timings.ratio(name, HAND) if others else None,
+                self.quiet_ratio(name) if others else None,
+            ]
+        return rows
+
+
+def width_for(seconds: float, job: Callable[[int], Job], widths: range = range(32, 1025, 32)) -> int:
+    """The smallest width whose step takes that long by hand, or the largest of all."""
+    return next(
+        (w for w in widths if statistics.median(hand_loop(job(w)).quiet_seconds for _ in range(3)) >= seconds),
+        widths[-1],
+    )
+
+
+def goals(networks: dict[str, Network], precision: str) -> list[Goal]:
+    """What the issue of these benchmarks asks for."""
+
+    def goal(text: str, found: Spread, most: float, form: str = ".2f") -> Goal:
+        shown = f"{found.median:{form}} ({found.low:{form}} to {found.high:{form}})"
+        return Goal(text, shown, found.median <= most)
+
+    default, tiny = networks[DEFAULT], networks[TINY]
+    faster = Spread(tuple(-v for v in default.timings.ratio(STOCK, OURS).values))
+    found = [
+        goal("default network, recipe: at most 1.10 times the loop by hand", default.timings.ratio(OURS, HAND), 1.10),
+        goal("tiny network, recipe: at most 1.45 times the loop by hand", tiny.timings.ratio(OURS, HAND), 1.45),
+        goal(
+            "tiny network, recipe: at most 150 microseconds over the bare Trainer",
+            tiny.timings.added(OURS, BARE, 1e-6),
+            150,
+            ".0f",
+        ),
+    ]
+    if precision == "bf16-mixed":
+        text = "default network, recipe: at least 3 times faster than stock Lightning (shown negative)"
+        found.append(goal(text, faster, -3.0))
+    return found
+
+
+def run(options: Options, progress: Progress | None = None) -> Section:
+    """Measures both networks."""
+    quick = options.quick
+    images, labels, source = find_images(options.data_dir, 12_800 if quick else 60_000)
+    precision, reason = resolve_precision("auto", "cpu")
+    cores = options.threads or available_cores()
+    settling = 5 if quick else 20
+    repeats = options.repeats or (1 if quick else 7)
+    pixels, targets = images.unsqueeze(1), labels.long()
+
+    def job(network: Callable[[], nn.Module], steps: int, precision: str) -> Job:
+        return Job(network, pixels, targets, BATCH_SIZE, settling + steps, settling, precision)
+
+    def tiny(width: int) -> Job:
+        return job(partial(tiny_network, width), 20 if quick else 180, "32-true")
+
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder, quiet():
+        root = Path(folder)
+        write_files(root, images, labels)
+        torch.set_num_threads(1)
+        width = width_for(0.8e-3, tiny)
+        networks = {
+            DEFAULT: Network(DEFAULT, job(MNISTNet, 5 if quick else 60, precision), root, cores),
+            TINY: Network(TINY, tiny(width), root, 1),
+        }
+        rows: dict[str, list[Spread | None]] = {}
+        for network in networks.values():
+            network.measure(repeats, progress)
+            rows |= network.rows()
+    return Section(
+        title="training loop: a step of the recipe beside others'",
+        header={
+            "data": f"{source}; batch {BATCH_SIZE}, AdamW",
+            "threads": f"{pin_threads(cores)} for the default network, 1 for the tiny one",
+            "precision": f"{precision} ({reason}); float32 for the tiny network and stock Lightning",
+            "networks": f"the recipe's; 784 to {width} to 10 with BatchNorm, of about 0.8 ms a step by hand",
+            "repeats": f"{networks[DEFAULT].timings.rounds} rounds in turn of {networks[DEFAULT].job.steps - settling} "
+            f"and {networks[TINY].job.steps - settling} steps, after {settling} steps and 1 round that do not count",
+        },
+        columns=[
+            Column("samples/s", ",.0f"),
+            Column("us a step", ",.0f"),
+            Column("over hand", "+,.0f"),
+            Column("times", ".2f"),
+            Column("quiet times", ".2f"),
+        ],
+        rows=rows,
+        goals=goals(networks, precision),
+        ours=[name for name in rows if "recipe" in name],
+        details={
+            f"{name}, {loop}": parts for name, network in networks.items() for loop, parts in network.splits.items()
+        },
+        notes=_notes(absent_peers(), quick),
+        interrupted=any(network.timings.interrupted for network in networks.values()),
+    )
+
+
+def _notes(absent: list[str], quick: bool) -> list[str]:
+    notes = [
+        "quiet: of the times that three quarters of the steps exceed, where other programs disturb less",
+        "the second table splits the microseconds of a step, in a run of its own in which measuring takes time as well"
+        " and the recipe takes Lightning's own loop, which alone says what it does",
+        "compute is forward and backward with what the framework does around them, rest is the framework elsewhere",
+        "stock Lightning also reads images one by one; its optimiser is not fused",
+    ]
+    if absent:
+        notes.append(f"not installed, so not compared: {', '.join(absent)}; pip install -e '.[peers]'")
+    return [*notes, "few steps: of no meaning"] if quick else notes

@@ -1,0 +1,132 @@
+"""Checkpoints at the moments from which Lightning resumes exactly.
+
+Lightning's `ModelCheckpoint(every_n_train_steps=...)` saves at two others, too. After a resume it forgets which update
+it has saved and saves again after the next micro-batch, in mid-window, and no checkpoint holds half-summed gradients.
+And it saves on an epoch's last batch before the epoch has ended: the run resumed from there does not count the epoch
+that it begins, and a second such resume trains one epoch too many. The same holds after a validation in mid-epoch.
+Nor does a run resume exactly that ``max_steps`` has ended: the epoch that it cut counts as done.
+A folder of checkpoints that was moved is not recognised: a worse model then takes the best one's place.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from typing_extensions import override
+
+from callbacks.checkpointing.stopping_points import uncount_cut_epoch, update_is_whole
+from datamodules.errors import UserError
+
+__all__ = ["ExactCheckpoint"]
+
+
+class ExactCheckpoint(ModelCheckpoint):
+    """Lightning's `ModelCheckpoint`, which saves after whole updates, and after an epoch's last one when it has ended.
+
+    Of equal scores the later is the best: it has learnt for longer, and small validation sets often give equal ones.
+
+    Runs on: `on_train_batch_end`, `on_validation_end` and `on_train_epoch_end`, as the stock one; takes the same
+    arguments.
+
+    Raises:
+        UserError: a validation in mid-epoch would always fall into an accumulation window, where nothing can be saved.
+
+    Example:
+        >>> checkpoint = ExactCheckpoint("checkpoints", every_n_train_steps=100, save_last=True)
+    """
+
+    _validated_at_epoch_end = False
+    _loaded: dict[str, Any] | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        # With max_steps Lightning takes an epoch's end for its middle when it resumes, and repeats its last hook.
+        trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        uncount_cut_epoch(checkpoint["loops"]["fit_loop"])
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._take_loaded(trainer)  # Some strategies restore after `on_fit_start`.
+        every, factor = trainer.val_check_batch, trainer.accumulate_grad_batches
+        if self.monitor is None or not isinstance(every, int) or every >= trainer.num_training_batches:
+            return
+        if every % factor:
+            near = sorted({max(1, every // factor) * factor, (every // factor + 1) * factor})
+            raise UserError(
+                f"a validation after every {every} batches falls into the midst of updates of {factor} micro-batches,"
+                f" where no checkpoint can be saved: pass --val-check-interval {' or '.join(map(str, near))}"
+            )
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._every_n_train_steps < 1 and self._train_time_interval is None:
+            return  # The parent comes to the same, at every step, by asking for much more.
+        if update_is_whole(trainer) and not trainer.is_last_batch:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        if trainer.is_last_batch:
+            self._validated_at_epoch_end = True
+        elif update_is_whole(trainer):
+            super().on_validation_end(trainer, pl_module)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_batch_end(trainer, pl_module, None, None, trainer.fit_loop.batch_idx)
+        if self._validated_at_epoch_end:
+            self._validated_at_epoch_end = False
+            super().on_validation_end(trainer, pl_module)
+        super().on_train_epoch_end(trainer, pl_module)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._take_loaded(trainer)
+
+    def _take_loaded(self, trainer: pl.Trainer) -> None:
+        if self._loaded is not None:
+            # Rank 0 alone may see the files, and ranks that remember different ones would wait for each other.
+            super().load_state_dict(trainer.strategy.broadcast(_found_here(self._loaded, self.dirpath)))
+            self._loaded = None
+
+    @override
+    def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
+        equal = current is not None and bool(self.best_k_models.get(self.kth_best_model_path) == current)
+        # The score is the same on every rank, so all of them decide alike.
+        return equal or super().check_monitor_top_k(trainer, current)
+
+
+def _found_here(state: dict[str, Any], folder: Any) -> dict[str, Any]:
+    """The state of a callback with the files that exist, in the folder where they are now."""
+    if folder is None:
+        return state
+
+    def here(path: str) -> str:
+        old = state["dirpath"] or "."
+        moved = Path(folder, Path(path).relative_to(old)) if path and Path(path).is_relative_to(old) else Path(path)
+        return str(moved) if moved.is_file() else ""
+
+    best = {here(path): score for path, score in state["best_k_models"].items() if here(path)}
+    paths = {name: here(state[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
+    found = state | paths | {"dirpath": folder, "best_k_models": best}
+    if not paths["best_model_path"]:
+        found["best_model_score"] = None
+    return found

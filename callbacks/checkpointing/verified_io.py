@@ -1,0 +1,197 @@
+"""Checkpoints that are whole: written beside their target, flushed, read back, renamed.
+
+Lightning's own are staged in the system's folder for temporary files, so that on another disk the last step is a copy,
+which a kill cuts short (#21253); a full disk ends the run; a bit that flips later is loaded without a word.
+"""
+
+import errno
+import logging
+import os
+import secrets
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from typing_extensions import override
+
+from callbacks.checkpointing.plain_values import as_plain
+from datamodules.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["VerifiedCheckpointIO", "describe_damage", "remove_leftovers", "write_checkpoint"]
+
+log = logging.getLogger("lightning_recipes.checkpoints")
+
+
+def describe_damage(path: str | Path) -> str | None:
+    """What is wrong with a file that `torch.save` wrote, by the checksums in it; None where it is whole."""
+    path = Path(path)
+    if not path.is_file():
+        return "it does not exist"
+    if not path.stat().st_size:
+        return "it is empty"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            record = archive.testzip()
+    except zipfile.BadZipFile as error:
+        if "not a zip file" in str(error):
+            return "it was cut off or overwritten, or is another kind of file"
+        return f"it is damaged ({error})"
+    except Exception as error:  # What a damaged header makes of the reader is anything.
+        return f"it is damaged ({type(error).__name__}: {error})"
+    return f"it is damaged (the checksum of {record} is wrong)" if record else None
+
+
+class _Sink:
+    """A file that keeps its error instead of raising it into torch's writer, which would lose or end the process."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        if self.error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.error = error
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing: whoever made the file flushes it."""
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Whether the file is ours alone now, until it is closed or its process ends, however that ends."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # Another's, or a file system without locks.
+        return False
+    return True
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the half-written files of writers that have died; one that still writes holds a lock on its file."""
+    for part in folder.glob(".*.ckpt.*.part"):
+        try:
+            with part.open("rb+") as file:
+                if _lock(file):
+                    part.unlink()
+        except OSError:
+            continue
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the rename itself survive a loss of power."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # Windows opens no folders.
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:  # Some network file systems.
+        pass
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _whole_or_nothing(path: Path) -> Iterator[Path]:
+    """A name beside `path` that takes its place at the end, and is gone if that is never reached."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        yield part
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def write_checkpoint(checkpoint: Any, path: Path) -> None:
+    """Write a file that is either the old one or the whole new one, whenever the process or the machine stops.
+
+    Raises:
+        OSError: it could not be written, or did not read back as written; the old one is as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path.parent)
+    with _whole_or_nothing(path) as part:
+        with part.open("xb") as file:
+            _lock(file)
+            sink = _Sink(file)
+            torch.save(checkpoint, sink)  # type: ignore[arg-type]
+            if sink.error is not None:
+                raise sink.error
+            file.flush()
+            os.fsync(file.fileno())
+        if problem := describe_damage(part):
+            raise OSError(errno.EIO, f"what was written does not read back: {problem}")
+
+
+class VerifiedCheckpointIO(TorchCheckpointIO):
+    """Writes checkpoints that are whole and hold tensors and plain Python only; refuses damaged ones.
+
+    A checkpoint that cannot be written, such as on a full disk, leaves the old one where it is, and training goes on
+    with a warning: see `failures`, which `CheckpointGuard` makes an error at the end. Until a save succeeds again no
+    checkpoint is removed. Hyper-parameters of any kind are written in their plain form, see `as_plain`.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> trainer = pl.Trainer(plugins=[VerifiedCheckpointIO()], logger=False)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures: dict[str, str] = {}
+        """Why a file could not be written, by its path, until it could or nobody wants it any more."""
+        self._last_failed = False
+        self._lost: set[str] = set()
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        lost: list[str] = []
+        plain = as_plain(checkpoint, lost)
+        if new := [name for name in lost if name not in self._lost]:
+            self._lost.update(new)
+            log.warning("warning: checkpoints hold only the names of %s, which are no plain values", ", ".join(new))
+        try:
+            write_checkpoint(plain, Path(path))
+        except OSError as error:
+            self.failures[str(path)] = error.strerror or str(error)
+            self._last_failed = True
+            kept = "the old one stays" if Path(path).exists() else "there is none yet"
+            log.warning("warning: %s was not saved (%s); %s, and training goes on", path, error.strerror or error, kept)
+        else:
+            self.failures.pop(str(path), None)
+            self._last_failed = False
+
+    @override
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read a checkpoint.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        if Path(path).is_file() and (problem := describe_damage(path)):
+            raise UserError(f"{path} cannot be read: {problem}; pass another checkpoint, or --resume auto")
+        return super().load_checkpoint(path, *args, **kwargs)
+
+    @override
+    def remove_checkpoint(self, path: str | Path) -> None:
+        if not self._last_failed:
+            self.failures.pop(str(path), None)
+            super().remove_checkpoint(path)

@@ -1,0 +1,172 @@
+"""How many updates a run makes: exact under a schedule of accumulation factors, and safe to ask for.
+
+``trainer.estimated_stepping_batches`` ignores such a schedule, and reading it before training builds the loaders too
+early, which drops the position of a resumed one (Lightning #20550). The functions here read, and change nothing.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from callbacks.lib.durations import Duration
+from datamodules.errors import UserError
+
+__all__ = ["AccumulationSchedule", "count_updates", "duration_to_updates", "total_updates"]
+
+
+@dataclass(frozen=True)
+class AccumulationSchedule:
+    """Micro-batches per update, as a pure function of the epoch and of the updates made.
+
+    Args:
+        entries: when a factor begins, and the factor. The last entry whose time has come counts, in the order written.
+    """
+
+    entries: tuple[tuple[Duration, int], ...]
+
+    @classmethod
+    def parse(cls, steps: int | Mapping[Any, int]) -> "AccumulationSchedule":
+        """Read one factor, or factors by the moment when they begin; before the first of them it is 1.
+
+        Raises:
+            UserError: a factor is no positive int, or a moment is no whole number of steps or epochs.
+
+        Example:
+            >>> schedule = AccumulationSchedule.parse({0: 8, "2 epochs": 4, "5000 steps": 1})
+            >>> [schedule.wanted(epoch, step) for epoch, step in [(0, 0), (2, 3000), (3, 5000)]]
+            [8, 4, 1]
+        """
+        entries = [(Duration(0, "steps"), 1)]
+        for key, factor in (steps if isinstance(steps, Mapping) else {0: steps}).items():
+            start = Duration.parse(key)
+            if type(factor) is not int or factor < 1:
+                raise UserError(
+                    f"cannot accumulate over {factor!r} micro-batches from {start} on: write an int above 0"
+                )
+            if start.unit == "%" or start.value != int(start.value):
+                raise UserError(f'accumulation cannot change at "{start}": write whole epochs or steps, as "2 epochs"')
+            entries.append((start, factor))
+        return cls(tuple(entries))
+
+    @property
+    def changes_within_epochs(self) -> bool:
+        """Whether a factor begins at an update's number."""
+        return any(start.unit == "steps" and start.value for start, _ in self.entries)
+
+    def wanted(self, epoch: int, step: int) -> int:
+        """The factor asked for in an epoch, after a number of updates."""
+        reached = {"steps": step, "epochs": epoch}
+        return next(factor for start, factor in reversed(self.entries) if reached[start.unit] >= start.value)
+
+    def switch(self, factor: int, epoch: int, step: int, batch: int) -> int:
+        """The factor for the micro-batch that comes next, given the one before.
+
+        Lightning counts windows from the epoch's start, so a change waits until the old and the new windows both begin
+        at this micro-batch, or until the next epoch.
+
+        Args:
+            factor: micro-batches of the windows until now.
+            batch: micro-batches of the epoch already done.
+        """
+        if batch % factor:
+            return factor
+        wanted = self.wanted(epoch, step)
+        return factor if batch % wanted else wanted
+
+    def walk(self, epoch: int, step: int, batches: int) -> tuple[int, int]:
+        """Pass through the first `batches` micro-batches of an epoch that begins after `step` updates.
+
+        Returns:
+            How many windows were begun, and the factor for the micro-batch that comes next.
+        """
+        first, batch, factor = step, 0, self.wanted(epoch, step)
+        while batch < batches:
+            changes = [int(start.value) for start, _ in self.entries if start.unit == "steps" and start.value > step]
+            windows = math.ceil((batches - batch) / factor)
+            if factor != self.wanted(epoch, step):
+                windows = 1  # A change waits: look at each boundary.
+            elif changes:
+                windows = min(windows, min(changes) - step)
+            batch, step = min(batch + windows * factor, batches), step + windows
+            factor = self.switch(factor, epoch, step, batch)
+        return step - first, factor
+
+
+@lru_cache(maxsize=64)
+def count_updates(schedule: AccumulationSchedule, batches: int, epochs: int) -> int:
+    """Updates of the first `epochs` epochs of `batches` micro-batches each; the last window of each may be short.
+
+    Example:
+        >>> count_updates(AccumulationSchedule.parse({0: 4, "2 epochs": 1}), batches=10, epochs=3)
+        16
+    """
+    step = 0
+    for epoch in range(epochs):
+        reached = {"steps": step, "epochs": epoch}
+        if all(reached[start.unit] >= start.value for start, _ in schedule.entries):
+            return step + (epochs - epoch) * math.ceil(batches / schedule.wanted(epoch, step))
+        step += schedule.walk(epoch, step, batches)[0]
+    return step
+
+
+def _schedule(trainer: pl.Trainer) -> AccumulationSchedule:
+    """The accumulation of a run: our callback's, Lightning's callback's, or the Trainer's own factor."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        # Not a protocol and isinstance, which takes 10 microseconds a callback: schedules ask in every step.
+        if schedule := getattr(callback, "accumulation_schedule", None):
+            return schedule(trainer)
+        if isinstance(callback, GradientAccumulationScheduler):
+            factors = {f"{epoch} epochs": callback.scheduling[epoch] for epoch in callback.epochs}
+            return AccumulationSchedule.parse(factors)
+    return AccumulationSchedule.parse(trainer.accumulate_grad_batches)
+
+
+def _updates_of_epochs(trainer: pl.Trainer, epochs: float) -> float:
+    """Updates of the first `epochs` epochs (a fraction counts from its epoch's start), not looking at `max_steps`."""
+    if trainer.train_dataloader is None:
+        raise RuntimeError(
+            "the number of updates was asked for before the training loader exists: ask in training, that is from"
+            " `on_train_start` on, or from the function of a LambdaLR once its step is above 0"
+        )
+    batches = trainer.num_training_batches
+    if math.isinf(batches):
+        return math.inf
+    schedule, whole = _schedule(trainer), int(epochs)
+    before = count_updates(schedule, int(batches), whole)
+    if whole == epochs:
+        return before
+    return before + (epochs - whole) * (count_updates(schedule, int(batches), whole + 1) - before)
+
+
+def total_updates(trainer: pl.Trainer) -> int | float:
+    """The number of optimiser steps at which the run will end; infinite where nothing ends it.
+
+    Respects the schedule of accumulation, `limit_train_batches`, `max_epochs` and `max_steps`. Cheap enough for every
+    step; works from the moment the training loader is built, that is from `on_train_start` on.
+
+    Raises:
+        RuntimeError: the training loader is not built yet.
+    """
+    max_steps = math.inf if trainer.max_steps == -1 else trainer.max_steps
+    if trainer.max_epochs in (None, -1):
+        return max_steps
+    return min(max_steps, _updates_of_epochs(trainer, trainer.max_epochs))
+
+
+def duration_to_updates(duration: Duration, trainer: pl.Trainer) -> int:
+    """A duration counted from the run's start, in updates; works from `on_train_start` on.
+
+    Raises:
+        UserError: the duration is in epochs of a loader without length, or in per cent of a run without end.
+    """
+    if duration.unit == "steps":
+        return int(duration.value)
+    if duration.unit == "%":
+        return duration.to_steps(math.inf, total_updates(trainer))
+    updates = _updates_of_epochs(trainer, duration.value)
+    return duration.to_steps(updates / duration.value if duration.value else 0, math.inf)

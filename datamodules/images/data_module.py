@@ -1,0 +1,440 @@
+"""Pictures in class folders, CIFAR, Oxford Pets and Flowers, or the bundled digits, for fine-tuning.
+
+Pictures leave the workers as bytes and are normalised on the device. What a run sees does not depend on how many
+workers or devices there are, on how often it was interrupted, or on whether decoded pictures are kept in memory.
+"""
+
+import logging
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from typing_extensions import override
+
+from datamodules.errors import UserError
+from datamodules.images.augmentation import AUGMENTATIONS, Augmentation, BatchReader, Mixing
+from datamodules.images.files import ImageFiles, MemoryBudget
+from datamodules.images.known_sets import IMAGE_SETS, ImageSetInfo, Samples, read_digits, read_torchvision
+from datamodules.images.tree import pictures_below, scan_tree, split_by_class
+from datamodules.loading.placement import PlacedDataModule
+from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
+
+__all__ = ["ImageFolderDataModule"]
+
+log = logging.getLogger("lightning_recipes")
+_warn = rank_zero_only(log.warning)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@lru_cache(maxsize=4)
+def _statistics(means: tuple[float, ...], stds: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """What bytes are multiplied with and what is added, each of shape (3, 1, 1)."""
+    # They outlive the validation, in inference mode, that may be the first to ask.
+    with torch.inference_mode(False):
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (means, stds))
+        return (1 / (255 * std)).to(device), (-mean / std).to(device)
+
+
+class ImageFolderDataModule(PlacedDataModule):
+    """Pictures in class folders, or one of some known sets, exact on any number of devices and workers.
+
+    Training batches are ``(images, labels)``: float32 of shape (batch, 3, size, size), normalised on the device, and
+    int64 of shape (batch,); with MixUp or CutMix soft labels, float32 of shape (batch, classes). A folder holds
+    train/CLASS/, val/CLASS/ and perhaps test/CLASS/, or just CLASS/ folders, of which a share is then held out.
+
+    Args:
+        dataset: which set; "auto" takes the folder where one is given, else the bundled digits.
+        data_dir: folder with a folder of pictures for each class; where the known sets are, "data" by default.
+        image_size: side of the network's inputs in pixels; by default 224, for CIFAR and digits 32.
+        batch_size: samples on one device in one forward pass.
+        eval_batch_size: samples in one forward pass of validation, test and prediction.
+        val_fraction: share of each class held out for validation, where there is no folder val.
+        test_fraction: share of each class held out for testing, where there is no folder test.
+        augment: how training pictures vary: not at all, by crops and mirroring, also in colour, or by RandAugment.
+        mixup: alpha of MixUp (Zhang et al., 2018), such as 0.2; 0 is off.
+        cutmix: alpha of CutMix (Yun et al., 2019), such as 1.0; 0 is off.
+        num_workers: processes that read pictures ahead; by default one for two cores, 8 at most; none on a CPU.
+        cache_gb: memory for pictures that are then decoded once, shared by the processes on a machine.
+        on_corrupt: what to do about a file that cannot be read: end with an error, or skip it and say so.
+        seed: of the split, the order and the augmentation.
+        drop_last: leave the incomplete last batch of an epoch out.
+        download: fetch missing files of the known sets.
+        predict_inputs: pictures, and folders of pictures, that `predict` reads.
+
+    Raises:
+        UserError: for settings that make no sense, and at set-up for a folder that cannot be trained on.
+    """
+
+    hparams: Any  # Lightning declares a mapping without attributes, and makes one with them.
+
+    def __init__(
+        self,
+        dataset: Literal["auto", "folder", "cifar10", "cifar100", "pets", "flowers", "digits"] = "auto",
+        data_dir: str | None = None,
+        image_size: int | None = None,
+        batch_size: int = 32,
+        eval_batch_size: int = 64,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.0,
+        augment: Literal["none", "light", "standard", "randaugment"] = "standard",
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        num_workers: int | None = None,
+        cache_gb: float = 2.0,
+        on_corrupt: Literal["error", "skip"] = "error",
+        seed: int = 1,
+        drop_last: bool = False,
+        download: bool = True,
+        predict_inputs: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value, allowed in (
+            ("dataset", dataset, ("auto", *IMAGE_SETS)),
+            ("augment", augment, AUGMENTATIONS),
+            ("on-corrupt", on_corrupt, ("error", "skip")),
+        ):
+            if value not in allowed:
+                raise UserError(f"--{name} {value}: expected one of {', '.join(allowed)}")
+        for name, share in (("val-fraction", val_fraction), ("test-fraction", test_fraction)):
+            if not 0 <= share < 1:
+                raise UserError(f"--{name} {share} is outside 0 to 1; pass --{name} 0.1")
+        if val_fraction + test_fraction >= 1:
+            raise UserError("--val-fraction and --test-fraction leave nothing to train on; pass 0.1 for each")
+        for name, size, least in (
+            ("batch-size", batch_size, 1),
+            ("eval-batch-size", eval_batch_size, 1),
+            ("image-size", image_size, 8),
+            ("mixup", mixup, 0),
+            ("cutmix", cutmix, 0),
+            ("num-workers", num_workers, 0),
+            ("cache-gb", cache_gb, 0),
+        ):
+            if size is not None and size < least:
+                raise UserError(f"--{name} {size}: expected {least} or more")
+        # A Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
+        data_dir = str(Path(data_dir).expanduser()) if data_dir is not None else None
+        predict_inputs = [str(name) for name in predict_inputs] if predict_inputs is not None else None
+        self.save_hyperparameters()
+        self.batch_size = batch_size
+        self.dataset: str = ("folder" if data_dir else "digits") if dataset == "auto" else dataset
+        self._info = IMAGE_SETS[self.dataset]
+        self._sources: dict[str, Samples] = {}
+        self._parts: dict[str, tuple[ImageFiles | Tensor, Tensor]] = {}
+        self._predict_files: list[str] = []
+        self._no_download: Exception | None = None
+        self._budget = MemoryBudget(0)
+        # Weak: a loader that nobody uses any more, as where they are made anew in each epoch, ends its workers itself.
+        self._loaders: weakref.WeakSet[WorkerTrainLoader | WorkerEvaluationLoader] = weakref.WeakSet()
+
+    # What others may ask
+
+    @property
+    def info(self) -> ImageSetInfo:
+        """Names and statistics of the set; its classes once it has been read."""
+        return self._info
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes there are; of a folder, which is looked through for that."""
+        if not self._info.num_classes:
+            self._scan()
+        return self._info.num_classes
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Samples in each part that has been set up and is not empty: "train", "val", "test"."""
+        return {part: len(rows) for part, (_, rows) in self._parts.items() if part != "predict" and len(rows)}
+
+    @property
+    def image_size(self) -> int:
+        """The side of the network's inputs, in pixels."""
+        return self.hparams.image_size or self._info.image_size
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is a part to validate on, once it has been read."""
+        if self.dataset == "folder" and not self._sources:
+            self._scan()
+        return "val" in self._sources or "val" in dict(self._info.splits) or self.hparams.val_fraction > 0
+
+    @property
+    def augments(self) -> bool:
+        """Whether the pictures of an epoch differ from those of another."""
+        return self.hparams.augment != "none" or self._mixing
+
+    @property
+    def prediction_names(self) -> list[str]:
+        """The files to predict; batches of `predict_dataloader` hold their numbers."""
+        return list(self._predict_files)
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Bytes of shape (batch, 3, height, width) to floats of about mean 0 and standard deviation 1."""
+        scale, shift = _statistics(self._info.mean, self._info.std, images.device)
+        return (images * scale).add_(shift)
+
+    def numbered_batches(
+        self, part: str, rank: int = 0, world_size: int = 1
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """A part's pictures as evaluation sees them, once: (normalised images, labels, sample numbers), on the device.
+
+        Together the ranks get each sample once, in the numbering of the part's loader.
+        """
+        loader = self._evaluation_loader(part, rank, world_size)
+        try:
+            for answer in loader.answers():
+                images = self.normalise(answer.inputs.to(self._device, non_blocking=True))
+                yield images, answer.targets.to(self._device), answer.rows.to(self._device)
+        finally:
+            loader.close()
+            self._loaders.discard(loader)
+
+    @property
+    def _processes_here(self) -> int:
+        return max(1, self.trainer.num_devices) if self.trainer else 1
+
+    # Reading
+
+    @property
+    def _mixing(self) -> bool:
+        return bool(self.hparams.mixup or self.hparams.cutmix)
+
+    @property
+    def _folder(self) -> str:
+        return self.hparams.data_dir or "data"
+
+    @override
+    def prepare_data(self) -> None:
+        """Download what is missing. Lightning calls this in one process per node.
+
+        A failure is kept for `setup`, which every process reaches: raised here, the others would wait for this one.
+        """
+        predicting = self.trainer is not None and self.trainer.state.fn == "predict"
+        if self._info.torchvision_name is None or not self.hparams.download or predicting:
+            return
+        try:
+            read_torchvision(self.dataset, "train", self._folder, download=True)
+        # A missing network, a damaged archive, a full disk: each has its own exception, and set-up fails all the same.
+        except Exception as error:
+            self._no_download = error
+
+    def _read_torchvision(self, part: str) -> tuple[Samples, tuple[str, ...]]:
+        try:
+            return read_torchvision(self.dataset, part, self._folder, download=False)
+        except (RuntimeError, OSError) as error:
+            reason = f"could not be downloaded ({self._no_download})" if self._no_download else str(error)
+            title = self._info.title
+            raise UserError(
+                f"{title} is not in {self._folder}, and {reason}; pass --data-dir with torchvision's copy of it, "
+                f"or your own class folders with --dataset folder"
+            ) from error
+
+    def _scan(self) -> None:
+        """List the pictures of a folder, and settle its classes."""
+        if self.hparams.data_dir is None:
+            raise UserError("--dataset folder needs --data-dir, a folder with a folder of pictures for each class")
+        tree = scan_tree(self.hparams.data_dir)
+        for note in tree.notes:
+            _warn(f"note: {note}")
+        title = Path(self.hparams.data_dir).resolve().name
+        self._info = replace(self._info, title=title, num_classes=len(tree.classes), classes=tree.classes)
+        self._sources = {part: Samples(files, targets) for part, (files, targets) in tree.parts.items()}
+
+    def _read(self, part: str) -> Samples:
+        """A part that the set itself has."""
+        if part not in self._sources:
+            if self.dataset == "digits":
+                if self.hparams.dataset == "auto" and not self._sources:
+                    _warn(
+                        "no --data-dir: going on with the 1,797 digits bundled with scikit-learn as small colour "
+                        "pictures; pass --data-dir FOLDER for your own",
+                    )
+                self._sources[part] = read_digits(part)
+            else:
+                self._sources[part], classes = self._read_torchvision(part)
+                self._info = replace(self._info, classes=classes)
+        return self._sources[part]
+
+    def _samples(self, part: str) -> Samples:
+        """A part that the set has, or one held out of its training part, or nothing."""
+        if self.dataset == "folder" and not self._sources:
+            self._scan()
+        own = self._sources if self.dataset == "folder" else dict(self._info.splits)
+        if part != "train" and part in own:
+            return self._read(part)
+        train = self._read("train")
+        fractions = {"test": self.hparams.test_fraction, "val": self.hparams.val_fraction}
+        fractions = {held_out: share for held_out, share in fractions.items() if held_out not in own and share}
+        rows = split_by_class(train.targets, self._info.classes, fractions, self.hparams.seed)
+        return train.select(rows[part]) if part in rows else Samples([], [])
+
+    def _add(self, part: str, samples: Samples) -> None:
+        pictures: ImageFiles | Tensor
+        if isinstance(samples.pictures, Tensor):
+            pictures = samples.pictures
+        else:
+            # Twice the side: a crop of a quarter of the area still has a pixel for each of the network's.
+            budget = self._budget if part != "predict" else None
+            pictures = ImageFiles(samples.pictures, 2 * self.image_size, budget, _cores() // self._processes_here or 1)
+        self._parts[part] = (pictures, torch.tensor(samples.targets, dtype=torch.int64))
+
+    @override
+    def setup(self, stage: str) -> None:
+        """List what `stage` needs: "fit", "validate", "test" or "predict"; pictures are read when asked for."""
+        if stage == "predict":
+            self._predict_files = self._find_predict_files()
+            return
+        if not self._parts:
+            self._budget = MemoryBudget(int(self.hparams.cache_gb * 2**30) // self._processes_here)
+        for part in {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}[stage]:
+            if part not in self._parts:
+                self._add(part, self._samples(part))
+
+    def _find_predict_files(self) -> list[str]:
+        found: list[str] = []
+        for name in self.hparams.predict_inputs or ():
+            if Path(name).is_dir():
+                pictures, others = pictures_below(name)
+                if not pictures:
+                    _warn(f"warning: {name} holds no pictures, only {len(others):,} other files")
+                found += pictures
+            else:
+                found.append(name)
+        if not found:
+            raise UserError("no picture to predict; type the names of picture files or folders after the options")
+        return found
+
+    # Loaders
+
+    @property
+    def _workers(self) -> int:
+        if self.hparams.num_workers is not None:
+            return self.hparams.num_workers
+        # A process costs more than the digits do, and beside training on the CPU it takes cores away: bf16 kernels with
+        # AMX wait for each other in a loop, and one thread without a core makes a step many times slower.
+        if self.dataset == "digits" or self._device.type == "cpu":
+            return 0
+        return min(8, _cores() // self._processes_here // 2)
+
+    def _options(self) -> dict[str, Any]:
+        return {"num_workers": self._workers, "pin_memory": self._device.type == "cuda"}
+
+    @override
+    def train_dataloader(self) -> WorkerTrainLoader:
+        options = self.hparams
+        pictures, targets = self._parts["train"]
+        mixing = Mixing(options.mixup, options.cutmix, self.num_classes, options.seed)
+        loader = WorkerTrainLoader(
+            BatchReader(pictures, targets, self._augmentation(options.augment), mixing),
+            torch.arange(len(targets)),
+            self.batch_size,
+            options.seed,
+            self._rank,
+            self._world_size,
+            skip_unreadable=options.on_corrupt == "skip",
+            drop_last=options.drop_last,
+            # Over-fitting repeats the same few batches; Trainer sets this attribute where mypy does not see it.
+            shuffle=not getattr(self.trainer, "overfit_batches", 0),
+            **self._options(),
+        )
+        self._loaders.add(loader)
+        return loader
+
+    def _augmentation(self, name: str) -> Augmentation:
+        return Augmentation(name, self.image_size, self.hparams.seed, self._info.flip)
+
+    def _evaluation_loader(self, part: str, rank: int, world_size: int) -> WorkerEvaluationLoader:
+        pictures, targets = self._parts[part]
+        loader = WorkerEvaluationLoader(
+            BatchReader(pictures, targets, self._augmentation("none")),
+            torch.arange(len(targets)),
+            self.hparams.eval_batch_size,
+            rank,
+            world_size,
+            skip_unreadable=part == "predict" or self.hparams.on_corrupt == "skip",
+            **self._options(),
+        )
+        self._loaders.add(loader)
+        return loader
+
+    def _part_loader(self, part: str) -> WorkerEvaluationLoader | list[WorkerEvaluationLoader]:
+        return self._evaluation_loader(part, self._rank, self._world_size) if len(self._parts[part][1]) else []
+
+    @override
+    def val_dataloader(self) -> WorkerEvaluationLoader | list[WorkerEvaluationLoader]:
+        """The folder val, or what is held out for validation; nothing where there is neither."""
+        return self._part_loader("val")
+
+    @override
+    def test_dataloader(self) -> WorkerEvaluationLoader | list[WorkerEvaluationLoader]:
+        """The folder test, or what is held out for testing; nothing where there is neither."""
+        return self._part_loader("test")
+
+    @override
+    def predict_dataloader(self) -> WorkerEvaluationLoader:
+        """The pictures named by ``predict_inputs`` and their numbers, without those that cannot be read."""
+        # Not at set-up: a checkpoint that is read after it may say how large pictures are.
+        self._add("predict", Samples(self._predict_files, list(range(len(self._predict_files)))))
+        return self._evaluation_loader("predict", self._rank, self._world_size)
+
+    @override
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Normalise pictures on the device; cached features are no bytes, and pass, as examples without labels do."""
+        if isinstance(batch, Tensor) or batch[0].dtype != torch.uint8:
+            return batch
+        images, targets = batch
+        images = self.normalise(images)
+        # Lightning converts batches for 64-true and 16-true before it moves them, when pictures are bytes.
+        return self.trainer.precision_plugin.convert_input(images) if self.trainer else images, targets
+
+    def _close(self) -> None:
+        for loader in list(self._loaders):
+            loader.close()
+        self._loaders.clear()
+
+    @override
+    def teardown(self, stage: str) -> None:
+        """End the worker processes."""
+        self._close()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """End the worker processes, also after Ctrl-C."""
+        self._close()
+
+    # Checkpoints
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """What the classes are, so that a checkpoint is not continued or tested on others."""
+        return {"dataset": self.dataset, "classes": list(self._info.classes)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved, classes = state_dict["dataset"], tuple(state_dict["classes"])
+        if not self._sources:
+            # Prediction needs no data set; the names of the classes, and what a picture is scaled to, are the run's.
+            self.dataset = saved
+            self._info = replace(IMAGE_SETS[saved], num_classes=len(classes), classes=classes)
+            return
+        if saved != self.dataset:
+            how = f"--dataset {saved}" if saved != "folder" else "--data-dir FOLDER"
+            raise UserError(f"the checkpoint was trained on {saved}, found {self.dataset}; pass {how}")
+        if classes != self._info.classes:
+            raise UserError(
+                f"the checkpoint was trained on the classes {_named(classes)}, found {_named(self._info.classes)}; "
+                f"pass the --data-dir that it was trained on"
+            )
+
+
+def _named(classes: Sequence[str]) -> str:
+    return ", ".join(classes[:8]) + f", ... ({len(classes)} in all)" * (len(classes) > 8)

@@ -1,0 +1,92 @@
+"""The sets of pictures that are known by name: CIFAR, Oxford Pets and Flowers through torchvision, bundled digits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from datamodules.mnist.data_module import load_digits
+
+__all__ = ["IMAGE_SETS", "ImageSetInfo", "Samples", "read_digits", "read_torchvision"]
+
+
+@dataclass(frozen=True)
+class ImageSetInfo:
+    """What is fixed about a set: its names, and the statistics (0..1) that its pictures are normalised with.
+
+    The statistics are ImageNet's, which the published weights expect. `classes` is empty until the set has been read,
+    save where the names are known.
+    """
+
+    title: str
+    num_classes: int = 0
+    classes: tuple[str, ...] = ()
+    image_size: int = 224
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    flip: bool = True
+    torchvision_name: str | None = None
+    splits: tuple[tuple[str, dict[str, Any]], ...] = ()
+    """Which parts torchvision's class has, and its arguments for each."""
+
+
+_BY_TRAIN = (("train", {"train": True}), ("test", {"train": False}))
+IMAGE_SETS = {
+    "folder": ImageSetInfo("pictures"),
+    "cifar10": ImageSetInfo("CIFAR-10", 10, image_size=32, torchvision_name="CIFAR10", splits=_BY_TRAIN),
+    "cifar100": ImageSetInfo("CIFAR-100", 100, image_size=32, torchvision_name="CIFAR100", splits=_BY_TRAIN),
+    "pets": ImageSetInfo(
+        "Oxford-IIIT Pets",
+        37,
+        torchvision_name="OxfordIIITPet",
+        splits=(("train", {"split": "trainval"}), ("test", {"split": "test"})),
+    ),
+    "flowers": ImageSetInfo(
+        "Oxford Flowers 102",
+        102,
+        torchvision_name="Flowers102",
+        splits=tuple((part, {"split": part}) for part in ("train", "val", "test")),
+    ),
+    "digits": ImageSetInfo(
+        "scikit-learn digits", 10, tuple("0123456789"), image_size=32, flip=False, splits=(("train", {}), ("test", {}))
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A part of a set: paths, or uint8 pictures of shape (n, 3, height, width), and their classes."""
+
+    pictures: list[str] | Tensor
+    targets: list[int]
+
+    def select(self, rows: list[int]) -> "Samples":
+        pictures = self.pictures
+        chosen = pictures[torch.tensor(rows)] if isinstance(pictures, Tensor) else [pictures[row] for row in rows]
+        return Samples(chosen, [self.targets[row] for row in rows])
+
+
+def read_torchvision(name: str, part: str, data_dir: str, download: bool) -> tuple[Samples, tuple[str, ...]]:
+    """A part of one of torchvision's sets, and the names of its classes."""
+    import torchvision.datasets
+
+    info = IMAGE_SETS[name]
+    assert info.torchvision_name is not None
+    source = getattr(torchvision.datasets, info.torchvision_name)
+    found = source(data_dir, download=download, **dict(info.splits)[part])
+    if hasattr(found, "data"):
+        samples = Samples(torch.from_numpy(found.data).permute(0, 3, 1, 2), list(found.targets))
+    else:
+        # The public way to them would decode every picture.
+        files = found._images if hasattr(found, "_images") else found._image_files
+        samples = Samples([str(file) for file in files], [int(label) for label in found._labels])
+    return samples, tuple(found.classes)
+
+
+def read_digits(part: str) -> Samples:
+    """The bundled digits as small colour pictures, most of their empty margin cut off."""
+    images, labels = load_digits()[part]
+    large = F.interpolate(images[:, None, 2:26, 2:26].float(), size=(32, 32), mode="bilinear", align_corners=False)
+    return Samples(large.round().to(torch.uint8).expand(-1, 3, -1, -1), labels.tolist())

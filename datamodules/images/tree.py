@@ -1,0 +1,158 @@
+"""Pictures in folders: which files there are, of which class, and which of them are held out."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from datamodules.errors import UserError
+from datamodules.loading.randomness import permutation
+
+__all__ = ["ImageTree", "pictures_below", "scan_tree", "split_by_class"]
+
+_JPEG = (".jpg", ".jpeg", ".jpe", ".jfif")
+_SUFFIXES = (*_JPEG, *(".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm", ".tga", ".avif"))
+_PARTS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
+
+
+@dataclass(frozen=True)
+class ImageTree:
+    """What a folder of class folders holds.
+
+    Attributes:
+        classes: names of the classes that have pictures to train on, sorted.
+        parts: the files, sorted, and their classes' numbers: of "train", and of "val" and "test" where there are such.
+        notes: what a user should know, a line each.
+    """
+
+    classes: tuple[str, ...]
+    parts: dict[str, tuple[list[str], list[int]]]
+    notes: list[str]
+
+
+def _visible(folder: Path) -> list[Path]:
+    """What a folder holds, sorted; without hidden entries and the shadow folder in archives made by macOS."""
+    return sorted(entry for entry in folder.iterdir() if not entry.name.startswith((".", "__MACOSX")))
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [entry for entry in _visible(folder) if entry.is_dir()]
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """The visible files in a folder and its subfolders, links followed, but not round in circles."""
+    waiting, seen = [folder], set()
+    while waiting:
+        here = waiting.pop()
+        if (real := os.path.realpath(here)) in seen:
+            continue
+        seen.add(real)
+        for entry in _visible(here):
+            if entry.is_dir():
+                waiting.append(entry)
+            else:
+                yield entry
+
+
+def pictures_below(folder: str | Path) -> tuple[list[str], list[str]]:
+    """The files in a folder and its subfolders, sorted: those that are pictures by their suffix, and the others."""
+    files = sorted(str(file) for file in _files_below(Path(folder)))
+    pictures = [file for file in files if Path(file).suffix.lower() in _SUFFIXES]
+    others = [file for file in files if Path(file).suffix.lower() not in _SUFFIXES]
+    return pictures, others
+
+
+def _find_parts(folder: Path) -> dict[str, Path]:
+    """The folders of "train", "val" and "test" by any of their usual names; none where `folder` holds the classes."""
+    split = {entry.name.lower(): entry for entry in _folders(folder) if _folders(entry)}
+    found: dict[str, Path] = {}
+    for part, names in _PARTS.items():
+        places = [split[name] for name in names if name in split]
+        if len(places) > 1:
+            raise UserError(f"{folder} holds both {places[0].name} and {places[1].name}; keep one of them")
+        if places:
+            found[part] = places[0]
+    if found and "train" not in found:
+        raise UserError(
+            f"{folder} holds {' and '.join(path.name for path in found.values())} with class folders, but no train"
+        )
+    return found
+
+
+def _expected(folder: Path) -> str:
+    """What to type instead of a folder that holds no classes."""
+    for inner in _folders(folder):
+        # Archives often hold a folder of their own name.
+        if sum(bool(_folders(part)) or bool(pictures_below(part)[0]) for part in _folders(inner)) > 1:
+            return f"did you mean --data-dir {inner}?"
+    return "expected a folder of pictures for each class, such as ants/1.jpg, in it or in its folders train and val"
+
+
+def scan_tree(folder: str | Path) -> ImageTree:
+    """The pictures in FOLDER/train/CLASS, FOLDER/val/CLASS and FOLDER/test/CLASS, or in FOLDER/CLASS.
+
+    Raises:
+        UserError: there is no such folder, there are fewer than two classes, or one to evaluate that is not trained.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        what = "is a file; unpack it, and pass its folder" if folder.exists() else "does not exist; pass a folder"
+        raise UserError(f"--data-dir {folder} {what} that holds a folder of pictures for each class")
+    found: dict[str, dict[str, list[str]]] = {}
+    ignored: list[str] = []
+    notes: list[str] = []
+    for part, place in (_find_parts(folder) or {"train": folder}).items():
+        found[part] = {}
+        ignored += [str(entry) for entry in _visible(place) if not entry.is_dir()]
+        for class_folder in _folders(place):
+            pictures, others = pictures_below(class_folder)
+            ignored += others
+            if pictures:
+                found[part][class_folder.name] = pictures
+            else:
+                notes.append(f"class {class_folder.name} is left out of {part}: {class_folder} holds no picture")
+    classes = tuple(sorted(found["train"]))
+    if not classes:
+        raise UserError(f"{folder} holds no class with pictures; {_expected(folder)}")
+    if all(name.lower() in sum(_PARTS.values(), ()) for name in classes):
+        raise UserError(f"{folder / classes[0]} holds pictures without class folders; {_expected(folder)}")
+    if len(classes) == 1:
+        raise UserError(f"{folder} holds pictures of one class only, {classes[0]}; {_expected(folder)}")
+    for part, by_class in found.items():
+        if strangers := sorted(set(by_class) - set(classes)):
+            raise UserError(
+                f"{part} holds classes that train has no picture of: {', '.join(strangers)}; "
+                f"expected only {', '.join(classes[:10])}{', ...' * (len(classes) > 10)}"
+            )
+        if missing := sorted(set(classes) - set(by_class)):
+            notes.append(f"{part} has no picture of {', '.join(missing)}: scores say nothing about them")
+    if ignored:
+        notes.append(f"ignored {len(ignored):,} files that are no pictures by their names, such as {ignored[0]}")
+    parts = {}
+    for part, by_class in found.items():
+        pairs = [(file, number) for number, name in enumerate(classes) for file in by_class.get(name, ())]
+        parts[part] = ([file for file, _ in pairs], [number for _, number in pairs])
+    return ImageTree(classes, parts, notes)
+
+
+def split_by_class(
+    targets: Sequence[int], classes: Sequence[str], fractions: dict[str, float], seed: int
+) -> dict[str, list[int]]:
+    """Sorted sample numbers of "train" and of each part in `fractions`, which takes its share of every class.
+
+    A function of the seed, the classes' names and the order of their samples. A class with two samples or more is in
+    each part, as far as they go round; training keeps one at least.
+    """
+    parts: dict[str, list[int]] = {"train": [], **{part: [] for part in fractions}}
+    members: dict[int, list[int]] = {}
+    for row, target in enumerate(targets):
+        members.setdefault(target, []).append(row)
+    for target, rows in members.items():
+        order = [rows[i] for i in permutation(len(rows), seed, f"split {classes[target]}").tolist()]
+        for part, fraction in fractions.items():
+            wanted = max(round(len(rows) * fraction), 1) if fraction else 0
+            held_out = min(wanted, len(order) - 1)
+            parts[part] += order[:held_out]
+            order = order[held_out:]
+        parts["train"] += order
+    return {part: sorted(rows) for part, rows in parts.items()}

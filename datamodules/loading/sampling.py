@@ -1,0 +1,90 @@
+"""Which sample when: pure functions from (seed, epoch, batch size, rank) to sample numbers.
+
+One global order serves any number of ranks and micro-batches: step j of the epoch consumes the j-th slice of
+``batch_size * world_size`` samples and every rank takes its part of that slice. So an update over k micro-batches
+consumes the k slices that follow each other, which is the slice that one large batch would have taken.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from datamodules.errors import UserError
+from datamodules.loading.randomness import permutation
+
+__all__ = ["epoch_order", "evaluation_spans", "num_training_steps", "split_indices", "training_spans"]
+
+
+def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
+    """The order of n samples in an epoch, int64 of shape (n,).
+
+    Example:
+        >>> epoch_order(5, seed=1, epoch=0).tolist() == epoch_order(5, seed=1, epoch=1).tolist()
+        False
+        >>> sorted(epoch_order(5, seed=1, epoch=0).tolist())
+        [0, 1, 2, 3, 4]
+    """
+    return permutation(n, seed, "order", epoch)
+
+
+def split_indices(n: int, held_out: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Two disjoint, sorted sets of sample numbers: what to train on, and `held_out` samples to validate on.
+
+    Raises:
+        UserError: nothing would be left to train on.
+    """
+    if not 0 <= held_out < n:
+        raise UserError(
+            f"cannot hold {held_out:,} of {n:,} samples out for validation: expected 0 to {n - 1:,}; "
+            f"pass a smaller --val-fraction"
+        )
+    order = permutation(n, seed, "split")
+    return order[held_out:].sort().values, order[:held_out].sort().values
+
+
+def num_training_steps(n: int, batch_size: int, world_size: int, drop_last: bool = False) -> int:
+    """Micro-batches in an epoch, the same on every rank."""
+    samples = batch_size * world_size
+    return n // samples if drop_last else -(-n // samples)
+
+
+def training_spans(
+    n: int, batch_size: int, rank: int, world_size: int, drop_last: bool = False, consumed: int = 0
+) -> Iterator[tuple[int, int]]:
+    """This rank's part of each step of an epoch, as positions ``[start, stop)`` in the epoch's order.
+
+    Full steps give every rank `batch_size` samples. The last step shares what is left; the parts differ by one
+    sample at most, and are empty on some ranks when fewer samples than ranks are left.
+
+    Args:
+        consumed: samples that all ranks together have used in this epoch already.
+
+    Example:
+        >>> list(training_spans(7, batch_size=2, rank=0, world_size=2))
+        [(0, 2), (4, 6)]
+        >>> list(training_spans(7, batch_size=2, rank=1, world_size=2))
+        [(2, 4), (6, 7)]
+    """
+    slice_size = batch_size * world_size
+    end = n // slice_size * slice_size if drop_last else n
+    for start in range(consumed, end, slice_size):
+        size, larger = divmod(min(slice_size, end - start), world_size)
+        first = start + rank * size + min(rank, larger)
+        yield first, first + size + (rank < larger)
+
+
+def evaluation_spans(n: int, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[int, int]]:
+    """This rank's batches of an evaluation, as positions ``[start, stop)``; together the ranks visit each once.
+
+    Whole batches are dealt to the ranks in turn, so a batch holds the same samples on any number of ranks and its
+    result is the same to the bit. A rank left without one gets an empty span: each takes part in the reductions.
+
+    Example:
+        >>> [list(evaluation_spans(5, 2, rank, 2)) for rank in (0, 1)]
+        [[(0, 2), (4, 5)], [(2, 4)]]
+    """
+    starts = range(rank * batch_size, n, batch_size * world_size)
+    if not starts:
+        yield n, n
+    for start in starts:
+        yield start, min(start + batch_size, n)

@@ -1,0 +1,262 @@
+"""Batches of sentence pairs, sliced from packed tensors, grouped by length, in one order for any number of ranks.
+
+Sentences of like length make up an update, so that hardly anything is padding. The groups are cut by the update, not
+by the batch: ranks and micro-batches then share a group, and however an update is split it sees the same sentences.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from datamodules.errors import UserError
+from datamodules.loading.randomness import permutation
+from datamodules.loading.sampling import epoch_order, evaluation_spans, num_training_steps, training_spans
+from datamodules.translation.packed_sentences import PackedPairs, TranslationBatch, padding_share
+
+__all__ = ["SentenceEvaluationLoader", "SentenceTrainLoader", "TranslationBatch"]
+
+
+def sort_by_length(source_lengths: Tensor, target_lengths: Tensor, order: Tensor) -> Tensor:
+    """`order` sorted by source length, then by target length, then as it was."""
+    key = source_lengths * (int(target_lengths.max()) + 1) + target_lengths
+    return order[torch.argsort(key[order], stable=True)]
+
+
+def shuffle_units(n: int, unit: int, seed: int, epoch: int) -> Tensor:
+    """The numbers 0..n-1 in units of neighbours, the units in random order, int64 of shape (n,).
+
+    The unit that is left short comes last, since updates are counted from the epoch's start. Which numbers are in it is
+    random, too: at the end of a sort by length it would always be the longest sentences.
+
+    Example:
+        >>> shuffle_units(7, 3, seed=1, epoch=0).tolist()
+        [4, 5, 6, 1, 2, 3, 0]
+    """
+    full, rest = divmod(n, unit)
+    begin = int(permutation(full + 1, seed, "short unit", epoch)[0]) * unit
+    numbers = torch.arange(n)
+    whole = torch.cat((numbers[:begin], numbers[begin + rest :])).view(full, unit)
+    whole = whole[permutation(full, seed, "units", epoch)].flatten()
+    return torch.cat((whole, numbers[begin : begin + rest]))
+
+
+def cut_by_tokens(source_lengths: Tensor, target_lengths: Tensor, max_tokens: int) -> Tensor:
+    """Where batches of sentences sorted by length begin, int64 of shape (batches + 1,), the last one's end included.
+
+    A batch takes as many as fit when padded: sentences times (longest source + longest target) <= `max_tokens`.
+
+    Raises:
+        UserError: a single pair is longer than that.
+    """
+    if (longest := int((source_lengths + target_lengths).max())) > max_tokens:
+        raise UserError(
+            f"--max-tokens {max_tokens} is less than the longest pair of sentences has, {longest} words with their "
+            f"marks; pass --max-tokens {longest} or more, or leave long sentences out with --max-length"
+        )
+    bounds, first, source_width, target_width = [0], 0, 0, 0
+    for position, (source, target) in enumerate(zip(source_lengths.tolist(), target_lengths.tolist())):
+        source_width, target_width = max(source_width, source), max(target_width, target)
+        if (position + 1 - first) * (source_width + target_width) > max_tokens:
+            bounds.append(position)
+            first, source_width, target_width = position, source, target
+    return torch.tensor([*bounds, len(source_lengths)])
+
+
+class SentenceTrainLoader:
+    """Shuffled batches of like lengths in one global order for any number of ranks, resumable at any batch.
+
+    An epoch's order is a sort by length, ties broken at random, cut into the sentences of one update each, and these
+    units shuffled: a function of (seed, epoch, sentences per update). Ranks and micro-batches take consecutive parts
+    of a unit. With `max_tokens` the sort is cut into batches of that size first, the same in each epoch, and a unit is
+    as many of them as there are devices times micro-batches. So the number of steps never changes, and is the same on
+    every rank; where batches do not suffice some ranks get an empty one in the last step.
+
+    Args:
+        pairs: all sentences.
+        rows: int64, the numbers of those to train on.
+        batch_size: sentences on one rank in one forward pass.
+        seed: of the order.
+        max_tokens: words on one rank in one forward pass, of both sides with their padding; replaces `batch_size`.
+        bucket: False takes sentences of any length together.
+        shuffle: False has each epoch as the first one.
+        micro_batches: how many make an update, asked for when an epoch begins.
+
+    Raises:
+        UserError: the set is empty, a batch is larger than the set, or a pair does not fit into `max_tokens`.
+    """
+
+    def __init__(
+        self,
+        pairs: PackedPairs,
+        rows: Tensor,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        max_tokens: int | None = None,
+        bucket: bool = True,
+        shuffle: bool = True,
+        micro_batches: Callable[[], int] = lambda: 1,
+    ) -> None:
+        if not len(rows):
+            raise UserError("there is no sentence to train on: the training set is empty")
+        if batch_size < 1:
+            raise UserError(f"a batch holds one sentence at least, found {batch_size}; pass --batch-size 64")
+        if max_tokens and not bucket:
+            raise UserError("batches of --max-tokens are made of like lengths; pass --batch-size with --no-bucket")
+        self.pairs, self.rows, self.seed, self.rank, self.world_size = pairs, rows, seed, rank, world_size
+        self.bucket, self.shuffle, self.micro_batches = bucket, shuffle, micro_batches
+        self._source_lengths, self._target_lengths = pairs.source.lengths[rows], pairs.target.lengths[rows]
+        self._bounds: Tensor | None = None
+        # What a rank takes at a time: sentences, or one batch cut by tokens.
+        self._items, self._items_at_once = len(rows), batch_size
+        if max_tokens:
+            any_order = sort_by_length(self._source_lengths, self._target_lengths, torch.arange(len(rows)))
+            self._bounds = cut_by_tokens(self._source_lengths[any_order], self._target_lengths[any_order], max_tokens)
+            self._items, self._items_at_once = len(self._bounds) - 1, 1
+            mean = (self._source_lengths + self._target_lengths).double().mean()
+            batch_size = max(1, int(max_tokens / mean))
+        elif batch_size > len(rows):
+            raise UserError(
+                f"a batch of {batch_size:,} is larger than the training set of {len(rows):,} sentences; "
+                f"pass --batch-size {len(rows)} or less"
+            )
+        self.batch_size = batch_size
+        """Sentences that one rank takes at a time; with `max_tokens` about so many."""
+        self._epoch = self._consumed = self._start_at = self._unit = 0
+
+    @property
+    def sampler(self) -> "SentenceTrainLoader":
+        """Itself: Lightning calls ``loader.sampler.set_epoch`` before each epoch."""
+        return self
+
+    def __len__(self) -> int:
+        return num_training_steps(self._items, self._items_at_once, self.world_size)
+
+    def _unit_size(self) -> int:
+        """Items in one update of all ranks, at present."""
+        return self._items_at_once * self.world_size * self.micro_batches()
+
+    def _plan(self, epoch: int, unit: int) -> tuple[Tensor, Tensor]:
+        """The order of an epoch as positions in `rows`, and where each item begins in it, the end included."""
+        epoch = epoch if self.shuffle else 0
+        count = len(self.rows)
+        if not self.bucket:
+            return epoch_order(count, self.seed, epoch), torch.arange(count + 1)
+        order = sort_by_length(self._source_lengths, self._target_lengths, epoch_order(count, self.seed, epoch))
+        visits = shuffle_units(self._items, unit, self.seed, epoch)
+        if self._bounds is None:
+            return order[visits], torch.arange(count + 1)
+        sizes = self._bounds.diff()[visits]
+        bounds = torch.cat((torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)))
+        shift = torch.repeat_interleave(self._bounds[visits] - bounds[:-1], sizes)
+        return order[torch.arange(count) + shift], bounds
+
+    def __iter__(self) -> Iterator[TranslationBatch]:
+        # A generator: Lightning makes the iterator before it says which epoch it is, and asks for a batch after.
+        epoch, start_at = self._epoch, self._start_at
+        self._start_at = 0
+        # An epoch goes on as it began: with other units the rest would not be the sentences not yet seen.
+        self._unit = unit = self._unit if start_at else self._unit_size()
+        order, bounds = self._plan(epoch, unit)
+        rows, at_once = self.rows[order], self._items_at_once
+        spans = list(training_spans(self._items, at_once, self.rank, self.world_size, consumed=start_at))
+        for step, (start, stop) in enumerate(spans, 1):
+            # Lightning stops after len(self) batches and saves before asking for more, so the state must already be
+            # what comes after this batch.
+            self._consumed = start_at + step * at_once * self.world_size
+            if step == len(spans):
+                self._epoch, self._consumed, self._unit = epoch + 1, 0, 0
+            yield self.pairs.batch(rows[bounds[start] : bounds[stop]])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin `epoch` with its first batch, unless the restored position lies in it."""
+        if epoch != self._epoch:
+            self._epoch, self._start_at, self._consumed, self._unit = epoch, 0, 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the epoch, what all ranks have consumed of it, of how much, and the size of its units."""
+        return {"epoch": self._epoch, "consumed": self._consumed, "items": self._items, "unit": self._unit}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was saved, on any number of ranks.
+
+        Raises:
+            UserError: in the middle of an epoch, if the data have changed or other batches are cut by tokens.
+        """
+        if state["consumed"] and state["items"] != self._items:
+            kind = "sentences" if self._bounds is None else "batches"
+            raise UserError(
+                f"the checkpoint lies in the middle of an epoch of {state['items']:,} sentences or batches, found "
+                f"{self._items:,} {kind}; resume with the same data and the same --max-tokens"
+            )
+        self._epoch, self._unit = state["epoch"], state["unit"]
+        self._start_at = self._consumed = state["consumed"]
+
+    def _padding_of(self, order: Tensor, bounds: Tensor) -> float:
+        spans = [
+            span
+            for rank in range(self.world_size)
+            for span in training_spans(self._items, self._items_at_once, rank, self.world_size)
+        ]
+        starts = sorted(int(bounds[start]) for start, stop in spans if stop > start)
+        return padding_share(self.pairs, self.rows[order], starts)
+
+    @property
+    def padding_share(self) -> float:
+        """The share of padding in the batches of the first epoch, over all ranks."""
+        return self._padding_of(*self._plan(0, self._unit_size()))
+
+    @property
+    def random_padding_share(self) -> float:
+        """What `padding_share` would be if batches of the same sizes were filled at random."""
+        return self._padding_of(epoch_order(len(self.rows), self.seed, 0), self._plan(0, self._unit_size())[1])
+
+
+class SentenceEvaluationLoader:
+    """Every pair exactly once, on any number of ranks, in batches that do not depend on that number.
+
+    Batches hold sentences of like length, and come in a fixed random order: the first few are a fair sample, as where
+    ``limit_val_batches`` stops early.
+
+    Args:
+        pairs: all sentences.
+        rows: int64, the numbers of those to evaluate.
+        batch_size: sentences in one forward pass.
+        bucket: False keeps the order of `rows`.
+    """
+
+    def __init__(
+        self,
+        pairs: PackedPairs,
+        rows: Tensor,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        bucket: bool = True,
+    ) -> None:
+        if batch_size < 1:
+            raise UserError(f"a batch holds one sentence at least, found {batch_size}; pass --eval-batch-size 256")
+        self.pairs, self.batch_size, self.rank, self.world_size = pairs, batch_size, rank, world_size
+        if bucket and len(rows):
+            lengths = pairs.source.lengths[rows], pairs.target.lengths[rows]
+            order = sort_by_length(*lengths, torch.arange(len(rows)))
+            rows = rows[order[shuffle_units(len(rows), batch_size, seed=0, epoch=0)]]
+        self.rows = rows
+
+    def _spans(self) -> list[tuple[int, int]]:
+        return list(evaluation_spans(len(self.rows), self.batch_size, self.rank, self.world_size))
+
+    def __len__(self) -> int:
+        return len(self._spans())
+
+    def __iter__(self) -> Iterator[TranslationBatch]:
+        for start, stop in self._spans():
+            yield self.pairs.batch(self.rows[start:stop])
+
+    @property
+    def padding_share(self) -> float:
+        """The share of padding in all batches, over all ranks."""
+        return padding_share(self.pairs, self.rows, list(range(0, len(self.rows), self.batch_size)))

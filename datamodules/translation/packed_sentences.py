@@ -1,0 +1,125 @@
+"""Sentence pairs in a few flat tensors, from which a batch is sliced and padded without a loop."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from datamodules.translation.text import EOS, SOS, SPECIAL_WORDS
+
+__all__ = ["PackedPairs", "PackedSentences", "TranslationBatch", "pack", "padding_share"]
+
+
+class TranslationBatch(NamedTuple):
+    """Sentence pairs as numbers; shorter sentences are filled up with 0.
+
+    Args:
+        source: int64 of shape (batch, source_time): the words, then EOS.
+        source_lengths: int64 of shape (batch,), EOS counted.
+        target: int64 of shape (batch, target_time): SOS, the words, EOS.
+        target_lengths: int64 of shape (batch,), SOS and EOS counted.
+        numbers: int64 of shape (batch,): which sentences these are, to put outputs back in order.
+    """
+
+    source: Tensor
+    source_lengths: Tensor
+    target: Tensor
+    target_lengths: Tensor
+    numbers: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PackedSentences:
+    """Sentences one behind the other.
+
+    Args:
+        tokens: int32 of shape (all words,).
+        offsets: int64 of shape (sentences + 1,): where each begins, and the last one's end.
+    """
+
+    tokens: Tensor
+    offsets: Tensor
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.offsets.diff()
+
+    def renumbered(self, numbers: Tensor) -> "PackedSentences":
+        """The same sentences with number ``numbers[i]`` in place of i."""
+        return PackedSentences(numbers.to(torch.int32)[self.tokens], self.offsets)
+
+    def __getitem__(self, row: int) -> list[int]:
+        return self.tokens[int(self.offsets[row]) : int(self.offsets[row + 1])].tolist()
+
+    def padded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Some sentences as int64 of shape (batch, time), filled up with 0, and their lengths of shape (batch,)."""
+        starts = self.offsets.index_select(0, rows)
+        lengths = self.offsets.index_select(0, rows + 1) - starts
+        if not len(rows):
+            # Networks that drop a column (the targets' last) shall find one left.
+            return rows.new_zeros(0, 2), lengths
+        columns = torch.arange(int(lengths.max()))
+        positions = (starts.unsqueeze(1) + columns).clamp_(max=len(self.tokens) - 1)
+        tokens = self.tokens.take(positions)
+        return (tokens * (columns < lengths.unsqueeze(1))).long(), lengths
+
+
+@dataclass(frozen=True)
+class PackedPairs:
+    """Both sides of a corpus, row by row.
+
+    Example:
+        >>> side = PackedSentences(torch.tensor([4, 2, 5, 6, 2], dtype=torch.int32), torch.tensor([0, 2, 5]))
+        >>> PackedPairs(side, side).batch(torch.tensor([1, 0])).source.tolist()
+        [[5, 6, 2], [4, 2, 0]]
+    """
+
+    source: PackedSentences
+    target: PackedSentences
+
+    def batch(self, rows: Tensor) -> TranslationBatch:
+        """The pairs at `rows`, int64 of shape (batch,)."""
+        return TranslationBatch(*self.source.padded(rows), *self.target.padded(rows), rows)
+
+
+def pack(lines: Sequence[str], start: bool = False) -> tuple[PackedSentences, list[str]]:
+    """Sentences as numbers of their own words, which are the second result; `EOS` ends each.
+
+    Args:
+        lines: normalised, none empty.
+        start: put `SOS` in front of each.
+
+    Example:
+        >>> sentences, words = pack(["le chat", "le chien"])
+        >>> sentences.tokens.tolist(), words[4:]
+        ([4, 5, 2, 4, 6, 2], ['le', 'chat', 'chien'])
+    """
+    # Marks that no normalised sentence holds, so that one pass over all words numbers them and finds the ends.
+    between = "\x03 \x02" if start else "\x03"
+    words = f" {between} ".join(lines).split(" ")
+    words = [*(["\x02"] if start else []), *words, "\x03"]
+    numbers: defaultdict[str, int] = defaultdict(itertools.count(len(SPECIAL_WORDS)).__next__)
+    numbers |= {"\x02": SOS, "\x03": EOS}
+    tokens = torch.tensor(list(map(numbers.__getitem__, words)), dtype=torch.int32)
+    ends = (tokens == EOS).nonzero().flatten() + 1
+    offsets = torch.cat((torch.zeros(1, dtype=torch.int64), ends))
+    return PackedSentences(tokens, offsets), [*SPECIAL_WORDS, *list(numbers)[2:]]
+
+
+def padding_share(pairs: PackedPairs, order: Tensor, starts: list[int]) -> float:
+    """The share of padding in the batches that begin at `starts` of an order, both sides together."""
+    words, places = 0, 0
+    sizes = np.diff([*starts, len(order)])
+    for side in (pairs.source, pairs.target):
+        lengths = side.lengths[order].numpy()
+        words += int(lengths.sum())
+        places += int((np.maximum.reduceat(lengths, starts) * sizes).sum())
+    return 1 - words / places

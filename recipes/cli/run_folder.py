@@ -1,0 +1,153 @@
+"""A run's folder, and what is logged into it."""
+
+import csv
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from typing_extensions import override
+
+from datamodules.errors import UserError
+from recipes.cli.console import say
+from recipes.cli.settings import RunSettings
+from recipes.launch.host import is_rank_zero
+from recipes.resume.saved_run import read_run
+from recipes.resume.start import Start, locked
+
+__all__ = ["loggers", "run_folder"]
+
+log = logging.getLogger("lightning_recipes.run_folder")
+
+
+@contextmanager
+def run_folder(
+    settings: RunSettings, title: str, start: Start, worth_keeping: Callable[[], bool] = lambda: False
+) -> Iterator[Path]:
+    """The run's folder, for this call alone.
+
+    One that this call has made goes again when a mistake ends it, unless it is `worth_keeping`.
+    """
+    folder = Path(start.folder) if start.folder else None
+    if folder is None and settings.resume:
+        say(f"{settings.resume} lies in no run's folder: going on in a new one")
+    if not is_rank_zero():
+        # Only rank 0 writes; Lightning tells the others where its checkpoints are.
+        yield folder or Path(settings.run_dir) / title / "unknown"
+        return
+    folder, new = (folder, _make(folder)) if folder else (_new_folder(settings, title), True)
+    with locked(folder):
+        try:
+            yield folder
+        except UserError:
+            if new and not worth_keeping():
+                shutil.rmtree(folder)
+            raise
+
+
+def _make(folder: Path) -> bool:
+    """Whether it was this call that made it."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise _cannot_make(folder, error) from error
+    return True
+
+
+def _cannot_make(folder: Path, error: OSError) -> UserError:
+    return UserError(f"cannot make the run's folder {folder}: {error.strerror}; pass --run-dir")
+
+
+def _new_folder(settings: RunSettings, title: str) -> Path:
+    """A folder that nobody else has, with a number behind its name where that is taken."""
+    parent = Path(settings.run_dir) / title
+    name = settings.name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    folder, number = parent / name, 1
+    while True:
+        if _make(folder):
+            return folder
+        number += 1
+        folder = parent / f"{name}-{number}"
+
+
+def _cannot_log(name: str, error: OSError) -> None:
+    log.warning("warning: %s cannot write (%s); the run goes on without", name, error.strerror or error)
+
+
+class _Writer:
+    """TensorBoard's writer, which falls silent where it cannot write, as on a full disk, instead of ending the run."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer, self._silent = writer, False
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._writer, name)
+        return partial(self._try, found) if callable(found) else found
+
+    def _try(self, write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._silent:
+            return None
+        try:
+            return write(*args, **kwargs)
+        except OSError as error:
+            self._silent = True
+            _cannot_log("TensorBoard", error)
+            return None
+
+
+class _TensorBoard(TensorBoardLogger):
+    @property
+    @override
+    def experiment(self) -> Any:
+        writer = super().experiment
+        if is_rank_zero() and not isinstance(writer, _Writer):
+            # Where the parent keeps it, so that it is made once.
+            self._experiment = writer = _Writer(writer)  # type: ignore[assignment]
+        return writer
+
+    @override
+    def save(self) -> None:
+        with _said_once(self, "TensorBoard"):
+            super().save()
+
+
+class _CSV(CSVLogger):
+    @override
+    def save(self) -> None:
+        with _said_once(self, "metrics.csv"):
+            super().save()
+
+
+@contextmanager
+def _said_once(logger: Any, name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if not getattr(logger, "_said", False):
+            _cannot_log(name, error)
+        logger._said = True
+
+
+def loggers(folder: Path, resume: str | None, config: dict[str, Any]) -> list[Logger]:
+    """TensorBoard and CSV in a run's folder; with `resume`, what was logged before that checkpoint stays."""
+    rows: list[dict[str, Any]] = []
+    metrics_file = folder / "metrics.csv"
+    if resume and metrics_file.is_file():
+        done = read_run(resume).updates
+        with metrics_file.open(newline="") as file:
+            rows = [{k: v for k, v in row.items() if v} for row in csv.DictReader(file) if int(row["step"]) < done]
+    csv_logger = _CSV(str(folder), name="", version="")
+    csv_logger.log_hyperparams(config)
+    if is_rank_zero() and rows:
+        # The logger begins with an empty file; what was logged up to the checkpoint stays in front.
+        csv_logger.experiment.metrics.extend(rows)
+        csv_logger.save()
+    tensorboard = _TensorBoard(str(folder), name="", version="", log_graph=True, default_hp_metric=False)
+    return [tensorboard, csv_logger]

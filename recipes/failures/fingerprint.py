@@ -1,0 +1,47 @@
+"""What a rank runs, to be compared with the others: versions, code and settings."""
+
+import hashlib
+import platform
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+__all__ = ["code_version", "fingerprint"]
+
+_PACKAGES = ("recipes", "callbacks", "datamodules")
+
+
+def code_version(files: Iterable[Path]) -> str:
+    """Twelve digits that change with the sources."""
+    digest = hashlib.sha256()
+    for path in sorted(set(files), key=lambda path: (path.parent.name, path.name)):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _sources(classes: Iterable[type]) -> list[Path]:
+    root = Path(__file__).parents[2]
+    files = [path for name in _PACKAGES for path in (root / name).rglob("*.py")]
+    modules = [sys.modules.get("__main__"), *(sys.modules.get(cls.__module__) for cls in classes)]
+    named = [getattr(module, "__file__", None) for module in modules]
+    return files + [path for name in named if name and (path := Path(name)).suffix == ".py" and path.is_file()]
+
+
+def fingerprint(settings: dict[str, Any], classes: Iterable[type] = ()) -> dict[str, Any]:
+    """Everything that has to be the same on all ranks, by name.
+
+    Args:
+        settings: of the experiment, as plain Python; where files lie may differ.
+        classes: the user's, whose files belong to the code.
+    """
+    same = {k: v for k, v in settings.items() if not k.endswith("_dir")}
+    return same | {
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": pl.__version__,
+        "the code": code_version(_sources(classes)),
+    }

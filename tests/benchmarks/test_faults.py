@@ -1,0 +1,32 @@
+"""The script of faults, on a few of them; ``python -m benchmarks.faults`` brings all about."""
+
+import pytest
+
+from benchmarks.faults import battery as faults
+from benchmarks.faults.battery import FAULTS, Struck, main
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["last.ckpt with a flipped bit", "exception in rank 1's step", "SIGTERM to rank 1 of 2"]
+)
+def test_a_fault_is_survived(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--only", name, "--repeats", "1"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_what_is_not_survived_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = Struck({"kind": "raise", "at": 17}, "what nobody says", statuses=(0,), lost=1)
+    monkeypatch.setattr(faults, "FAULTS", {"wrong": wrong})
+    assert main(["--repeats", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert "exit status 1" in printed
+    assert "no word of 'what nobody says'" in printed
+    assert "2 updates lost, at most 1 may be" in printed
+
+
+def test_an_unknown_fault_is_refused_with_the_names_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--only", "flood"])
+    assert "kill -9 in validation" in capsys.readouterr().err
+    assert len(FAULTS) >= 30

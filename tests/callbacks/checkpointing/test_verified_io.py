@@ -1,0 +1,281 @@
+"""Checkpoints that are whole or the old ones, whatever happens while they are written."""
+
+import enum
+import os
+import resource
+import signal
+import threading
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
+from callbacks.checkpointing.guard import check_space, estimate_checkpoint_bytes, save_interval
+from callbacks.checkpointing.plain_values import as_plain
+from callbacks.checkpointing.verified_io import (
+    VerifiedCheckpointIO,
+    describe_damage,
+    remove_leftovers,
+    write_checkpoint,
+)
+from datamodules import UserError
+from tests.support.ranks import run_ranks
+from tests.support.tables import QUIET, Tiny, picture_network, pictures
+
+
+@dataclass
+class Shape:
+    width: int
+    folder: Path
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+def checkpoint(seed: int, size: int = 1000) -> dict:
+    return {"state_dict": {"weight": torch.randn(size, generator=torch.Generator().manual_seed(seed))}, "seed": seed}
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (Path("data"), "data"),
+        (Shape(3, Path("x")), {"width": 3, "folder": "x"}),
+        (Colour.RED, "red"),
+        ({Level.HIGH: [np.float32(0.5), np.int64(7)]}, {3: [0.5, 7]}),
+        (frozenset({1}), {1}),
+        (np.bool_(True), True),
+    ],
+)
+def test_values_of_any_kind_load_back_in_their_plain_form(value, plain, tmp_path):
+    assert as_plain(value) == plain
+    torch.save(as_plain(value), tmp_path / "value.pt")
+    assert torch.load(tmp_path / "value.pt", weights_only=True) == plain
+
+
+def test_arrays_become_tensors_and_what_is_plain_already_stays_the_same_object():
+    array = np.arange(6.0).reshape(2, 3)
+    assert torch.equal(as_plain({"a": array})["a"], torch.arange(6.0).reshape(2, 3).double())
+    state = picture_network().state_dict()
+    assert as_plain({"state_dict": state})["state_dict"] is state
+
+
+def test_what_has_no_plain_form_is_named_and_a_dict_that_holds_itself_ends():
+    lost: list[str] = []
+    circle: dict = {}
+    circle["again"] = circle
+    plain = as_plain({"act": torch.relu_, "make": lambda x: x, "circle": circle, "kind": Shape}, lost)
+    assert plain["kind"] == "tests.callbacks.checkpointing.test_verified_io.Shape"
+    assert {name.split(".")[0] for name in lost} == {"act", "make", "circle", "kind"}
+
+
+class Hoarder(Tiny):
+    """Has hyper-parameters that pickle by reference to code."""
+
+    def __init__(self, shape: Shape, act: object, rate: np.floating) -> None:
+        super().__init__(picture_network(), torch.optim.SGD, lr=0.1)
+        self.save_hyperparameters()
+
+
+def test_a_module_with_hyper_parameters_of_any_kind_leaves_a_checkpoint_that_loads(tmp_path):
+    images, labels = pictures(8)
+    loader = torch.utils.data.DataLoader(list(zip(images, labels)), batch_size=4)
+    trainer = pl.Trainer(
+        max_epochs=1,
+        callbacks=[ExactCheckpoint(tmp_path, filename="best")],
+        plugins=[VerifiedCheckpointIO()],
+        enable_progress_bar=False,
+        **QUIET,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(Hoarder(Shape(3, Path("x")), torch.nn.functional.relu, np.float64(0.5)).double(), loader)
+    loaded = torch.load(tmp_path / "best.ckpt", weights_only=True)["hyper_parameters"]
+    assert loaded == {"shape": {"width": 3, "folder": "x"}, "act": "torch.nn.functional.relu", "rate": 0.5}
+
+
+def test_a_flipped_bit_anywhere_is_found_or_harmless_and_never_changes_what_is_loaded(tmp_path):
+    path = tmp_path / "last.ckpt"
+    write_checkpoint(checkpoint(1, 200), path)
+    good, expected = path.read_bytes(), torch.load(path, weights_only=True)
+    missed = 0
+    for place in range(0, len(good), 11):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 0x10]) + good[place + 1 :])
+        if describe_damage(path) is None:
+            missed += 1
+            try:
+                loaded = torch.load(path, weights_only=True)
+            except RuntimeError:  # torch looks at more of the headers.
+                continue
+            assert loaded["seed"] == expected["seed"]
+            assert torch.equal(loaded["state_dict"]["weight"], expected["state_dict"]["weight"])
+    assert missed < len(good) / 11 / 2
+
+
+def test_damage_is_named_and_a_damaged_checkpoint_is_not_loaded(tmp_path):
+    path = tmp_path / "last.ckpt"
+    assert describe_damage(path) == "it does not exist"
+    path.touch()
+    assert describe_damage(path) == "it is empty"
+    write_checkpoint(checkpoint(1), path)
+    assert describe_damage(path) is None
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    assert "cut off" in (describe_damage(path) or "")
+    path.write_bytes(bytes(len(whole)))
+    assert "overwritten" in (describe_damage(path) or "")
+    place = whole.index(checkpoint(1)["state_dict"]["weight"].numpy().tobytes()) + 50
+    path.write_bytes(whole[:place] + b"!" + whole[place + 1 :])
+    assert "checksum" in (describe_damage(path) or "")
+    with pytest.raises(UserError, match="cannot be read: it is damaged .*pass another checkpoint, or --resume auto"):
+        VerifiedCheckpointIO().load_checkpoint(path)
+
+
+def _save_for_ever(folder: str, saves: int) -> None:
+    """Save until the file of a save after some others is seen half-written."""
+    seed = 0
+
+    def watch() -> None:
+        while seed <= saves or not list(Path(folder).glob(".*.part")):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+    while True:
+        seed += 1
+        write_checkpoint(checkpoint(seed, 200_000), Path(folder) / "last.ckpt")
+
+
+def test_a_kill_while_saving_leaves_a_whole_checkpoint_and_its_rest_goes_with_the_next(tmp_path):
+    leftovers = 0
+    for number in range(3):
+        with pytest.raises(AssertionError, match="exit status -9"):
+            run_ranks(_save_for_ever, 1, str(tmp_path), 1 + number)
+        assert describe_damage(tmp_path / "last.ckpt") is None
+        loaded = torch.load(tmp_path / "last.ckpt", weights_only=True)
+        assert torch.equal(loaded["state_dict"]["weight"], checkpoint(loaded["seed"], 200_000)["state_dict"]["weight"])
+        leftovers += len(list(tmp_path.glob(".*.part")))
+    assert leftovers, "no kill fell into a save"
+    write_checkpoint(checkpoint(0), tmp_path / "last.ckpt")
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_only_dead_writers_files_are_removed(tmp_path):
+    import fcntl
+
+    (tmp_path / ".last.ckpt.0a.part").write_text("dead")
+    (tmp_path / "notes.part").write_text("mine")
+    with (tmp_path / ".best.ckpt.0b.part").open("w") as alive:
+        fcntl.flock(alive, fcntl.LOCK_EX)
+        remove_leftovers(tmp_path)
+        assert sorted(file.name for file in tmp_path.iterdir()) == [".best.ckpt.0b.part", "notes.part"]
+
+
+def _save_on_a_full_disk(folder: str) -> dict:
+    path, io = Path(folder) / "last.ckpt", VerifiedCheckpointIO()
+    io.save_checkpoint(checkpoint(1), path)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    io.save_checkpoint(checkpoint(2), path)
+    failed = dict(io.failures)
+    io.remove_checkpoint(path)
+    kept = torch.load(path, weights_only=True)["seed"]
+    files = [file.name for file in Path(folder).iterdir()]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    io.save_checkpoint(checkpoint(3), path)
+    return {"failed": failed, "kept": kept, "files": files, "after": dict(io.failures)}
+
+
+def _save_the_best_where_one_save_fails(folder: str) -> dict:
+    io, limits = VerifiedCheckpointIO(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    first, second, third = (Path(folder) / f"best-{n}.ckpt" for n in range(3))
+    io.save_checkpoint(checkpoint(1), first)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    io.save_checkpoint(checkpoint(2), second)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    io.save_checkpoint(checkpoint(3), third)
+    before = dict(io.failures)
+    # They are not among the best any more.
+    io.remove_checkpoint(first)
+    io.remove_checkpoint(second)
+    return {"before": list(before), "after": dict(io.failures), "files": [path.name for path in Path(folder).iterdir()]}
+
+
+def test_one_failed_save_keeps_neither_later_files_for_good_nor_its_error_once_nobody_wants_it(tmp_path):
+    (answer,) = run_ranks(_save_the_best_where_one_save_fails, 1, str(tmp_path))
+    assert answer == {"before": [str(tmp_path / "best-1.ckpt")], "after": {}, "files": ["best-2.ckpt"]}
+
+
+def _log_on_a_full_disk(folder: str) -> str:
+    from recipes.cli.run_folder import loggers
+
+    tensorboard, table = loggers(Path(folder), None, {})
+    tensorboard.log_metrics({"loss": 1.0}, step=0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    for step in range(1, 400):
+        for logger in (tensorboard, table):
+            logger.log_metrics({"loss": 1.0}, step=step)
+            logger.experiment.add_scalar("a", 1.0, step) if logger is tensorboard else logger.save()
+        if step % 100 == 0:
+            tensorboard.experiment.flush()
+    for logger in (tensorboard, table):
+        logger.save()
+        logger.finalize("success")
+    return "went on"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_run_that_cannot_write_its_curves_goes_on(tmp_path):
+    assert run_ranks(_log_on_a_full_disk, 1, str(tmp_path)) == ["went on"]
+
+
+def test_where_nothing_can_be_written_the_old_checkpoint_stays_and_is_not_removed(tmp_path):
+    (answer,) = run_ranks(_save_on_a_full_disk, 1, str(tmp_path))
+    assert answer["failed"] == {str(tmp_path / "last.ckpt"): "File too large"}
+    assert (answer["kept"], answer["files"], answer["after"]) == (1, ["last.ckpt"], {})
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["seed"] == 3
+
+
+def test_a_disk_that_is_too_small_is_refused_before_training(tmp_path):
+    with torch.device("meta"):
+        network = torch.nn.Linear(100_000, 100_000)
+    size = estimate_checkpoint_bytes(network, [torch.optim.AdamW(network.parameters())])
+    assert size == 3 * 4 * (100_000**2 + 100_000)
+    with pytest.raises(UserError, match=r"will take \d.*GB .* are free: .*--save-top-k"):
+        check_space(tmp_path / "not" / "yet", 1000 * size, files=2)
+    check_space(tmp_path / "not" / "yet", 1000, files=2)
+
+
+@pytest.mark.parametrize("text", ["often", "5%", "0 steps", "0 minutes", "1.5 epochs", "-3 steps"])
+def test_what_is_no_interval_is_refused(text):
+    with pytest.raises(UserError, match='write "500 steps", "2 epochs" or "10 minutes"'):
+        save_interval(text)
+
+
+def test_the_best_checkpoint_is_known_where_its_folder_was_moved_and_forgotten_where_it_is_lost(tmp_path):
+    trainer, module = pl.Trainer(**QUIET), Tiny(picture_network(), torch.optim.SGD, lr=0.1)
+    old = ExactCheckpoint(tmp_path / "old", filename="best", monitor="score", mode="max")
+    name = str(tmp_path / "old" / "best.ckpt")
+    old.best_model_path = old.kth_best_model_path = name
+    old.best_k_models, old.best_model_score = {name: torch.tensor(0.9)}, torch.tensor(0.9)
+    for moved in (True, False):
+        folder = tmp_path / f"moved {moved}"
+        folder.mkdir()
+        if moved:
+            (folder / "best.ckpt").touch()
+        new = ExactCheckpoint(folder, filename="best", monitor="score", mode="max")
+        new.load_state_dict(old.state_dict())
+        new.on_fit_start(trainer, module)
+        assert new.best_model_path == (str(folder / "best.ckpt") if moved else "")
+        assert (new.best_model_score is None) is not moved
+        assert list(new.best_k_models) == ([str(folder / "best.ckpt")] if moved else [])

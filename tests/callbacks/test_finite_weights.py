@@ -1,0 +1,63 @@
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
+from callbacks.finite_weights import FiniteWeights, first_not_finite
+from datamodules.errors import UserError
+from tests.support.tables import QUIET, Tiny, picture_network, pictures
+
+
+class Diverging(Tiny):
+    """Its loss is NaN in one batch."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(picture_network().float(), torch.optim.SGD, lr=0.1)
+        self.at = at
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if batch_idx == self.at else loss
+
+
+def fit(module: pl.LightningModule, folder: Path, **options: Any) -> pl.Trainer:
+    inputs, targets = pictures(48)
+    saving = [ExactCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, save_last=True)]
+    callbacks = [FiniteWeights(), *(saving if options.get("enable_checkpointing", True) else [])]
+    trainer = pl.Trainer(**(QUIET | {"max_epochs": 1, "enable_progress_bar": False} | options), callbacks=callbacks)
+    trainer.fit(module, DataLoader(TensorDataset(inputs.float(), targets), batch_size=4))
+    return trainer
+
+
+def test_a_run_that_diverges_stops_before_the_next_checkpoint_and_names_the_weight(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"network\.0\.0\.weight holds NaN .* after update 6 .* finite after update 4"):
+        fit(Diverging(at=4), tmp_path)
+    saved = sorted(path.name for path in tmp_path.iterdir())
+    assert saved == ["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt", "last.ckpt"]
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 4
+
+
+def test_without_checkpoints_it_stops_at_the_next_log(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="after update 9"):
+        fit(Diverging(at=1), tmp_path, log_every_n_steps=9, enable_checkpointing=False)
+
+
+def test_a_nan_whose_update_is_skipped_stops_nothing(tmp_path: Path) -> None:
+    scaled = MixedPrecision("16-mixed", "cpu")
+    trainer = fit(Diverging(at=4), tmp_path, plugins=[scaled], log_every_n_steps=1)
+    assert trainer.global_step == 12
+    assert first_not_finite(trainer.lightning_module) is None
+
+
+def test_sums_that_overflow_are_no_divergence() -> None:
+    layer = torch.nn.Linear(4, 2)
+    layer.weight.data.fill_(3e38)
+    assert first_not_finite(layer) is None
+    layer.weight.data[1, 2] = float("inf")
+    assert first_not_finite(layer) == "weight"
+    assert first_not_finite(torch.nn.ReLU()) is None

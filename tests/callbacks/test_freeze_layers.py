@@ -1,0 +1,667 @@
+"""Frozen layers stay as they are to the bit, and unfrozen ones train alike on all ranks.
+
+Every run here is hostile to freezing: momentum, weight decay, dropout, validation between the epochs, a
+`training_step` that calls ``self.train()``.
+"""
+
+import copy
+import logging
+import os
+import pickle
+import signal
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from typing_extensions import override
+
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
+from callbacks.freeze_layers import FreezeLayers
+from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.lib.freezing import find_name, frozen_objects, keep_in_eval, names_before
+from callbacks.rank_consistency import RankConsistency
+from callbacks.seed_control import SeedControl
+from callbacks.sync_bn import SyncBN
+from datamodules.errors import UserError
+from datamodules.loading.loaders import EvaluationLoader, TrainLoader
+from tests.support.ranks import run_ranks
+from tests.support.tables import CLASSES, QUIET, on_ranks, pictures, silence
+
+BATCHES = 6
+TRAIN, VALIDATION = pictures(8 * BATCHES), pictures(9)
+
+
+class Network(nn.Module):
+    """A stem and two stages with batch normalisation and dropout, and a head."""
+
+    def __init__(self, dropout: float = 0.3) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+
+        def stage(inputs: int) -> nn.Sequential:
+            return nn.Sequential(nn.Conv2d(inputs, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Dropout(dropout))
+
+        self.stem = stage(1)
+        self.layer1 = stage(4)
+        self.layer2 = stage(4)
+        self.fc = nn.Linear(4 * 5 * 5, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.fc(self.layer2(self.layer1(self.stem(inputs))).flatten(1))
+
+
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+
+
+class Rude(pl.LightningModule):
+    """A module that puts everything into training mode in each step."""
+
+    def __init__(self, network: nn.Module | None = None, optimizer: Any = torch.optim.SGD, **settings: Any) -> None:
+        super().__init__()
+        self.network: Any = network or Network()
+        self.optimizer, self.settings = optimizer, settings or SGD
+        self.make_optimizer: Callable[[], Any] | None = None
+        self.rude = True
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if self.rude:
+            self.train()
+        return F.cross_entropy(self.network(batch[0]), batch[1])
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self.network(batch[0]), batch[1]))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.network(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        if self.make_optimizer is not None:
+            return self.make_optimizer()
+        groups = [{"params": list(child.parameters()), "name": name} for name, child in self.network.named_children()]
+        return self.optimizer(groups, **self.settings)
+
+
+def loaders(trainer: pl.Trainer, dtype: torch.dtype, batch_size: int = 8) -> tuple[TrainLoader, EvaluationLoader]:
+    """Batches whose samples do not depend on the number of ranks, where the ranks share `batch_size`."""
+    ranks, rank = trainer.world_size, trainer.global_rank
+    train = TrainLoader(TRAIN[0].to(dtype), TRAIN[1], torch.arange(len(TRAIN[1])), batch_size // ranks, 1, rank, ranks)
+    rows = torch.arange(len(VALIDATION[1]))
+    return train, EvaluationLoader(VALIDATION[0].to(dtype), VALIDATION[1], rows, 4, rank, ranks)
+
+
+def fit(
+    model: pl.LightningModule,
+    *callbacks: Callback,
+    world_size: int = 1,
+    dtype: torch.dtype = torch.float32,
+    ckpt_path: Any = None,
+    batch_size: int = 8,
+    **options: Any,
+) -> pl.Trainer:
+    """Train with callbacks, for two epochs if not told otherwise."""
+    silence()
+    options = {"max_epochs": 2, "enable_checkpointing": False, "enable_progress_bar": False, **options}
+    trainer = pl.Trainer(callbacks=list(callbacks), **{**on_ranks(world_size), **QUIET, **options})
+    trainer.fit(model.to(dtype), *loaders(trainer, dtype, batch_size), ckpt_path=ckpt_path, weights_only=True)
+    return trainer
+
+
+def bits(module: nn.Module) -> dict[str, bytes]:
+    """Every parameter and buffer as its bytes."""
+    return {name: tensor.detach().numpy().tobytes() for name, tensor in module.state_dict().items()}
+
+
+def changed(before: dict[str, bytes], module: nn.Module) -> set[str]:
+    """The stages of a `Network` in which a bit is not what it was."""
+    return {
+        name.removeprefix("network.").split(".")[0] for name, value in bits(module).items() if before[name] != value
+    }
+
+
+PRECISIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "float32": dict,
+    "bf16-mixed": lambda: {"precision": "bf16-mixed"},
+    "float16 with GradScaler": lambda: {"plugins": [MixedPrecision("16-mixed", "cpu")]},
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_frozen_layers_keep_every_bit_over_two_epochs(precision: str) -> None:
+    model = Rude()
+    before = bits(model)
+    fit(model, FreezeLayers(until="layer2"), **PRECISIONS[precision]())
+    assert changed(before, model) == {"layer2", "fc"}
+
+
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop", "Adagrad", "Adadelta", "NAdam", "Rprop", "ASGD", "Muon"])
+def test_no_optimiser_moves_frozen_layers(name: str) -> None:
+    optimizer = getattr(torch.optim, name)
+    settings = {} if name == "Rprop" else {"weight_decay": 0.1}
+    network: nn.Module = Network()
+    if name == "Muon":  # matrices only
+        network = nn.Sequential(nn.Flatten(), *(nn.Linear(25, 25, bias=False) for _ in range(2)))
+    model = Rude(network, optimizer, lr=0.01, **settings)
+    if name == "Muon":
+        model.make_optimizer = lambda: optimizer(network.parameters(), lr=0.01, **settings)
+    before = bits(model)
+    fit(model, FreezeLayers(until="2" if name == "Muon" else "layer2"))
+    assert changed(before, model) == ({"2"} if name == "Muon" else {"layer2", "fc"})
+
+
+def test_momentum_of_an_earlier_fit_does_not_move_what_is_frozen_now() -> None:
+    model = Rude()
+    optimizer = model.configure_optimizers()
+    model.make_optimizer = lambda: optimizer
+    fit(model)
+    assert all("momentum_buffer" in optimizer.state[p] for p in model.network.stem.parameters())
+    before = bits(model)
+    fit(model, FreezeLayers(until="layer1"))
+    assert changed(before, model) == {"layer1", "layer2", "fc"}
+    assert all(p.grad is None for p in model.network.stem.parameters())
+
+
+def test_without_the_callback_frozen_parameters_do_not_keep_running_statistics() -> None:
+    """What requires_grad=False alone does."""
+    model = Rude()
+    model.network.stem.requires_grad_(False)
+    before = bits(model)
+    fit(model)
+    assert "stem" in changed(before, model)
+
+
+class Watch(Callback):
+    """Notes at each micro-batch what trains, and what the modules that do not train give for a training step."""
+
+    def __init__(self) -> None:
+        self.trains: dict[tuple[int, int], tuple[str, ...]] = {}
+        self.in_eval: dict[tuple[int, int], tuple[str, ...]] = {}
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        # After training_step, so after its train().
+        place = trainer.current_epoch, trainer.fit_loop.batch_idx
+        model: Any = pl_module
+        stages = list(model.network.named_children())
+        self.trains[place] = tuple(n for n, stage in stages if all(p.requires_grad for p in stage.parameters()))
+        self.in_eval[place] = tuple(n for n, stage in stages if not any(m.training for m in stage.modules()))
+
+
+def phases(watch: Watch) -> list[tuple[tuple[int, int], tuple[str, ...]]]:
+    """The micro-batches at which the training stages change, and to what."""
+    found: list[tuple[tuple[int, int], tuple[str, ...]]] = []
+    for place, trains in watch.trains.items():
+        if not found or found[-1][1] != trains:
+            found.append((place, trains))
+    return found
+
+
+def test_layers_train_from_the_moment_that_is_named() -> None:
+    watch = Watch()
+    freeze = FreezeLayers(until="fc", unfreeze={"layer2": "1 epochs", "layer1": "8 steps", "all": "75%"})
+    fit(Rude(), freeze, watch, max_epochs=4)
+    assert phases(watch) == [
+        ((0, 0), ("fc",)),
+        ((1, 0), ("layer2", "fc")),
+        ((1, 2), ("layer1", "layer2", "fc")),
+        ((3, 0), ("stem", "layer1", "layer2", "fc")),
+    ]
+    everything = {"stem", "layer1", "layer2", "fc"}
+    assert all(set(watch.in_eval[place]) == everything - set(trains) for place, trains in watch.trains.items())
+
+
+def test_half_an_epoch_is_counted_in_updates_and_windows_are_never_cut() -> None:
+    # 4 updates to an epoch of 12 micro-batches: 0.6 epochs are 2.4 updates, so the third window is still frozen.
+    watch = Watch()
+    freeze = FreezeLayers(unfreeze={"stem": "0.6 epochs", "layer1": "5 steps"})
+    fit(Rude(), freeze, GradientAccumulation(3), watch, batch_size=4)
+    assert [place for place, _ in phases(watch)] == [(0, 0), (0, 9), (1, 3)]
+
+
+def test_a_run_resumed_in_mid_window_is_in_the_phase_of_that_window(tmp_path: Path) -> None:
+    freeze, stop = FreezeLayers(unfreeze={"stem": "1 epochs", "layer1": "5 steps"}), Watch()
+    save = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    accumulate = GradientAccumulation(3)
+    fit(Rude(), freeze, accumulate, stop, save, batch_size=4, enable_checkpointing=True)
+    for step, first in ((3, ("layer2", "fc")), (4, ("stem", "layer2", "fc")), (5, ("stem", "layer1", "layer2", "fc"))):
+        watch = Watch()
+        fit(
+            Rude(),
+            FreezeLayers(unfreeze={"stem": "1 epochs", "layer1": "5 steps"}),
+            GradientAccumulation(3),
+            watch,
+            batch_size=4,
+            ckpt_path=tmp_path / f"step={step}.ckpt",
+        )
+        place, trains = phases(watch)[0]
+        assert trains == first == stop.trains[place]
+    state = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
+    assert "FreezeLayers" not in state["callbacks"], "the phase is a function of progress: nothing to save"
+    assert not any("hook" in name for name in state["state_dict"])
+
+
+PLAN: dict[str, Any] = {"until": "layer2", "unfreeze": {"layer1": "1 epochs", "stem.0": "14 steps"}}
+"""Two unfreezing steps, of which the second is in mid-epoch; batch normalisation of the stem stays frozen for good."""
+
+Place = tuple[int, int]
+
+
+class Kill(Callback):
+    """Ends all processes at a place, by SIGKILL, once all of them are there."""
+
+    def __init__(self, place: Place | None) -> None:
+        self.place = place
+        self.began: Place | None = None
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.began = self.began or (trainer.current_epoch, batch_idx)
+        if self.place == (trainer.current_epoch, batch_idx):
+            trainer.strategy.barrier()
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Frozen(Callback):
+    """Stops a run in which a frozen tensor has changed by one bit, at any batch."""
+
+    def __init__(self) -> None:
+        self.initial = bits(Rude())
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        # The plan, written out by hand.
+        still = ["network.stem.1."]
+        still += ["network.layer1."] if trainer.current_epoch < 1 else []
+        still += ["network.stem."] if trainer.global_step <= 14 else []
+        for name, value in bits(pl_module).items():
+            if name.startswith(tuple(still)):
+                assert value == self.initial[name], f"{name} changed at update {trainer.global_step - 1}"
+
+
+def live(world_size: int, folder: Path, dies_at: Place | None, precision: str) -> tuple[dict[str, bytes], Any]:
+    """One life of a run of three epochs; its final bits and where it began."""
+    kill = Kill(dies_at)
+    save = ExactCheckpoint(folder, every_n_train_steps=1, save_last=True)
+    newest = folder / "last.ckpt"
+    model = Rude(None, torch.optim.AdamW, lr=0.02, weight_decay=0.1)
+    callbacks = [SeedControl(1), FreezeLayers(**PLAN), Frozen(), RankConsistency(), kill, save]
+    fit(
+        model,
+        *callbacks,
+        world_size=world_size,
+        ckpt_path=newest if newest.exists() else None,
+        max_epochs=3,
+        enable_checkpointing=True,
+        **PRECISIONS[precision](),
+    )
+    return bits(model.network), kill.began
+
+
+# The phases change at (1, 0) and (2, 2).
+IN_EACH: list[Place] = [(0, 4), (1, 3), (2, 4)]
+AT_CHANGES: list[Place] = [(0, 5), (1, 0), (1, 1), (2, 0), (2, 2), (2, 3)]
+
+
+def assert_resumes(world_size: int, precision: str, places: list[Place], folder: Path) -> None:
+    expected = [end for end, _ in run_ranks(live, world_size, world_size, folder / "unstopped", None, precision)]
+    for place in places:
+        with pytest.raises(AssertionError, match="died with exit status -9"):
+            run_ranks(live, world_size, world_size, folder / "killed", place, precision)
+    ends = run_ranks(live, world_size, world_size, folder / "killed", None, precision)
+    assert all(began == places[-1] for _, began in ends), "otherwise a run that begins anew would pass"
+    assert [end for end, _ in ends] == expected
+    initial = bits(Network())
+    moved = {name for name, value in expected[0].items() if value != initial[name]}
+    assert moved == {name for name in initial if not name.startswith("stem.1")}
+
+
+@pytest.mark.parametrize(("world_size", "precision"), [(1, "float16 with GradScaler"), (2, "float32")])
+def test_a_run_killed_in_each_phase_goes_on_to_the_bit(world_size: int, precision: str, tmp_path: Path) -> None:
+    assert_resumes(world_size, precision, IN_EACH, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_killed_where_phases_change_goes_on_to_the_bit(world_size: int, precision: str, tmp_path: Path) -> None:
+    assert_resumes(world_size, precision, AT_CHANGES, tmp_path)
+
+
+class Split(pl.LightningModule):
+    """A backbone and a head, as BackboneFinetuning expects them."""
+
+    def __init__(self, stock: bool) -> None:
+        super().__init__()
+        network = Network(dropout=0.0)
+        self.backbone = nn.Sequential(network.stem, network.layer1, network.layer2)
+        self.head = network.fc
+        self.stock = stock
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.head(self.backbone(batch[0]).flatten(1)), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.head.parameters() if self.stock else self.parameters(), lr=0.1, momentum=0.9)
+
+
+KINDS: dict[str, Callable[[], list[Callback]]] = {
+    "FreezeLayers": lambda: [
+        SyncBN(),
+        FreezeLayers("head", unfreeze={"backbone.2": "1 epochs", "backbone": "15 steps"}),
+    ],
+    "BackboneFinetuning": lambda: [SyncBN(), BackboneFinetuning(1, lambda _: 1.0, backbone_initial_lr=0.1)],
+}
+
+
+def split_run(world_size: int) -> dict[tuple[str, torch.dtype], dict[str, Tensor]]:
+    """The weights after four epochs under each way of freezing."""
+    found: dict[tuple[str, torch.dtype], dict[str, Any]] = {}
+    for kind, make in KINDS.items():
+        for dtype in (torch.float32, torch.float64):
+            model = Split(stock=kind != "FreezeLayers")
+            fit(model, *make(), world_size=world_size, dtype=dtype, max_epochs=4)
+            # Statistics, too, where they are those of all ranks.
+            found[kind, dtype] = model.state_dict() if kind == "FreezeLayers" else dict(model.named_parameters())
+    return found
+
+
+def largest_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    return max(float((first[name].detach() - second[name].detach()).abs().max()) for name in first)
+
+
+def test_two_unfreezing_steps_on_two_ranks_equal_one_process_where_stock_lightning_drifts() -> None:
+    [alone], (first, second) = run_ranks(split_run, 1, 1), run_ranks(split_run, 2, 2)
+    print(f"\nLargest difference of a weight\n{'':32}{'between two ranks':>20}{'from one process':>20}")
+    drift = {key: tuple(largest_difference(first[key], other[key]) for other in (second, alone)) for key in alone}
+    for (kind, dtype), values in drift.items():
+        print(f"{kind:20}{str(dtype)[6:]:12}" + "".join(f"{value:20.0e}" for value in values))
+    for dtype, bound in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+        ours, stock = drift["FreezeLayers", dtype], drift["BackboneFinetuning", dtype]
+        assert ours[0] == 0
+        assert ours[1] < bound
+        assert min(stock) > 1e-3
+
+
+class Observed(Rude):
+    """Notes running statistics where a step begins, inside DDP, and where it has ended."""
+
+    entered: list[dict[str, bytes]]
+    left: list[dict[str, bytes]]
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.entered.append(statistics(self))
+        return super().training_step(batch, batch_idx)
+
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.left.append(statistics(self))
+
+
+def statistics(module: nn.Module) -> dict[str, bytes]:
+    return {name: value for name, value in bits(module).items() if "running" in name}
+
+
+def local_statistics(frozen_first: bool) -> tuple[list[Any], list[Any], dict[str, bytes], dict[str, Any]]:
+    """A run of two ranks with statistics of their own; and what became of DDP's settings."""
+    callbacks: list[Callback] = [SyncBN(group_size=1), FreezeLayers(unfreeze={"stem": "2 steps", "layer1": "4 steps"})]
+    model = Observed()
+    model.entered, model.left = [], []
+    wrappers: list[Any] = []
+
+    class Wrappers(Callback):
+        @override
+        def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+            if not wrappers or wrappers[-1]() is not trainer.strategy.model:
+                wrappers.append(weakref.ref(trainer.strategy.model))
+                self.settings = wrappers[-1]().find_unused_parameters, wrappers[-1]().gradient_as_bucket_view
+
+        @override
+        def on_train_end(self, *_: Any) -> None:
+            self.alive = [wrapper() is not None for wrapper in wrappers]
+
+    watch = Wrappers()
+    strategy = DDPStrategy(find_unused_parameters=True, gradient_as_bucket_view=True)
+    callbacks = callbacks[::-1] if frozen_first else callbacks
+    fit(model, *callbacks, RankConsistency(), watch, world_size=2, max_epochs=1, strategy=strategy)
+    ddp = {"settings": watch.settings, "alive": watch.alive}
+    return model.entered, model.left, bits(model), ddp
+
+
+def test_wrapping_again_keeps_each_ranks_statistics_and_the_settings_of_ddp_in_either_order_of_callbacks() -> None:
+    orders = [run_ranks(local_statistics, 2, frozen_first) for frozen_first in (True, False)]
+    for first, second in orders:
+        for entered, left, _, ddp in (first, second):
+            assert entered[1:] == left[:-1], "nobody touched them between two steps"
+            assert ddp == {"settings": (True, True), "alive": [False, False, True]}
+        assert first[1][-1] != second[1][-1], "they are those of a rank"
+        assert first[2] == second[2], "and averaged at the end of the epoch"
+    assert orders[0][0][2] == orders[1][0][2]
+
+
+class FilteringOptimiser(Rude):
+    """Gives its optimiser what trains at the time."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+class HeadOnly(Rude):
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.network.fc.parameters(), lr=0.1)
+
+
+class Groups(Callback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        groups = trainer.optimizers[0].param_groups
+        self.seen.append([(group.get("name"), [id(p) for p in group["params"]]) for group in groups])
+
+
+@pytest.mark.parametrize("kind", [Rude, FilteringOptimiser])
+def test_the_optimiser_holds_all_parameters_in_the_same_groups_from_the_first_step(kind: type[Rude]) -> None:
+    groups, model = Groups(), kind()
+    fit(model, FreezeLayers("layer2", unfreeze={"layer1": "3 steps"}), groups)
+    assert all(seen == groups.seen[0] for seen in groups.seen)
+    assert {p for _, parameters in groups.seen[0] for p in parameters} == {id(p) for p in model.parameters()}
+
+
+def test_an_optimiser_that_lacks_what_is_to_train_later_is_refused() -> None:
+    fit(HeadOnly(), FreezeLayers("fc"))
+    with pytest.raises(UserError, match=r"left out network\.layer1\.0\.weight, .* \(4 in all\): pass self\.parameters"):
+        fit(HeadOnly(), FreezeLayers("fc", unfreeze={"layer1": 5}))
+
+
+def state_of(module: nn.Module) -> list[Any]:
+    """All that freezing changes."""
+    flags = [p.requires_grad for p in module.parameters()]
+    return [flags, *((m.training, len(m._forward_pre_hooks)) for m in module.modules())]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_everything_is_as_before_after_a_fit_and_after_an_exception_in_it(fails: bool) -> None:
+    model = Rude()
+    model.network.layer2[0].requires_grad_(False)
+    model.rude = False
+    model.network.stem[1].eval()
+    before = state_of(model)
+
+    class Fail(Callback):
+        @override
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if fails and trainer.global_step == 5:
+                raise ZeroDivisionError
+
+    frozen = bits(model.network.layer2[0])
+    freeze = FreezeLayers("fc", unfreeze={"layer2": "4 steps"}, train_bn=False)
+    try:
+        fit(model, freeze, Fail())
+    except ZeroDivisionError:
+        assert fails
+    assert state_of(model) == before
+    assert bits(model.network.layer2[0]) == frozen, "what its owner froze never trains"
+
+
+def test_tests_and_predictions_freeze_nothing() -> None:
+    model, freeze = Rude(), FreezeLayers("layer2", unfreeze={"layer1": "1 epochs"})
+    trainer = fit(model, freeze)
+    before, weights = state_of(model), bits(model)
+    _, validation = loaders(trainer, torch.float32)
+    trainer.test(model, validation, verbose=False)
+    trainer.validate(model, validation, verbose=False)
+    trainer.predict(model, validation)
+    assert state_of(model) == before
+    assert bits(model) == weights
+
+
+def test_copies_and_pickles_of_a_frozen_network_work_and_its_state_has_no_new_names() -> None:
+    network = Network()
+    names = list(network.state_dict())
+    network.stem.register_forward_pre_hook(keep_in_eval)
+    for twin in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        twin.train()
+        twin(TRAIN[0][:2].float())
+        assert not twin.stem.training
+        assert twin.layer1.training
+        assert list(twin.state_dict()) == names
+
+
+class Traced(Rude):
+    """Notes which stages' outputs a backward pass would go through."""
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x: Any = batch[0]
+        network: Any = self.network
+        self.train()
+        self.recorded = []
+        for stage in (network.stem, network.layer1, network.layer2):
+            x = stage(x)
+            self.recorded.append(x.requires_grad)
+        return F.cross_entropy(network.fc(x.flatten(1)), batch[1])
+
+
+def test_a_frozen_trunk_costs_no_backward_pass() -> None:
+    model = Traced()
+    fit(model, FreezeLayers("layer2"))
+    assert model.recorded == [False, False, True]
+
+
+def test_bn_statistics_of_trained_layers_can_stay_while_their_weights_train() -> None:
+    model = Rude()
+    before = bits(model)
+    fit(model, FreezeLayers("layer1", train_bn=False))
+    after = bits(model)
+    kept = {name for name in before if before[name] == after[name]}
+    assert kept == {n for n in before if ".stem." in n or "running" in n or "num_batches" in n}
+
+
+def test_patterns_freeze_modules_and_single_parameters_by_any_end_of_their_names() -> None:
+    model = Rude()
+    before = bits(model)
+    fit(model, FreezeLayers(patterns=["layer?.1", "*.stem.0.bias", "fc*"]))
+    after = bits(model)
+    kept = {name.removeprefix("network.") for name in before if before[name] == after[name]}
+    assert {name for name in kept if not name.startswith(("layer1.1.", "layer2.1."))} == {
+        "stem.0.bias",
+        "fc.weight",
+        "fc.bias",
+    }
+    assert len(kept) == 3 + 2 * 5
+
+
+def test_shared_weights_train_if_one_of_their_owners_does_and_this_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    network = Network()
+    network.layer2[0].weight = network.layer1[0].weight
+    model = Rude(network)
+    model.make_optimizer = lambda: torch.optim.SGD(model.parameters(), lr=0.1)
+    before = bits(model)
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        fit(model, FreezeLayers("layer2"))
+    assert "network.layer1.0.weight trains: it is shared with a layer that is not frozen" in caplog.text
+    after = bits(model)
+    moved = {name for name in before if before[name] != after[name] and ".layer1." in name}
+    assert moved == {"network.layer1.0.weight"}
+
+
+def test_what_cannot_train_or_freezes_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        fit(Rude(), FreezeLayers("stem"), max_epochs=1)
+    assert "FreezeLayers(until='stem') freezes nothing" in caplog.text
+    for freeze in (FreezeLayers(patterns=["network"]), FreezeLayers("fc", unfreeze={"fc": "1 epochs"})):
+        model = Rude()
+        with pytest.raises(UserError, match="nothing to train at the start"):
+            fit(model, freeze)
+        assert all(p.requires_grad for p in model.parameters())
+    with pytest.raises(UserError, match="has nothing to freeze"):
+        FreezeLayers()
+    with pytest.raises(UserError, match="cannot read 'soon'"):
+        FreezeLayers(unfreeze={"stem": "soon"})
+
+
+def test_names_that_are_unknown_or_ambiguous_are_refused_with_what_was_meant() -> None:
+    with pytest.raises(UserError, match="until: there is no 'layre1' in the module; did you mean .*'network.layer1'"):
+        fit(Rude(), FreezeLayers("layre1"))
+    with pytest.raises(UserError, match="unfreeze: '0' could be .*'network.layer1.0' or .*: write one of them in full"):
+        fit(Rude(), FreezeLayers(unfreeze={"0": 5}))
+    with pytest.raises(UserError, match="patterns: 'layer9\\*' matches no module or parameter"):
+        fit(Rude(), FreezeLayers(patterns=["layer9*"]))
+    names = ["trunk.conv1", "trunk.block.conv1"]
+    assert find_name("conv1", names, "until") == "trunk.conv1"
+
+
+def test_what_lies_before_a_layer_is_what_named_parameters_yields_before_it() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.body, self.last = nn.Linear(1, 1), Network(), nn.Linear(1, 1)
+            self.scale = nn.Parameter(torch.ones(()))
+
+    whole = Whole()
+    order = [name for name, _ in whole.named_parameters()]
+    first = order.index("body.layer2.0.weight")
+    before = names_before(whole, "body.layer2")
+    assert set(order) & before == set(order[:first])
+    modules, parameters = frozen_objects(whole, before, ())
+    assert parameters == {p for name, p in whole.named_parameters() if name in order[:first]}
+    assert whole.first in modules
+    assert whole.body not in modules
+
+
+class Unwrapped(DDPStrategy):
+    """As strategies do that give every rank its own part of the weights, this one holds no DDP."""
+
+    @override
+    def configure_ddp(self) -> None:
+        pass
+
+
+def unwrapped() -> str:
+    with pytest.raises(UserError) as refused:
+        fit(Rude(), FreezeLayers("fc"), world_size=2, strategy=Unwrapped())
+    return str(refused.value)
+
+
+def test_strategies_that_split_parameters_are_refused() -> None:
+    for message in run_ranks(unwrapped, 2):
+        assert "Unwrapped splits parameters" in message
+        assert 'pass strategy="ddp"' in message

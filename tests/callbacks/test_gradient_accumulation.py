@@ -1,0 +1,736 @@
+"""Each update is the mean over all its targets: compared in float64 with one large batch written out in plain torch."""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, IterableDataset
+
+from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.lib.global_batch import accumulation_factor, global_batch_size
+from callbacks.lib.updates import AccumulationSchedule, count_updates, total_updates
+from datamodules.errors import UserError
+from datamodules.loading.sampling import num_training_steps, training_spans
+from tests.support.ranks import run_ranks
+
+PADDING = -100
+Batch = tuple[Tensor, Tensor]
+
+
+def sentences(sizes: Sequence[int], seed: int = 0, length: int = 6) -> list[Batch]:
+    """Batches of `sizes` sentences, (batch, time, 5) and (batch, time), of 1 to `length` tokens that are no padding."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for size in sizes:
+        x = torch.randn(size, length, 5, generator=generator, dtype=torch.float64)
+        y = torch.randint(3, (size, length), generator=generator)
+        tokens = torch.randint(1, length + 1, (size, 1), generator=generator)
+        batches.append((x, y.masked_fill(torch.arange(length) >= tokens, PADDING)))
+    return batches
+
+
+class Tagger(pl.LightningModule):
+    """A linear model of each token; `count` says whether training_step reports its targets as int, tensor or not."""
+
+    def __init__(self, count: str | None = "tensor", lr: float = 0.5) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layer = nn.Linear(5, 3, dtype=torch.float64)
+        self.count, self.lr = count, lr
+        self.factors: list[int] = []
+        self.norms: list[float] = []
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, y = batch
+        losses = F.cross_entropy(self.layer(x).flatten(0, 1), y.flatten(), ignore_index=PADDING, reduction="none")
+        if self.count is None:
+            return losses.view(x.shape[:2]).mean(1).mean(), torch.tensor(len(x))
+        return losses.sum() / (y != PADDING).sum(), (y != PADDING).sum()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.factors.append(self.trainer.accumulate_grad_batches)
+        loss, count = self.loss(batch)
+        self.log("loss", loss, batch_size=1)
+        if self.count is None:
+            return loss
+        return {"loss": loss, "count": int(count) if self.count == "int" else count}
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.norms.append(float(torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+class Stream(IterableDataset):
+    """Batches of which nobody knows the number."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+
+def train(
+    model: pl.LightningModule, batches: Any, *callbacks: pl.Callback, ckpt_path: Any = None, **options: Any
+) -> Any:
+    """Fit on ready-made batches and return the Trainer."""
+    ready_made = isinstance(batches, list | IterableDataset)
+    loader = DataLoader(batches, batch_size=None) if ready_made else batches  # type: ignore[arg-type]
+    settings = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    silent = {"enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False}
+    trainer = pl.Trainer(callbacks=list(callbacks), **(settings | silent | options))  # type: ignore[arg-type]
+    trainer.fit(model, loader, ckpt_path=ckpt_path)
+    return trainer
+
+
+def by_hand(
+    updates: Sequence[Sequence[Batch]], count: str | None = "tensor", clip: float | None = None
+) -> list[Tensor]:
+    """The weights after updates that each see all their batches as one: sum of losses over sum of counts.
+
+    An update without targets has a gradient of zero.
+    """
+    model = Tagger(count)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = model.configure_optimizers()
+    for update in updates:
+        parts = [model.loss(batch) for batch in update if len(batch[0])]
+        total = sum(float(loss_count[1]) for loss_count in parts)
+        optimizer.zero_grad(set_to_none=False)
+        for loss, number in parts:
+            (loss * number / total).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return weights(model)
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def error(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """The largest difference, relative to the largest weight."""
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(left, right, strict=True))
+
+
+def windows(batches: list[Batch], *sizes: int) -> list[list[Batch]]:
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [batches[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+EMPTY = (torch.zeros(0, 6, 5, dtype=torch.float64), torch.zeros(0, 6, dtype=torch.int64))
+BATCHES = sentences([8, 3, 5, 8, 1, 8, 2, 8, 8, 4])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads only get in each other's way on models this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("count", ["tensor", "int", None])
+def test_an_update_is_the_mean_over_its_targets_and_stock_accumulation_is_not(count: str | None) -> None:
+    expected = by_hand(windows(BATCHES, 4, 4, 2) * 2, count)
+    ours, stock = Tagger(count), Tagger(count)
+    trainer = train(ours, BATCHES, GradientAccumulation(4), max_epochs=2)
+    train(stock, BATCHES, accumulate_grad_batches=4, max_epochs=2)
+    assert trainer.global_step == 6
+    assert error(weights(ours), expected) < 1e-14
+    assert error(weights(stock), expected) > 1e-2
+
+
+def test_a_short_last_window_has_the_full_gradient_where_stock_has_half_of_it() -> None:
+    same = [BATCHES[0]] * 10
+    ours, stock = Tagger(lr=0.0), Tagger(lr=0.0)
+    train(ours, same, GradientAccumulation(4))
+    train(stock, same, accumulate_grad_batches=4)
+    assert [norm / ours.norms[0] for norm in ours.norms] == pytest.approx([1, 1, 1], rel=1e-14)
+    assert [norm / ours.norms[0] for norm in stock.norms] == pytest.approx([1, 1, 0.5], rel=1e-14)
+
+
+def test_equal_counts_in_full_windows_give_the_very_bits_of_stock_accumulation() -> None:
+    batches = sentences([4] * 9)
+    ours, stock = Tagger(None), Tagger(None)
+    train(ours, batches, GradientAccumulation(3))
+    train(stock, batches, accumulate_grad_batches=3)
+    assert all(torch.equal(a, b) for a, b in zip(weights(ours), weights(stock), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"limit_train_batches": 7}, [3, 3, 1]),
+        ({"limit_train_batches": 0.5}, [3, 2]),
+        ({"max_steps": 2}, [3, 3]),
+        ({"limit_train_batches": 4, "max_steps": 2}, [3, 1]),
+        ({"limit_train_batches": 1}, [1]),
+    ],
+)
+def test_windows_cut_by_the_trainers_limits_are_exact(options: dict[str, Any], sizes: list[int]) -> None:
+    model = Tagger()
+    train(model, BATCHES, GradientAccumulation(3), **options)
+    assert error(weights(model), by_hand(windows(BATCHES, *sizes))) < 1e-14
+
+
+def test_the_last_window_of_a_loader_without_length_is_exact() -> None:
+    model = Tagger()
+    train(model, Stream(BATCHES), GradientAccumulation(4))
+    assert error(weights(model), by_hand(windows(BATCHES, 4, 4, 2))) < 1e-14
+
+
+def test_batches_without_targets_change_nothing_wherever_they_stand() -> None:
+    batches = [EMPTY, *BATCHES[:2], EMPTY, BATCHES[2], EMPTY, EMPTY, EMPTY, BATCHES[3], EMPTY]
+    for count in ("tensor", "int"):
+        model = Tagger(count)
+        assert model.loss(EMPTY)[0].isnan(), "a mean over nothing"
+        train(model, batches, GradientAccumulation(3))
+        expected = by_hand([BATCHES[:2], BATCHES[2:3], BATCHES[3:4], []], count)
+        assert error(weights(model), expected) < 1e-14
+
+
+def test_a_micro_batch_that_returns_no_loss_is_left_out_even_as_the_last_of_its_window() -> None:
+    class Skipping(Tagger):
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            return None if batch_idx in (1, 5) else super().training_step(batch, batch_idx)
+
+    model = Skipping()
+    train(model, BATCHES[:8], GradientAccumulation(3))
+    kept = [[BATCHES[0], BATCHES[2]], [BATCHES[3], BATCHES[4]], [BATCHES[6], BATCHES[7]]]
+    assert error(weights(model), by_hand(kept)) < 1e-14
+
+
+def test_clipping_sees_the_gradient_of_the_mean() -> None:
+    model = Tagger()
+    train(model, BATCHES, GradientAccumulation(4), gradient_clip_val=0.1)
+    assert error(weights(model), by_hand(windows(BATCHES, 4, 4, 2), clip=0.1)) < 1e-14
+    assert min(model.norms) > 0.1, "clipping had something to do"
+
+
+def test_the_factor_follows_epochs_and_steps() -> None:
+    model = Tagger()
+    steps: dict[int | str, int] = {0: 4, "1 epochs": 5, "7 steps": 1}
+    trainer = train(model, BATCHES, GradientAccumulation(steps), max_epochs=3)
+    updates = windows(BATCHES, 4, 4, 2) + windows(BATCHES, 5, 5) + windows(BATCHES, 5, 5)[:2]
+    assert trainer.global_step == 7
+    train(model := Tagger(), BATCHES, GradientAccumulation(steps), max_epochs=4)
+    updates = updates + [[batch] for batch in BATCHES]
+    assert error(weights(model), by_hand(updates)) < 1e-14
+    assert model.factors == [4] * 10 + [5] * 20 + [1] * 10
+
+
+def test_a_change_in_mid_epoch_waits_for_a_boundary_of_both_windows() -> None:
+    model = Tagger()
+    train(model, BATCHES, GradientAccumulation({0: 2, "1 steps": 3}))
+    assert model.factors == [2] * 6 + [3] * 4
+    assert error(weights(model), by_hand(windows(BATCHES, 2, 2, 2, 3, 1))) < 1e-14
+
+
+class Resumable:
+    """A loader over ready-made batches that goes on where it stopped."""
+
+    def __init__(self, batches: list[Batch], batch_size: int = 8) -> None:
+        self.batches, self.batch_size, self.position = batches, batch_size, 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        while self.position < len(self.batches):
+            self.position += 1
+            batch = self.batches[self.position - 1]
+            if self.position == len(self.batches):
+                self.position = 0
+                yield batch
+                return
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("saved", [2, 4, 5])
+def test_a_resume_in_mid_epoch_goes_on_with_the_right_factor_where_stock_falls_to_one(
+    saved: int, tmp_path: Any
+) -> None:
+    steps: dict[int | str, int] = {0: 2, "1 steps": 3, "1 epochs": 4}
+
+    def run(callback: pl.Callback, until: int, ckpt_path: Any = None) -> Tagger:
+        checkpoint = ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=saved, enable_version_counter=False)
+        options = {"enable_checkpointing": True, "max_epochs": 2, "max_steps": until, "ckpt_path": ckpt_path}
+        train(model := Tagger(), Resumable(BATCHES), callback, checkpoint, **options)
+        return model
+
+    whole = run(GradientAccumulation(steps), -1)
+    run(GradientAccumulation(steps), saved)
+    resumed = run(GradientAccumulation(steps), -1, tmp_path / "last.ckpt")
+    assert resumed.factors == whole.factors[len(whole.factors) - len(resumed.factors) :]
+    assert all(torch.equal(a, b) for a, b in zip(weights(resumed), weights(whole), strict=True))
+    run(GradientAccumulationScheduler({0: 2, 1: 4}), saved)
+    assert run(GradientAccumulationScheduler({0: 2, 1: 4}), -1, tmp_path / "last.ckpt").factors[0] == 1
+
+
+def test_a_resume_between_the_windows_of_a_new_factor_means_over_what_is_left_of_the_first(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, "last", every_n_train_steps=1, enable_version_counter=False)
+    train(Tagger(), Resumable(BATCHES), GradientAccumulation(2), checkpoint, max_steps=1, enable_checkpointing=True)
+    train(model := Tagger(), Resumable(BATCHES), GradientAccumulation(4), ckpt_path=tmp_path / "last.ckpt")
+    assert error(weights(model), by_hand(windows(BATCHES, 2, 2, 4, 2))) < 1e-14
+
+
+SAMPLES = [torch.cat(parts) for parts in zip(*sentences([70], seed=5), strict=True)]
+
+
+class Slices:
+    """A loader over samples that shares each step among the ranks, and remembers how many samples all have used."""
+
+    def __init__(self, batch_size: int, world_size: int = 1) -> None:
+        self.batch_size, self.world_size, self.consumed = batch_size, world_size, 0
+
+    def __len__(self) -> int:
+        return num_training_steps(70, self.batch_size, self.world_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        rank = int(os.environ.get("RANK", 0)) if self.world_size > 1 else 0
+        spans = list(training_spans(70, self.batch_size, rank, self.world_size, consumed=self.consumed))
+        for number, (start, stop) in enumerate(spans, 1):
+            done = number == len(spans)
+            self.consumed = 0 if done else self.consumed + self.batch_size * self.world_size
+            yield SAMPLES[0][start:stop], SAMPLES[1][start:stop]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"consumed": self.consumed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.consumed = state["consumed"]
+
+
+def run_slices(batch_size: int, world_size: int, folder: Any, until: int, resume: bool = False) -> Tagger:
+    """Two epochs of 70 samples with 24 to an update; a checkpoint after the update at which it stops."""
+    checkpoint = ModelCheckpoint(folder, "last", every_n_train_steps=max(until, 1), enable_version_counter=False)
+    options = {"max_epochs": 2, "max_steps": until, "enable_checkpointing": True, "devices": world_size}
+    strategy = "ddp" if world_size > 1 else "auto"
+    ckpt_path = folder / "last.ckpt" if resume else None
+    accumulation = GradientAccumulation(global_batch_size=24)
+    loader = Slices(batch_size, world_size)
+    train(model := Tagger(), loader, accumulation, checkpoint, ckpt_path=ckpt_path, strategy=strategy, **options)
+    return model
+
+
+def slices_by_hand() -> list[Tensor]:
+    return by_hand([[(SAMPLES[0][i : i + 24], SAMPLES[1][i : i + 24])] for i in (0, 24, 48)] * 2)
+
+
+@pytest.mark.parametrize("until", [1, 2, 3, 4])
+@pytest.mark.parametrize("sizes", [(4, 12), (12, 4), (8, 3), (24, 8)])
+def test_a_run_goes_on_with_its_global_batch_when_it_is_cut_otherwise(
+    sizes: tuple[int, int], until: int, tmp_path: Any
+) -> None:
+    run_slices(sizes[0], 1, tmp_path, until)
+    model = run_slices(sizes[1], 1, tmp_path, -1, resume=True)
+    assert model.trainer.global_step == 6
+    assert error(weights(model), slices_by_hand()) < 1e-13
+
+
+def half_precision(precision: Any) -> MixedPrecision:
+    """Real autocast, and a real GradScaler for float16, where `Trainer(precision="16-mixed")` silently runs bf16."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3) if precision == "16-mixed" else None
+    return MixedPrecision(precision, "cpu", scaler)
+
+
+class Float32(Tagger):
+    def __init__(self, count: str | None = "tensor", lr: float = 0.5) -> None:
+        super().__init__(count, lr)
+        self.float()
+
+
+def to_float32(batches: list[Batch]) -> list[Batch]:
+    return [(x.float(), y) for x, y in batches]
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_mixed_precision_gives_the_mean_too_and_clips_it(precision: str) -> None:
+    expected = by_hand(windows(BATCHES, 4, 4, 2), clip=0.5)
+    ours, stock = Float32(), Float32()
+    options = {"gradient_clip_val": 0.5}
+    train(ours, to_float32(BATCHES), GradientAccumulation(4), plugins=[half_precision(precision)], **options)
+    train(stock, to_float32(BATCHES), accumulate_grad_batches=4, plugins=[half_precision(precision)], **options)
+    rounding = 2e-3 if precision == "16-mixed" else 1e-2
+    assert error([w.double() for w in weights(ours)], expected) < rounding
+    assert error([w.double() for w in weights(stock)], expected) > 2 * rounding
+
+
+def test_float16_skips_the_whole_update_when_one_micro_batch_overflows_and_keeps_its_scale_otherwise() -> None:
+    class Exploding(Float32):
+        explodes: frozenset[int] = frozenset()
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            output = super().training_step(batch, batch_idx)
+            return {**output, "loss": output["loss"] * (float("inf") if batch_idx in self.explodes else 1.0)}
+
+    for explodes in ({4}, {5}, {6}):
+        model, plugin = Exploding(), half_precision("16-mixed")
+        model.explodes = frozenset(explodes)
+        train(model, to_float32(BATCHES[:9]), GradientAccumulation(3), plugins=[plugin])
+        kept = [BATCHES[:3], BATCHES[6:9]] if explodes != {6} else [BATCHES[:3], BATCHES[3:6]]
+        assert error([w.double() for w in weights(model)], by_hand(kept)) < 2e-3
+        assert plugin.scaler is not None
+        assert plugin.scaler.get_scale() == 512
+
+
+def test_the_logged_loss_stays_the_mean_and_the_module_and_the_trainer_are_left_as_found() -> None:
+    model = Tagger(lr=0.0)
+    trainer = train(model, BATCHES[:4], GradientAccumulation(4))
+    assert trainer.callback_metrics["loss"] == model.loss(BATCHES[3])[0]
+    assert "training_step" not in vars(model)
+    assert trainer.accumulate_grad_batches == 1
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, DataLoader(BATCHES, batch_size=None))  # type: ignore[arg-type]
+
+    class Failing(Tagger):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        train(failing := Failing(), BATCHES, GradientAccumulation(2))
+    assert "training_step" not in vars(failing)
+
+
+def test_the_factor_follows_from_the_global_batch_size() -> None:
+    x, y = torch.cat([x for x, _ in BATCHES]), torch.cat([y for _, y in BATCHES])
+    loader = DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=10)
+    model = Tagger()
+    sizes = []
+
+    class Note(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            sizes.append((global_batch_size(trainer), total_updates(trainer)))
+
+    train(model, loader, Note(), GradientAccumulation(global_batch_size=30), max_epochs=2)
+    assert set(sizes) == {(30, 4)}
+    assert error(weights(model), by_hand([[(x[:30], y[:30])], [(x[30:], y[30:])]] * 2)) < 1e-14
+    with pytest.raises(ValueError, match="pass a global batch size of 30 or 40, or a batch size of 7"):
+        train(Tagger(), loader, GradientAccumulation(global_batch_size=35))
+    with pytest.raises(ValueError, match="cannot tell the batch size of the training loader"):
+        train(Tagger(), BATCHES, GradientAccumulation(global_batch_size=30))
+
+
+def test_what_cannot_be_accumulated_is_refused_with_the_reason() -> None:
+    manual = Tagger()
+    manual.automatic_optimization = False
+    with pytest.raises(UserError, match="optimises manually"):
+        train(manual, BATCHES, GradientAccumulation(2))
+    with pytest.raises(UserError, match=r"GradientAccumulation and Trainer\(accumulate_grad_batches=2\) would both"):
+        train(Tagger(), BATCHES, GradientAccumulation(2), accumulate_grad_batches=2)
+    with pytest.raises(UserError, match="GradientAccumulation and GradientAccumulationScheduler would both"):
+        train(Tagger(), BATCHES, GradientAccumulation(2), GradientAccumulationScheduler({0: 2}))
+    with pytest.raises(ValueError, match="pass one of them"):
+        GradientAccumulation(2, global_batch_size=32)
+    for steps in (0, 2.5, {"1.5 epochs": 2}, {"5%": 2}, {0: -1}):
+        with pytest.raises(ValueError, match="write"):
+            GradientAccumulation(steps)  # type: ignore[arg-type]
+
+    class Wrapped(Tagger):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch.pair, batch_idx)
+
+    class Opaque:
+        def __init__(self, pair: Batch) -> None:
+            self.pair = pair
+
+    opaque = [Opaque(batch) for batch in BATCHES]
+    train(Wrapped(), opaque, GradientAccumulation(2))
+    with pytest.raises(ValueError, match="cannot tell how many targets a batch of type Opaque holds"):
+        train(Wrapped(None), opaque, GradientAccumulation(2))
+    with pytest.warns(UserWarning, match="accumulating over 11 micro-batches, but an epoch has 10"):
+        train(model := Tagger(), BATCHES, GradientAccumulation(11))
+    assert error(weights(model), by_hand([BATCHES])) < 1e-14
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often Python waits for a tensor's value, which on an accelerator stops the queue of work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_count_is_ever_read_back_from_the_device() -> None:
+    class Quiet(Tagger):
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            pass
+
+    reads = {}
+    for name, callbacks in {"stock": [], "ours": [GradientAccumulation(4)]}.items():
+        with Reads() as counter:
+            train(Quiet("tensor"), BATCHES, *callbacks)
+        reads[name] = counter.number
+    with Reads() as counter:
+        train(Quiet("int"), BATCHES)
+    assert reads["ours"] == reads["stock"]
+    assert counter.number == reads["stock"] + len(BATCHES), "the counter sees the int(count) of each batch"
+
+
+def reductions(profile: torch.profiler.profile) -> int:
+    return sum(event.count for event in profile.key_averages() if event.key == "c10d::allreduce_")
+
+
+def two_ranks(folder: Path) -> dict[str, Any]:
+    """On each of two processes: uneven counts, an empty batch, several factors; and the all-reduces that it took."""
+    mine = SHARES[int(os.environ["RANK"])]
+    answers: dict[str, Any] = {}
+    ddp = {"devices": 2, "strategy": "ddp"}
+    clip: dict[str, Any] = {"gradient_clip_val": 0.1}
+    runs: list[tuple[str, str | None, list[pl.Callback], dict[str, Any]]] = [
+        ("one", "tensor", [GradientAccumulation()], {}),
+        ("four", "tensor", [GradientAccumulation(4)], {}),
+        ("int", "int", [GradientAccumulation(4)], {}),
+        ("samples", None, [GradientAccumulation(4)], {}),
+        ("clipped", "tensor", [GradientAccumulation(4)], clip),
+        ("stream", "tensor", [GradientAccumulation(4)], {}),
+        ("stock", "tensor", [], {"accumulate_grad_batches": 4}),
+        ("stock one", "tensor", [], {}),
+    ]
+    for name, count, callbacks, options in runs:
+        model = Tagger(count)
+        batches = [batch for batch in mine if len(batch[0])] if name.startswith("stock") else mine
+        loader: Any = Stream(batches) if name == "stream" else batches
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            trainer = train(model, loader, *callbacks, **ddp, **options)
+        answers[name] = {"weights": weights(model), "reductions": reductions(profile), "updates": trainer.global_step}
+    run_slices(3, 2, folder, until=1)
+    answers["resumed"] = weights(run_slices(6, 2, folder, until=2, resume=True))
+    static = DDPStrategy(static_graph=True)
+    try:
+        train(Tagger(), mine, GradientAccumulation(2), devices=2, strategy=static)
+    except UserError as refused:
+        answers["refused"] = str(refused)
+    return answers
+
+
+SHARES = (
+    [*sentences([4, 3, 2, 4, 1, 2], seed=1), EMPTY],
+    [*sentences([1, 4, 4, 2, 3], seed=2), EMPTY, *sentences([1], 3)],
+)
+
+
+def test_two_ranks_with_uneven_and_empty_batches_take_the_step_of_one_large_batch(tmp_path: Path) -> None:
+    first, second = run_ranks(two_ranks, 2, tmp_path)
+    alone = run_slices(4, 1, tmp_path, until=-1, resume=True)
+    assert alone.trainer.global_step == 6
+    assert error(weights(alone), slices_by_hand()) < 1e-13
+    pairs = [list(pair) for pair in zip(*SHARES, strict=True)]
+    by_fours = [list(chain(*pairs[:4])), list(chain(*pairs[4:]))]
+    expected = {
+        "one": by_hand(pairs),
+        "four": by_hand(by_fours),
+        "int": by_hand(by_fours),
+        "stream": by_hand(by_fours),
+        "samples": by_hand(by_fours, count=None),
+        "clipped": by_hand(by_fours, clip=0.1),
+    }
+    for name, wanted in expected.items():
+        assert error(first[name]["weights"], wanted) < 1e-14, name
+        assert all(torch.equal(a, b) for a, b in zip(first[name]["weights"], second[name]["weights"], strict=True))
+    assert "static_graph=True" in first["refused"]
+    # Of the gradients, stock reduces one bucket per update; ours adds one number.
+    assert first["stock"]["updates"] == first["four"]["updates"] == 2
+    assert first["four"]["reductions"] - first["stock"]["reductions"] == 2
+    assert first["one"]["reductions"] - first["four"]["reductions"] == 2 * (7 - 2)
+    assert error(first["stock"]["weights"], expected["four"]) > 1e-2
+    assert error(first["stock one"]["weights"], expected["one"]) > 1e-2
+
+
+FACTORS = st.integers(1, 7)
+SCHEDULES = st.dictionaries(
+    st.one_of(st.just(0), st.integers(0, 30), st.builds("{} epochs".format, st.integers(0, 4))), FACTORS, max_size=5
+)
+
+
+def lightning_updates(schedule: AccumulationSchedule, batches: int, epochs: int) -> list[list[int]]:
+    """The windows of each epoch, one micro-batch at a time, as Lightning closes them."""
+    step, sizes = 0, []
+    for epoch in range(epochs):
+        sizes.append([0])
+        factor = schedule.wanted(epoch, step)
+        for batch in range(batches):
+            factor = schedule.switch(factor, epoch, step, batch)
+            sizes[-1][-1] += 1
+            if (batch + 1) % factor == 0 or batch + 1 == batches:
+                step += 1
+                sizes[-1].append(0)
+        sizes[-1].pop()
+    return sizes
+
+
+@settings(max_examples=300, deadline=None)
+@given(SCHEDULES, st.integers(1, 40), st.integers(0, 6))
+def test_counted_updates_equal_those_of_the_loop(steps: dict[int | str, int], batches: int, epochs: int) -> None:
+    schedule = AccumulationSchedule.parse(steps)
+    sizes = lightning_updates(schedule, batches, epochs)
+    assert count_updates(schedule, batches, epochs) == sum(len(windows) for windows in sizes)
+    assert all(sum(windows) == batches for windows in sizes)
+    assert all(size in {*steps.values(), 1} for windows in sizes for size in windows[:-1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(SCHEDULES, st.integers(1, 40), st.integers(0, 20), st.integers(0, 4), st.data())
+def test_a_walk_to_any_micro_batch_finds_the_factor_of_the_loop(
+    steps: dict[int | str, int], batches: int, began: int, epoch: int, data: st.DataObject
+) -> None:
+    schedule = AccumulationSchedule.parse(steps)
+    step, factor = began, schedule.wanted(epoch, began)
+    done = data.draw(st.integers(0, batches))
+    for batch in range(done):
+        factor = schedule.switch(factor, epoch, step, batch)
+        step += (batch + 1) % factor == 0
+    if done % factor == 0:
+        factor = schedule.switch(factor, epoch, step, done)
+        assert schedule.walk(epoch, began, done)[0] == step - began
+    assert schedule.walk(epoch, began, done)[1] == factor
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 600), st.integers(1, 40), st.integers(1, 9))
+def test_a_global_batch_is_met_exactly_or_refused_with_sizes_that_are(size: int, batch_size: int, world: int) -> None:
+    try:
+        assert accumulation_factor(size, batch_size, world) * batch_size * world == size
+    except ValueError as refused:
+        numbers = str(refused).split("pass a global batch size of ")[1].split(", or a batch size of ")
+        for other in map(int, numbers[0].split(" or ")):
+            assert accumulation_factor(other, batch_size, world) * batch_size * world == other
+        for other in map(int, numbers[1:]):
+            assert accumulation_factor(size, other, world) * other * world == size
+        assert size % (batch_size * world)
+
+
+class StopAfter(pl.Callback):
+    """Ends a run before its end, which the schedule shall not know."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step == self.step
+
+
+class Totals(pl.Callback):
+    """What the run says about its length while it runs."""
+
+    def __init__(self) -> None:
+        self.seen: set[float] = set()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.seen.add(total_updates(trainer))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_epochs": 2},
+        {"max_epochs": -1, "max_steps": 5},
+        {"max_epochs": 3, "max_steps": 9},
+        {"max_epochs": 3, "limit_train_batches": 5},
+    ],
+)
+def test_the_total_number_of_updates_is_the_one_that_the_run_makes(options: dict[str, Any]) -> None:
+    steps: dict[int | str, int] = {0: 4, "1 epochs": 2, "6 steps": 1}
+    trainer = train(Tagger(), BATCHES, totals := Totals(), GradientAccumulation(steps), **options)
+    assert totals.seen == {trainer.global_step}
+
+
+def test_the_total_is_right_for_lightnings_own_accumulation_where_its_estimate_is_not() -> None:
+    scheduler = GradientAccumulationScheduler({0: 4, 1: 1})
+    trainer = train(Tagger(), BATCHES, totals := Totals(), scheduler, max_epochs=2)
+    assert totals.seen == {13} == {trainer.global_step}
+    trainer = train(Tagger(), BATCHES, totals := Totals(), accumulate_grad_batches=4, max_epochs=2)
+    assert totals.seen == {6} == {trainer.global_step}
+
+    class Estimating(Tagger):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            self.estimate = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    train(model := Estimating(), BATCHES, GradientAccumulationScheduler({0: 4, 1: 1}), max_epochs=2)
+    assert model.estimate == 20
+
+    class Hasty(Tagger):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            total_updates(self.trainer)
+            return super().configure_optimizers()
+
+    with pytest.raises(RuntimeError, match="before the training loader exists"):
+        train(Hasty(), BATCHES, max_epochs=2)
+
+
+def test_a_schedule_that_asks_in_training_leaves_the_loaders_position_where_stocks_estimate_drops_it(
+    tmp_path: Path,
+) -> None:
+    class Decaying(Tagger):
+        """Its rate falls linearly to nothing at the end of the run."""
+
+        def __init__(self, total: Callable[[pl.Trainer], float], early: bool) -> None:
+            super().__init__()
+            self.total, self.early = total, early
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            if self.early:
+                self.total(self.trainer)
+            rule = lambda step: 1 - step / self.total(self.trainer) if step else 1.0  # noqa: E731
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rule)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def run(model: Decaying, until: int, ckpt_path: Path | None = None) -> list[Tensor]:
+        checkpoint = ModelCheckpoint(tmp_path, "last", every_n_train_steps=2, enable_version_counter=False)
+        options = {"max_epochs": 2, "limit_train_batches": 9, "enable_checkpointing": True, "ckpt_path": ckpt_path}
+        train(model, Resumable(BATCHES[:9]), GradientAccumulation(2), checkpoint, StopAfter(until), **options)
+        return weights(model)
+
+    def estimate(trainer: pl.Trainer) -> float:
+        return trainer.estimated_stepping_batches
+
+    errors = []
+    for total, early in ((total_updates, False), (estimate, True)):
+        whole = run(Decaying(total, early), -1)
+        run(Decaying(total, early), 2)
+        errors.append(error(run(Decaying(total, early), -1, tmp_path / "last.ckpt"), whole))
+    assert errors[0] == 0
+    assert errors[1] > 1e-3
+
+
+def test_a_run_without_end_has_no_finite_total() -> None:
+    class Stop(Totals):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            trainer.should_stop = True
+
+    train(Tagger(), BATCHES, stop := Stop(), max_epochs=-1)
+    assert stop.seen == {math.inf}
+    train(Tagger(), Stream(BATCHES), stop := Stop(), max_epochs=2)
+    assert stop.seen == {math.inf}

@@ -1,0 +1,314 @@
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+
+from callbacks.seed_control import SeedControl, seed_generators
+from tests.support.ranks import run_ranks
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "use_distributed_sampler": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a stock run leaves behind for the next test: its seed and its determinism."""
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
+    yield
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    os.environ.pop("PL_SEED_WORKERS", None)
+    torch.use_deterministic_algorithms(False)
+
+
+class Noisy(pl.LightningModule):
+    """Learns from noise of every origin and remembers what it drew."""
+
+    def __init__(self, lazy: bool = False) -> None:
+        super().__init__()
+        self.drawn: dict[tuple[int, int], list[Any]] = {}
+        self.batches: list[Tensor] = []
+        self.validated: list[float] = []
+        if not lazy:
+            self.layer = nn.Linear(16, 1)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "layer"):
+            self.layer = nn.Linear(16, 1)
+
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        self.shift = torch.rand(()).item()
+        return batch
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        mask = F.dropout(torch.ones(16), 0.5)
+        everything = [mask, random.random(), np.random.rand(), self.shift, batch]
+        self.drawn[self.trainer.global_step, batch_idx] = everything
+        self.batches.append(batch)
+        return (self.layer(mask * (batch.mean() + self.shift)) ** 2).mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.validated.append(F.dropout(torch.ones(16), 0.5).sum().item() + random.random() + np.random.rand())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Augmented(Dataset):
+    """Draws from all three global generators, as users' data sets do."""
+
+    def __init__(self, n: int = 12) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, torch.rand(()), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+class StatefulLoader:
+    """Ten batches and a position that Lightning saves and restores, in mid-epoch only."""
+
+    def __init__(self) -> None:
+        self.start = 0
+        self.position = 0
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[Tensor]:
+        start, self.start = self.start, 0
+        for index in range(start, 10):
+            self.position = index + 1
+            yield torch.full((2, 1), float(index))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["position"]
+
+
+def _same(left: Any, right: Any) -> bool:
+    return torch.equal(left, right) if isinstance(left, Tensor) else left == right
+
+
+def _differences(left: dict, right: dict) -> list[tuple]:
+    assert left
+    assert left.keys() == right.keys()
+    return [key for key in left if not all(_same(a, b) for a, b in zip(left[key], right[key], strict=True))]
+
+
+def _fit(callbacks: list[pl.Callback], train: Any, val: Any = None, ckpt: Path | None = None, **settings: Any) -> Noisy:
+    net = Noisy(lazy=True)
+    trainer = pl.Trainer(callbacks=callbacks, **{"logger": False, "max_epochs": 2} | QUIET | settings)
+    trainer.fit(net, train, val, ckpt_path=ckpt, weights_only=True)
+    return net
+
+
+def _draw() -> list[Any]:
+    return [torch.rand(3).tolist(), np.random.rand(), random.random()]
+
+
+def test_constructing_it_repeats_the_initial_weights_that_torch_manual_seed_gives():
+    SeedControl(seed=3)
+    first, numbers = nn.Linear(4, 4).weight, _draw()[1:]
+    torch.manual_seed(3)
+    assert torch.equal(first, nn.Linear(4, 4).weight)
+    SeedControl(seed=3)
+    nn.Linear(4, 4)
+    assert _draw()[1:] == numbers
+    seed_generators(2**62 + 1)
+    large = _draw()
+    seed_generators(2**62 + 1)
+    assert _draw() == large
+
+
+def _stock(**settings: Any) -> list[pl.Callback]:
+    pl.seed_everything(1, workers=settings.get("workers", False), verbose=False)
+    return []
+
+
+def _loader(workers: int = 0, batch_size: int = 2) -> DataLoader:
+    return DataLoader(Augmented(), batch_size, shuffle=True, num_workers=workers)
+
+
+def test_a_rerun_draws_the_same_numbers_and_another_seed_others():
+    one, two, other = (_fit([SeedControl(seed)], _loader()) for seed in (1, 1, 2))
+    assert _differences(one.drawn, two.drawn) == []
+    assert torch.equal(one.layer.weight, two.layer.weight)
+    assert len(_differences(one.drawn, other.drawn)) == len(one.drawn)
+
+
+def test_validation_in_between_changes_nothing_where_stock_training_changes():
+    often: dict[str, Any] = {"val_check_interval": 2, "num_sanity_val_steps": 2}
+    ours = [_fit([SeedControl(1)], _loader(), val, **often) for val in (None, _loader(batch_size=3), _loader())]
+    assert _differences(ours[0].drawn, ours[1].drawn) == []
+    assert _differences(ours[0].drawn, ours[2].drawn) == []
+    validations = [ours[1].validated[start : start + 4] for start in range(2, len(ours[1].validated), 4)]
+    assert len(validations) == 6
+    assert all(numbers == validations[0] for numbers in validations), "each validation draws the same numbers"
+    stock = [_fit(_stock(), _loader(), val, **often) for val in (None, _loader(batch_size=3))]
+    assert len(_differences(stock[0].drawn, stock[1].drawn)) > 5
+
+
+class SaveAt(pl.Callback):
+    def __init__(self, path: Path, update: int) -> None:
+        self.path, self.update = path, update
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.update and not self.path.exists():
+            trainer.save_checkpoint(self.path, weights_only=False)
+
+
+@pytest.mark.parametrize("seeded", [True, False], ids=["ours", "stock"])
+@pytest.mark.parametrize("update", [3, 7])
+def test_a_resume_in_mid_epoch_draws_the_same_masks_where_stock_draws_others(tmp_path: Path, seeded: bool, update: int):
+    path = tmp_path / "at.ckpt"
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2}
+    callbacks: list[pl.Callback] = [SeedControl(1)] if seeded else _stock()
+    whole = _fit([*callbacks, SaveAt(path, update)], StatefulLoader(), **settings)
+    assert len({tuple(drawn[0].tolist()) for drawn in whole.drawn.values()}) > 15, "every micro-batch has its own mask"
+    torch.rand(5)
+    callbacks = [SeedControl(1)] if seeded else _stock()
+    rest = _fit(callbacks, StatefulLoader(), ckpt=path, **settings)
+    assert 0 < len(rest.drawn) < len(whole.drawn)
+    common = {key: drawn for key, drawn in whole.drawn.items() if key in rest.drawn}
+    assert len(common) == 20 - 2 * update
+    if seeded:
+        assert _differences(common, rest.drawn) == []
+        assert torch.equal(whole.layer.weight, rest.layer.weight)
+    else:
+        assert len(_differences(common, rest.drawn)) == len(common)
+
+
+def _on_two_ranks(ours: bool) -> dict[str, Any]:
+    rank = int(os.environ["RANK"])
+    callbacks: list[pl.Callback] = [SeedControl(seed=None)] if ours else _stock()
+    torch.manual_seed(100 + rank)  # what a script may do to the ranks before the fit
+    if not ours:
+        pl.seed_everything(1, verbose=False)
+    net = Noisy(lazy=True)
+    initial: list[Tensor] = []
+    net.on_fit_start = lambda: initial.append(net.layer.weight.detach().clone())  # type: ignore[method-assign]
+    sampler = WeightedRandomSampler([1.0] * 12, 12, replacement=False)
+    loader = DataLoader(Augmented(), 2, sampler=sampler, num_workers=1, multiprocessing_context="fork")
+    trainer = pl.Trainer(callbacks=callbacks, max_epochs=2, strategy="ddp", devices=2, logger=False, **QUIET)
+    trainer.fit(net, loader)
+    return {
+        "initial": initial[0],
+        "masks": [drawn[0] for drawn in net.drawn.values()],
+        "samples": torch.cat(net.batches).view(2, 6, 4),
+        "seed": getattr(callbacks[0], "seed", None) if callbacks else None,
+        "environment": os.environ.get("PL_GLOBAL_SEED"),
+    }
+
+
+def test_ranks_share_seed_weights_and_order_but_not_noise_which_stock_shares():
+    first, second = run_ranks(_on_two_ranks, 2, True)
+    assert first["seed"] == second["seed"]
+    assert torch.equal(first["initial"], second["initial"])
+    assert not any(torch.equal(a, b) for a, b in zip(first["masks"], second["masks"], strict=True))
+    samples = torch.cat([first["samples"], second["samples"]], dim=1)
+    assert samples.shape == (2, 12, 4), "epoch, sample on both ranks, (index, torch, Python, NumPy)"
+    assert samples[..., 0].sort(1).values.tolist() == [list(range(12))] * 2, "the ranks share out each epoch's order"
+    assert samples[0, :, 0].tolist() != samples[1, :, 0].tolist()
+    assert all(len(column.unique()) == 24 for column in samples[..., 1:].reshape(24, 3).T), "by epoch, rank and worker"
+    assert first["environment"] is None
+
+    stock = run_ranks(_on_two_ranks, 2, False)
+    assert all(torch.equal(a, b) for a, b in zip(stock[0]["masks"], stock[1]["masks"], strict=True)), "#16166"
+    assert torch.equal(stock[0]["samples"][..., 1:], stock[1]["samples"][..., 1:])
+
+
+def test_two_workers_draw_differently_and_alike_on_a_rerun():
+    one, two = (_fit([SeedControl(1)], _loader(workers=2)) for _ in range(2))
+    samples = torch.cat(one.batches)
+    assert all(len(column.unique()) == 24 for column in samples[:, 1:].T)
+    assert torch.equal(samples, torch.cat(two.batches))
+
+
+def test_a_drawn_seed_is_recorded_and_a_resumed_run_goes_on_with_it(tmp_path: Path):
+    path = tmp_path / "drawn.ckpt"
+    drawn, other = SeedControl(seed=None), SeedControl(seed=None)
+    assert drawn.seed != other.seed
+    logger = CSVLogger(tmp_path)
+    whole = _fit([drawn, SaveAt(path, 4)], StatefulLoader(), max_epochs=1, logger=logger)
+    assert f"seed: {drawn.seed}" in Path(logger.log_dir, "hparams.yaml").read_text()
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint["callbacks"]["SeedControl"] == {"seed": drawn.seed}
+    rest = _fit([other], StatefulLoader(), ckpt=path, max_epochs=1)
+    assert other.seed == drawn.seed
+    assert _differences({key: value for key, value in whole.drawn.items() if key[0] >= 4}, rest.drawn) == []
+    with pytest.warns(UserWarning, match=f"pass seed={drawn.seed} to go on alike"):
+        _fit([SeedControl(5)], StatefulLoader(), ckpt=path, max_epochs=1)
+
+
+class Scatter(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clone().put_(torch.tensor([0, 0]), torch.ones(2))
+
+
+class Nondeterministic(Noisy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.Sequential(nn.Identity(), Scatter())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(self.decoder(torch.ones(16))).sum()
+
+
+def _switches() -> tuple[bool, ...]:
+    cudnn = torch.backends.cudnn
+    return torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
+
+
+def test_deterministic_mode_names_operation_and_layer_and_puts_all_settings_back(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = _switches()
+    with pytest.raises(RuntimeError, match="put_ does not have") as caught:
+        pl.Trainer(callbacks=[SeedControl(1, deterministic=True)], logger=False, **QUIET).fit(
+            Nondeterministic(), _loader()
+        )
+    (note,) = caught.value.__notes__
+    assert "the first operation without a deterministic form is 'put_' in layer 'decoder.1' (Scatter)" in note
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert _switches() == before
+    assert "PL_GLOBAL_SEED" not in os.environ
+
+    seen: list[tuple[bool, ...]] = []
+
+    class Watch(pl.Callback):
+        def on_train_start(self, *_: Any) -> None:
+            seen.append(_switches())
+
+    _fit([SeedControl(1, deterministic=True), Watch()], _loader(), max_steps=1)
+    _fit([SeedControl(1, benchmark=True), Watch()], _loader(), max_steps=1)
+    _fit([SeedControl(1), Watch()], _loader(), max_steps=1)
+    assert seen == [(True, True, False), (before[0], before[1], True), before]
+    assert _switches() == before
+
+    _fit([], _loader(), max_steps=1, deterministic=True)
+    assert _switches() != before, "stock Trainer(deterministic=True) leaves the process changed"
+
+
+@pytest.mark.parametrize("settings", [{"seed": -1}, {"deterministic": True, "benchmark": True}])
+def test_settings_that_contradict_are_refused(settings: dict[str, Any]):
+    with pytest.raises(ValueError, match="pass"):
+        SeedControl(**settings)

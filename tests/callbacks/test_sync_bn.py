@@ -1,0 +1,364 @@
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks.lib.batch_norm import average_statistics, combine_moments, restore, synchronise
+from callbacks.sync_bn import SyncBN, check_group_size
+from tests.support.ranks import run_ranks
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "use_distributed_sampler": False,
+}
+LAYERS: list[tuple[type, tuple[int, ...], dict[str, Any]]] = [
+    (nn.BatchNorm1d, (), {}),
+    (nn.BatchNorm1d, (7,), {"momentum": None}),
+    (nn.BatchNorm2d, (3, 5), {"affine": False}),
+    (nn.BatchNorm2d, (4, 4), {"bias": False, "momentum": 0.3}),
+    (nn.BatchNorm3d, (2, 3, 2), {"track_running_stats": False}),
+    (nn.BatchNorm3d, (2, 3, 2), {}),
+]
+
+
+def _gap(ours: Tensor, theirs: Tensor) -> float:
+    return (ours - theirs).abs().max().item() if ours.numel() else 0.0
+
+
+def _gaps_to_whole_batch(layer: nn.Module, x: Tensor, upstream: Tensor, sizes: tuple[int, ...], group: Any) -> dict:
+    """Two steps of `layer` on the whole batch, and of a synchronised copy on this rank's part of it."""
+    plain, ours = copy.deepcopy(layer), copy.deepcopy(layer)
+    synchronise(ours, group)
+    first = sum(sizes[: dist.get_rank(group)])
+    mine = slice(first, first + sizes[dist.get_rank(group)])
+    gaps: dict[str, float] = {}
+    for step in range(2):
+        whole, part = (t.detach().clone().requires_grad_() for t in (x + step, (x + step)[mine]))
+        expected, actual = plain(whole), ours(part)
+        expected.backward(upstream)
+        actual.backward(upstream[mine])
+        assert whole.grad is not None
+        assert part.grad is not None
+        gaps[f"output {step}"] = _gap(actual, expected[mine])
+        gaps[f"input gradient {step}"] = _gap(part.grad, whole.grad[mine])
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad, group=group)
+        gaps[f"{name} gradient"] = _gap(parameter.grad, plain.get_parameter(name).grad)
+    for name, buffer in ours.named_buffers():
+        gaps[name] = _gap(buffer, plain.get_buffer(name))
+    return gaps
+
+
+def _all_gaps(table_of_sizes: list[tuple[int, ...]], group_size: int | None = None) -> dict[str, float]:
+    dist.init_process_group("gloo")
+    group = dist.new_subgroups(group_size=group_size)[0] if group_size else None
+    gaps = {}
+    for sizes in table_of_sizes:
+        for cls, space, settings in LAYERS:
+            torch.manual_seed(dist.get_rank() // group_size if group_size else 0)
+            # A layer without bias is built in this way on versions of torch whose constructor has no `bias`.
+            plain_settings = {name: value for name, value in settings.items() if name != "bias"}
+            layer = cls(3, dtype=torch.float64, **plain_settings)
+            if not settings.get("bias", True):
+                layer.bias = None
+            for parameter in layer.parameters():
+                nn.init.normal_(parameter)
+            x = 3 * torch.randn(sum(sizes), 3, *space, dtype=torch.float64) + 2
+            if len(space) == 2:
+                x = x.to(memory_format=torch.channels_last)
+            found = _gaps_to_whole_batch(layer, x, torch.randn_like(x), sizes, group)
+            gaps |= {f"{cls.__name__} {settings} {sizes} {name}": gap for name, gap in found.items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        layer, x = nn.BatchNorm2d(3), (torch.randn(sum(sizes), 3, 4, 4) + 1).bfloat16()
+        found = _gaps_to_whole_batch(layer, x, torch.randn_like(x), sizes, group)
+    # Activations have 8 bits, statistics 24: the running mean would be off by 1e-3 if they were taken in bfloat16.
+    assert max(found.values()) < 0.1
+    assert found["running_mean"] < 1e-6
+    assert found["running_var"] < 1e-6
+    return gaps
+
+
+@pytest.mark.parametrize(
+    ("world_size", "table"), [(2, [(8, 8), (11, 5), (15, 1)]), (3, [(5, 1, 0), (4, 0, 0), (3, 4, 5)])]
+)
+def test_processes_together_equal_one_process_on_the_whole_batch(world_size: int, table: list[tuple[int, ...]]):
+    for gaps in run_ranks(_all_gaps, world_size, table):
+        worst = max(gaps, key=gaps.__getitem__)
+        assert gaps[worst] < 1e-12, worst
+
+
+def test_each_group_of_two_among_four_equals_one_process_on_its_batch():
+    for gaps in run_ranks(_all_gaps, 4, [(5, 2), (3, 0)], group_size=2):
+        worst = max(gaps, key=gaps.__getitem__)
+        assert gaps[worst] < 1e-12, worst
+
+
+class Net(pl.LightningModule):
+    """conv -> BN -> frozen BN -> linear, in float64, with a few awkward habits of users' modules."""
+
+    def __init__(self, fail_at: int = -1, lazy: bool = False) -> None:
+        super().__init__()
+        self.fail_at = fail_at
+        self.classes: list[str] = []
+        self.statistics_seen: list[float] = []
+        if not lazy:
+            self.build()
+
+    def build(self) -> None:
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.Tanh(), nn.BatchNorm2d(3), nn.Flatten())
+        self.body[3].running_mean.fill_(0.25)
+        self.body[3].eval()
+        self.head = nn.Linear(12, 1)
+        self.double()
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "body"):
+            self.build()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == self.fail_at:
+            raise ZeroDivisionError("the user's own error")
+        self.classes = [type(self.body[1]).__name__, type(self.body[3]).__name__]
+        x, y = batch
+        return ((self.head(self.body(x)).squeeze(1) - y) ** 2).mean()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.statistics_seen.append(self.body[1].running_mean.mean().item())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        assert isinstance(self.body[1], nn.BatchNorm2d)
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _loader(n: int, batch_size: int, rank: int = 0, world_size: int = 1) -> DataLoader:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(n, 1, 3, 3, dtype=torch.float64, generator=generator)
+    starts = range(rank * batch_size, n, world_size * batch_size)
+    batches = [list(range(start, start + batch_size)) for start in starts]
+    return DataLoader(TensorDataset(x, x.mean((1, 2, 3))), batch_sampler=batches)
+
+
+def _train_with_sync_bn(folder: str) -> dict[str, Any]:
+    net = Net(lazy=True)
+    trainer = pl.Trainer(max_epochs=2, strategy="ddp", devices=2, callbacks=[SyncBN()], **QUIET)
+    copies: list[Any] = []
+    net.on_train_epoch_end = lambda: copies.append(  # type: ignore[method-assign]
+        (trainer.save_checkpoint(Path(folder, "during.ckpt")), type(copy.deepcopy(net.body)[1]))
+    )
+    trainer.fit(net, _loader(16, 4, trainer.global_rank, 2))
+    failing = Net(fail_at=1)
+    classes = [type(layer) for layer in failing.body]
+    with pytest.raises(ZeroDivisionError):
+        pl.Trainer(max_epochs=1, strategy="ddp", devices=2, callbacks=[SyncBN()], **QUIET).fit(failing, _loader(16, 4))
+    return {
+        "during": net.classes,
+        "copy": copies[-1][1],
+        "after": [type(layer) for layer in net.body],
+        "training": [layer.training for layer in net.body],
+        "failed during": failing.classes,
+        "failed after": [type(layer) for layer in failing.body] == classes,
+        "state": {name: tensor.clone() for name, tensor in net.state_dict().items()},
+    }
+
+
+def test_a_run_on_two_ranks_equals_one_process_and_leaves_plain_layers(tmp_path: Path):
+    first, second = run_ranks(_train_with_sync_bn, 2, str(tmp_path))
+    plain = Net()
+    trainer = pl.Trainer(max_epochs=2, callbacks=[SyncBN()], **QUIET)
+    trainer.fit(plain, _loader(16, 8))
+    assert plain.classes == ["BatchNorm2d", "BatchNorm2d"], "nothing changes on one process"
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(first["state"][name], second["state"][name]), name
+        assert _gap(first["state"][name].double(), tensor.double()) < 1e-12, name
+    for result in (first, second):
+        assert result["during"] == ["SynchronisedBatchNorm2d", "SynchronisedBatchNorm2d"]
+        assert result["after"] == [nn.Conv2d, nn.BatchNorm2d, nn.Tanh, nn.BatchNorm2d, nn.Flatten]
+        assert result["training"] == [True, True, True, False, True]
+        assert result["copy"] is nn.BatchNorm2d
+        assert result["failed during"] == ["SynchronisedBatchNorm2d", "SynchronisedBatchNorm2d"]
+        assert result["failed after"]
+    assert (first["state"]["body.3.running_mean"] == 0.25).all(), "a frozen layer stays frozen"
+    checkpoint = torch.load(tmp_path / "during.ckpt", weights_only=True)
+    Net().load_state_dict(checkpoint["state_dict"], strict=True)
+
+
+def _stock_sync_batchnorm() -> str:
+    try:
+        trainer = pl.Trainer(max_steps=1, strategy="ddp", devices=2, sync_batchnorm=True, **QUIET)
+        trainer.fit(Net(), _loader(16, 4))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_stock_sync_batchnorm_refuses_the_cpu():
+    assert all("only work with GPU" in message for message in run_ranks(_stock_sync_batchnorm, 2))
+
+
+def test_stock_conversion_loses_class_and_mode_which_ours_keeps():
+    stock, ours = nn.Sequential(nn.BatchNorm2d(3)).eval(), nn.Sequential(nn.BatchNorm2d(3)).eval()
+    layer = ours[0]
+    stock = TorchSyncBatchNorm().revert(TorchSyncBatchNorm().apply(stock))
+    synchronise(ours)
+    assert not layer.training
+    restore(ours)
+    assert (type(stock[0]) is nn.BatchNorm2d, stock[0].training) == (False, True)
+    assert (type(ours[0]), ours[0].training, ours[0] is layer) == (nn.BatchNorm2d, False, True)
+
+
+class _Unalike(Net):
+    def on_train_start(self) -> None:
+        self.trainer.train_dataloader.dataset.tensors[0].add_(10.0 * self.global_rank)  # type: ignore[union-attr]
+
+
+def _statistics_of_unalike_ranks(folder: str, callbacks: list[pl.Callback], **ddp: Any) -> dict[str, Any]:
+    net = _Unalike()
+    strategy = DDPStrategy(**ddp)
+    trainer = pl.Trainer(max_epochs=4, strategy=strategy, devices=2, callbacks=callbacks, **QUIET)
+    trainer.fit(net, _loader(32, 4), _loader(4, 4))
+    path = Path(folder, "unalike.ckpt")
+    trainer.save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    return {"saved": saved["body.1.running_mean"], "own": net.body[1].running_mean, "seen": net.statistics_seen[-1]}
+
+
+def _plain_local_statistics(folder: str) -> dict[str, Any]:
+    return _statistics_of_unalike_ranks(folder, [], broadcast_buffers=False)
+
+
+def _stock_statistics(folder: str) -> dict[str, Any]:
+    return _statistics_of_unalike_ranks(folder, [])
+
+
+def _averaged_statistics(folder: str) -> dict[str, Any]:
+    return _statistics_of_unalike_ranks(folder, [SyncBN(group_size=1)])
+
+
+def test_statistics_of_plain_layers_represent_all_ranks_where_stock_saves_those_of_rank_0(tmp_path: Path):
+    local = [result["own"] for result in run_ranks(_plain_local_statistics, 2, str(tmp_path))]
+    truth = (local[0] + local[1]) / 2
+    stock = run_ranks(_stock_statistics, 2, str(tmp_path))[0]
+    ours = run_ranks(_averaged_statistics, 2, str(tmp_path))
+    assert _gap(local[0], local[1]) > 1.0, "the ranks are to differ in this test"
+    assert _gap(stock["saved"], truth) > 0.3
+    for result in ours:
+        assert _gap(result["saved"], truth) < 1e-12, "averaging at each epoch's end commutes with the running update"
+        assert torch.equal(result["own"], ours[0]["own"])
+        assert abs(result["seen"] - truth.mean().item()) < 1e-12
+
+
+def _average_twice() -> list[Tensor]:
+    dist.init_process_group("gloo")
+    layer = nn.BatchNorm1d(2)
+    layer.running_mean = torch.tensor([1.0, 0.1]) * (dist.get_rank() + 1)
+    average_statistics(layer)
+    once = layer.running_mean.clone()
+    average_statistics(layer)
+    return [once, layer.running_mean]
+
+
+def test_averaging_statistics_that_are_equal_changes_no_bit():
+    results = run_ranks(_average_twice, 3)
+    assert torch.allclose(results[0][0], torch.tensor([2.0, 0.2]))
+    assert all(torch.equal(tensor, results[0][0]) for result in results for tensor in result)
+
+
+def _single_value_and_wrong_group() -> list[str]:
+    dist.init_process_group("gloo")
+    messages = []
+    layer = nn.BatchNorm1d(2)
+    synchronise(layer)
+    with pytest.raises(ValueError, match="found 1 value per channel") as caught:
+        layer(torch.ones(1 - dist.get_rank(), 2))
+    messages.append(str(caught.value))
+    with pytest.raises(ValueError, match="3\\) does not divide the 2 processes") as caught:
+        trainer = pl.Trainer(max_steps=1, strategy="ddp", devices=2, callbacks=[SyncBN(group_size=3)], **QUIET)
+        trainer.fit(Net(), _loader(16, 4))
+    messages.append(str(caught.value))
+    # A group in which nobody has a sample: nothing to learn from, nothing to spoil.
+    assert layer(torch.ones(0, 2)).shape == (0, 2)
+    assert layer.running_var.tolist() == [1.0, 1.0]
+    return messages
+
+
+def test_what_cannot_work_is_refused_alike_on_every_rank():
+    first, second = run_ranks(_single_value_and_wrong_group, 2)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(3, "group_size=2 or group_size=4"), (0, "group_size=1"), (9, "group_size=8")]
+)
+def test_a_group_size_that_does_not_divide_is_refused_with_the_nearest(size: int, words: str):
+    with pytest.raises(ValueError, match=f"pass {words}$"):
+        check_group_size(size, 8)
+
+
+class _CallsSuper(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+class _Inlined(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.batch_norm(input, self.running_mean, self.running_var, training=True)
+
+
+def _subclass_output() -> Tensor:
+    dist.init_process_group("gloo")
+    net = nn.Sequential(_CallsSuper(2))
+    synchronise(net)
+    output = net(torch.arange(8.0).view(1, 2, 2, 2) + 10 * dist.get_rank())
+    restore(net)
+    assert type(net[0]) is _CallsSuper
+    return output
+
+
+def test_a_users_subclass_keeps_its_forward_or_is_refused():
+    x = torch.arange(8.0).view(1, 2, 2, 2)
+    expected = nn.BatchNorm2d(2)(torch.cat([x, x + 10])).relu()
+    torch.testing.assert_close(torch.cat(run_ranks(_subclass_output, 2)), expected)
+    with pytest.raises(TypeError, match=r"_Inlined.forward normalises by itself"):
+        synchronise(nn.Sequential(_Inlined(2)))
+
+
+def test_copies_and_pickles_of_synchronised_layers_are_plain():
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(_CallsSuper(2)))
+    synchronise(net)
+    buffer = io.BytesIO()
+    torch.save(net, buffer)
+    buffer.seek(0)
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), torch.load(buffer, weights_only=False)):
+        assert [type(twin[0]), type(twin[1][0])] == [nn.BatchNorm1d, _CallsSuper]
+        assert all(
+            torch.equal(a, b) for a, b in zip(twin.state_dict().values(), net.state_dict().values(), strict=True)
+        )
+
+
+@given(st.lists(st.lists(st.floats(-100, 100), max_size=6), min_size=1, max_size=5).filter(lambda parts: any(parts)))
+def test_combined_moments_are_those_of_the_whole(parts: list[list[float]]):
+    tensors = [torch.tensor(part, dtype=torch.float64) for part in parts]
+    rows = [[t.mean().item(), t.var(correction=0).item(), len(t)] if len(t) else [0.0, 0.0, 0] for t in tensors]
+    mean, variance, count = combine_moments(torch.tensor(rows, dtype=torch.float64))
+    whole = torch.cat(tensors)
+    assert count == len(whole)
+    torch.testing.assert_close(mean[0], whole.mean(), rtol=1e-12, atol=1e-11)
+    torch.testing.assert_close(variance[0], whole.var(correction=0), rtol=1e-11, atol=1e-9)

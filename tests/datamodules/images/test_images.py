@@ -1,0 +1,748 @@
+import logging
+import multiprocessing
+import os
+import pickle
+import shutil
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from datamodules.errors import UserError
+from datamodules.images.data_module import ImageFolderDataModule, _statistics
+from datamodules.images.files import ImageFiles, MemoryBudget, UnreadableImage, load_image
+from datamodules.images.tree import scan_tree, split_by_class
+from datamodules.loading.worker_loaders import Request
+from tests.support.ranks import run_ranks
+
+CLASSES = ("ant", "bee", "cow")
+
+
+def _noise(number: int, width: int = 48, height: int = 40) -> Image.Image:
+    pixels = torch.randint(
+        0, 256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(number)
+    )
+    return Image.fromarray(pixels.numpy()).resize((width, height))
+
+
+def write_class(folder: Path, count: int, first: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(first, first + count):
+        suffix = ".png" if number % 3 else ".jpg"
+        _noise(number, 30 + number % 7, 28 + number % 11).save(folder / f"{number:03}{suffix}")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Three classes; 13 pictures to train on and 7 to validate."""
+    for start, (name, train, val) in enumerate(zip(CLASSES, (5, 4, 4), (3, 2, 2), strict=True)):
+        write_class(tmp_path / "train" / name, train, 100 * start)
+        write_class(tmp_path / "val" / name, val, 100 * start + 50)
+    return tmp_path
+
+
+def _data(folder: Path | None, stage: str = "fit", **options: Any) -> ImageFolderDataModule:
+    defaults = {"image_size": 24, "batch_size": 3, "eval_batch_size": 3, "num_workers": 0}
+    data = ImageFolderDataModule(data_dir=str(folder) if folder else None, **(defaults | options))
+    data.setup(stage)
+    return data
+
+
+def _batches(data: ImageFolderDataModule, epochs: int = 2) -> list[tuple[Tensor, Tensor]]:
+    loader = data.train_dataloader()
+    found = [batch for _ in range(epochs) for batch in loader]
+    data.teardown("fit")
+    return found
+
+
+def _equal(first: list[tuple[Tensor, Tensor]], second: list[tuple[Tensor, Tensor]]) -> bool:
+    return all(torch.equal(a, b) for one, two in zip(first, second, strict=True) for a, b in zip(one, two, strict=True))
+
+
+def _messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.fixture
+def notes(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.INFO, "lightning_recipes"):
+        yield caplog
+
+
+# What a run sees does not depend on how it is read
+
+
+@pytest.mark.parametrize("options", [{}, {"augment": "randaugment"}, {"mixup": 0.2, "cutmix": 1.0}])
+def test_batches_are_equal_to_the_bit_on_any_number_of_workers_cached_or_not(tree, options):
+    expected = _batches(_data(tree, cache_gb=0, **options))
+    assert len(expected) == 10
+    for num_workers, cache_gb in ((0, 1), (1, 0), (2, 1)):
+        assert _equal(_batches(_data(tree, num_workers=num_workers, cache_gb=cache_gb, **options)), expected)
+    assert not _equal(_batches(_data(tree, seed=2, cache_gb=0, **options)), expected)
+
+
+def test_a_cache_too_small_for_all_keeps_what_fits(tree):
+    expected = _batches(_data(tree, cache_gb=0))
+    data = _data(tree, cache_gb=20_000 / 2**30)
+    assert _equal(_batches(data), expected)
+    pictures = data._parts["train"][0]
+    assert 1 < len(pictures._places) < 13
+    assert pictures._kept.nbytes <= 20_000
+
+
+class Watcher(pl.LightningModule):
+    """Keeps what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: dict[str, list[tuple[Tensor, Tensor]]] = {"train": [], "val": [], "test": [], "predict": []}
+
+    def _look(self, stage: str, batch: Any) -> Tensor:
+        images, targets = batch
+        assert images.dtype == torch.float32
+        self.seen[stage].append((images.clone(), targets.clone()))
+        return (self.weight * images).sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._look("train", batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._look("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._look("test", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self._look("predict", batch)
+        return batch[1]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def _trainer(**options: Any) -> pl.Trainer:
+    defaults = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 2,
+    }
+    return pl.Trainer(**(defaults | options))
+
+
+def _train(folder: str, **options: Any) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    data = ImageFolderDataModule(
+        data_dir=folder, image_size=24, eval_batch_size=2, **({"batch_size": 2, "num_workers": 1} | options)
+    )
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    module = Watcher()
+    strategy = "ddp" if world_size > 1 else "auto"
+    _trainer(devices=world_size, strategy=strategy).fit(module, datamodule=data)
+    return module.seen
+
+
+def test_two_ranks_see_the_slices_that_one_process_sees(tree):
+    alone = _train(str(tree), batch_size=4, mixup=0.2)
+    # Without workers: those of a process from a fork server would import everything anew.
+    first, second = run_ranks(_train, 2, str(tree), mixup=0.2, num_workers=0)
+    for (images, targets), one, two in zip(alone["train"], first["train"], second["train"], strict=True):
+        assert torch.equal(torch.cat((one[0], two[0])), images)
+        assert torch.equal(torch.cat((one[1], two[1])), targets)
+    # Four batches of 7 pictures, dealt in turn.
+    dealt = [batch for pair in zip(first["val"], second["val"], strict=True) for batch in pair]
+    assert _equal(dealt, alone["val"])
+
+
+class _StopAt(pl.Callback):
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+            raise InterruptedError
+
+
+@pytest.mark.parametrize("step", [2, 5, 7])
+def test_a_run_resumed_in_the_middle_of_an_epoch_sees_the_rest_and_nothing_else(tree, tmp_path, step):
+    options = {"image_size": 24, "batch_size": 3, "num_workers": 2, "mixup": 0.2}
+    whole, cut, rest = Watcher(), Watcher(), Watcher()
+    _trainer().fit(whole, datamodule=ImageFolderDataModule(data_dir=str(tree), **options))
+    data = ImageFolderDataModule(data_dir=str(tree), **options)
+    with pytest.raises(InterruptedError):
+        _trainer(callbacks=[_StopAt(tmp_path / "x.ckpt", step)]).fit(cut, datamodule=data)
+    # Whoever asked for an end gets it, workers and all.
+    assert all(loader._loader is None for loader in data._loaders)
+    torch.load(tmp_path / "x.ckpt", weights_only=True)
+    _trainer().fit(
+        rest,
+        datamodule=ImageFolderDataModule(data_dir=str(tree), **(options | {"num_workers": 1, "cache_gb": 0})),
+        ckpt_path=tmp_path / "x.ckpt",
+        weights_only=True,
+    )
+    assert _equal(cut.seen["train"] + rest.seen["train"], whole.seen["train"])
+
+
+def test_all_stages_of_a_trainer_get_their_pictures(tree, tmp_path):
+    write_class(tree / "test" / "bee", 2, 500)
+    write_class(tree / "test" / "ant", 1, 600)
+    data = ImageFolderDataModule(
+        data_dir=str(tree), image_size=24, batch_size=13, predict_inputs=[str(tree / "test")], num_workers=1
+    )
+    module, trainer = Watcher(), _trainer(max_epochs=1)
+    trainer.fit(module, datamodule=data)
+    assert data.sizes == {"train": 13, "val": 7}
+    trainer.validate(module, datamodule=data, verbose=False)
+    trainer.test(module, datamodule=data, verbose=False)
+    predictions = trainer.predict(module, datamodule=data)
+    assert data.sizes == {"train": 13, "val": 7, "test": 3}
+    seen = module.seen
+    assert sorted(seen["train"][0][1].tolist()) == [0] * 5 + [1] * 4 + [2] * 4
+    assert _equal(seen["val"][:1], seen["val"][1:])
+    assert seen["test"][0][1].tolist() == [0, 1, 1]
+    assert torch.equal(seen["predict"][0][0], seen["test"][0][0])
+    assert [Path(data.prediction_names[number]).name for number in predictions[0]] == ["600.jpg", "500.png", "501.jpg"]
+    assert all(loader._loader is None for loader in data._loaders)
+
+
+def test_numbered_batches_are_the_pictures_of_evaluation_with_their_numbers(tree):
+    data = _data(tree, augment="none")
+    parts = [list(data.numbered_batches("train", rank, 2)) for rank in (0, 1)]
+    images, targets, numbers = (torch.cat(pieces) for pieces in zip(*parts[0], *parts[1], strict=True))
+    assert sorted(numbers.tolist()) == list(range(13))
+    loader = data.train_dataloader()
+    assert not data.augments
+    # The same pictures in the same numbering as in training without augmentation: features may stand in for them.
+    loader.use_features(images, numbers)
+    features = list(loader)
+    loader.use_features(None, None)
+    loader.load_state_dict({"epoch": 0, "consumed": 0})
+    assert _equal(features, [data.on_after_batch_transfer(batch, 0) for batch in loader])
+    assert targets[numbers.argsort()].tolist() == [0] * 5 + [1] * 4 + [2] * 4
+    # Features pass through.
+    assert data.on_after_batch_transfer(features[0], 0)[0] is features[0][0]
+
+
+def test_loaders_that_are_made_anew_do_not_keep_the_workers_of_those_before(tree):
+    data = _data(tree, num_workers=1)
+    before = len(multiprocessing.active_children())
+    for _ in range(3):
+        loader = data.train_dataloader()
+        next(iter(loader))
+        assert len(multiprocessing.active_children()) == before + 1
+        del loader
+    data.teardown("fit")
+
+
+def test_pictures_are_normalised_with_imagenets_statistics(tree):
+    data = _data(tree)
+    white = data.normalise(torch.full((2, 3, 4, 4), 255, dtype=torch.uint8))
+    expected = (1 - torch.tensor(data.info.mean)) / torch.tensor(data.info.std)
+    assert torch.allclose(white, expected.view(1, 3, 1, 1).expand_as(white))
+
+
+def test_soft_targets_add_up_and_validation_keeps_labels(tree):
+    data = _data(tree, mixup=0.4, cutmix=1.0)
+    batches = _batches(data)
+    for images, targets in batches:
+        assert targets.shape == (len(images), 3)
+        assert torch.allclose(targets.sum(1), torch.ones(len(images)))
+    assert any(((targets > 0).sum(1) == 2).any() for _, targets in batches)
+    assert next(iter(data.val_dataloader()))[1].dtype == torch.int64
+    assert data.augments
+    assert data.num_classes == 3
+
+
+# Folders
+
+
+def test_a_folder_of_class_folders_is_split_by_class_and_seed(tree, tmp_path):
+    folder = tmp_path / "flat"
+    for start, name in enumerate(CLASSES):
+        write_class(folder / name, 10, 100 * start)
+
+    def parts(**options: Any) -> dict[str, list[str]]:
+        data = _data(folder, val_fraction=0.2, **options)
+        data.setup("test")
+        return {part: pictures.files for part, (pictures, targets) in data._parts.items() if len(targets)}
+
+    found = parts(test_fraction=0.1)
+    assert {part: len(files) for part, files in found.items()} == {"train": 21, "val": 6, "test": 3}
+    assert len(set(sum(found.values(), []))) == 30
+    assert [sum(f"/{name}/" in file for file in found["val"]) for name in CLASSES] == [2, 2, 2]
+    assert parts(test_fraction=0.1) == found
+    assert parts(test_fraction=0.1, seed=2) != found
+    assert {part: len(files) for part, files in parts().items()} == {"train": 24, "val": 6}
+    assert _data(folder, val_fraction=0.0).val_dataloader() == []
+
+
+def test_a_class_of_few_pictures_keeps_one_to_train_on():
+    classes, targets = ("a", "b", "c"), [0, 1, 1, 2, 2, 2]
+    rows = split_by_class(targets, classes, {"test": 0.5, "val": 0.4}, seed=1)
+    assert sorted(sum(rows.values(), [])) == list(range(6))
+    assert {targets[row] for row in rows["train"]} == {0, 1, 2}
+    # Which ones does not depend on other classes.
+    again = split_by_class([0, 0, *targets[1:]], classes, {"test": 0.5, "val": 0.4}, seed=1)
+    assert [row - 1 for row in again["val"] if row > 1] == [row for row in rows["val"] if row > 0]
+
+
+@pytest.mark.parametrize("spelling", ["valid", "validation", "Val"])
+def test_other_spellings_of_val_are_understood(tree, spelling):
+    (tree / "val").rename(tree / spelling)
+    assert _data(tree).sizes == {"train": 13, "val": 7}
+
+
+def test_files_that_are_no_pictures_are_counted_and_hidden_ones_are_not(tree, notes):
+    (tree / "train" / "ant" / "notes.txt").write_text("x")
+    (tree / "train" / "readme.md").write_text("x")
+    (tree / "train" / "bee" / ".hidden.jpg").write_text("x")
+    write_class(tree / "train" / ".cache", 2)
+    write_class(tree / "train" / "ant" / "more", 2, 900)
+    assert _data(tree).sizes == {"train": 15, "val": 7}
+    assert len(_messages(notes)) == 1
+    assert "ignored 2 files that are no pictures by their names, such as" in _messages(notes)[0]
+
+
+def test_an_empty_class_is_left_out_and_said(tree, notes):
+    (tree / "train" / "dog").mkdir()
+    data = _data(tree)
+    assert data.info.classes == CLASSES
+    assert "class dog is left out of train" in _messages(notes)[0]
+
+
+def test_a_class_that_val_lacks_is_said(tree, notes):
+    shutil.rmtree(tree / "val" / "bee")
+    data = _data(tree)
+    assert data.val_dataloader().reader.targets.tolist() == [0] * 3 + [2] * 2
+    assert _messages(notes) == ["note: val has no picture of bee: scores say nothing about them"]
+
+
+def test_a_class_that_train_lacks_is_refused(tree):
+    shutil.rmtree(tree / "train" / "bee")
+    with pytest.raises(UserError, match="val holds classes that train has no picture of: bee; expected only ant, cow"):
+        _data(tree)
+
+
+def _no_classes(folder: Path) -> str:
+    _noise(1).save(folder / "1.jpg")
+    return "holds no class with pictures; expected a folder of pictures for each class"
+
+
+def _one_class(folder: Path) -> str:
+    write_class(folder / "ant", 3)
+    return "holds pictures of one class only, ant; expected a folder"
+
+
+def _one_level_up(folder: Path) -> str:
+    for part in ("train", "val"):
+        write_class(folder / "insects" / part / "ant", 1)
+        write_class(folder / "insects" / part / "bee", 1)
+    return "did you mean --data-dir .*/insects?"
+
+
+def _no_pictures(folder: Path) -> str:
+    for name in ("ant", "bee"):
+        (folder / name).mkdir()
+        (folder / name / "x.txt").write_text("x")
+    return "holds no class with pictures"
+
+
+def _without_train(folder: Path) -> str:
+    write_class(folder / "val" / "ant", 1)
+    return "holds val with class folders, but no train"
+
+
+def _without_class_folders(folder: Path) -> str:
+    write_class(folder / "train", 3)
+    write_class(folder / "test", 3)
+    return "test holds pictures without class folders; expected"
+
+
+def _two_spellings(folder: Path) -> str:
+    for name in ("train", "val", "valid"):
+        write_class(folder / name / "ant", 1)
+    return "holds both val and valid; keep one"
+
+
+@pytest.mark.parametrize(
+    "build",
+    [_no_classes, _one_class, _one_level_up, _no_pictures, _without_train, _without_class_folders, _two_spellings],
+)
+def test_a_folder_that_cannot_be_trained_on_is_refused_with_what_to_do(tmp_path, build):
+    with pytest.raises(UserError, match=build(tmp_path)):
+        _data(tmp_path)
+
+
+def test_a_missing_folder_and_a_file_are_refused(tmp_path):
+    with pytest.raises(UserError, match="nowhere does not exist; pass a folder"):
+        _data(tmp_path / "nowhere")
+    zipfile.ZipFile(tmp_path / "x.zip", "w").close()
+    with pytest.raises(UserError, match=r"x.zip is a file; unpack it"):
+        _data(tmp_path / "x.zip")
+
+
+def test_a_link_that_leads_round_in_a_circle_ends(tree):
+    (tree / "train" / "ant" / "again").symlink_to(tree / "train" / "ant")
+    assert len(scan_tree(tree).parts["train"][0]) == 13
+
+
+def test_the_number_of_classes_is_known_before_set_up(tree):
+    assert ImageFolderDataModule(data_dir=str(tree)).num_classes == 3
+    assert ImageFolderDataModule(dataset="pets").num_classes == 37
+
+
+# Files that cannot be read
+
+
+def _damage(tree: Path) -> list[str]:
+    """Truncated, empty, of another kind, and missing: the files' names."""
+    ant, bee = tree / "train" / "ant", tree / "train" / "bee"
+    whole = (ant / "000.jpg").read_bytes()
+    (ant / "000.jpg").write_bytes(whole[: len(whole) // 2])
+    (ant / "001.png").write_bytes(b"")
+    (bee / "100.png").write_text("not a picture")
+    png = (bee / "101.png").read_bytes()
+    (bee / "101.png").write_bytes(png[:60] + bytes(40) + png[100:])
+    return [str(ant / "000.jpg"), str(ant / "001.png"), str(bee / "100.png"), str(bee / "101.png")]
+
+
+@pytest.mark.parametrize(("num_workers", "cache_gb"), [(0, 0), (0, 1), (2, 0), (2, 1)])
+def test_unreadable_pictures_are_skipped_alike_cached_or_not(tree, num_workers, cache_gb, notes):
+    whole = [len(targets) for _, targets in _batches(_data(tree))]
+    bad = _damage(tree)
+    options = {"on_corrupt": "skip", "mixup": 0.3}
+    data = _data(tree, num_workers=num_workers, cache_gb=cache_gb, **options)
+    loader = data.train_dataloader()
+    batches = [batch for _ in range(2) for batch in loader]
+    assert [len(targets) for _, targets in batches] != whole
+    assert sum(len(targets) for _, targets in batches) == 2 * (13 - 4)
+    assert loader.skipped == 4
+    said = _messages(notes)
+    assert len(said) == 4
+    assert all(any(name in line for line in said) for name in bad)
+    assert any("001.png cannot be read as a picture: the file is empty; it is left out" in line for line in said)
+    assert any("100.png cannot be read as a picture: its content is no picture" in line for line in said)
+    assert _equal(batches, _batches(_data(tree, cache_gb=0, **options)))
+    data.teardown("fit")
+
+
+@pytest.mark.parametrize(("num_workers", "cache_gb"), [(0, 0), (1, 0), (1, 1)])
+def test_an_unreadable_picture_is_an_error_that_names_it(tree, num_workers, cache_gb):
+    bad = _damage(tree)
+    data = ImageFolderDataModule(
+        data_dir=str(tree), image_size=24, batch_size=3, num_workers=num_workers, cache_gb=cache_gb
+    )
+    with pytest.raises(UserError, match="cannot be read as a picture: .*; replace or remove the file, or ") as caught:
+        _trainer().fit(Watcher(), datamodule=data)
+    assert any(name in str(caught.value) for name in bad)
+    assert "\n" not in str(caught.value)
+
+
+def test_prediction_leaves_out_what_it_cannot_read_and_keeps_the_numbers(tree, notes):
+    bad = _damage(tree)
+    inputs = [str(tree / "nowhere.jpg"), str(tree / "val" / "ant"), bad[1], str(tree / "val" / "bee" / "151.png")]
+    data = _data(None, "predict", predict_inputs=inputs)
+    batches = list(data.predict_dataloader())
+    numbers = torch.cat([numbers for _, numbers in batches]).tolist()
+    assert [Path(data.prediction_names[number]).name for number in numbers] == [
+        "050.png",
+        "051.jpg",
+        "052.png",
+        "151.png",
+    ]
+    assert "nowhere.jpg cannot be read as a picture: No such file or directory" in _messages(notes)[0]
+    assert len(_messages(notes)) == 2
+
+
+def test_nothing_to_predict_is_an_error(tree):
+    with pytest.raises(UserError, match="no picture to predict; type the names"):
+        _data(None, "predict")
+    data = _data(None, "predict", predict_inputs=[str(tree / "nowhere.jpg")])
+    with pytest.raises(UserError, match="none of the 1 pictures can be read"):
+        list(data.predict_dataloader())
+
+
+# Decoding
+
+
+def _saved(picture: Image.Image, path: Path, **options: Any) -> Tensor:
+    picture.save(path, **options)
+    return load_image(path, 100)
+
+
+def test_pictures_of_any_mode_become_rgb_bytes(tmp_path):
+    red = Image.new("RGB", (6, 4), (200, 40, 10))
+    expected = torch.tensor([200, 40, 10], dtype=torch.uint8).view(3, 1, 1).expand(3, 4, 6)
+    assert torch.equal(_saved(red, tmp_path / "rgb.png"), expected)
+    assert torch.equal(_saved(red.convert("P", palette=Image.Palette.ADAPTIVE), tmp_path / "p.png"), expected)
+    assert torch.equal(_saved(red, tmp_path / "rgb.bmp"), expected)
+    grey = _saved(red.convert("L"), tmp_path / "l.png")
+    assert torch.equal(grey, grey[:1].expand(3, 4, 6))
+    cmyk = _saved(red.convert("CMYK"), tmp_path / "cmyk.jpg", quality=95)
+    assert (cmyk.int() - expected.int()).abs().max() < 12
+    clear = Image.new("RGBA", (6, 4), (200, 40, 10, 0))
+    assert (_saved(clear, tmp_path / "rgba.png") == 255).all()
+    assert (_saved(Image.new("LA", (6, 4), (0, 0)), tmp_path / "la.png") == 255).all()
+    deep = Image.new("I;16", (6, 4), 25_700)
+    assert (_saved(deep, tmp_path / "deep.png") == 100).all()
+    half = Image.new("1", (6, 4), 1)
+    assert (_saved(half, tmp_path / "bits.png") == 255).all()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_pictures_are_turned_upright(tmp_path, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    picture = _noise(3, 20, 12)
+    from PIL import ImageOps
+
+    picture.save(tmp_path / "x.png", exif=exif)
+    with Image.open(tmp_path / "x.png") as saved:
+        upright = ImageOps.exif_transpose(saved)
+    pixels = torch.frombuffer(bytearray(upright.tobytes()), dtype=torch.uint8)
+    assert torch.equal(
+        load_image(tmp_path / "x.png", 100), pixels.view(upright.height, upright.width, 3).permute(2, 0, 1)
+    )
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
+def test_the_short_side_is_reduced_and_the_content_is_kept(tmp_path, suffix):
+    coarse = torch.randint(0, 256, (4, 6, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    picture = Image.fromarray(coarse.numpy()).resize((900, 600), Image.Resampling.BICUBIC)
+    picture.save(tmp_path / f"x.{suffix}", quality=95)
+    small = load_image(tmp_path / f"x.{suffix}", 80)
+    assert small.shape == (3, 80, 120)
+    usual = torch.frombuffer(bytearray(picture.resize((120, 80)).tobytes()), dtype=torch.uint8).view(80, 120, 3)
+    assert (small.permute(1, 2, 0).float() - usual.float()).abs().mean() < 2
+    assert load_image(tmp_path / f"x.{suffix}", 5000).shape == (3, 600, 900)
+
+
+def test_an_unreadable_file_says_why(tmp_path):
+    with pytest.raises(UnreadableImage, match="No such file"):
+        load_image(tmp_path / "x.jpg", 10)
+    with pytest.raises(UnreadableImage, match="Is a directory"):
+        load_image(tmp_path, 10)
+
+
+def test_a_cached_picture_is_the_decoded_one_and_files_can_be_pickled(tree):
+    files = scan_tree(tree).parts["train"][0]
+    plain, cached = ImageFiles(files, 20), ImageFiles(files, 20, MemoryBudget(1 << 30), threads=2)
+    cached.prepare()
+    assert len(cached._places) == 13
+    again = pickle.loads(pickle.dumps(cached))
+    for row in range(13):
+        assert torch.equal(plain[row], cached[row])
+        assert torch.equal(plain[row], again[row])
+
+
+def test_a_reader_can_be_sent_to_a_fresh_worker(tree):
+    data = _data(tree, cache_gb=1, mixup=0.2)
+    reader = data.train_dataloader().reader
+    reader.prepare()
+    request = Request(0, [3, 1], [5, 3])
+    expected = reader[request]
+    found = pickle.loads(pickle.dumps(reader))[request]
+    assert torch.equal(found.inputs, expected.inputs)
+    assert torch.equal(found.targets, expected.targets)
+
+
+def test_a_cache_that_validation_filled_serves_training(tree):
+    data, expected = _data(tree, cache_gb=1), _batches(_data(tree, cache_gb=0))
+    _statistics.cache_clear()
+    with torch.inference_mode():
+        list(data.numbered_batches("train"))
+    assert _equal(_batches(data), expected)
+    # What asks for the gradient of pictures goes through the statistics, too.
+    pixels = expected[0][0].float().requires_grad_()
+    data.normalise(pixels).sum().backward()
+    assert pixels.grad is not None
+
+
+def test_parts_share_one_budget(tree):
+    data = _data(tree, cache_gb=1)
+    pictures = data._parts["train"][0]
+    pictures.prepare()
+    assert data._budget.left == 2**30 - pictures._kept.nbytes
+    data._parts["val"][0].prepare()
+    assert data._budget.left == 2**30 - pictures._kept.nbytes - data._parts["val"][0]._kept.nbytes
+
+
+# Sets known by name
+
+
+def test_without_a_folder_the_bundled_digits_are_used_and_said(notes):
+    data = ImageFolderDataModule(batch_size=100)
+    assert data.num_classes == 10
+    data.setup("fit")
+    data.setup("test")
+    assert (data.dataset, data.image_size, data.augments) == ("digits", 32, True)
+    assert data.sizes == {"train": 1295, "val": 142, "test": 360}
+    assert _messages(notes) == [
+        "no --data-dir: going on with the 1,797 digits bundled with scikit-learn as small colour pictures; "
+        "pass --data-dir FOLDER for your own"
+    ]
+    images, _ = next(iter(data.train_dataloader()))
+    assert images.shape == (100, 3, 32, 32)
+    assert images.dtype == torch.uint8
+    assert data.train_dataloader().num_workers == 0
+    assert len(data.val_dataloader().reader.targets.unique()) == 10
+    assert not ImageFolderDataModule(dataset="digits", augment="none").augments
+
+
+def _write_cifar(folder: Path) -> None:
+    folder = folder / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    numbers = torch.arange(40, dtype=torch.uint8)
+    pixels = numbers.view(40, 1).expand(40, 3072).contiguous().numpy()
+    for name, rows in (("data_batch_1", slice(0, 30)), ("test_batch", slice(30, 40))):
+        batch = {"data": pixels[rows], "labels": (numbers[rows] % 10).tolist()}
+        (folder / name).write_bytes(pickle.dumps(batch))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"class {i}" for i in range(10)]}))
+
+
+def test_cifar_is_read_from_torchvisions_files(tmp_path, monkeypatch):
+    from torchvision.datasets import CIFAR10
+
+    _write_cifar(tmp_path)
+    # The names of fewer files, and no checksums: ours are made up.
+    monkeypatch.setattr(CIFAR10, "train_list", [["data_batch_1", None]])
+    monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", None]])
+    monkeypatch.setattr(CIFAR10, "meta", {"filename": "batches.meta", "key": "label_names", "md5": None})
+    data = ImageFolderDataModule("cifar10", str(tmp_path), batch_size=10, val_fraction=0.34, augment="none")
+    data.prepare_data()
+    data.setup("fit")
+    data.setup("test")
+    assert data.sizes == {"train": 20, "val": 10, "test": 10}
+    assert data.info.classes[3] == "class 3"
+    assert data.image_size == 32
+    for images, targets in data.train_dataloader():
+        assert torch.equal(images[:, 0, 0, 0] % 10, targets)
+    data.teardown("fit")
+
+
+def _write_pets(folder: Path) -> None:
+    images, annotations = folder / "oxford-iiit-pet" / "images", folder / "oxford-iiit-pet" / "annotations"
+    annotations.mkdir(parents=True)
+    write_class(images, 0)
+    lines: dict[str, list[str]] = {"trainval": [], "test": []}
+    for label, breed in enumerate(("Abyssinian", "basset_hound", "Sphynx"), 1):
+        for number in range(6):
+            _noise(10 * label + number).save(images / f"{breed}_{number}.jpg")
+            lines["test" if number < 2 else "trainval"].append(f"{breed}_{number} {label} 1 1")
+    for part, rows in lines.items():
+        (annotations / f"{part}.txt").write_text("\n".join(rows) + "\n")
+
+
+def test_pets_are_read_from_torchvisions_files(tmp_path):
+    _write_pets(tmp_path)
+    data = _data(tmp_path, dataset="pets", download=False, val_fraction=0.25)
+    data.setup("test")
+    assert data.sizes == {"train": 9, "val": 3, "test": 6}
+    assert data.info.classes == ("Abyssinian", "Basset Hound", "Sphynx")
+    assert data.test_dataloader().reader.targets.tolist() == [0, 0, 1, 1, 2, 2]
+    assert next(iter(data.test_dataloader()))[0].shape == (3, 3, 24, 24)
+
+
+def test_flowers_are_read_from_torchvisions_files(tmp_path, monkeypatch):
+    from scipy.io import savemat
+    from torchvision.datasets import Flowers102
+
+    folder = tmp_path / "flowers-102"
+    (folder / "jpg").mkdir(parents=True)
+    for number in range(1, 10):
+        _noise(number).save(folder / "jpg" / f"image_{number:05}.jpg")
+    savemat(folder / "imagelabels.mat", {"labels": [1, 2, 3] * 3})
+    savemat(folder / "setid.mat", {"trnid": [1, 2, 3], "valid": [4, 5, 6], "tstid": [7, 8, 9]})
+    files = {key: (name, None) for key, (name, _) in Flowers102._file_dict.items()}
+    monkeypatch.setattr(Flowers102, "_file_dict", files)
+    data = _data(tmp_path, dataset="flowers", download=False)
+    data.setup("test")
+    assert data.sizes == {"train": 3, "val": 3, "test": 3}
+    assert data.info.classes[0] == "pink primrose"
+    assert data.num_classes == 102
+
+
+def test_a_set_that_cannot_be_downloaded_is_refused_with_what_to_type(tmp_path, monkeypatch):
+    from torchvision.datasets import CIFAR10
+
+    with pytest.raises(UserError, match=r"CIFAR-10 is not in .*, and .*not found.*; pass --data-dir"):
+        _data(tmp_path, dataset="cifar10", download=False)
+    # An address that surely does not answer.
+    monkeypatch.setattr(CIFAR10, "url", (tmp_path / "nowhere.tar.gz").as_uri())
+    data = ImageFolderDataModule("cifar10", str(tmp_path))
+    data.prepare_data()
+    with pytest.raises(
+        UserError, match=r"CIFAR-10 is not in .*, and could not be downloaded \(.*nowhere.*pass --data-dir"
+    ):
+        data.setup("fit")
+
+
+# Checkpoints and settings
+
+
+def test_a_checkpoint_of_other_classes_is_refused_and_prediction_takes_its_names(tree):
+    state = _data(tree).state_dict()
+    assert pickle.loads(pickle.dumps(state)) == state
+    _data(tree).load_state_dict(state)
+    shutil.move(tree / "train" / "cow", tree / "train" / "dog")
+    shutil.move(tree / "val" / "cow", tree / "val" / "dog")
+    with pytest.raises(
+        UserError, match="trained on the classes ant, bee, cow, found ant, bee, dog; pass the --data-dir"
+    ):
+        _data(tree).load_state_dict(state)
+    with pytest.raises(UserError, match="trained on folder, found digits; pass --data-dir"):
+        _data(None).load_state_dict(state)
+    data = _data(None, "predict", predict_inputs=[str(tree / "val")], image_size=None)
+    data.load_state_dict(state)
+    assert (data.info.classes, data.num_classes, data.image_size) == (CLASSES, 3, 224)
+    assert next(iter(data.predict_dataloader()))[0].shape == (3, 3, 224, 224)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dataset": "imagenet"}, "--dataset imagenet: expected one of auto, folder"),
+        ({"augment": "heavy"}, "--augment heavy: expected one of none, light"),
+        ({"on_corrupt": "ignore"}, "--on-corrupt ignore: expected one of error, skip"),
+        ({"val_fraction": 1.0}, "--val-fraction 1.0 is outside"),
+        ({"val_fraction": 0.5, "test_fraction": 0.5}, "leave nothing to train on"),
+        ({"batch_size": 0}, "--batch-size 0: expected 1 or more"),
+        ({"mixup": -0.1}, "--mixup -0.1: expected 0 or more"),
+        ({"image_size": 0}, "--image-size 0: expected 8 or more"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(options, reason):
+    with pytest.raises(UserError, match=reason):
+        ImageFolderDataModule(**options)
+
+
+def test_a_folder_is_asked_for_where_only_a_folder_will_do():
+    with pytest.raises(UserError, match="--dataset folder needs --data-dir"):
+        _data(None, dataset="folder")
+
+
+# Real photographs
+
+
+def test_the_hymenoptera_are_read_alike_by_workers_and_from_memory(shared_data):
+    folder = shared_data / "hymenoptera"
+    if not folder.is_dir():
+        pytest.skip("no hymenoptera among the real data")
+    options = {"image_size": 64, "batch_size": 16}
+    data = _data(folder, cache_gb=1, **options)
+    assert (data.num_classes, data.info.classes) == (2, ("ants", "bees"))
+    assert data.sizes == {"train": 244, "val": 153}
+    first = [next(iter(data.train_dataloader()))]
+    plain = _data(folder, cache_gb=0, num_workers=1, **options)
+    assert _equal(first, [next(iter(plain.train_dataloader()))])
+    plain.teardown("fit")

@@ -1,0 +1,211 @@
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from datamodules.errors import UserError
+from datamodules.loading.loaders import EvaluationLoader, TrainLoader
+from datamodules.loading.sampling import epoch_order
+
+N = 23
+INPUTS = torch.arange(100.0).unsqueeze(1)
+TARGETS = torch.arange(100)
+ROWS = torch.arange(0, 2 * N, 2)
+
+
+def _loader(batch_size: int = 4, **options) -> TrainLoader:
+    return TrainLoader(INPUTS, TARGETS, ROWS, batch_size, seed=1, **options)
+
+
+def _targets(loader) -> list[list[int]]:
+    return [targets.tolist() for _, targets in loader]
+
+
+def _epochs(number: int, **options) -> list[list[list[int]]]:
+    loader = _loader(**options)
+    return [_targets(loader) for _ in range(number)]
+
+
+def test_an_epoch_is_the_rows_in_the_epochs_order():
+    for epoch, batches in enumerate(_epochs(3)):
+        assert sum(batches, []) == ROWS[epoch_order(N, 1, epoch)].tolist()
+        assert [len(batch) for batch in batches] == [4, 4, 4, 4, 4, 3]
+
+
+def test_inputs_belong_to_their_targets():
+    for inputs, targets in _loader():
+        assert torch.equal(inputs[:, 0], targets.float())
+
+
+def test_without_shuffling_each_epoch_keeps_the_rows_order():
+    assert [sum(batches, []) for batches in _epochs(2, shuffle=False)] == [ROWS.tolist()] * 2
+
+
+def test_a_batch_is_a_copy_that_may_be_changed():
+    for inputs, targets in _loader():
+        inputs.zero_()
+        targets.zero_()
+    assert INPUTS.sum() == 4_950
+    assert TARGETS.sum() == 4_950
+
+
+@given(world_size=st.integers(1, 9), batch_size=st.integers(1, 12), drop_last=st.booleans())
+def test_a_step_of_all_ranks_is_one_slice_of_the_order(world_size, batch_size, drop_last):
+    if drop_last and world_size * batch_size > N:
+        with pytest.raises(UserError, match=f"a batch of {world_size * batch_size} .*larger than .* 23"):
+            _loader(batch_size, world_size=world_size, drop_last=True)
+        return
+    loaders = [_loader(batch_size, rank=rank, world_size=world_size, drop_last=drop_last) for rank in range(world_size)]
+    for epoch in range(2):
+        order = ROWS[epoch_order(N, 1, epoch)].tolist()
+        size = world_size * batch_size
+        steps = [sum(parts, []) for parts in zip(*map(_targets, loaders), strict=True)]
+        stop = N // size * size if drop_last else N
+        assert steps == [order[start : min(start + size, N)] for start in range(0, stop, size)]
+        assert {len(loader) for loader in loaders} == {len(steps)}
+
+
+def test_a_rank_without_samples_gets_an_empty_batch_of_the_right_shape():
+    loader = TrainLoader(INPUTS, TARGETS, torch.arange(5), 2, seed=1, rank=1, world_size=2)
+    *_, (inputs, targets) = loader
+    assert inputs.shape == (0, 1)
+    assert targets.shape == (0,)
+    assert targets.dtype == torch.int64
+
+
+@given(stop=st.integers(1, 11), world_size=st.sampled_from([1, 2, 3]))
+def test_a_fresh_loader_goes_on_where_the_state_was_saved(stop, world_size):
+    steps_per_epoch = -(-N // (4 * world_size))
+    stop = min(stop, 2 * steps_per_epoch - 1)
+    whole = sum(_epochs(3, world_size=world_size), [])
+    old, seen = _loader(world_size=world_size), []
+    while len(seen) < stop:
+        for _, targets in old:
+            seen.append(targets.tolist())
+            if len(seen) == stop:
+                state = old.state_dict()
+                break
+    new = _loader(world_size=world_size)
+    new.load_state_dict(pickle.loads(pickle.dumps(state)))
+    epochs = 3 - stop // steps_per_epoch
+    assert seen + sum((_targets(new) for _ in range(epochs)), []) == whole
+
+
+def test_a_resume_on_other_ranks_trains_on_the_rest_exactly_once():
+    old = iter(loader := _loader(world_size=2))
+    seen = set(sum((next(old)[1].tolist() for _ in range(2)), []))
+    state = loader.state_dict()
+    assert state == {"epoch": 0, "consumed": 16}
+    order = ROWS[epoch_order(N, 1, 0)].tolist()
+    for world_size in (1, 3, 5):
+        rest: list[int] = []
+        for rank in range(world_size):
+            new = _loader(rank=rank, world_size=world_size)
+            new.load_state_dict(state)
+            rest += sum(_targets(new), [])
+        assert sorted(rest) == sorted(order[16:])
+    assert seen < set(order[:16])
+
+
+def test_only_the_resumed_epoch_starts_in_its_middle():
+    loader = _loader()
+    loader.load_state_dict({"epoch": 0, "consumed": 8})
+    loader.set_epoch(0)
+    assert [len(_targets(loader)) for _ in range(2)] == [4, 6]
+    loader.load_state_dict({"epoch": 0, "consumed": 8})
+    loader.set_epoch(1)
+    assert _targets(loader) == _epochs(2)[1]
+
+
+def test_an_epoch_cut_short_leaves_no_position_behind():
+    loader = _loader()
+    next(iter(loader))
+    assert loader.state_dict() == {"epoch": 0, "consumed": 4}
+    # What limit_train_batches does: the next epoch begins without the last having ended.
+    loader.set_epoch(1)
+    assert loader.state_dict() == {"epoch": 1, "consumed": 0}
+    assert _targets(loader) == _epochs(2)[1]
+
+
+def test_the_state_at_an_epochs_last_batch_is_the_next_epochs_start():
+    loader = _loader()
+    for _ in loader:
+        state = loader.state_dict()
+    assert state == {"epoch": 1, "consumed": 0}
+
+
+def test_the_epoch_may_be_told_between_making_the_iterator_and_the_first_batch():
+    loader = _loader()
+    iterator = iter(loader)
+    loader.set_epoch(2)
+    assert [targets.tolist() for _, targets in iterator] == _epochs(3)[2]
+
+
+def test_the_transform_is_told_the_rows_and_the_epoch_and_runs_on_whole_batches():
+    calls = []
+
+    def transform(inputs: Tensor, rows: Tensor, epoch: int) -> Tensor:
+        calls.append((rows.tolist(), epoch))
+        return inputs + 0.5
+
+    loader = _loader(transform=transform)
+    batches = [(inputs[:, 0] - 0.5, targets) for _ in range(2) for inputs, targets in loader]
+    assert [rows for rows, _ in calls] == [targets.tolist() for _, targets in batches]
+    assert all(torch.equal(inputs, targets.float()) for inputs, targets in batches)
+    assert [epoch for _, epoch in calls] == [0] * 6 + [1] * 6
+
+
+def test_batches_use_no_random_generator():
+    state = torch.get_rng_state()
+    _epochs(2)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "options", "reason"),
+    [
+        (23, 24, {}, "a batch of 24 is larger than the training set of 23 samples; pass --batch-size 23 or less"),
+        (0, 1, {}, "the training set is empty"),
+        (23, 0, {}, "a batch holds one sample at least, found 0"),
+        (
+            23,
+            8,
+            {"world_size": 3, "drop_last": True},
+            r"a batch of 24 \(8 on each of 3 ranks\) is larger than .* 23 samples; pass --batch-size 7 or less",
+        ),
+    ],
+)
+def test_a_set_that_cannot_fill_a_batch_is_refused_with_what_to_type(rows, batch_size, options, reason):
+    with pytest.raises(UserError, match=reason):
+        TrainLoader(INPUTS, TARGETS, torch.arange(rows), batch_size, seed=1, **options)
+
+
+def test_the_batch_size_that_a_refusal_names_works():
+    assert len(_loader(7, world_size=3, drop_last=True)) == 1
+    assert len(_loader(23)) == 1
+
+
+@given(n=st.integers(0, 30), batch_size=st.integers(1, 9), world_size=st.integers(1, 6))
+def test_evaluation_gives_every_row_once_in_order_on_any_number_of_ranks(n, batch_size, world_size):
+    def batches(rank: int, world_size: int) -> list[list[int]]:
+        loader = EvaluationLoader(INPUTS, TARGETS, ROWS[:n], batch_size, rank=rank, world_size=world_size)
+        found = _targets(loader)
+        assert len(loader) == len(found) >= 1
+        return [batch for batch in found if batch]
+
+    alone = batches(0, 1)
+    assert sum(alone, []) == ROWS[:n].tolist()
+    dealt = [batches(rank, world_size) for rank in range(world_size)]
+    assert [dealt[i % world_size][i // world_size] for i in range(len(alone))] == alone
+    assert sum(map(len, dealt)) == len(alone)
+
+
+def test_loaders_can_be_pickled_in_the_middle_of_an_epoch():
+    loader = _loader()
+    iterator = iter(loader)
+    next(iterator)
+    again = pickle.loads(pickle.dumps(loader))
+    assert again.state_dict() == loader.state_dict()

@@ -1,0 +1,229 @@
+import ast
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datamodules.loading.randomness import derive_seed, normal, permutation, random_bits, uniform
+
+N = 40_000
+INDEX = torch.arange(N)
+
+
+def _correlation(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(torch.corrcoef(torch.stack((a.flatten(), b.flatten())).double())[0, 1])
+
+
+def test_the_bits_are_fixed_for_all_time():
+    # A changed number would change every run's order and augmentation: old checkpoints would resume into another one.
+    assert derive_seed(1, "dropout", 0) == 2769331655605917664
+    bits = random_bits(1, "shift", 3, torch.tensor([0, 7, 59_999]), draws=2)
+    assert bits.tolist() == [
+        [-2871751451350818404, 6433101697599209529],
+        [-6154156990411199505, -3066286041008562945],
+        [5005449901780531981, 6341179942742999052],
+    ]
+
+
+def test_the_mixing_is_splitmix64():
+    mask = (1 << 64) - 1
+
+    def splitmix(z: int) -> int:
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        return z ^ (z >> 31)
+
+    golden, key = 0x9E3779B97F4A7C15, derive_seed(5, "test", 2) << 1
+    for i in (0, 1, 2, 12_345, 2**40):
+        stream = splitmix((i * golden + key) & mask)
+        expected = [splitmix((stream + draw * golden) & mask) for draw in (1, 2, 3)]
+        found = random_bits(5, "test", 2, torch.tensor([i]), draws=3)[0].tolist()
+        assert [value & mask for value in found] == expected
+
+
+@settings(max_examples=50)
+@given(
+    index=st.lists(st.integers(0, 10**6), min_size=1, max_size=70),
+    seed=st.integers(-(2**63), 2**63),
+    epoch=st.integers(0, 10_000),
+    draws=st.integers(1, 5),
+)
+def test_a_number_does_not_depend_on_which_others_are_asked_for(index, seed, epoch, draws):
+    together = torch.tensor(index)
+    for function in (random_bits, uniform, normal):
+        numbers = function(seed, "p", epoch, together, draws)
+        alone = torch.cat([function(seed, "p", epoch, together[i : i + 1], draws) for i in range(len(index))])
+        assert torch.equal(numbers, alone)
+        assert torch.equal(numbers.flip(0), function(seed, "p", epoch, together.flip(0), draws))
+
+
+def test_more_draws_leave_the_first_ones_alone():
+    assert torch.equal(uniform(1, "p", 0, INDEX[:100], 5)[:, :2], uniform(1, "p", 0, INDEX[:100], 2))
+
+
+def test_every_part_of_the_address_counts():
+    base = uniform(1, "p", 0, INDEX, 2)
+    others = {
+        "seed": uniform(2, "p", 0, INDEX, 2),
+        "negative seed": uniform(-1, "p", 0, INDEX, 2),
+        "purpose": uniform(1, "q", 0, INDEX, 2),
+        "epoch": uniform(1, "p", 1, INDEX, 2),
+        "index": uniform(1, "p", 0, INDEX + 1, 2),
+        "draw": base.flip(1),
+    }
+    for name, other in others.items():
+        assert abs(_correlation(base, other)) < 5 / math.sqrt(2 * N), name
+
+
+def test_uniform_numbers_have_the_right_moments_and_fill_their_range():
+    numbers = uniform(3, "moments", 1, INDEX, 4).double()
+    assert numbers.shape == (N, 4)
+    assert float(numbers.min()) >= 0
+    assert float(numbers.max()) < 1
+    error = 5 / math.sqrt(numbers.numel())
+    assert abs(float(numbers.mean()) - 1 / 2) < error * math.sqrt(1 / 12)
+    assert abs(float(numbers.var()) - 1 / 12) < error * math.sqrt(1 / 180)
+    counts = torch.histc(numbers.float(), 256, 0, 1).double()
+    expected = numbers.numel() / 256
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255)
+
+
+def test_normal_numbers_have_the_right_moments_and_tails():
+    numbers = normal(3, "normal", 1, INDEX, 4).double()
+    assert numbers.isfinite().all()
+    moments = [float((numbers**k).mean()) for k in (1, 2, 3, 4)]
+    spread = [math.sqrt(v / numbers.numel()) for v in (1, 2, 15, 96)]
+    for found, expected, sigma in zip(moments, (0, 1, 0, 3), spread, strict=True):
+        assert abs(found - expected) < 5 * sigma
+    beyond = float((numbers.abs() > 1.959964).double().mean())
+    assert abs(beyond - 0.05) < 5 * math.sqrt(0.05 * 0.95 / numbers.numel())
+    assert abs(_correlation(numbers[:, 0], numbers[:, 1])) < 5 / math.sqrt(N)
+
+
+def test_every_one_of_the_64_bits_is_fair_and_independent_of_the_others():
+    bits = (random_bits(9, "bits", 4, INDEX) >> torch.arange(64)) & 1
+    ones = bits.double().sum(0)
+    chi_square = float(((ones - N / 2) ** 2 / (N / 4)).sum())
+    assert abs(chi_square - 64) < 5 * math.sqrt(2 * 64)
+    correlations = torch.corrcoef(bits.T.double()) - torch.eye(64)
+    assert float(correlations.abs().max()) < 6 / math.sqrt(N)
+
+
+@pytest.mark.parametrize("flipped", ["index", "epoch", "seed"])
+def test_one_flipped_bit_of_the_address_flips_half_of_the_number(flipped):
+    index = torch.arange(2_000)
+    base = random_bits(8, "avalanche", 16, index)
+    other = {
+        "index": random_bits(8, "avalanche", 16, index ^ 1),
+        "epoch": random_bits(8, "avalanche", 17, index),
+        "seed": random_bits(9, "avalanche", 16, index),
+    }[flipped]
+    changed = (((base ^ other) >> torch.arange(64)) & 1).double()
+    assert abs(float(changed.mean()) - 0.5) < 5 * 0.5 / math.sqrt(changed.numel())
+
+
+def test_neighbours_in_index_epoch_seed_and_draw_are_uncorrelated():
+    numbers = torch.stack([uniform(seed, "grid", epoch, INDEX[:2_000], 4) for seed in (1, 2) for epoch in range(4)])
+    centred = numbers.double() - 0.5
+    limit = 5 / 12 / math.sqrt(numbers.numel() / 2)
+    for axis, name in enumerate(("epoch and seed", "index", "draw")):
+        size = centred.shape[axis] - 1
+        products = centred.narrow(axis, 0, size) * centred.narrow(axis, 1, size)
+        assert abs(float(products.mean())) < limit, name
+
+
+def test_a_seed_is_the_same_for_equal_integers_of_any_type():
+    expected = derive_seed(1, "dropout", 3)
+    assert derive_seed(np.int64(1), "dropout", torch.tensor(3)) == expected
+    assert derive_seed(1, "dropout", "3") != expected
+
+
+def test_seeds_are_legal_for_every_generator_and_do_not_collide():
+    seeds = {
+        derive_seed(s, "p", *address) for s in range(40) for address in ((i, j) for i in range(40) for j in (0, 1))
+    }
+    assert len(seeds) == 3_200
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    torch.Generator().manual_seed(max(seeds))
+    assert derive_seed(1, "ab", "c") != derive_seed(1, "a", "bc")
+    assert derive_seed(1, 23) != derive_seed(12, 3)
+
+
+def test_a_seed_that_is_no_integer_is_refused():
+    with pytest.raises(TypeError):
+        derive_seed(1.5, "dropout")  # type: ignore[arg-type]
+
+
+@settings(max_examples=30)
+@given(n=st.integers(0, 500), seed=st.integers(0, 2**40), epoch=st.integers(0, 1_000))
+def test_a_permutation_holds_every_number_once_and_is_a_pure_function(n, seed, epoch):
+    order = permutation(n, seed, "order", epoch)
+    assert sorted(order.tolist()) == list(range(n))
+    assert torch.equal(order, permutation(n, seed, "order", epoch))
+
+
+def test_permutations_are_uniform_over_all_orders():
+    # All 24 orders of 4 things equally often, over seeds and over epochs.
+    for addresses in ([(seed, 0) for seed in range(2_400)], [(7, epoch) for epoch in range(2_400)]):
+        counts: dict[tuple[int, ...], int] = {}
+        for seed, epoch in addresses:
+            order = tuple(permutation(4, seed, "order", epoch).tolist())
+            counts[order] = counts.get(order, 0) + 1
+        assert len(counts) == 24
+        chi_square = sum((count - 100) ** 2 / 100 for count in counts.values())
+        assert abs(chi_square - 23) < 5 * math.sqrt(2 * 23)
+
+
+def test_successive_epochs_share_no_positions_beyond_chance():
+    orders = torch.stack([permutation(N, 1, "order", epoch) for epoch in range(4)])
+    for a, b in ((0, 1), (1, 2), (2, 3), (0, 3)):
+        assert int((orders[a] == orders[b]).sum()) < 10  # 1 expected
+        assert abs(_correlation(orders[a], orders[b])) < 5 / math.sqrt(N)
+    assert abs(_correlation(orders[0], INDEX)) < 5 / math.sqrt(N)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gives_the_same_bits():
+    for function in (random_bits, uniform):
+        assert torch.equal(function(1, "p", 2, INDEX.cuda(), 4).cpu(), function(1, "p", 2, INDEX, 4))
+
+
+def _module_level_imports(path: Path) -> set[str]:
+    """Names that importing a file imports at once; imports inside functions come later or never."""
+    found: set[str] = set()
+    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {str(node.module)} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            pending += ast.iter_child_nodes(node)
+    return found
+
+
+def test_our_own_code_behind_import_callbacks_imports_no_torchvision_and_nothing_above_it():
+    root = Path(__file__).parents[3]
+    if not (root / "callbacks" / "__init__.py").is_file():
+        pytest.skip("callbacks do not exist yet")
+    pending, seen = [*(root / "callbacks").rglob("*.py")], set()
+    while pending:
+        path = pending.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        for name in _module_level_imports(path):
+            top = name.partition(".")[0]
+            assert top not in ("torchvision", "recipes", "benchmarks"), f"{path} imports {name}"
+            if top in ("callbacks", "datamodules"):
+                folder = root.joinpath(*name.split("."))
+                files = (folder.with_suffix(".py"), folder / "__init__.py", root / top / "__init__.py")
+                pending += [file for file in files if file.is_file()]
+    assert root / "datamodules" / "loading" / "randomness.py" in seen

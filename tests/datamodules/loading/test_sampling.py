@@ -1,0 +1,128 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datamodules.errors import UserError
+from datamodules.loading.sampling import (
+    epoch_order,
+    evaluation_spans,
+    num_training_steps,
+    split_indices,
+    training_spans,
+)
+
+sizes = st.integers(1, 200)
+batch_sizes = st.integers(1, 40)
+worlds = st.integers(1, 9)
+
+
+def _steps(n, batch_size, world_size, **options):
+    """The samples of each step, by step and rank."""
+    ranks = [list(training_spans(n, batch_size, rank, world_size, **options)) for rank in range(world_size)]
+    return [[list(range(*span)) for span in step] for step in zip(*ranks, strict=True)]
+
+
+def _joined(step):
+    return [sample for part in step for sample in part]
+
+
+@given(n=sizes, batch_size=batch_sizes, world_size=worlds)
+def test_every_sample_is_trained_on_exactly_once(n, batch_size, world_size):
+    steps = _steps(n, batch_size, world_size)
+    assert [sample for step in steps for sample in _joined(step)] == list(range(n))
+    assert len(steps) == num_training_steps(n, batch_size, world_size)
+
+
+@given(n=sizes, batch_size=batch_sizes, world_size=worlds)
+def test_only_the_last_step_is_shared_unevenly_and_then_by_one_sample_at_most(n, batch_size, world_size):
+    *full, last = _steps(n, batch_size, world_size)
+    assert all(len(part) == batch_size for step in full for part in step)
+    counts = [len(part) for part in last]
+    assert max(counts) - min(counts) <= 1
+    assert counts == sorted(counts, reverse=True)
+    assert max(counts) <= batch_size
+    assert counts[0] >= 1, "rank 0 is never empty: its buffers are what gets saved"
+
+
+@given(n=sizes, batch_size=st.integers(1, 12), splits=st.lists(st.tuples(worlds, st.integers(1, 6)), min_size=1))
+def test_an_update_consumes_the_same_slice_however_it_is_split(n, batch_size, splits):
+    for world_size, accumulation in splits:
+        steps = _steps(n, batch_size, world_size)
+        updates = [steps[i : i + accumulation] for i in range(0, len(steps), accumulation)]
+        update_size = batch_size * world_size * accumulation
+        expected = [list(range(start, min(n, start + update_size))) for start in range(0, n, update_size)]
+        assert [[sample for step in update for sample in _joined(step)] for update in updates] == expected
+
+
+@given(n=sizes, batch_size=batch_sizes, world_size=worlds)
+def test_drop_last_leaves_out_less_than_one_step(n, batch_size, world_size):
+    steps = _steps(n, batch_size, world_size, drop_last=True)
+    assert all(len(part) == batch_size for step in steps for part in step)
+    assert len(steps) == num_training_steps(n, batch_size, world_size, drop_last=True)
+    assert 0 <= n - sum(len(_joined(step)) for step in steps) < batch_size * world_size
+
+
+@given(data=st.data(), n=sizes, before=st.tuples(batch_sizes, worlds), after=st.tuples(batch_sizes, worlds))
+def test_a_resume_sees_the_rest_exactly_once_on_any_number_of_ranks(data, n, before, after):
+    first = _steps(n, *before)
+    done = data.draw(st.integers(0, len(first) - 1))
+    seen = [sample for step in first[:done] for sample in _joined(step)]
+    rest = _steps(n, *after, consumed=done * before[0] * before[1])
+    assert seen + [sample for step in rest for sample in _joined(step)] == list(range(n))
+    if before == after:
+        assert rest == first[done:]
+
+
+@given(n=st.integers(0, 200), batch_size=batch_sizes, world_size=worlds)
+def test_evaluation_visits_every_sample_once_in_batches_that_no_world_size_changes(n, batch_size, world_size):
+    ranks = [list(evaluation_spans(n, batch_size, rank, world_size)) for rank in range(world_size)]
+    assert all(ranks), "a rank without any batch would be missing in the reductions"
+    spans = sorted(span for spans in ranks for span in spans if span[0] < span[1])
+    alone = [span for span in evaluation_spans(n, batch_size, 0, 1) if span[0] < span[1]]
+    assert spans == alone == [(start, min(start + batch_size, n)) for start in range(0, n, batch_size)]
+
+
+@given(n=sizes, batch_size=batch_sizes, world_size=worlds)
+def test_evaluation_is_spread_evenly(n, batch_size, world_size):
+    counts = [len(list(evaluation_spans(n, batch_size, rank, world_size))) for rank in range(world_size)]
+    assert max(counts) - min(counts) <= 1
+
+
+@given(n=st.integers(1, 300), seed=st.integers(0, 2**31), data=st.data())
+def test_a_split_is_disjoint_complete_sorted_and_a_function_of_the_seed(n, seed, data):
+    held_out = data.draw(st.integers(0, n - 1))
+    train, val = split_indices(n, held_out, seed)
+    assert len(val) == held_out
+    assert sorted(train.tolist() + val.tolist()) == list(range(n))
+    assert train.tolist() == sorted(train.tolist())
+    assert val.tolist() == sorted(val.tolist())
+    torch.randn(3)
+    again = split_indices(n, held_out, seed)
+    assert torch.equal(train, again[0])
+    assert torch.equal(val, again[1])
+
+
+def test_another_seed_holds_out_others_and_chance_decides_which():
+    first, second = (set(split_indices(10_000, 1_000, seed)[1].tolist()) for seed in (1, 2))
+    assert 50 < len(first & second) < 150  # 100 expected, standard deviation 9
+    assert abs(sum(first) / 1_000 - 4_999.5) < 5 * 2_887 / 1_000**0.5
+
+
+def test_the_split_is_independent_of_the_order():
+    order = epoch_order(10_000, seed=1, epoch=0)
+    held_out = set(split_indices(10_000, 1_000, seed=1)[1].tolist())
+    assert 50 < len(held_out & set(order[:1_000].tolist())) < 150
+
+
+@pytest.mark.parametrize("held_out", [10, 11, -1])
+def test_holding_out_everything_is_refused_with_the_flag_to_change(held_out):
+    with pytest.raises(UserError, match=rf"cannot hold {held_out} of 10 samples out.*0 to 9.*--val-fraction"):
+        split_indices(10, held_out, seed=1)
+
+
+def test_an_epochs_order_is_a_pure_function_of_seed_and_epoch():
+    orders = {(seed, epoch): tuple(epoch_order(50, seed, epoch).tolist()) for seed in (1, 2) for epoch in range(5)}
+    assert len(set(orders.values())) == 10
+    torch.manual_seed(99)
+    assert all(tuple(epoch_order(50, *key).tolist()) == order for key, order in orders.items())

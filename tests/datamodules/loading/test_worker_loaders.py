@@ -1,0 +1,326 @@
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from datamodules.errors import UserError
+from datamodules.loading.loaders import EvaluationLoader, TrainLoader
+from datamodules.loading.sampling import epoch_order
+from datamodules.loading.worker_loaders import Answer, Request, WorkerEvaluationLoader, WorkerTrainLoader
+
+N = 23
+ROWS = torch.arange(N)
+TARGETS = torch.arange(N)
+
+
+class Numbers:
+    """A reader whose inputs tell the sample, the epoch and the process; some samples cannot be read."""
+
+    def __init__(self, mixes: bool = False, unreadable: tuple[int, ...] = (), delay: float = 0.0) -> None:
+        self.targets, self.mixes, self.unreadable, self.delay = TARGETS, mixes, unreadable, delay
+
+    def prepare(self) -> None:
+        pass
+
+    def __getitem__(self, request: Request) -> Answer:
+        time.sleep(self.delay)
+        rows = [row for row in request.rows if row not in self.unreadable]
+        inputs = torch.tensor([[row, request.epoch, os.getpid()] for row in rows]).reshape(-1, 3)
+        if self.mixes:
+            partner_of = dict(zip(request.rows, request.partners, strict=True))
+            inputs[:, 1] = torch.tensor([partner_of[row] for row in rows])
+        bad = [(row, f"{row}.jpg cannot be read") for row in request.rows if row in self.unreadable]
+        return Answer(inputs, TARGETS[rows], torch.tensor(rows, dtype=torch.int64), bad)
+
+
+def _loader(batch_size: int = 4, reader: Numbers | None = None, **options) -> WorkerTrainLoader:
+    return WorkerTrainLoader(reader or Numbers(), ROWS, batch_size, seed=1, **options)
+
+
+def _plain(batch_size: int = 4, **options) -> TrainLoader:
+    return TrainLoader(ROWS, TARGETS, ROWS, batch_size, seed=1, **options)
+
+
+def _targets(loader) -> list[list[int]]:
+    return [targets.tolist() for _, targets in loader]
+
+
+def _workers(loader: WorkerTrainLoader) -> set[int]:
+    return {int(number) for inputs, _ in loader for number in inputs[:, 2]}
+
+
+def _ended(pid: int) -> bool:
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_orders_positions_and_batches_are_those_of_the_loader_over_tensors(num_workers):
+    loader, plain = _loader(num_workers=num_workers), _plain()
+    assert len(loader) == len(plain)
+    for epoch in range(3):
+        for (inputs, targets), (_, expected) in zip(loader, plain, strict=True):
+            assert torch.equal(targets, expected)
+            assert torch.equal(inputs[:, 0], targets)
+            assert (inputs[:, 1] == epoch).all()
+            # However far ahead the workers are.
+            assert loader.state_dict() == plain.state_dict()
+            assert (inputs[:, 2] == os.getpid()).all() == (num_workers == 0)
+    loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_step_of_all_ranks_is_one_slice_and_a_resume_goes_on_behind_it(num_workers, world_size):
+    def loaders(**options) -> list[WorkerTrainLoader]:
+        return [_loader(rank=rank, world_size=world_size, num_workers=num_workers) for rank in range(world_size)]
+
+    old = loaders()
+    iterators = [iter(loader) for loader in old]
+    seen = [sum((next(iterator)[1].tolist() for iterator in iterators), []) for _ in range(1)]
+    state = old[0].state_dict()
+    assert all(loader.state_dict() == state for loader in old)
+    new = loaders()
+    for loader in new:
+        loader.load_state_dict(pickle.loads(pickle.dumps(state)))
+    seen += [sum(parts, []) for parts in zip(*map(_targets, new), strict=True)]
+    order = epoch_order(N, 1, 0).tolist()
+    size = 4 * world_size
+    assert seen == [order[start : start + size] for start in range(0, N, size)]
+    assert sum([sum(parts, []) for parts in zip(*map(_targets, new), strict=True)], []) == epoch_order(N, 1, 1).tolist()
+    for loader in old + new:
+        loader.close()
+
+
+def test_an_epoch_cut_short_leaves_nothing_of_it_in_the_next():
+    loader = _loader(num_workers=2)
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        iterator = iter(loader)
+        assert [next(iterator)[1].tolist() for _ in range(2)] == epoch_order(N, 1, epoch)[:8].view(2, 4).tolist()
+    loader.close()
+
+
+def test_the_epoch_may_be_told_between_making_the_iterator_and_the_first_batch():
+    loader = _loader(num_workers=1)
+    iterator = iter(loader)
+    loader.set_epoch(2)
+    assert sum((targets.tolist() for _, targets in iterator), []) == epoch_order(N, 1, 2).tolist()
+    loader.close()
+
+
+def test_the_same_workers_serve_all_epochs_and_end_when_the_loader_is_closed():
+    loader = _loader(num_workers=2)
+    first = _workers(loader)
+    assert len(first) == 2
+    assert _workers(loader) == first
+    # Also in the middle of an epoch, while somebody holds on to its iterator.
+    iterator = iter(loader)
+    next(iterator)
+    loader.close()
+    assert all(_ended(pid) for pid in first)
+    assert not _workers(loader) & first
+    loader.close()
+
+
+def test_workers_end_with_a_loader_that_is_forgotten_in_the_middle_of_an_epoch():
+    loader = _loader(num_workers=1)
+    iterator = iter(loader)
+    pid = int(next(iterator)[0][0, 2])
+    del iterator, loader
+    assert _ended(pid)
+
+
+def test_there_are_no_more_workers_than_batches():
+    loader = _loader(batch_size=23, num_workers=8)
+    assert loader.num_workers == 1
+
+
+def test_workers_leave_signals_to_the_training_process():
+    loader = _loader(num_workers=1, reader=Numbers(delay=0.05))
+    iterator = iter(loader)
+    pid = int(next(iterator)[0][0, 2])
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(pid, number)
+    assert len(list(iterator)) == 5
+    assert _workers(loader) == {pid}
+    loader.close()
+
+
+_ENDLESS = """
+import sys
+from tests.datamodules.loading.test_worker_loaders import Numbers, _loader
+loader = _loader(num_workers=2, reader=Numbers(delay=0.02))
+while True:
+    for inputs, _ in loader:
+        print(int(inputs[0, 2]), flush=True)
+"""
+
+
+def test_ctrl_c_ends_at_once_and_no_worker_complains():
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", _ENDLESS],
+        cwd=Path(__file__).parents[3],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        pids = {int(process.stdout.readline()) for _ in range(4)}
+        # To the whole group, as a terminal does.
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert errors.count("Traceback") == 1
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert all(_ended(pid) for pid in pids)
+
+
+def test_batches_use_no_random_generator():
+    for num_workers in (0, 1):
+        state = torch.get_rng_state()
+        loader = _loader(num_workers=num_workers)
+        _targets(loader)
+        _targets(loader)
+        loader.close()
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_loader_can_be_pickled_in_the_middle_of_an_epoch():
+    loader = _loader(num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+    again = pickle.loads(pickle.dumps(loader))
+    assert again.state_dict() == loader.state_dict()
+    loader.close()
+
+
+def test_partners_are_those_of_the_epochs_order_however_it_is_split():
+    def partners(batch_size: int, world_size: int = 1, consumed: int = 0) -> dict[int, int]:
+        found = {}
+        for rank in range(world_size):
+            loader = _loader(batch_size, Numbers(mixes=True), rank=rank, world_size=world_size)
+            loader.load_state_dict({"epoch": 0, "consumed": consumed})
+            found |= {int(row): int(partner) for inputs, _ in loader for row, partner, _ in inputs}
+        return found
+
+    order = epoch_order(N, 1, 0)
+    expected = dict(zip(order.tolist(), order.roll(1).tolist(), strict=True))
+    assert partners(4) == partners(7) == partners(1) == partners(3, world_size=4) == expected
+    assert partners(4, consumed=8).items() < expected.items()
+    assert all(row != partner for row, partner in expected.items())
+
+
+# Samples that cannot be read
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_unreadable_sample_is_an_error_that_names_it(num_workers):
+    loader = _loader(reader=Numbers(unreadable=(7,)), num_workers=num_workers)
+    with pytest.raises(UserError, match=r"^7.jpg cannot be read; replace or remove .* --on-corrupt skip$") as caught:
+        _targets(loader)
+    assert "Traceback" not in str(caught.value)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_skipped_samples_leave_their_batches_smaller_and_the_order_as_it_is(num_workers, caplog):
+    loader = _loader(reader=Numbers(unreadable=(7, 11)), num_workers=num_workers, skip_unreadable=True)
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        found = [_targets(loader) for _ in range(2)]
+    expected = [[[row for row in batch if row not in (7, 11)] for batch in _targets(_plain())] for _ in range(1)]
+    assert found[0] == expected[0]
+    assert sum(map(len, found[1])) == N - 2
+    assert loader.skipped == 2
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        f"warning: {row}.jpg cannot be read; it is left out" for row in (11, 7)
+    ]
+    loader.close()
+
+
+def test_a_set_of_which_nothing_can_be_read_is_an_error_in_any_case():
+    loader = _loader(reader=Numbers(unreadable=tuple(range(N))), skip_unreadable=True)
+    with pytest.raises(UserError, match="none of the 23 pictures can be read; "):
+        _targets(loader)
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_evaluation_batches_are_those_of_the_loader_over_tensors(num_workers, world_size):
+    for rank in range(world_size):
+        loader = WorkerEvaluationLoader(Numbers(), ROWS, 6, rank, world_size, num_workers)
+        plain = EvaluationLoader(ROWS, TARGETS, ROWS, 6, rank, world_size)
+        assert _targets(loader) == _targets(plain)
+        assert [answer.rows.tolist() for answer in loader.answers()] == _targets(plain)
+        assert len(loader) == len(plain)
+        loader.close()
+
+
+# Features
+
+FEATURES = torch.arange(N * 2.0).view(N, 2)
+
+
+def _features(loader) -> list[tuple[Tensor, list[int]]]:
+    return [(inputs, targets.tolist()) for inputs, targets in loader]
+
+
+def test_features_take_the_place_of_reading_from_the_next_epoch_on():
+    loader, plain = _loader(num_workers=1), _plain()
+    pids = _workers(loader)
+    _targets(plain)
+    shuffled = torch.randperm(N, generator=torch.Generator().manual_seed(3))
+    loader.use_features(FEATURES[shuffled], shuffled)
+    for (features, targets), (_, expected) in zip(loader, plain, strict=True):
+        assert torch.equal(targets, expected)
+        assert torch.equal(features, FEATURES[targets])
+        assert loader.state_dict() == plain.state_dict()
+    assert all(_ended(pid) for pid in pids)
+    loader.use_features(None, None)
+    inputs = torch.cat([inputs for inputs, _ in loader])
+    assert inputs[:, 0].tolist() == epoch_order(N, 1, 2).tolist()
+    loader.close()
+
+
+def test_features_do_not_change_an_epoch_that_has_begun():
+    loader = _loader()
+    iterator = iter(loader)
+    next(iterator)
+    loader.use_features(FEATURES, ROWS)
+    assert next(iterator)[0].shape == (4, 3)
+    assert next(iter(loader))[0].shape == (4, 2)
+
+
+def test_samples_without_features_are_left_out_of_their_batches():
+    loader = _loader()
+    known = torch.tensor([row for row in range(N) if row not in (7, 11)])
+    loader.use_features(FEATURES[known], known)
+    batches = _features(loader)
+    expected = [[row for row in batch if row not in (7, 11)] for batch in _targets(_plain())]
+    assert [targets for _, targets in batches] == expected
+    assert all(torch.equal(features, FEATURES[targets]) for features, targets in batches)
+
+
+def test_evaluation_takes_features_too_and_still_reads_for_others():
+    loader = WorkerEvaluationLoader(Numbers(), ROWS, 6)
+    loader.use_features(FEATURES, ROWS)
+    assert torch.equal(torch.cat([features for features, _ in _features(loader)]), FEATURES)
+    assert torch.cat([answer.inputs for answer in loader.answers()]).shape == (N, 3)

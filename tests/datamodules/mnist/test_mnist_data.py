@@ -1,0 +1,579 @@
+import gzip
+import logging
+import pickle
+import re
+import shutil
+import struct
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from datamodules import MNISTDataModule, UserError
+from datamodules.loading.sampling import epoch_order, split_indices
+from datamodules.mnist.data_module import DATASETS, find_files, load_digits
+
+FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+
+def _idx(rows: Tensor) -> bytes:
+    return struct.pack(f">HBB{rows.dim()}I", 0, 8, rows.dim(), *rows.shape) + bytes(rows.flatten().tolist())
+
+
+def write_set(folder: Path, train: int = 50, test: int = 20, compress: bool = True) -> None:
+    """A tiny set in MNIST's files: every image is filled with its own row number, so batches tell what they hold."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, n in (("train", train), ("t10k", test)):
+        numbers = torch.arange(n, dtype=torch.uint8)
+        for stem, rows in (
+            (f"{part}-images-idx3-ubyte", numbers.view(n, 1, 1).expand(n, 28, 28)),
+            (f"{part}-labels-idx1-ubyte", numbers % 10),
+        ):
+            data = _idx(rows)
+            (folder / (stem + ".gz" * compress)).write_bytes(gzip.compress(data, 1) if compress else data)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    write_set(tmp_path)
+    return tmp_path
+
+
+def _data(folder: Path, **options: Any) -> MNISTDataModule:
+    options = {
+        "dataset": "mnist",
+        "batch_size": 8,
+        "eval_batch_size": 7,
+        "val_fraction": 0.2,
+        "download": False,
+    } | options
+    return MNISTDataModule(data_dir=str(folder), **options)
+
+
+def _numbers(data: MNISTDataModule, images: Tensor) -> list[int]:
+    """The row numbers that un-augmented images of `write_set` were filled with."""
+    return (images[:, 0, 14, 14] * 255 * data.info.std + 255 * data.info.mean).round().long().tolist()
+
+
+class Watcher(pl.LightningModule):
+    """Sees every batch; one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: dict[str, list[list[int]]] = {"train": [], "val": [], "test": [], "predict": []}
+        self.images: list[Tensor] = []
+
+    def _look(self, stage: str, batch: Any) -> Tensor:
+        images, targets = batch
+        assert images.dtype == torch.float32
+        assert images.shape[1:] == (1, 28, 28)
+        assert targets.dtype == torch.int64
+        self.images.append(images)
+        self.seen[stage].append(_numbers(self.trainer.datamodule, images))
+        return (self.weight * images).sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._look("train", batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._look("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._look("test", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self._look("predict", batch)
+        return batch[1]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+PLAIN = {"shift": 0, "rotation": 0, "scale": 0}
+
+
+def _trainer(**options: Any) -> pl.Trainer:
+    defaults = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "max_epochs": 1,
+    }
+    return pl.Trainer(**(defaults | options))
+
+
+def _joined(batches: Iterable[list[int]]) -> list[int]:
+    return [number for batch in batches for number in batch]
+
+
+# Files
+
+
+@pytest.mark.parametrize("layout", [".", "mnist", "MNIST/raw"])
+@pytest.mark.parametrize("compress", [True, False])
+def test_files_are_found_flat_and_in_torchvisions_layout(tmp_path: Path, layout: str, compress: bool):
+    write_set(tmp_path / layout, compress=compress)
+    data = _data(tmp_path)
+    data.setup("fit")
+    data.setup("test")
+    assert data.sizes == {"train": 40, "val": 10, "test": 20}
+    assert _numbers(data, next(iter(data.test_dataloader()))[0]) == list(range(7))
+
+
+def test_an_unpacked_file_beside_its_archive_is_read_since_that_is_faster(tiny: Path):
+    write_set(tiny, compress=False)
+    found = find_files("mnist", tiny)
+    assert found is not None
+    assert [path.name for part in ("train", "test") for path in found[part]] == list(FILES)
+
+
+def test_the_other_sets_have_their_own_folders(tmp_path: Path):
+    write_set(tmp_path / "FashionMNIST" / "raw")
+    assert find_files("mnist", tmp_path) is None
+    assert find_files("fashion-mnist", tmp_path) is not None
+    with pytest.raises(UserError, match="has no MNIST files"):
+        _data(tmp_path).setup("fit")
+    data = _data(tmp_path, dataset="fashion-mnist")
+    data.setup("fit")
+    assert data.info.classes[9] == "Ankle boot"
+
+
+def test_a_missing_folder_is_refused_with_what_to_type(tmp_path: Path):
+    with pytest.raises(UserError, match=r"the folder .*nowhere does not exist.* pass --data-dir .*--dataset digits"):
+        _data(tmp_path / "nowhere").setup("fit")
+    with pytest.raises(UserError, match="has no MNIST files; pass --data-dir"):
+        _data(tmp_path).setup("test")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file is a file, expected the folder of the MNIST files"):
+        _data(tmp_path / "file").setup("fit")
+
+
+def test_a_folder_that_lacks_one_file_is_refused_with_its_name(tiny: Path):
+    (tiny / "t10k-labels-idx1-ubyte.gz").unlink()
+    with pytest.raises(UserError, match="lacks t10k-labels-idx1-ubyte of the four MNIST files"):
+        _data(tiny).setup("fit")
+
+
+def _break(path: Path, how: str) -> None:
+    data = path.read_bytes()
+    if how == "cut":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "html":
+        path.write_text("<html>")
+    elif how == "empty":
+        dimensions = 3 if "images" in path.name else 1
+        path.write_bytes(_idx(torch.zeros((0, 28, 28)[:dimensions], dtype=torch.uint8)))
+    elif how == "shorter":
+        path.write_bytes(gzip.compress(_idx(torch.zeros(49, dtype=torch.uint8))))
+    elif how == "label 11":
+        labels = torch.arange(50, dtype=torch.uint8) % 10
+        labels[17] = 11
+        path.write_bytes(gzip.compress(_idx(labels)))
+
+
+@pytest.mark.parametrize(
+    ("file", "how", "reason"),
+    [
+        (FILES[0], "cut", "{file} is damaged"),
+        (FILES[1], "cut", "{file} is damaged"),
+        (FILES[0], "html", "{file} is no idx file"),
+        (FILES[0], "empty", "{file} is empty"),
+        (FILES[1], "empty", "{file} is empty"),
+        (FILES[1], "shorter", "train-images-idx3-ubyte.gz holds 50 images and .*{file} 49 labels"),
+        (
+            FILES[1],
+            "label 11",
+            r"label 11 at row 17 of .*{file} is outside 0\.\.9 .*pass --num-classes 12 or fix",
+        ),
+    ],
+)
+def test_bad_files_are_refused_before_training_with_file_row_and_reason(tiny: Path, file: str, how: str, reason: str):
+    _break(tiny / f"{file}.gz", how)
+    with pytest.raises(UserError, match=reason.format(file=f"{re.escape(str(tiny))}/{file}.gz")):
+        _trainer().fit(Watcher(), datamodule=_data(tiny))
+
+
+def test_what_the_refusal_of_a_label_says_to_type_works(tiny: Path):
+    _break(tiny / f"{FILES[1]}.gz", "label 11")
+    _data(tiny, num_classes=12).setup("fit")
+
+
+def test_only_what_the_stage_needs_is_read(tiny: Path):
+    for file in FILES[2:]:
+        _break(tiny / f"{file}.gz", "html")
+    for stage in ("fit", "validate"):
+        data = _data(tiny)
+        data.setup(stage)
+        assert data.sizes == {"train": 40, "val": 10}
+    with pytest.raises(UserError, match="t10k-images"):
+        _data(tiny).setup("test")
+    write_set(tiny)
+    for file in FILES[:2]:
+        _break(tiny / f"{file}.gz", "html")
+    data = _data(tiny)
+    data.setup("test")
+    assert data.sizes == {"test": 20}
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dataset": "mnits"}, "no data set 'mnits'; expected one of auto, mnist, fashion-mnist, kmnist, digits"),
+        ({"val_fraction": 1.0}, "--val-fraction"),
+        ({"val_fraction": -0.1}, "--val-fraction"),
+        ({"batch_size": 0}, "--batch-size 0: a batch holds one sample at least"),
+        ({"eval_batch_size": -1}, "--eval-batch-size -1"),
+    ],
+)
+def test_a_wrong_setting_is_refused_at_once(tmp_path: Path, options: dict[str, Any], reason: str):
+    with pytest.raises(UserError, match=reason):
+        _data(tmp_path, **options)
+
+
+def test_a_split_that_leaves_nothing_to_train_on_is_refused(tiny: Path):
+    with pytest.raises(UserError, match=r"cannot hold 50 of 50 samples out .* pass a smaller --val-fraction"):
+        _data(tiny, val_fraction=0.999).setup("fit")
+
+
+def test_a_batch_larger_than_the_set_is_refused(tiny: Path):
+    with pytest.raises(UserError, match="a batch of 41 is larger than the training set of 40 samples; pass"):
+        _trainer().fit(Watcher(), datamodule=_data(tiny, batch_size=41))
+
+
+def test_a_path_as_folder_leaves_the_checkpoint_loadable(tiny: Path):
+    data = MNISTDataModule("mnist", tiny, batch_size=8, download=False)  # type: ignore[arg-type]
+    trainer = _trainer(fast_dev_run=1)
+    trainer.fit(Watcher(), datamodule=data)
+    trainer.save_checkpoint(tiny / "a.ckpt")
+    checkpoint = torch.load(tiny / "a.ckpt", weights_only=True)
+    assert checkpoint["datamodule_hyper_parameters"]["data_dir"] == str(tiny)
+    assert checkpoint["MNISTDataModule"] == {"dataset": "mnist"}
+
+
+def test_a_small_share_validates_on_one_sample_and_none_on_none(tiny: Path):
+    for fraction, expected in ((0.001, 1), (0.2, 10), (0.0, 0)):
+        data = _data(tiny, val_fraction=fraction)
+        data.setup("fit")
+        assert data.sizes == {"train": 50 - expected, "val": expected}
+
+
+# Batches
+
+
+def test_training_and_validation_share_no_sample_and_together_hold_all(tiny: Path):
+    module, data = Watcher(), _data(tiny, seed=3, **PLAIN)
+    _trainer(num_sanity_val_steps=0).fit(module, datamodule=data)
+    train, val = split_indices(50, 10, seed=3)
+    assert _joined(module.seen["train"]) == train[epoch_order(40, 3, 0)].tolist()
+    assert _joined(module.seen["val"]) == val.tolist()
+
+
+def test_pixels_are_normalised_and_labels_belong_to_them(tiny: Path):
+    data = _data(tiny, **PLAIN)
+    data.setup("fit")
+    images, labels = next(iter(data.train_dataloader()))
+    numbers = torch.tensor(_numbers(data, images))
+    assert torch.equal(labels, numbers % 10)
+    expected = (numbers / 255 - 0.1307) / 0.3081
+    assert torch.allclose(images[:, 0, 14, 14], expected, atol=1e-5)
+
+
+def test_normalising_leaves_its_input_alone():
+    data, pixels = MNISTDataModule("mnist"), torch.full((1, 1, 28, 28), 255.0)
+    data.normalise(pixels)
+    assert pixels.unique().tolist() == [255.0]
+
+
+def test_only_training_batches_are_augmented_and_anew_in_each_epoch(tiny: Path):
+    data = _data(tiny)
+    data.setup("fit")
+    plain = _data(tiny, **PLAIN)
+    plain.setup("fit")
+    loader, plain_loader = data.train_dataloader(), plain.train_dataloader()
+    views = []
+    for _ in range(2):
+        pairs = list(zip(loader, plain_loader, strict=True))
+        assert all(torch.equal(a[1], b[1]) for a, b in pairs)
+        assert not any(torch.equal(a[0], b[0]) for a, b in pairs)
+        views.append(torch.cat([a[0] for a, _ in pairs])[torch.cat([a[1] for a, _ in pairs]).argsort(stable=True)])
+    assert not torch.equal(*views)
+    for a, b in zip(data.val_dataloader(), plain.val_dataloader(), strict=True):
+        assert torch.equal(a[0], b[0])
+
+
+def test_augmentation_fills_with_background(tiny: Path):
+    data = _data(tiny, shift=6)
+    data.setup("fit")
+    black = (0 - data.info.mean) / data.info.std
+    images = torch.cat([images for images, _ in data.train_dataloader()])
+    assert abs(float(images.min()) - black) < 1e-5
+
+
+def test_another_seed_means_another_split_order_and_augmentation(tiny: Path):
+    def first(seed: int) -> tuple[Tensor, list[int]]:
+        data = _data(tiny, seed=seed)
+        data.setup("fit")
+        return next(iter(data.train_dataloader()))[0], data._rows["val"].tolist()
+
+    assert torch.equal(first(1)[0], first(1)[0])
+    assert not torch.equal(first(1)[0], first(2)[0])
+    assert first(1)[1] != first(2)[1]
+
+
+# In Trainers
+
+
+def test_each_entry_point_works_alone_and_after_another(tiny: Path):
+    data = _data(tiny, **PLAIN)
+    for entry, part, count in (
+        ("validate", "val", 10),
+        ("test", "test", 20),
+        ("fit", "train", 40),
+        ("test", "test", 20),
+    ):
+        module = Watcher()
+        getattr(_trainer(), entry)(module, datamodule=data)
+        assert len(set(_joined(module.seen[part]))) == count
+        # Only `test` sees the test set.
+        assert (part == "test") == bool(module.seen["test"])
+
+
+def test_set_up_twice_reads_once_and_changes_nothing(tiny: Path):
+    data = _data(tiny)
+    data.setup("fit")
+    before = data.train_dataloader()
+    shutil.rmtree(tiny)
+    data.setup("fit")
+    data.setup("validate")
+    for a, b in zip(before, data.train_dataloader(), strict=True):
+        assert torch.equal(a[0], b[0])
+
+
+def test_running_twice_with_one_data_module_gives_the_same_batches(tiny: Path):
+    data, modules = _data(tiny), [Watcher(), Watcher()]
+    for module in modules:
+        _trainer(max_epochs=2).fit(module, datamodule=data)
+    assert torch.equal(torch.cat(modules[0].images), torch.cat(modules[1].images))
+
+
+def test_a_plain_loop_needs_no_trainer(tiny: Path):
+    data = _data(tiny)
+    data.prepare_data()
+    data.setup("fit")
+    assert sum(len(labels) for _, labels in data.train_dataloader()) == 40
+
+
+def test_it_can_be_pickled_before_and_after_set_up(tiny: Path):
+    data = _data(tiny)
+    again = pickle.loads(pickle.dumps(data))
+    again.setup("fit")
+    data.setup("fit")
+    for other in (again, pickle.loads(pickle.dumps(data))):
+        for a, b in zip(data.train_dataloader(), other.train_dataloader(), strict=True):
+            assert torch.equal(a[0], b[0])
+
+
+def test_no_validation_without_held_out_samples(tiny: Path):
+    module = Watcher()
+    _trainer().fit(module, datamodule=_data(tiny, val_fraction=0, **PLAIN))
+    assert sorted(_joined(module.seen["train"])) == list(range(50))
+    assert module.seen["val"] == []
+
+
+def test_fast_dev_run_and_the_sanity_check_see_the_first_batches(tiny: Path):
+    module = Watcher()
+    _trainer(fast_dev_run=2).fit(module, datamodule=_data(tiny, **PLAIN))
+    train, val = split_indices(50, 10, seed=1)
+    assert _joined(module.seen["train"]) == train[epoch_order(40, 1, 0)][:16].tolist()
+    assert _joined(module.seen["val"]) == val.tolist()
+    checked = Watcher()
+    _trainer(num_sanity_val_steps=1, limit_train_batches=0).validate(checked, datamodule=_data(tiny, **PLAIN))
+    assert _joined(checked.seen["val"]) == val.tolist()
+
+
+def test_over_fitting_repeats_the_same_batches_in_every_epoch(tiny: Path):
+    module = Watcher()
+    _trainer(overfit_batches=2, max_epochs=3, num_sanity_val_steps=0).fit(module, datamodule=_data(tiny, **PLAIN))
+    assert len(module.seen["train"]) == 6
+    assert module.seen["train"] == module.seen["train"][:2] * 3
+
+
+def test_limited_epochs_each_begin_their_own_order(tiny: Path):
+    module = Watcher()
+    _trainer(limit_train_batches=2, max_epochs=3).fit(module, datamodule=_data(tiny, **PLAIN))
+    train, _ = split_indices(50, 10, seed=1)
+    expected = [train[epoch_order(40, 1, epoch)][:16].tolist() for epoch in range(3)]
+    assert [_joined(module.seen["train"][i : i + 2]) for i in (0, 2, 4)] == expected
+
+
+def test_pictures_are_predicted_in_their_order_without_any_data_set(tmp_path: Path):
+    files = []
+    for number in range(9):
+        files.append(str(tmp_path / f"{number}.png"))
+        Image.new("L", (28, 28), number).save(files[-1])
+    for dataset in ("mnist", "auto"):
+        module = Watcher()
+        data = _data(tmp_path / "nowhere", dataset=dataset, predict_inputs=files, eval_batch_size=4)
+        _trainer().predict(module, datamodule=data)
+        assert module.seen["predict"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+        assert data.sizes == {}
+
+
+def test_predicting_nothing_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="no picture to predict"):
+        _trainer().predict(Watcher(), datamodule=_data(tmp_path, dataset="digits"))
+
+
+# "auto", the bundled digits, checkpoints
+
+
+def test_the_bundled_digits_are_in_mnists_form_and_their_statistics_are_true():
+    parts = load_digits()
+    assert {name: len(labels) for name, (_, labels) in parts.items()} == {"train": 1437, "test": 360}
+    images, labels = parts["train"]
+    assert images.shape == (1437, 28, 28)
+    assert images.dtype == labels.dtype == torch.uint8
+    assert images[:, :4].sum() == images[:, :, :4].sum() == images[:, 24:].sum() == images[:, :, 24:].sum() == 0
+    pixels = images.double() / 255
+    assert abs(float(pixels.mean()) - DATASETS["digits"].mean) < 5e-5
+    assert abs(float(pixels.std()) - DATASETS["digits"].std) < 5e-5
+    for _, labels in parts.values():
+        shares = labels.bincount(minlength=10).double() / len(labels)
+        assert float((shares - 0.1).abs().max()) < 0.01
+    together = torch.cat([images.flatten(1) for images, _ in parts.values()])
+    assert len(together.unique(dim=0)) == 1797, "no digit is in both parts"
+
+
+def test_auto_goes_on_with_the_digits_and_says_why_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    data = _data(tmp_path, dataset="auto")
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        _trainer(fast_dev_run=1).fit(Watcher(), datamodule=data)
+        _trainer(fast_dev_run=1).test(Watcher(), datamodule=data)
+    assert [record.getMessage() for record in caplog.records if record.name == "lightning_recipes"] == [
+        f"warning: {tmp_path} has no MNIST files: going on with the 1,797 digits bundled with scikit-learn; "
+        f"pass --data-dir FOLDER for MNIST"
+    ]
+    assert data.info.title == "scikit-learn digits"
+    assert data.sizes == {"train": 1437 - 287, "val": 287, "test": 360}
+
+
+def test_auto_refuses_a_folder_that_somebody_typed_and_that_does_not_exist(tmp_path: Path):
+    with pytest.raises(UserError, match="nowhere does not exist.*pass a folder that exists, or --dataset digits"):
+        _data(tmp_path / "nowhere", dataset="auto").setup("fit")
+
+
+def test_auto_takes_mnist_where_it_is_found(tiny: Path, caplog: pytest.LogCaptureFixture):
+    data = _data(tiny, dataset="auto")
+    data.setup("fit")
+    assert data.dataset == "mnist"
+    assert caplog.records == []
+
+
+def _unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchvision
+
+    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
+
+
+def test_a_failed_download_is_the_reason_of_auto_and_the_error_of_mnist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    _unreachable(monkeypatch)
+    data = _data(tmp_path, dataset="auto", download=True)
+    _trainer(fast_dev_run=1).fit(Watcher(), datamodule=data)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "lightning_recipes"]
+    assert "\n" not in line
+    assert "could not download train-images-idx3-ubyte.gz (127.0.0.1:9: [Errno 111] Connection refused)" in line
+    assert data.dataset == "digits"
+    with pytest.raises(UserError, match=r"could not download .*Connection refused.*pass --data-dir FOLDER"):
+        _trainer(fast_dev_run=1).fit(Watcher(), datamodule=_data(tmp_path, download=True))
+
+
+def test_nothing_is_downloaded_for_a_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    _unreachable(monkeypatch)
+    Image.new("L", (28, 28), 3).save(tmp_path / "3.png")
+    data = _data(tmp_path / "new", dataset="auto", download=True, predict_inputs=[str(tmp_path / "3.png")])
+    _trainer().predict(Watcher(), datamodule=data)
+    assert not (tmp_path / "new").exists()
+
+
+def _checkpoint(data: MNISTDataModule, path: Path) -> Path:
+    trainer = _trainer(fast_dev_run=1)
+    trainer.fit(Watcher(), datamodule=data)
+    trainer.save_checkpoint(path)
+    return path
+
+
+def test_auto_follows_the_checkpoint_wherever_the_files_are(tiny: Path, tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    digits = _checkpoint(_data(tmp_path / "empty", dataset="auto"), tmp_path / "digits.ckpt")
+    data = _data(tiny, dataset="auto")
+    _trainer().test(Watcher(), datamodule=data, ckpt_path=str(digits), weights_only=True)
+    assert data.dataset == "digits"
+    assert data.sizes == {"test": 360}
+    mnist = _checkpoint(_data(tiny), tmp_path / "mnist.ckpt")
+    Image.new("L", (28, 28), 3).save(tmp_path / "3.png")
+    data = _data(tmp_path / "nowhere", dataset="auto", predict_inputs=[str(tmp_path / "3.png")])
+    _trainer().predict(Watcher(), datamodule=data, ckpt_path=str(mnist), weights_only=True)
+    assert data.dataset == "mnist"
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        data = _data(tmp_path / "nowhere", dataset="auto")
+        _trainer().test(Watcher(), datamodule=data, ckpt_path=str(mnist), weights_only=True)
+
+
+def test_a_checkpoint_of_another_set_than_the_one_named_is_refused(tiny: Path, tmp_path: Path):
+    mnist = _checkpoint(_data(tiny), tmp_path / "mnist.ckpt")
+    with pytest.raises(UserError, match="trained on mnist, found --dataset digits; pass --dataset mnist"):
+        _trainer().test(Watcher(), datamodule=_data(tiny, dataset="digits"), ckpt_path=str(mnist), weights_only=True)
+
+
+# Real data
+
+
+def test_the_real_files_are_read_in_a_moment_and_are_what_torchvision_reads(shared_data: Path):
+    start = time.perf_counter()
+    data = MNISTDataModule("mnist", str(shared_data / "mnist"), val_fraction=0, download=False)
+    data.setup("fit")
+    data.setup("test")
+    assert time.perf_counter() - start < 3  # 0.6 s on an idle core
+    assert data.sizes == {"train": 60_000, "val": 0, "test": 10_000}
+    images, labels = data._parts["train"]
+    pixels = images.double() / 255
+    assert abs(float(pixels.mean()) - data.info.mean) < 5e-5
+    assert abs(float(pixels.std()) - data.info.std) < 5e-5
+    assert labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
+    assert labels.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+
+
+def test_mnist_under_the_name_of_a_relative_is_refused(shared_data: Path, tmp_path: Path):
+    with pytest.raises(UserError, match=r"belongs to MNIST, expected Fashion-MNIST; pass --dataset mnist"):
+        _data(shared_data / "mnist", dataset="fashion-mnist").setup("fit")
+    # Unpacked as torchvision does it: the archive still stands beside.
+    for stem in FILES:
+        shutil.copy(shared_data / "mnist" / f"{stem}.gz", tmp_path)
+        (tmp_path / stem).write_bytes(gzip.decompress((tmp_path / f"{stem}.gz").read_bytes()))
+    with pytest.raises(UserError, match="belongs to MNIST, expected KMNIST"):
+        _data(tmp_path, dataset="kmnist").setup("test")
+
+
+def test_the_real_set_keeps_its_promise_for_any_batch_size(shared_data: Path):
+    data = MNISTDataModule("mnist", str(shared_data / "mnist"), batch_size=512, download=False, **PLAIN)
+    data.setup("fit")
+    seen = torch.cat([labels for _, labels in data.train_dataloader()])
+    train, val = split_indices(60_000, 4_800, seed=1)
+    labels = data._parts["train"][1]
+    assert torch.equal(seen, labels[train][epoch_order(55_200, 1, 0)])
+    shares = labels[val].bincount().double() / 4_800 - labels.bincount().double() / 60_000
+    assert float(shares.abs().max()) < 0.02

@@ -1,0 +1,165 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from datamodules.errors import UserError
+from datamodules.mnist.user_images import as_mnist, load_pictures
+
+
+def _seven(height: int = 120, width: int = 90) -> np.ndarray:
+    """A drawn seven, ink 255 on 0, off centre."""
+    canvas = np.zeros((height, width), dtype=np.uint8)
+    canvas[10:20, 15:70] = 255
+    for row in range(20, 100):
+        column = 65 - (row - 20) // 2
+        canvas[row, column : column + 10] = 255
+    return canvas
+
+
+EXPECTED = as_mnist(Image.fromarray(_seven())).float()
+
+
+def _difference(picture: Image.Image) -> float:
+    """Mean absolute difference from the plain seven, as a share of its ink."""
+    return float((as_mnist(picture).float() - EXPECTED).abs().sum() / EXPECTED.sum())
+
+
+def test_a_digit_fills_20_pixels_and_its_mass_is_centred():
+    ink = EXPECTED[0] > 0
+    rows, columns = ink.any(1).nonzero().flatten(), ink.any(0).nonzero().flatten()
+    assert EXPECTED.shape == (1, 28, 28)
+    assert int(rows[-1] - rows[0]) + 1 == 20
+    assert int(columns[-1] - columns[0]) + 1 <= 20
+    mass, places = EXPECTED[0].sum(), torch.arange(28.0)
+    for axis in (0, 1):
+        centre = float((EXPECTED[0].sum(1 - axis) * places).sum() / mass)
+        assert abs(centre - 13.5) <= 0.51
+
+
+def test_dark_on_light_is_light_on_dark():
+    assert _difference(Image.fromarray(255 - _seven())) == 0
+
+
+@pytest.mark.parametrize("factor", [2, 9])
+def test_the_size_does_not_matter(factor):
+    drawn = Image.fromarray(_seven())
+    size = (round(drawn.width * factor), round(drawn.height * factor))
+    assert _difference(drawn.resize(size, Image.Resampling.BILINEAR)) < 0.12
+
+
+def test_where_the_digit_stands_does_not_matter():
+    moved = np.zeros((300, 400), dtype=np.uint8)
+    moved[150:270, 300:390] = _seven()
+    assert _difference(Image.fromarray(moved)) == 0
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "1", "P", "CMYK", "I;16", "I", "F"])
+@pytest.mark.parametrize("dark_on_light", [False, True])
+def test_every_mode_of_picture_gives_the_same_digit(mode, dark_on_light, tmp_path: Path):
+    seven = 255 - _seven() if dark_on_light else _seven()
+    if mode == "I;16":
+        picture = Image.fromarray(seven.astype(np.uint16) * 257)
+    elif mode == "I":
+        picture = Image.fromarray(seven.astype(np.int32) * 257)
+    else:
+        picture = Image.fromarray(seven).convert(mode)
+    assert picture.mode == mode
+    assert _difference(picture) < 0.01
+
+
+def test_16_bits_keep_their_shades():
+    # Ink of 40 %: clipped to 255 instead of scaled, paper and ink would both be white.
+    shades = np.where(_seven() > 0, 26_000, 65_535).astype(np.uint16)
+    assert _difference(Image.fromarray(shades)) < 0.01
+
+
+@pytest.mark.parametrize("ink", [0, 255])
+def test_transparency_is_background_for_dark_and_for_light_ink(ink):
+    alpha = _seven()
+    rgba = np.stack([np.full_like(alpha, ink)] * 3 + [alpha], axis=-1)
+    assert _difference(Image.fromarray(rgba, "RGBA")) == 0
+
+
+def test_a_photograph_with_uneven_paper_is_cut_out():
+    noise = np.random.default_rng(0).normal(0, 6, _seven().shape)
+    paper = np.clip(200 - 0.6 * _seven() + noise, 0, 255).astype(np.uint8)
+    assert _difference(Image.fromarray(paper)) < 0.2
+
+
+@pytest.mark.parametrize("transparent", [False, True])
+def test_the_cameras_orientation_is_respected(transparent, tmp_path: Path):
+    path = tmp_path / "photo.png"
+    turned = Image.fromarray(_seven()).transpose(Image.Transpose.ROTATE_90)
+    if transparent:
+        turned = Image.merge("RGBA", [turned, turned, turned, Image.new("L", turned.size, 255)])
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees clockwise to show
+    turned.save(path, exif=exif)
+    assert (load_pictures([str(path)])[0].float() - EXPECTED).abs().sum() == 0
+
+
+def test_a_picture_of_mnists_own_form_is_left_alone():
+    ready = np.zeros((28, 28), dtype=np.uint8)
+    ready[3:9, 5:8] = 200
+    assert torch.equal(as_mnist(Image.fromarray(ready))[0], torch.from_numpy(ready))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (28, 28), (5, 400)])
+@pytest.mark.parametrize("shade", [0, 128, 255])
+def test_an_empty_picture_is_black(size, shade):
+    picture = as_mnist(Image.new("L", size, shade))
+    assert picture.shape == (1, 28, 28)
+    if not (size == (28, 28) and shade == 0):
+        assert picture.sum() == 0
+
+
+def test_a_single_dot_and_a_thin_line_do_not_fail():
+    for box in ((50, 50, 51, 51), (0, 50, 100, 51), (99, 0, 100, 100)):
+        picture = Image.new("L", (100, 100), 0)
+        picture.paste(255, box)
+        assert as_mnist(picture).max() > 0
+
+
+def test_files_come_in_their_order_as_one_tensor(tmp_path: Path):
+    Image.fromarray(_seven()).save(tmp_path / "a.png")
+    Image.fromarray(255 - np.rot90(_seven())).save(tmp_path / "b.jpg", quality=95)
+    found = load_pictures([str(tmp_path / "b.jpg"), str(tmp_path / "a.png")])
+    assert found.shape == (2, 1, 28, 28)
+    assert found.dtype == torch.uint8
+    assert torch.equal(found[1].float(), EXPECTED)
+    assert not torch.equal(found[0], found[1])
+
+
+def _damaged(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 8] = b"\xff" * 8
+    path.write_bytes(data)
+
+
+def test_what_is_no_picture_is_refused_with_its_name(tmp_path: Path):
+    good = tmp_path / "good.png"
+    Image.fromarray(_seven()).save(good)
+    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "cut.png").write_bytes(good.read_bytes()[:100])
+    (tmp_path / "flipped.png").write_bytes(good.read_bytes())
+    _damaged(tmp_path / "flipped.png")
+    (tmp_path / "empty.png").write_bytes(b"")
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(UserError, match="type the names"):
+        load_pictures([])
+    with pytest.raises(UserError, match="nothing.png does not exist"):
+        load_pictures([str(good), str(tmp_path / "nothing.png")])
+    for name in ("text.png", "cut.png", "flipped.png", "empty.png", "folder.png"):
+        with pytest.raises(UserError, match=f"{name} cannot be read as a picture: ."):
+            load_pictures([str(tmp_path / name)])
+
+
+def test_a_bomb_of_a_picture_is_refused(tmp_path: Path):
+    path = tmp_path / "bomb.png"
+    Image.new("1", (16_000, 12_000)).save(path)
+    with pytest.raises(UserError, match="bomb"):
+        load_pictures([str(path)])

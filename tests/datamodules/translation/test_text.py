@@ -1,0 +1,127 @@
+import re
+import unicodedata
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datamodules.errors import UserError
+from datamodules.translation.text import (
+    EOS,
+    PAD,
+    SOS,
+    SPECIAL_WORDS,
+    UNK,
+    Vocabulary,
+    choose_words,
+    normalise,
+    normalise_lines,
+)
+
+LINES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n"), max_size=40)
+
+
+def _as_the_tutorial_does(sentence: str, pattern: str) -> str:
+    sentence = unicodedata.normalize("NFD", sentence.lower().strip())
+    sentence = "".join(char for char in sentence if unicodedata.category(char) != "Mn")
+    sentence = re.sub(r"([.!?])", r" \1", sentence)
+    return " ".join(re.sub(pattern, " ", sentence).split())
+
+
+@given(st.lists(LINES, min_size=1))
+def test_the_tutorials_normalisations_are_those_of_its_own_functions(lines: list[str]) -> None:
+    for how, pattern in (("tutorial", r"[^a-zA-Z!?]+"), ("tutorial-2017", r"[^a-zA-Z.!?]+")):
+        assert normalise_lines(lines, how) == [_as_the_tutorial_does(line, pattern) for line in lines]
+
+
+@given(st.lists(LINES, min_size=1))
+def test_whole_files_are_normalised_as_sentence_by_sentence(lines: list[str]) -> None:
+    for how in ("unicode", "none", "tutorial", "tutorial-2017"):
+        assert normalise_lines(lines, how) == [normalise(line, how) for line in lines]
+
+
+@given(LINES)
+def test_normalising_twice_changes_nothing(line: str) -> None:
+    for how in ("unicode", "none", "tutorial"):
+        assert normalise(normalise(line, how), how) == normalise(line, how)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Élan, NAÏVE!", "élan , naïve !"),
+        ("cafe\u0301", "café"),
+        ("caf\u00ade\u0301", "café"),
+        ("J’ai l'Oeuf.", "j' ai l' oeuf ."),
+        ("the dogs' house", "the dogs' house"),
+        ("'quoted", "' quoted"),
+        ("Привет, мир!", "привет , мир !"),
+        ("हिन्दी भाषा।", "हिन्दी भाषा ।"),
+        ("你好，世界。", "你好 ， 世界 。"),
+        ("مرحبا؟", "مرحبا ؟"),
+        ("a\u00a0b\u202fc\td\u2028e\x0bf\x85g", "a b c d e f g"),
+        ("100 € (brut)", "100 € ( brut )"),
+        ("İstanbul", "i̇stanbul"),
+        ("  ", ""),
+    ],
+)
+def test_unicode_keeps_all_scripts_and_makes_words_of_punctuation(text: str, words: str) -> None:
+    assert normalise(text) == words
+
+
+def test_none_only_splits_at_spaces() -> None:
+    assert normalise(" Don't  split\u00a0me, please.\x03", "none") == "Don't split me, please."
+
+
+def test_no_normalised_sentence_holds_a_control_character() -> None:
+    # `pack` marks the ends of sentences with them.
+    for how in ("unicode", "none", "tutorial", "tutorial-2017"):
+        assert normalise("a\x02b\x03c\x00", how) == "a b c"
+
+
+def test_an_unknown_normalisation_is_refused() -> None:
+    with pytest.raises(UserError, match="no normalisation 'ascii'; expected one of unicode, none, tutorial, tut"):
+        normalise("a", "ascii")  # type: ignore[arg-type]
+
+
+def test_a_vocabulary_numbers_the_special_words_first_and_turns_strangers_into_unk() -> None:
+    vocabulary = Vocabulary.of(["le", "chat", "<eos>"])
+    assert vocabulary.words == [*SPECIAL_WORDS, "le", "chat"]
+    assert (len(vocabulary), PAD, SOS, EOS, UNK) == (6, 0, 1, 2, 3)
+    assert vocabulary.encode("le chien chat") == [4, UNK, 5, EOS]
+    assert vocabulary.decode(torch.tensor([SOS, 4, UNK, 5, EOS, 5, PAD])) == "le <unk> chat"
+    assert vocabulary.ids_of([*SPECIAL_WORDS, "chat", "chien"]).tolist() == [0, 1, 2, 3, 5, 3]
+    assert vocabulary.mark_unknown("le chien") == "le [chien]"
+    assert "chat" in vocabulary
+    assert vocabulary == Vocabulary(vocabulary.words)
+    assert vocabulary != Vocabulary.of(["chat", "le"])
+
+
+def test_a_text_that_spells_a_special_word_does_not_get_its_meaning() -> None:
+    vocabulary = Vocabulary.of(["le", "chat", "<pad>"])
+    assert vocabulary.encode("<pad> chat <eos>") == [UNK, 5, UNK, EOS]
+    assert vocabulary.ids_of([*SPECIAL_WORDS, "<sos>", "le"]).tolist() == [0, 1, 2, 3, UNK, 4]
+    assert vocabulary.mark_unknown("<eos> le") == "[<eos>] le"
+
+
+@pytest.mark.parametrize("words", [["le", "chat"], [*SPECIAL_WORDS, "le", "le"], []])
+def test_a_list_that_is_no_vocabulary_is_refused(words: list[str]) -> None:
+    with pytest.raises(UserError, match=f"begins with <pad> <sos> <eos> <unk>, found {len(words)} words"):
+        Vocabulary(words)
+
+
+@given(st.lists(st.text("abcd", min_size=1, max_size=2), max_size=60))
+def test_a_vocabulary_does_not_depend_on_the_order_of_the_text(words: list[str]) -> None:
+    def vocabulary(text: list[str]) -> Vocabulary:
+        distinct = [*SPECIAL_WORDS, *dict.fromkeys(text)]
+        return choose_words(distinct, [text.count(word) for word in distinct], min_count=2, max_words=3)
+
+    chosen = vocabulary(words)
+    assert chosen == vocabulary(sorted(words)) == vocabulary(words[::-1])
+    counts = [words.count(word) for word in chosen.words[4:]]
+    assert counts == sorted(counts, reverse=True)
+    assert len(counts) <= 3
+    assert all(count >= 2 for count in counts)
+    left_out = {word for word in words if word not in chosen}
+    assert len(counts) == 3 or all(words.count(word) < 2 for word in left_out)

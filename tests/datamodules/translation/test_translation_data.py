@@ -1,0 +1,527 @@
+import gzip
+import io
+import logging
+import zipfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from callbacks.gradient_accumulation import GradientAccumulation
+from datamodules.errors import UserError
+from datamodules.translation.bundled_corpus import bundled_pairs
+from datamodules.translation.corpus import split_by_source
+from datamodules.translation.data_module import TranslationDataModule
+from datamodules.translation.loaders import TranslationBatch
+from datamodules.translation.text import SPECIAL_WORDS, UNK, normalise
+from tests.support.ranks import run_ranks
+from tests.support.tables import QUIET
+
+WORDS = ["un", "deux", "trois", "quatre", "cinq", "six", "sept", "huit"]
+ENGLISH = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+
+
+def _lines(count: int = 60) -> list[str]:
+    """Pairs of 1 to 7 words, all different."""
+    numbers = [[int(digit) for digit in f"{i:o}" * (1 + i % 3)] for i in range(count)]
+    return [
+        " ".join(WORDS[n] for n in number) + "\t" + " ".join(ENGLISH[n] for n in number) + "\n" for number in numbers
+    ]
+
+
+def _file(folder: Path, *lines: str, name: str = "pairs.tsv") -> str:
+    path = folder / name
+    path.write_bytes("".join(lines).encode())
+    return str(path)
+
+
+def _data(folder: Path, *lines: str, **options: Any) -> TranslationDataModule:
+    data = TranslationDataModule(_file(folder, *(lines or _lines())), **{"batch_size": 4, **options})
+    data.setup("fit")
+    return data
+
+
+def _sentences(data: TranslationDataModule, part: str) -> list[tuple[str, str]]:
+    numbers = data.rows[part]
+    return list(zip(data.source_sentences(numbers), data.target_sentences(numbers)))
+
+
+def _everything(data: TranslationDataModule) -> list[tuple[str, str]]:
+    return sorted(sum((_sentences(data, part) for part in ("train", "val", "test")), []))
+
+
+# The real file
+
+
+@pytest.mark.parametrize(
+    ("normalisation", "kept", "french", "english"),
+    [("tutorial-2017", 10_599, 4_345, 2_803), ("tutorial", 11_445, 4_601, 2_991)],
+)
+def test_the_tutorials_figures_come_out_of_the_real_file(
+    shared_data: Path, normalisation: Any, kept: int, french: int, english: int
+) -> None:
+    path = shared_data / "eng-fra" / "eng-fra.txt.zip"
+    data = TranslationDataModule(
+        str(path), reverse=True, max_length=10, prefixes="tutorial", normalisation=normalisation, val_fraction=0,
+        test_fraction=0, on_bad_lines="error",
+    )  # fmt: skip
+    data.setup("fit")
+    assert (data.info.title, data.info.read, data.info.kept) == ("eng-fra.txt.zip", 135_842, kept)
+    # The tutorial counts SOS and EOS among the words, of all pairs, as here without a held-out part.
+    counted = [len(v) - len(SPECIAL_WORDS) + 2 for v in (data.source_vocabulary, data.target_vocabulary)]
+    assert counted == [french, english]
+    batches = list(data.train_dataloader())
+    assert sum(len(batch.source) for batch in batches) == kept
+    assert max(int(batch.source_lengths.max()) for batch in batches) == 10
+    assert max(int(batch.target_lengths.max()) for batch in batches) == 11
+    # The other direction has the same pairs.
+    other = TranslationDataModule(str(path), max_length=10, prefixes="tutorial", normalisation=normalisation)
+    other.setup("test")
+    assert other.info.kept == kept
+
+
+def test_the_whole_real_file_is_read_and_hardly_padded(shared_data: Path) -> None:
+    data = TranslationDataModule(str(shared_data / "eng-fra" / "eng-fra.txt.zip"), max_length=20, batch_size=256)
+    data.setup("fit")
+    assert (data.info.read, data.info.kept, sum(data.sizes.values())) == (135_842, 134_797, 134_797)
+    loader = data.train_dataloader()
+    assert loader.padding_share < 0.03 < 0.4 < loader.random_padding_share
+    parts = [set(data.source_sentences(rows)) for rows in data.rows.values()]
+    assert sum(map(len, parts)) == len(set.union(*parts)) == data.info.sources
+
+
+# Reading
+
+
+def _zipped(lines: list[str], *names: str) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in names:
+            archive.writestr(name, "".join(lines) if name.endswith("s.txt") else "about")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        "".join(_lines()).encode(),
+        "".join(_lines()).replace("\n", "\r\n").encode("utf-8-sig"),
+        "".join(_lines()).encode("utf-16"),
+        "".join(line.replace("\n", "\tCC-BY 2.0 (France) #12 & #34 (x)\n") for line in _lines()).encode(),
+        "\n".join(_lines()).encode(),
+        "".join(_lines()).replace(" ", "\u2028").replace("\t", "\x85\t\x0b").encode(),
+        "".join(_lines()).rstrip("\n").encode(),
+        gzip.compress("".join(_lines()).encode()),
+        _zipped(_lines(), "pairs.txt", "_about.txt", "__MACOSX/._pairs.txt"),
+    ],
+    ids=["plain", "crlf-bom", "utf16", "third-column", "blank-lines", "separators", "no-last-newline", "gz", "zip"],
+)
+def test_a_file_is_read_however_it_is_written(tmp_path: Path, contents: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(contents)
+    data = TranslationDataModule(str(path))
+    data.setup("test")
+    assert _everything(data) == _everything(_data(tmp_path))
+    assert data.info.read == 60
+
+
+def test_two_aligned_files_are_the_same_as_one_of_pairs_and_reverse_swaps_the_sides(tmp_path: Path) -> None:
+    whole = _data(tmp_path)
+    columns = [[line.strip().split("\t")[side] + "\n" for line in _lines()] for side in (0, 1)]
+    source, target = _file(tmp_path, *columns[0], name="a.fr"), _file(tmp_path, *columns[1], name="a.en")
+    aligned = TranslationDataModule(source_file=source, target_file=target)
+    aligned.setup("fit")
+    assert _everything(aligned) == _everything(whole)
+    backwards = _data(tmp_path, reverse=True)
+    assert _everything(backwards) == sorted((b, a) for a, b in _everything(whole))
+    assert backwards.source_vocabulary.id_of("one") > UNK == whole.source_vocabulary.id_of("one")
+
+
+def test_without_a_file_the_bundled_sentences_are_used_and_that_is_said_in_one_line(caplog: Any) -> None:
+    data = TranslationDataModule()
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        data.setup("fit")
+    assert [r.message for r in caplog.records] == [
+        f"note: no --data-file: going on with {len(bundled_pairs()):,} bundled artificial French-English sentences"
+    ]
+    assert data.info.title == "bundled artificial French-English sentences"
+    assert sum(data.sizes.values()) == len(bundled_pairs())
+
+
+def test_bundled_sentences_elide_contract_and_agree() -> None:
+    pairs = bundled_pairs()
+    french = [f" {normalise(a)} " for a, _ in pairs]
+    text = "".join(french)
+    assert len(set(french)) == len(pairs)
+    for wrong in (
+        " je a",
+        " je é",
+        " de a",
+        " de o",
+        " le a",
+        " le o",
+        " la é",
+        " le h",
+        " à le ",
+        " de le ",
+        " que il",
+    ):
+        assert wrong not in text, wrong
+    for right in (" j' ", " l' ", " d' ", " au ", " du ", " n' ", " vieil ", " fatiguées ", " chevaux "):
+        assert right in text, right
+    # Subjects and verbs, participles and predicates.
+    assert not any(" elle est " in a and "arrivé " in a for a in french)
+    assert not any(" les " in a and (" est heur" in a or " a vu " in a) for a in french if a.startswith(" les "))
+    counts = Counter(word for a in french for word in a.split())
+    assert min(counts.values()) >= 3
+
+
+# Faulty input
+
+
+BAD = [
+    ("un deux trois\n", "1 without a tab"),
+    ("\tone\n", "1 with an empty side"),
+    ("un\t \n", "1 with an empty side"),
+    ("\u00ad\tone\n", "1 with an empty side in unicode normalisation"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD)
+def test_a_faulty_line_is_named_and_refused_or_skipped(tmp_path: Path, line: str, reason: str, caplog: Any) -> None:
+    lines = [*_lines()[:9], line, *_lines()[9:]]
+    with pytest.raises(UserError) as refusal:
+        _data(tmp_path, *lines)
+    assert f"pairs.tsv: 1 of 61 lines cannot be used: {reason} (line 10)" in str(refusal.value)
+    assert "pass --on-bad-lines skip" in str(refusal.value)
+    skipping = _data(tmp_path, *lines, on_bad_lines="skip")
+    assert f"pairs.tsv: left out 1 of 61 lines: {reason} (line 10)" in caplog.text
+    assert _everything(skipping) == _everything(_data(tmp_path))
+    assert (skipping.info.read, skipping.info.kept) == (61, 60)
+
+
+def test_lines_in_another_encoding_are_counted_and_the_first_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "latin.tsv"
+    path.write_bytes("".join(_lines()).encode() + 7 * "été\tsummer\n".encode("latin-1"))
+    with pytest.raises(
+        UserError, match=r"7 of 67 .*: 7 not in UTF-8 \(lines 61, 62, 63, 64, 65, \.\.\.\); save the file"
+    ):
+        TranslationDataModule(str(path)).setup("fit")
+    data = TranslationDataModule(str(path), on_bad_lines="skip")
+    data.setup("fit")
+    assert data.info.kept == 60
+
+
+def test_unequal_line_counts_are_named_and_the_surplus_is_left_out_by_choice(tmp_path: Path) -> None:
+    source, target = (
+        _file(tmp_path, *("un\n", "deux\n") * 20, name="a"),
+        _file(tmp_path, *("one\n", "two\n") * 19, name="b"),
+    )
+    files = {"source_file": source, "target_file": target}
+    reason = f"2 in {source} only, which has 40 lines, and {target} 38 (lines 39, 40)"
+    with pytest.raises(UserError) as refusal:
+        TranslationDataModule(**files).setup("test")
+    assert reason in str(refusal.value)
+    data = TranslationDataModule(**files, on_bad_lines="skip")
+    data.setup("test")
+    assert data.info.kept == 38
+
+
+def test_sentences_over_the_limit_are_skipped_with_a_count_or_refused(tmp_path: Path, caplog: Any) -> None:
+    lines = ["un deux\tone two\n", "un deux trois\tone\n", "un\tone two three\n", *(f"a{i}\tb\n" for i in range(8))]
+    data = _data(tmp_path, *lines, max_length=3)
+    assert "left out 2 of 11 lines: 2 over --max-length 3 (lines 2, 3)" in caplog.text
+    assert data.info.kept == 9
+    assert max(int(batch.source_lengths.max()) for batch in data.train_dataloader()) <= 3
+    with pytest.raises(
+        UserError, match=r"2 over --max-length 3 \(lines 2, 3\); mend them, or pass --on-long-sentences sk"
+    ):
+        _data(tmp_path, *lines, max_length=3, on_long_sentences="error")
+
+
+@pytest.mark.parametrize(
+    ("contents", "options", "reason"),
+    [
+        (b"", {}, "file is empty"),
+        (b"\xef\xbb\xbf\n\n", {}, "file is empty"),
+        (b"a\tb\n\0\x01\x02", {}, "is no text file"),
+        (b"\xff\0\xfe\x89PNG", {}, "is no text file"),
+        (gzip.compress(b"a\tb\n")[:-6], {}, "is damaged"),
+        (b"PK\x03\x04nothing", {}, "is damaged"),
+        (_zipped(["a\tb\n"], "as.txt", "bs.txt"), {}, "holds 2 files, expected one: as.txt, bs.txt; unpack it"),
+        (
+            "привет\tпока\n".encode(),
+            {"normalisation": "tutorial", "on_bad_lines": "skip"},
+            "none of 1 pairs is left af",
+        ),
+        (b"a b c\td\n", {"max_length": 3}, "none of 1 pairs is left after --max-length 3"),
+        (b"a\tb\n", {"prefixes": ["c"]}, r"none of 1 pairs is left after --prefixes \['c'\]"),
+        (b"a\tb\n" * 9, {}, "nothing is left for the train part of 9 pairs.* 1 of these sentences are different"),
+        (b"a\tb\nc\td\ne\tf\n", {"min_count": 2}, "no source word occurs 2 times in the 1 training pairs"),
+    ],
+)
+def test_a_file_that_leaves_nothing_to_train_on_is_refused(
+    tmp_path: Path, contents: bytes, options: dict[str, Any], reason: str
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(contents)
+    with pytest.raises(UserError, match=reason):
+        TranslationDataModule(str(path), **options).setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"data_file": "missing.tsv"}, "there is no file missing.tsv"),
+        ({"data_file": "."}, "is a folder"),
+        ({"source_file": "a"}, "pass --target-file too"),
+        ({"data_file": "a", "source_file": "a", "target_file": "b"}, "found both --data-file and --source-file"),
+        ({"val_fraction": 1.5}, "outside 0 to 1"),
+        ({"batch_size": 0}, "--batch-size 0 is not 1 or greater"),
+        ({"max_tokens": -1}, "--max-tokens -1 is not 1 or greater"),
+        ({"max_length": 1}, "leaves no room"),
+        ({"normalisation": "ascii"}, "no normalisation 'ascii'"),
+        ({"max_tokens": 100, "bucket": False}, "--no-bucket"),
+    ],
+)
+def test_wrong_settings_are_refused_with_what_to_type(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        TranslationDataModule(**options).setup("fit")
+
+
+# Filters, split and vocabularies
+
+
+def test_prefixes_choose_pairs_by_either_side_and_a_space_ends_a_word(tmp_path: Path) -> None:
+    lines = ["Il est là.\tHe’s here.\n", "Elle\tHer\n", "Hé\tHi\n", "I m a\tx\n", "ça va\tyou aren't\n", "a\tI’m\n"]
+
+    def kept(prefixes: Any) -> list[str]:
+        data = TranslationDataModule(_file(tmp_path, *lines), prefixes=prefixes)
+        data.setup("test")
+        return [target for _, target in _everything(data)]
+
+    assert kept("tutorial") == ["x", "he' s here .", "you aren' t"]
+    assert kept(["he"]) == ["her", "he' s here ."]
+    assert kept(["he "]) == ["he' s here ."]
+    assert kept(["HI", "elle"]) == ["her", "hi"]
+    assert kept(["you are"]) == ["you aren' t"]
+    assert kept("i'm ") == ["x"]
+
+
+@given(st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=40), st.integers(0, 5))
+def test_the_split_is_a_function_of_seed_and_sentence_and_keeps_equal_sources_together(
+    sources: list[str], seed: int
+) -> None:
+    def parts(order: list[str]) -> dict[str, list[str]]:
+        found = split_by_source(order, val=0.2, test=0.3, seed=seed)
+        assert sorted(torch.cat(list(found.values())).tolist()) == list(range(len(order)))
+        return {part: sorted(order[row] for row in rows) for part, rows in found.items()}
+
+    assert parts(sources) == parts(sorted(sources)) == parts(sources[::-1])
+    sets = [set(part) for part in parts(sources).values()]
+    assert sum(map(len, sets)) == len(set(sources))
+
+
+def test_held_out_shares_are_met_and_another_seed_holds_out_others() -> None:
+    sources = [f"s{i}" for i in range(1000)]
+    first, second = (split_by_source(sources, 0.05, 0.1, seed) for seed in (1, 2))
+    assert [len(rows) for rows in first.values()] == [850, 50, 100]
+    assert len(set(first["test"].tolist()) & set(second["test"].tolist())) < 30
+    # Adding sentences moves few of the others.
+    more = split_by_source(sources + [f"t{i}" for i in range(50)], 0.05, 0.1, 1)
+    assert len(set(first["test"].tolist()) & set(more["test"].tolist())) > 90
+
+
+def test_vocabularies_come_from_the_training_part_only(tmp_path: Path) -> None:
+    lines = [f"s{i}\tt{i} t\n" for i in range(100)]
+    data = _data(tmp_path, *lines)
+    train, test = _sentences(data, "train"), _sentences(data, "test")
+    assert set(data.source_vocabulary.words[4:]) == {source for source, _ in train}
+    assert data.target_vocabulary.words[4] == "t"
+    assert len(test) == 10
+    batch = next(iter(data.test_dataloader()))
+    # What was held out is unknown to the network, and known to who scores it.
+    assert batch.source[:, 0].eq(UNK).all()
+    assert batch.target[:, 1].eq(UNK).all()
+    assert sorted(zip(data.source_sentences(batch.numbers), data.target_sentences(batch.numbers))) == sorted(test)
+    small = _data(tmp_path, *lines, max_words=7, min_count=1)
+    assert len(small.source_vocabulary) == len(small.target_vocabulary) == 11
+
+
+def test_batches_spell_the_sentences_of_the_file(tmp_path: Path) -> None:
+    data = _data(tmp_path)
+    spelt = []
+    for batch in data.train_dataloader():
+        assert batch.target[:, 0].eq(1).all()
+        assert int(batch.source.eq(2).sum()) == int(batch.target.eq(2).sum()) == len(batch.source)
+        spelt += [
+            (data.source_vocabulary.decode(a), data.target_vocabulary.decode(b))
+            for a, b in zip(batch.source, batch.target)
+        ]
+    assert sorted(spelt) == sorted(_sentences(data, "train"))
+
+
+# In a Trainer
+
+
+class Speaker(pl.LightningModule):
+    """Learns from means over target words; notes which sentences each update saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.source, self.target = nn.EmbeddingBag(40, 4, mode="sum", padding_idx=0), nn.Linear(4, 40)
+        self.double()
+        self.seen: list[tuple[int, int, list[int]]] = []
+
+    def training_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
+        assert batch.numbers is not None
+        self.seen.append((self.current_epoch, self.global_step, batch.numbers.tolist()))
+        logits = self.target(self.source(batch.source)).unsqueeze(1).expand(-1, batch.target.shape[1], -1)
+        losses = nn.functional.cross_entropy(logits.flatten(0, 1), batch.target.flatten(), reduction="none")
+        kept = batch.target.flatten().ne(0)
+        return {"loss": (losses * kept).sum() / kept.sum().clamp(min=1), "count": int(kept.sum())}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def _train(
+    file: str, world_size: int, micro_batches: int, batch_size: int, max_tokens: int | None, **trainer: Any
+) -> tuple[list[tuple[int, int, list[int]]], Tensor]:
+    data = TranslationDataModule(file, batch_size=batch_size, max_tokens=max_tokens, val_fraction=0)
+    model = Speaker()
+    ckpt_path = trainer.pop("ckpt_path", None)
+    callbacks = [GradientAccumulation(micro_batches), *trainer.pop("callbacks", [])]
+    strategy = "ddp" if world_size > 1 else "auto"
+    options = {**QUIET, "enable_checkpointing": "default_root_dir" in trainer, "max_epochs": 2, **trainer}
+    trained = pl.Trainer(devices=world_size, strategy=strategy, callbacks=callbacks, **options)
+    trained.fit(model, data, ckpt_path=ckpt_path)
+    return model.seen, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def _per_update(seen: list[list[tuple[int, int, list[int]]]]) -> dict[tuple[int, int], list[int]]:
+    updates: dict[tuple[int, int], list[int]] = {}
+    for epoch, update, numbers in sum(seen, []):
+        updates.setdefault((epoch, update), []).extend(numbers)
+    return {place: sorted(numbers) for place, numbers in updates.items()}
+
+
+@pytest.mark.parametrize("max_tokens", [None, 40])
+def test_any_split_sees_the_same_sentences_per_update_and_ends_with_the_same_weights(
+    tmp_path: Path, max_tokens: int | None
+) -> None:
+    file = _file(tmp_path, *_lines())
+    # Batches of tokens are what is dealt out, so their size stays and only their number is shared.
+    splits = [(1, 1, 12), (1, 4, 3), (2, 2, 3)] if max_tokens is None else [(1, 4, 3), (2, 2, 3)]
+    found = []
+    for world_size, micro_batches, batch_size in splits:
+        ranks = run_ranks(_train, world_size, file, world_size, micro_batches, batch_size, max_tokens)
+        found.append((_per_update([seen for seen, _ in ranks]), ranks[0][1]))
+    (updates, weights), *others = found
+    assert len({str(numbers) for numbers in updates.values()}) == len(updates) > 6
+    for other_updates, other_weights in others:
+        assert other_updates == updates
+        assert torch.allclose(other_weights, weights, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 40])
+def test_a_run_resumed_in_mid_epoch_is_exact(tmp_path: Path, max_tokens: int | None) -> None:
+    file = _file(tmp_path, *_lines())
+    whole, weights = _train(file, 1, 2, 5, max_tokens)
+    saving = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=3, save_top_k=-1)
+    first, _ = _train(file, 1, 2, 5, max_tokens, max_steps=3, default_root_dir=str(tmp_path), callbacks=[saving])
+    (path,) = (tmp_path / "ckpt").glob("*step=3.ckpt")
+    state = torch.load(path, weights_only=True)
+    assert state["TranslationDataModule"]["source_words"][:4] == list(SPECIAL_WORDS)
+    second, resumed = _train(file, 1, 2, 5, max_tokens, ckpt_path=str(path))
+    assert first + second == whole
+    assert torch.equal(resumed, weights)
+
+
+def test_the_padding_share_is_logged(tmp_path: Path) -> None:
+    logger = pl.loggers.CSVLogger(str(tmp_path))
+    _train(_file(tmp_path, *_lines()), 1, 1, 12, None, logger=logger, max_epochs=1)
+    logger.save()
+    header, first = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[:2]
+    assert "data/padding_share" in header
+    assert 0 < float(first.split(",")[header.split(",").index("data/padding_share")]) < 0.5
+
+
+# Predicting with what the checkpoint knows
+
+
+def test_typed_sentences_files_and_standard_input_are_predicted_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = _data(tmp_path).state_dict()
+    listed, other = (
+        _file(tmp_path, "trois\r\n\r\n", "cinq zut", name="in.txt"),
+        _file(tmp_path, "six\n", name="in.list"),
+    )
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfsept\r\nhuit\r\n")))
+    inputs = ["Un DEUX!", listed, f"@{other}", "-", "quatre"]
+    data = TranslationDataModule("missing.tsv", predict_inputs=inputs, eval_batch_size=2)
+    data.setup("predict")
+    data.load_state_dict(state)
+    names = ["un deux [!]", "trois", "cinq [zut]", "six", "sept", "huit", "quatre"]
+    assert data.prediction_names == names
+    batches = list(data.predict_dataloader())
+    assert torch.cat([batch.numbers for batch in batches]).tolist() == list(range(7))
+    spelt = [data.source_vocabulary.decode(row) for batch in batches for row in batch.source]
+    assert spelt == [name.replace("[!]", "<unk>").replace("[zut]", "<unk>") for name in names]
+    assert all(batch.target.tolist() == [[1, 2]] * len(batch.source) for batch in batches)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [
+        ([], "no sentence to translate"),
+        (["@missing"], "there is no file missing"),
+        (["\u00ad"], "nothing is left of the sentence '\\\\xad' in unicode normalisation"),
+    ],
+)
+def test_nothing_to_predict_is_refused(tmp_path: Path, inputs: list[str], reason: str) -> None:
+    data = TranslationDataModule("missing.tsv", predict_inputs=inputs)
+    data.load_state_dict(_data(tmp_path).state_dict())
+    with pytest.raises(UserError, match=reason):
+        data.predict_dataloader()
+
+
+def test_standard_input_in_another_encoding_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in the C locale, where Python lets every byte pass.
+    lines = io.BytesIO("un\nsept été\n".encode("latin-1"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(lines, encoding="utf-8", errors="surrogateescape"))
+    data = TranslationDataModule("missing.tsv", predict_inputs=["-"])
+    data.load_state_dict(_data(tmp_path).state_dict())
+    with pytest.raises(UserError, match="line 2 of standard input is not in UTF-8"):
+        data.predict_dataloader()
+
+
+def test_without_a_validation_part_it_says_that_it_does_not_validate(tmp_path: Path) -> None:
+    data = _data(tmp_path, val_fraction=0.0)
+    assert not data.validates
+    assert data.val_dataloader() == []
+    assert _data(tmp_path, val_fraction=0.1).validates
+
+
+def test_a_checkpoints_words_and_normalisation_win_over_those_of_the_corpus(tmp_path: Path) -> None:
+    old = _data(tmp_path, normalisation="tutorial")
+    other = ["Un neuf!\tone nine\n", "deux.\ttwo\n", "six\tsix\n"]
+    new = TranslationDataModule(_file(tmp_path, *other), test_fraction=1)
+    new.setup("test")
+    new.load_state_dict(old.state_dict())
+    assert new.source_vocabulary == old.source_vocabulary
+    assert sorted(new.source_sentences(torch.arange(3))) == ["deux", "six", "un neuf !"]
+    (batch,) = new.test_dataloader()
+    known = [old.source_vocabulary.decode(row) for row in batch.source]
+    assert sorted(known) == ["deux", "six", "un <unk> <unk>"]
+    with pytest.raises(UserError, match="nothing is left for the train part"):
+        new.setup("fit")

@@ -1,0 +1,103 @@
+"""Runs under torchrun that lose a process, a node, or are told to end: they go on by themselves, to the same bits."""
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.test_resume_command import live
+from tests.support.agents import Agent, updates_done, wait_until, weights_of
+from tests.support.ranks import free_port, run_ranks
+
+ARGS = ["--dataset", "digits", "--max-epochs", "12", "--accelerator", "cpu", "--precision", "32"]
+ARGS += ["--batch-size", "32", "--global-batch-size", "64", "--no-enable-progress-bar", "--save-every", "5 steps"]
+UPDATES = 12 * 21
+RUN = Path("runs/plain/elastic-job")
+
+pytestmark = pytest.mark.slow
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+class Job:
+    """Agents that meet, in one folder."""
+
+    def __init__(self, folder: Path, nodes: str) -> None:
+        self.folder = folder
+        self.agents: list[Agent] = []
+        self.last = folder / RUN / "checkpoints" / "last.ckpt"
+        self.port = free_port()
+        where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "job"]
+        # By default a lost node is missed after 15 s, and one that may come is waited for for 30 s.
+        where += ["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3"]
+        how = ["--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", "3"]
+        self.args = [*how, *where, "-m", "tests.support.plain_recipe", *ARGS]
+
+    def start(self) -> Agent:
+        agent = Agent(self.folder, f"agent{len(self.agents)}", self.args)
+        self.agents.append(agent)
+        return agent
+
+    def reaches(self, updates: int) -> None:
+        wait_until(lambda: updates_done(self.last) >= updates, f"{updates} updates in {self.last}")
+
+    def output(self) -> str:
+        return "".join(agent.output() for agent in self.agents)
+
+
+@contextlib.contextmanager
+def job(folder: Path, nodes: str) -> Iterator[Job]:
+    """Two agents of a job, started; none is left behind."""
+    made = Job(folder, nodes)
+    try:
+        # The first keeps the rendezvous: torchrun cannot go on without the node that its endpoint names.
+        made.start()
+        wait_until(lambda: listens(made.port), "the first agent")
+        made.start()
+        yield made
+    finally:
+        for agent in made.agents:
+            if agent.process.poll() is None:
+                agent.kill()
+
+
+def test_a_killed_process_and_a_killed_node_that_comes_back_leave_no_trace_in_the_weights(tmp_path):
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    run_ranks(live, 2, [*ARGS, "--name", "elastic-job", "--devices", "2", "--strategy", "ddp"], str(whole))
+    with job(tmp_path, "2") as two:
+        two.reaches(20)
+        os.kill(two.agents[1].workers()[0], signal.SIGKILL)
+        wait_until(lambda: "going on from" in two.output(), "the restart")
+        two.reaches(60)
+        two.agents[1].kill()
+        two.start()
+        assert [two.agents[0].wait(), two.agents[2].wait()] == [0, 0], two.output()
+        assert two.output().count("going on from") == 2
+    assert updates_done(two.last) == UPDATES
+    assert weights_of(two.last) == weights_of(whole / RUN / "checkpoints" / "last.ckpt")
+
+
+def test_a_lost_node_shrinks_the_world_and_sigterm_to_the_agent_saves_and_ends_without_a_restart(tmp_path):
+    with job(tmp_path, "1:2") as shrinking:
+        shrinking.reaches(20)
+        shrinking.agents[1].kill()
+        first = shrinking.agents[0]
+        wait_until(lambda: "devices: 2 before, 1 now" in first.output(), "the smaller world")
+        assert "the global batch stays 64 (1 x 32 samples x 2 micro-batches), and the order too" in first.output()
+        before = updates_done(shrinking.last)
+        shrinking.reaches(before + 5)
+        first.process.send_signal(signal.SIGTERM)
+        # Of torchrun itself, whatever its workers end with.
+        assert first.wait(30) == 1
+        assert first.output().count("started by torchrun") + first.output().count("plain: 1 x") == 2
+        saved = updates_done(shrinking.last)
+        assert f"SIGTERM after update {saved}: saved" in first.output()
+        assert before + 5 <= saved < UPDATES

@@ -1,0 +1,313 @@
+"""A run that is killed and resumed ends with the bits of the run that was never stopped, whatever callback it uses.
+
+Each life of a run is a fresh process (or two, over gloo) that is ended by SIGKILL; the next one goes on from the newest
+file that Lightning's ModelCheckpoint wrote. Dropout is on, samples are augmented by addressed noise, the rate follows a
+schedule, AdamW keeps moments, every epoch is validated, accumulation windows are cut by the epoch's end. The answer of
+a run is the SHA-256 of its parameters and buffers, on every rank.
+
+Alone means with SeedControl: no checkpoint holds the generators that dropout draws from, so that without SeedControl no
+run with dropout can be exact (one test shows it).
+
+Loader workers: a data set that draws from its worker's generator depends on how many workers there are and on what
+they prefetched when they died. So `WorkerLoader` augments by (seed, epoch, index) in the worker, and counts its
+position where batches are consumed. A stock DataLoader starts its order again on a resume (test_split_data.py).
+"""
+
+import contextlib
+import hashlib
+import importlib
+import os
+import pkgutil
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+import callbacks
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
+from callbacks.checkpointing.guard import LastCheckpoint
+from datamodules.loading.loaders import EvaluationLoader, TrainLoader
+from datamodules.loading.randomness import normal
+from datamodules.loading.sampling import epoch_order, num_training_steps, training_spans
+from tests.support.ranks import run_ranks
+from tests.support.tables import CALLBACKS, QUIET, TOGETHER, Tiny, on_ranks, picture_network, pictures, silence
+
+EPOCHS = 3
+BATCH_SIZE = 4
+# 13 micro-batches an epoch on one process and 7 on two; the last one holds 2 samples.
+TRAIN, VALIDATION = pictures(50), pictures(9)
+TRAIN = TRAIN[0].float(), TRAIN[1]
+VALIDATION = VALIDATION[0].float(), VALIDATION[1]
+
+
+def augment(inputs: Tensor, rows: Tensor, epoch: int) -> Tensor:
+    """Adds noise that is a function of the epoch and the sample."""
+    return inputs + 0.3 * normal(1, "augment", epoch, rows, draws=25).view_as(inputs)
+
+
+class Augmented(Dataset):
+    """Pictures under keys (epoch, number), for worker processes."""
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        epoch, number = key
+        rows = torch.tensor([number])
+        return augment(TRAIN[0][rows], rows, epoch)[0], TRAIN[1][number]
+
+
+class WorkerLoader:
+    """A DataLoader in the global order; resumable at any batch, however far its workers are ahead.
+
+    Its workers stay for all epochs: CPython 3.11 hangs, now and then, in a fork while another thread ends, as those
+    do that fed the workers of the epoch before.
+    """
+
+    def __init__(self, num_workers: int, rank: int, world_size: int) -> None:
+        self.num_workers, self.rank, self.world_size = num_workers, rank, world_size
+        self.batch_size = BATCH_SIZE
+        self.epoch = self.done = 0
+        workers: dict[str, Any] = {"multiprocessing_context": "fork", "persistent_workers": True} if num_workers else {}
+        self.batches: list[list[tuple[int, int]]] = []
+        self.loader: DataLoader = DataLoader(
+            Augmented(), batch_sampler=self.batches, num_workers=num_workers, **workers
+        )
+
+    @property
+    def sampler(self) -> "WorkerLoader":
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch, self.done = epoch, 0
+
+    def __len__(self) -> int:
+        return num_training_steps(len(TRAIN[1]), BATCH_SIZE, self.world_size)
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        epoch, done = self.epoch, self.done
+        order = epoch_order(len(TRAIN[1]), 1, epoch).tolist()
+        spans = list(training_spans(len(order), BATCH_SIZE, self.rank, self.world_size))[done:]
+        self.batches[:] = [[(epoch, number) for number in order[start:stop]] for start, stop in spans]
+        for number, batch in enumerate(self.loader, done + 1):
+            self.epoch, self.done = (epoch, number) if number < len(self) else (epoch + 1, 0)
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.done = state["epoch"], state["done"]
+
+
+Place = tuple[int, int]
+"""An epoch, and the micro-batch of it that is next."""
+
+
+class Case(NamedTuple):
+    """A run: its rows of the table, where batches come from, and when it is saved.
+
+    `loader` is "memory" (TrainLoader) or the number of workers of a DataLoader; `saves` is "epochs", "updates", or
+    "stock": Lightning's own way of saving after updates.
+    """
+
+    callbacks: tuple[str, ...]
+    loader: str | int = "memory"
+    saves: str = "updates"
+
+
+class End(NamedTuple):
+    """What is left of a run: the SHA-256 of its weights, and where its last life began."""
+
+    sha256: str
+    began: Place
+
+
+class Life(pl.Callback):
+    """Notes where a run goes on, and kills its processes at a place, once all of them are there."""
+
+    def __init__(self, dies_at: Place | None) -> None:
+        self.dies_at = dies_at
+        self.began: Place | None = None
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        place = trainer.current_epoch, batch_idx
+        self.began = self.began or place
+        if place == self.dies_at:
+            trainer.strategy.barrier()
+            time.sleep(0.05)  # The barrier's last message is to leave this process before it ends.
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adamw(parameters: Iterator[torch.nn.Parameter]) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(parameters, lr=0.02)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.8)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def hash_of(model: pl.LightningModule) -> str:
+    sha256 = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        sha256.update(name.encode() + tensor.numpy().tobytes())
+    return sha256.hexdigest()
+
+
+def live(case: Case, world_size: int, folder: Path, dies_at: Place | None = None, seconds: float | None = None) -> End:
+    """One life of a run, from its newest checkpoint to its end, unless it dies at a place or some time after set-up."""
+    silence()
+    life = Life(dies_at)
+    kind = ModelCheckpoint if case.saves == "stock" else ExactCheckpoint
+    interval = {"every_n_epochs": 1} if case.saves == "epochs" else {"every_n_train_steps": 1}
+    checkpoint = kind(folder, save_last=True, **interval)  # type: ignore[arg-type]
+    trainer = pl.Trainer(
+        max_epochs=EPOCHS,
+        callbacks=[*(CALLBACKS[name]() for name in case.callbacks), life, checkpoint],
+        enable_progress_bar="RunProgress" in case.callbacks,
+        **on_ranks(world_size),
+        **QUIET,
+    )
+    rank = trainer.global_rank
+    train: Any
+    if case.loader == "memory":
+        rows = torch.arange(len(TRAIN[1]))
+        train = TrainLoader(*TRAIN, rows, BATCH_SIZE, 1, rank, world_size, transform=augment)
+    else:
+        train = WorkerLoader(int(case.loader), rank, world_size)
+    validation = EvaluationLoader(*VALIDATION, torch.arange(len(VALIDATION[1])), BATCH_SIZE, rank, world_size)
+    model = Tiny(picture_network(dropout=0.3), adamw)
+    if seconds is not None and rank == 0:
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    newest = "last" if (folder / "last.ckpt").exists() else None
+    trainer.fit(model, train, validation, ckpt_path=newest, weights_only=True)
+    assert (trainer.current_epoch, trainer.state.status) == (EPOCHS, "finished")
+    return End(hash_of(model), life.began or (EPOCHS, 0))
+
+
+def broken_runs(runs: list[tuple[Case, list[Place]]], world_size: int, folder: Path) -> list[str]:
+    """The runs whose final weights differ in any bit, on any rank, from those of the same run unstopped.
+
+    Args:
+        runs: each with the places at which its lives end; the last life goes on to the run's end.
+    """
+    folders = [folder / f"{world_size} processes, run {number}" for number in range(len(runs))]
+    for (case, places), home in zip(runs, folders, strict=True):
+        for place in places:
+            with pytest.raises(AssertionError, match="died with exit status -9"):
+                run_ranks(live, world_size, case, world_size, home, place)
+    expected = {
+        case: run_ranks(live, world_size, case, world_size, folder / f"{world_size} processes, unstopped {number}")
+        for number, case in enumerate(dict(runs))
+    }
+    broken = []
+    for (case, places), home in zip(runs, folders, strict=True):
+        ends = run_ranks(live, world_size, case, world_size, home)
+        epoch, batch = places[-1]
+        for end in ends:
+            # Otherwise a run that begins anew each time would pass.
+            assert end.began > (0, 0)
+            assert case.saves == "stock" or end.began[0] == epoch, f"{case} went on at {end.began}"
+            assert case.saves != "updates" or batch - 3 < end.began[1] <= batch, f"{case} went on at {end.began}"
+        assert all(end.began == (0, 0) for end in expected[case])
+        if [end.sha256 for end in ends] != [end.sha256 for end in expected[case]]:
+            broken.append(f"{world_size} processes, {case}, stopped at {places}")
+    return broken
+
+
+# A window of 3 or 4 micro-batches is open before the fifth of epoch 1, so its first ones have to be done again.
+STOPS: dict[str, tuple[str, list[Place]]] = {
+    "at an epoch's end": ("epochs", [(1, 5)]),
+    "twice in a window": ("updates", [(1, 5), (1, 5)]),
+    "after last updates": ("updates", [(1, 0), (2, 0)]),
+    "in every epoch": ("updates", [(0, 1), (0, 3), (1, 5), (2, 2)]),
+}
+
+
+def stopped(callbacks: tuple[str, ...], loader: str | int, *names: str) -> list[tuple[Case, list[Place]]]:
+    return [(Case(callbacks, loader, saves), places) for saves, places in (STOPS[name] for name in names or STOPS)]
+
+
+ALONE = [("SeedControl",)] + [("SeedControl", name) for name in CALLBACKS if name != "SeedControl"]
+
+
+def test_the_table_holds_every_callback_of_the_package() -> None:
+    found = pkgutil.walk_packages(callbacks.__path__, "callbacks.")
+    modules = [importlib.import_module(info.name) for info in found]
+    classes = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, pl.Callback) and value.__module__ == module.__name__
+    }
+    # Every case saves with ExactCheckpoint, so it has no row, and neither has its subclass.
+    saving = {ExactCheckpoint, LastCheckpoint}
+    assert {type(make()) for make in CALLBACKS.values()} | saving == classes
+    assert {type(CALLBACKS[name]()) for name in TOGETHER} | saving == classes
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_all_callbacks_together_resume_to_the_bit_after_kill_9(world_size: int, tmp_path: Path) -> None:
+    runs = stopped(TOGETHER, "memory", "at an epoch's end", "twice in a window")
+    runs += stopped(TOGETHER, 2, "twice in a window")
+    assert broken_runs(runs, world_size, tmp_path) == []
+
+
+def test_each_callback_alone_resumes_to_the_bit_after_kill_9(tmp_path: Path) -> None:
+    runs = [run for alone in ALONE for run in stopped(alone, "memory", "twice in a window")]
+    assert broken_runs(runs, 1, tmp_path) == []
+
+
+def test_stock_seeds_and_stock_checkpoints_do_not_resume_to_the_bit(tmp_path: Path) -> None:
+    without_seeds = Case(("GradientAccumulation",), saves="epochs")
+    stock_saves = Case(("SeedControl", "GradientAccumulation"), saves="stock")
+    runs = [(without_seeds, [(1, 5)])]
+    runs += [(stock_saves, places) for places in ([(1, 5)], [(1, 5), (1, 5)], [(2, 0)], [(1, 0), (2, 0)])]
+    broken = broken_runs(runs, 1, tmp_path)
+    assert len(broken) == 3
+    assert "GradientAccumulation',), loader='memory', saves='epochs'" in broken[0], "dropout draws other masks"
+    assert broken[1].endswith("stopped at [(1, 5), (1, 5)]"), "the second life went on from the middle of a window"
+    assert broken[2].endswith("stopped at [(1, 0), (2, 0)]"), "the third life repeated an epoch"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("alone", ALONE, ids=[names[-1] for names in ALONE])
+def test_each_callback_alone_resumes_to_the_bit_wherever_it_is_stopped(
+    alone: tuple[str, ...], world_size: int, tmp_path: Path
+) -> None:
+    names = ("at an epoch's end", "twice in a window", "after last updates")
+    runs = stopped(alone, "memory", *names) + stopped(alone, 2, *names[:2])
+    assert broken_runs(runs, world_size, tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_all_callbacks_together_resume_to_the_bit_wherever_they_are_stopped(world_size: int, tmp_path: Path) -> None:
+    runs = [run for loader in ("memory", 0, 2) for run in stopped(TOGETHER, loader)]
+    assert broken_runs(runs, world_size, tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_killed_at_any_moments_ends_with_the_bits_of_one_that_was_not(world_size: int, tmp_path: Path) -> None:
+    case = Case(TOGETHER)
+    expected = [end.sha256 for end in run_ranks(live, world_size, case, world_size, tmp_path / "unstopped")]
+    moments = random.Random(1)
+    for _ in range(12):
+        # Saving, validating or in a collective: wherever it is then. Its peers lose it or are killed with it.
+        with contextlib.suppress(AssertionError):
+            run_ranks(live, world_size, case, world_size, tmp_path / "killed", seconds=moments.uniform(0.05, 0.3))
+    ends = run_ranks(live, world_size, case, world_size, tmp_path / "killed")
+    assert [end.sha256 for end in ends] == expected
+    assert ends[0].began > (0, 0)

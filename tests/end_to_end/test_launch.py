@@ -1,0 +1,310 @@
+"""Every way of starting a run, on loopback: processes that find each other, or say why they do not."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from datamodules.errors import UserError
+from recipes.failures import rendezvous
+from recipes.launch.plan import Command
+from tests.support.nodes import Ended, Shell, start
+from tests.support.ranks import free_port
+
+ROOT = Path(__file__).parents[2]
+Environment = dict[str, str]
+
+
+def by_torchrun(port: int, nodes: int = 1, devices: int = 2) -> list[Environment]:
+    """The environment of each process, as torchrun's agents with a store of their own leave it."""
+    return [
+        {
+            "TORCHELASTIC_RUN_ID": "none",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(nodes * devices),
+            "LOCAL_WORLD_SIZE": str(devices),
+            "GROUP_WORLD_SIZE": str(nodes),
+            "RANK": str(node * devices + local),
+            "GROUP_RANK": str(node),
+            "LOCAL_RANK": str(local),
+        }
+        for node in range(nodes)
+        for local in range(devices)
+    ]
+
+
+def by_slurm(job: int, nodes: int = 1, devices: int = 2) -> list[Environment]:
+    """The environment of each process, as srun leaves it; the job's number decides the port."""
+    return [
+        {
+            "SLURM_JOB_ID": str(job),
+            "SLURM_JOB_NAME": "training",
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NODELIST": "localhost,other[1-9]",
+            "SLURM_NNODES": str(nodes),
+            "SLURM_NTASKS": str(nodes * devices),
+            "SLURM_PROCID": str(node * devices + local),
+            "SLURM_NODEID": str(node),
+            "SLURM_LOCALID": str(local),
+        }
+        for node in range(nodes)
+        for local in range(devices)
+    ]
+
+
+def free_job() -> int:
+    """The number of a Slurm job whose port nobody uses."""
+    for job in range(1000, 2000):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", 15000 + 7 * job % 17000)):
+                return job
+    raise AssertionError("no free port")
+
+
+def last_line(ended: Ended) -> str:
+    return ended.err.strip().splitlines()[-1]
+
+
+def test_slurms_processes_find_each_other_and_take_nodes_and_devices_from_it(tmp_path):
+    job = free_job()
+    all_ended = start(tmp_path, [(["--name", "run"], env) for env in by_slurm(job, nodes=2, devices=2)])
+    assert [ended.status for ended in all_ended] == [0] * 4, all_ended
+    first = all_ended[0].out.splitlines()[0]
+    assert f"started by Slurm, 2 nodes x 2 devices, localhost:{15000 + 7 * job % 17000}, gloo" in first
+    assert all(not ended.out for ended in all_ended[1:])
+    assert {path.name for path in tmp_path.glob("prepared*")} == {"prepared-on-0-0", "prepared-on-1-0"}
+    assert json.loads((tmp_path / "runs/failing/run/results.json").read_text())["hardware"].startswith("4 x")
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "line"),
+    [
+        ("raise", 1, "error: rank 1 (node 0, {host}) failed: ValueError: a bad pixel"),
+        ("kill", 1, "error: rank 1 (node 0, {host}) ended without a word"),
+        ("interrupt", 130, ""),
+    ],
+)
+def test_when_one_rank_ends_all_end_and_rank_0_says_why_in_its_last_line(tmp_path, how, status, line):
+    args = ["--fail-rank", "1", "--fail-how", how, "--name", "run"]
+    zero, one = start(tmp_path, [(args, env) for env in by_torchrun(free_port())])
+    assert zero.status == status, zero
+    assert one.status == (-9 if how == "kill" else status), one
+    if line:
+        assert last_line(zero).startswith(line.format(host=socket.gethostname())), zero.err
+        assert "Traceback" not in zero.err
+        assert ("in training_step" in one.err) == (how == "raise")
+
+
+def test_when_rank_0_ends_the_others_end(tmp_path):
+    args = ["--fail-rank", "0", "--fail-how", "kill", "--name", "run"]
+    zero, one = start(tmp_path, [(args, env) for env in by_torchrun(free_port())])
+    assert (zero.status, one.status) == (-9, 1)
+    assert last_line(one).startswith("error: rank 0 (node 0,")
+
+
+def test_a_rank_that_waits_for_ever_is_given_up_after_the_collective_timeout(tmp_path):
+    args = ["--fail-rank", "1", "--fail-how", "wait", "--collective-timeout", "4", "--name", "run"]
+    zero, one = start(tmp_path, [(args, env) for env in by_torchrun(free_port())])
+    assert (zero.status, one.status) == (1, 1)
+    assert "rank 0 (node 0," in last_line(zero)
+    assert "Timed out" in last_line(zero)
+
+
+def test_ranks_with_other_settings_are_refused_and_named(tmp_path):
+    one, two = by_torchrun(free_port())
+    zero, other = start(tmp_path, [(["--lr", "0.1"], one), (["--lr", "0.2", "--run-dir", "elsewhere"], two)])
+    message = f"rank 1 (node 0, {socket.gethostname()}): lr is 0.2, on rank 0 0.1."
+    assert (zero.status, other.status) == (2, 2)
+    assert message in zero.err
+    assert message in other.err
+    assert "run_dir" not in zero.err
+
+
+def test_a_taken_port_and_a_missing_rank_are_refused_with_the_command(tmp_path):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        (ended,) = start(tmp_path, [([], by_torchrun(port)[0])])
+    assert ended.status == 2
+    assert f"port {port} of this machine is taken" in ended.err
+    assert f"--master-port {port + 1}" in ended.err
+    zero, one, three = by_torchrun(free_port(), nodes=2)[:3]
+    args = ["--rendezvous-timeout", "3"]
+    all_ended = start(tmp_path, [(args, zero), (args, one), (args, three)])
+    assert [ended.status for ended in all_ended] == [2, 2, 2]
+    assert "3 of 4 processes met within 3 s; missing: ranks 3 on node 1" in all_ended[0].err
+
+
+def test_a_master_that_does_not_answer_is_named_within_the_timeout(tmp_path):
+    port = free_port()
+    args = ["--num-nodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    (ended,) = start(tmp_path, [([*args, "--rendezvous-timeout", "2"], {})])
+    assert ended.status == 2
+    assert f"node 0 does not answer at 127.0.0.1:{port} within 2 s" in ended.err
+    assert ended.seconds < 45
+
+
+def test_a_mistake_of_one_rank_alone_and_of_all_ranks_is_said_once(tmp_path):
+    args = ["--name", "run", "--broken-rank", "1"]
+    zero, one = start(tmp_path, [(args, env) for env in by_torchrun(free_port())])
+    assert (zero.status, one.status) == (2, 2)
+    assert zero.err.splitlines()[-1] == f"error on rank 1 (node 0, {socket.gethostname()}): rank 1 found nothing"
+    assert not one.err
+    args = ["--name", "run", "--optimizer", "sdg"]
+    zero, one = start(tmp_path, [(args, env) for env in by_torchrun(free_port())])
+    assert (zero.status, one.status) == (2, 2)
+    assert zero.err.startswith("error: no optimizer 'sdg'")
+    assert zero.err.count("\n") == 1
+    assert not one.err
+
+
+def test_agents_that_have_counted_restarts_differently_are_no_hindrance_and_the_missing_variable_is_named(tmp_path):
+    """Each agent counts for itself: one that was started again is at 0 where the others are at 1."""
+    agents = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    restarted = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    one, two = (env | restarted for env in by_torchrun(agents.port, nodes=2, devices=1))
+    args = ["--name", "run", "--rendezvous-timeout", "20"]
+    both = start(tmp_path, [(args, one), (args, two | {"TORCHELASTIC_RESTART_COUNT": "1"})])
+    assert [ended.status for ended in both] == [0, 0], both
+    assert f"127.0.0.1:{agents.port}," not in both[0].out
+    assert [ended.err.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") for ended in both] == [1, 0]
+
+
+def in_folders(folder: Path, processes: list[tuple[list[str], Environment]]) -> list[Ended]:
+    """Each process in a folder of its own, as on nodes that share none."""
+    shells = []
+    for i, (args, env) in enumerate(processes):
+        (folder / f"node{i}").mkdir(exist_ok=True)
+        shells.append(Shell(folder / f"node{i}", "shell", args, env))
+    return [shell.wait() for shell in shells]
+
+
+def test_nodes_that_do_not_share_the_runs_folder_are_refused_before_they_train(tmp_path):
+    processes = [(["--name", "run"], env) for env in by_slurm(free_job(), nodes=2, devices=1)]
+    zero, one = in_folders(tmp_path, processes)
+    assert (zero.status, one.status) == (2, 2), (zero, one)
+    assert f"is not the one that node 1 ({socket.gethostname()}) sees there; pass a --run-dir" in zero.err
+    assert "epoch" not in zero.out
+    assert not (tmp_path / "node0/runs/failing/run").exists(), "nothing was trained"
+    (tmp_path / "node0/prepared-on-0-0").unlink()
+    (alone,) = start(tmp_path / "node0", [(["--name", "run"], {})])
+    assert alone.status == 0
+    resume = ["--name", "run", "--resume", "auto", "--max-epochs", "4"]
+    zero, one = in_folders(tmp_path, [(resume, env) for env in by_slurm(free_job(), nodes=2, devices=1)])
+    assert (zero.status, one.status) == (2, 2), (zero, one)
+    assert "updates done is 0, on rank 0 16. Pass a --run-dir that all nodes share" in zero.err
+
+
+def test_restarts_on_several_nodes_without_a_name_never_begin_anew_in_silence(tmp_path):
+    processes = [([], env | {"TORCHELASTIC_MAX_RESTARTS": "3"}) for env in by_torchrun(free_port(), 2, 1)]
+    for ended in start(tmp_path, processes):
+        assert ended.status == 2, ended
+        assert "add --rdzv-id NAME to torchrun's flags on every node" in ended.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_resuming_takes_the_number_of_devices_from_this_call_and_not_from_the_checkpoint(tmp_path):
+    args = ["--name", "run"]
+    two = start(tmp_path, [(args, env) for env in by_torchrun(free_port())])
+    assert [ended.status for ended in two] == [0, 0], two
+    resume = ["--resume", "runs/failing/run/checkpoints/last.ckpt", "--max-epochs", "3"]
+    (tmp_path / "prepared-on-0-0").unlink()
+    (one,) = start(tmp_path, [(resume, {})])
+    assert one.status == 0, one
+    assert one.out.startswith("failing: 1 x ")
+    assert "epoch 3/3" in one.out
+
+
+def typed(folder: Path, *commands: list[str]) -> list[tuple[int, str, str]]:
+    """What real command lines, started at once, end with and print."""
+    python = Path(sys.executable)
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{python.parent}:/usr/bin:/bin",
+    }
+    processes = []
+    for i, command in enumerate(commands):
+        out, err = (folder / f"{i}.out").open("w"), (folder / f"{i}.err").open("w")
+        processes.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=err))
+        out.close(), err.close()
+    try:
+        statuses = [process.wait(240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(n, (folder / f"{i}.out").read_text(), (folder / f"{i}.err").read_text()) for i, n in enumerate(statuses)]
+
+
+RECIPE = [
+    "-m",
+    "tests.support.launch_recipe",
+    "--accelerator",
+    "cpu",
+    "--precision",
+    "32",
+    "--max-epochs",
+    "2",
+    "--name",
+    "run",
+]
+RECIPE += ["--rendezvous-timeout", "120"]
+
+
+def by_hand(port: int, *more: str) -> list[list[str]]:
+    where = ["--devices", "2", "--num-nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    return [[sys.executable, *RECIPE, *where, "--node-rank", node, *more] for node in ("0", "1")]
+
+
+@pytest.mark.slow
+def test_two_nodes_of_two_started_by_hand_train_and_prepare_the_data_once_each(tmp_path):
+    port = free_port()
+    zero, one = typed(tmp_path, *by_hand(port))
+    assert (zero[0], one[0]) == (0, 0), (zero, one)
+    assert f"started by hand, 2 nodes x 2 devices, 127.0.0.1:{port}, gloo, 4 x" in zero[1]
+    assert one[1] == ""
+    assert {path.name for path in tmp_path.glob("prepared*")} == {"prepared-on-0-0", "prepared-on-1-0"}
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_on_another_node_ends_both_and_is_named_in_rank_0s_last_line(tmp_path):
+    zero, one = typed(tmp_path, *by_hand(free_port(), "--fail-rank", "3"))
+    assert zero[0] == 1
+    assert one[0] != 0
+    expected = f"error: rank 3 (node 1, {socket.gethostname()}) failed: ValueError: a bad pixel"
+    assert zero[2].strip().splitlines()[-1] == expected
+
+
+@pytest.mark.slow
+def test_torchrun_starts_two_nodes_of_two(tmp_path):
+    port = free_port()
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test"]
+    command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "2", *rendezvous, *RECIPE]
+    ended = typed(tmp_path, command, command)
+    assert [status for status, _, _ in ended] == [0, 0], ended
+    assert sum("started by torchrun, 2 nodes x 2 devices" in out for _, out, _ in ended) == 1
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_processes_again_without_further_settings(tmp_path):
+    fails = ["--fail-rank", "1", "--fail-how", "kill", "--fail-until", "1"]
+    command = ["torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", *RECIPE, *fails]
+    ((status, out, err),) = typed(tmp_path, command)
+    assert status == 0, err
+    assert out.count("started by torchrun") == 2
+    assert "rank 1 (node 0" in err
+    assert "epoch 2/2" in out
+
+
+def test_a_service_that_never_greets_is_no_run_of_this_program(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_GREETING", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(UserError, match="is no run of this program"):
+        rendezvous._join("127.0.0.1", silent.getsockname()[1], Command("python -m recipes.mnist", []))

@@ -1,0 +1,211 @@
+"""The same command line, typed again after each interruption, ends with the bits of the run that was never stopped."""
+
+import contextlib
+import hashlib
+import io
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+from typing_extensions import override
+
+from recipes.resume.saved_run import read_run
+from tests.end_to_end.test_cli import environment
+from tests.support.ranks import run_ranks
+
+ARGS = ["--dataset", "digits", "--max-epochs", "3", "--batch-size", "128", "--accelerator", "cpu", "--precision", "32"]
+ARGS += ["--accumulate", "2", "--save-every", "2 steps", "--val-check-interval", "4", "--no-enable-progress-bar"]
+AUTO = ["--name", "run", "--resume", "auto"]
+BATCHES = 11
+
+
+class Killer(pl.Callback):
+    """Ends its process without notice at the n-th call of a hook in an epoch, once all ranks are there."""
+
+    def __init__(self, hook: str, epoch: int, number: int) -> None:
+        self.epoch, self.left = epoch, number
+        if hook:
+            setattr(self, hook, self._count)
+
+    def _count(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.current_epoch == self.epoch and not trainer.sanity_checking:
+            self.left -= 1
+            if self.left < 0:
+                trainer.strategy.barrier()
+                time.sleep(0.05)  # The barrier's last message is to leave this process before it ends.
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Witness(pl.Callback):
+    """Writes down where each life began: the epoch and the micro-batch."""
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.is_global_zero and not hasattr(self, "began"):
+            self.began = trainer.current_epoch, batch_idx
+            with Path("began").open("a") as file:
+                file.write(f"{self.began}\n")
+
+
+def live(args: list[str], folder: str, dies: tuple[str, int, int] = ("", 0, 0)) -> str:
+    """What one life of the command line prints, in a fresh process."""
+    from datamodules import MNISTDataModule
+    from recipes import run
+    from tests.support.plain_recipe import Plain
+
+    # As in a process that a launcher starts; this one imported Lightning before it had a rank.
+    rank_zero_only.rank = int(os.environ.get("RANK", "0"))
+    os.chdir(folder)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        run(Plain, MNISTDataModule, callbacks=lambda: [Killer(*dies), Witness()], args=args)
+    return out.getvalue()
+
+
+def last_weights(folder: Path, name: str = "run") -> str:
+    path = folder / "runs" / "plain" / name / "checkpoints" / "last.ckpt"
+    sha256 = hashlib.sha256()
+    for key, tensor in torch.load(path, weights_only=True)["state_dict"].items():
+        sha256.update(key.encode() + tensor.numpy().tobytes())
+    return sha256.hexdigest()
+
+
+def ranked(world_size: int) -> list[str]:
+    return [*ARGS, *AUTO, "--devices", str(world_size), *(["--strategy", "ddp"] if world_size > 1 else [])]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> str:
+    """The weights of the run that was never stopped, on one device."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_ranks(live, 1, ranked(1), str(folder))
+    return last_weights(folder)
+
+
+LIVES = {
+    "in mid-window": [("on_train_batch_start", 0, 5), ("on_train_batch_start", 1, 7), ("on_train_batch_start", 1, 3)],
+    "in validation": [("on_validation_batch_start", 0, 0), ("on_validation_end", 1, 1)],
+    "between epochs": [("on_train_epoch_end", 0, 0), ("on_train_epoch_start", 1, 0), ("on_train_epoch_end", 1, 0)],
+    "at the end": [("on_train_batch_end", 2, 10), ("on_train_end", 3, 0), ("on_test_batch_start", 3, 0)],
+}
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["in mid-window", *(pytest.param(name, marks=pytest.mark.slow) for name in LIVES if name != "in mid-window")],
+)
+def test_the_same_command_line_goes_on_after_kill_9_and_ends_with_the_same_bits(where, whole, tmp_path):
+    for dies in LIVES[where]:
+        with pytest.raises(AssertionError, match="died with exit status -9"):
+            run_ranks(live, 1, ranked(1), str(tmp_path), dies)
+    run_ranks(live, 1, ranked(1), str(tmp_path))
+    assert last_weights(tmp_path) == whole
+    assert (tmp_path / "runs" / "plain" / "run" / "results.json").is_file()
+    assert [folder.name for folder in (tmp_path / "runs" / "plain").iterdir()] == ["run"]
+    began = (tmp_path / "began").read_text().split("\n")
+    assert began.count("(0, 0)") == 1, "no life began anew"
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_its_data_have_moved_and_not_on_other_data_where_they_are_gone(tmp_path):
+    (tmp_path / "here").mkdir()
+    for part in ("train", "t10k"):
+        images, labels = torch.arange(60 * 784).view(60, 28, 28) % 251, torch.arange(60) % 10
+        for name, rows in (("images-idx3", images), ("labels-idx1", labels)):
+            sizes = b"".join(size.to_bytes(4, "big") for size in rows.shape)
+            data = bytes((0, 0, 8, rows.dim())) + sizes + rows.to(torch.uint8).numpy().tobytes()
+            (tmp_path / "here" / f"{part}-{name}-ubyte").write_bytes(data)
+    args = [*AUTO, "--batch-size", "12", "--accelerator", "cpu", "--precision", "32", "--no-download"]
+    run_ranks(live, 1, [*args, "--max-epochs", "1", "--data-dir", "here"], str(tmp_path))
+    last = tmp_path / "runs" / "plain" / "run" / "checkpoints" / "last.ckpt"
+    assert read_run(last).config["dataset"] == "mnist"
+    done = read_run(last).updates
+    (tmp_path / "here").rename(tmp_path / "there")
+    out = run_ranks(live, 1, [*args, "--max-epochs", "2", "--data-dir", "there"], str(tmp_path))[0]
+    assert f"after {done} updates" in out
+    assert read_run(last).updates == 2 * done
+    with pytest.raises(AssertionError, match="SystemExit: 2"):
+        run_ranks(live, 1, [*args, "--max-epochs", "3", "--data-dir", "data"], str(tmp_path))
+    assert read_run(last).updates == 2 * done
+
+
+@pytest.mark.slow
+def test_a_requeued_job_does_not_go_back_to_the_file_it_began_with_nor_to_what_was_given_up(tmp_path):
+    """Slurm types the same line again: with a file from elsewhere, and with the best of a run."""
+    runs, given = tmp_path / "runs" / "plain", tmp_path / "given.ckpt"
+    home, job = runs / "slurm-9" / "checkpoints", {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0"}
+    with pytest.raises(AssertionError, match="status -9"):
+        run_ranks(live, 1, [*ARGS, "--name", "first"], str(tmp_path), ("on_train_batch_start", 0, 7))
+    shutil.copy(runs / "first" / "checkpoints" / "last.ckpt", given)
+    typed = [*ARGS, "--resume", str(given)]
+    with pytest.raises(AssertionError, match="status -9"):
+        run_ranks(live, 1, typed, str(tmp_path), ("on_train_batch_start", 1, 7), env=job)
+    out = run_ranks(live, 1, typed, str(tmp_path), env=job)[0]
+    assert "going on from runs/plain/slurm-9/checkpoints/last.ckpt" in out
+    assert (tmp_path / "began").read_text().split("\n")[1:3] == ["(0, 4)", "(1, 4)"]
+    assert {path.name for path in runs.iterdir()} == {"first", "slurm-9"}
+    (home / "last.ckpt").rename(home / "far.ckpt")
+    shutil.copy(given, home / "best.ckpt")
+    back, other = [*ARGS, "--resume", str(home / "best.ckpt")], job | {"SLURM_JOB_ID": "10"}
+    out = run_ranks(live, 1, back, str(tmp_path), env=other)[0]
+    assert "far.ckpt.abandoned is farther on" in out
+    assert read_run(home / "far.ckpt.abandoned").updates == 18
+    assert "has finished" in run_ranks(live, 1, back, str(tmp_path), env=other)[0]
+
+
+@pytest.mark.slow
+def test_a_run_on_two_devices_goes_on_after_kill_9_and_ends_with_the_same_bits(tmp_path):
+    folders = [tmp_path / "whole", tmp_path / "killed"]
+    for folder in folders:
+        folder.mkdir()
+    for dies in (("on_train_batch_start", 1, 3), ("on_validation_end", 1, 0)):
+        with pytest.raises(AssertionError, match="died with exit status -9"):
+            run_ranks(live, 2, ranked(2), str(folders[1]), dies)
+    for folder in folders:
+        run_ranks(live, 2, ranked(2), str(folder))
+    assert last_weights(folders[0]) == last_weights(folders[1])
+
+
+@pytest.mark.slow
+def test_another_number_of_devices_keeps_the_global_batch_and_says_so(tmp_path):
+    """Two ranks with one micro-batch of 128 go on where one rank stopped that had two of them."""
+    with pytest.raises(AssertionError, match="died with exit status -9"):
+        run_ranks(live, 1, ranked(1), str(tmp_path), ("on_train_batch_start", 1, 7))
+    args = [arg for arg in ranked(2) if arg not in ("--batch-size", "128")]
+    out, _ = run_ranks(live, 2, args, str(tmp_path))
+    assert "devices: 1 before, 2 now; the global batch stays 256 (2 x 128 samples x 1 micro-batches)" in out
+    path = tmp_path / "runs" / "plain" / "run" / "checkpoints" / "last.ckpt"
+    saved = torch.load(path, weights_only=True)
+    assert saved["global_step"] == 18
+    assert saved["split"] == {"devices": 2, "global_batch_size": 256}
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_random_moments_ends_with_the_same_bits(tmp_path):
+    """Processes as a user starts them, killed anywhere: importing, training, saving, validating, testing."""
+    program = [sys.executable, str(Path(__file__).parents[1] / "support" / "plain_recipe.py")]
+    command = [*program, *ranked(1), "--max-epochs", "12"]
+    folders = [tmp_path / "whole", tmp_path / "killed"]
+    for folder in folders:
+        folder.mkdir()
+    began = time.monotonic()
+    subprocess.run(command, cwd=folders[0], env=environment(), check=True, capture_output=True)
+    length, moments = time.monotonic() - began, random.Random(1)
+    for _ in range(4):
+        process = subprocess.Popen(command, cwd=folders[1], env=environment(), stdout=subprocess.DEVNULL)
+        try:
+            process.wait(moments.uniform(0.3, 0.95) * length)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    subprocess.run(command, cwd=folders[1], env=environment(), check=True, capture_output=True)
+    assert last_weights(folders[0]) == last_weights(folders[1])

@@ -1,0 +1,65 @@
+"""A translation run in batches of words that goes on on another number of devices, as it is typed."""
+
+import contextlib
+import io
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+
+from tests.recipes.test_seq2seq_recipe import corpus
+from tests.support.ranks import run_ranks
+
+ARGS = ["--max-tokens", "60", "--dropout", "0", "--hidden", "8", "--embedding", "8", "--precision", "64-true"]
+ARGS += ["--schedule", "constant", "--accelerator", "cpu", "--no-enable-progress-bar", "--data-file", "pairs.tsv"]
+LAST = Path("runs/seq2seq/run/checkpoints/last.ckpt")
+
+
+def typed(args: list[str], folder: str) -> tuple[int, str]:
+    from datamodules import TranslationDataModule
+    from recipes import Seq2SeqTranslator, run
+
+    rank_zero_only.rank = int(os.environ.get("RANK", "0"))
+    os.chdir(folder)
+    status = 0
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        try:
+            run(Seq2SeqTranslator, TranslationDataModule, args=[*ARGS, *args])
+        except SystemExit as end:
+            status = int(end.code or 0)
+    return status, out.getvalue()
+
+
+def on(devices: int, folder: Path, *args: str) -> tuple[int, str]:
+    split = ["--devices", str(devices), *(["--strategy", "ddp"] if devices > 1 else [])]
+    return run_ranks(typed, devices, [*split, *args], str(folder))[0]
+
+
+@pytest.mark.slow
+def test_batches_of_words_make_the_same_updates_on_two_devices_or_say_what_to_type(tmp_path):
+    whole, split = tmp_path / "whole", tmp_path / "split"
+    for folder in (whole, split):
+        folder.mkdir()
+        corpus(folder)
+    begin, more = ["--name", "run", "--accumulate", "2"], ["--resume", str(LAST), "--max-epochs", "4"]
+    status, out = on(1, whole, *begin, "--max-epochs", "4")
+    assert status == 0, out
+    assert "global batch 120 words = 1 x 1 x 60 words x 2, precision" in out
+    assert on(1, split, *begin, "--max-epochs", "2")[0] == 0
+    status, out = on(2, split, *more)
+    assert status == 0, out
+    assert "devices: 1 before, 2 now; the global batch stays (2 x 60 words x 1 micro-batches), and the order too" in out
+    assert out.count("global batch") == 1
+    found, expected = (torch.load(folder / LAST, weights_only=True) for folder in (split, whole))
+    assert found["global_step"] == expected["global_step"]
+    torch.testing.assert_close(found["state_dict"], expected["state_dict"], rtol=1e-6, atol=1e-9)
+    more[-1] = "5"
+    status, out = on(1, split, *more, "--accumulate", "4")
+    assert status == 2
+    assert "pass --max-tokens 30; or pass --resume-anyway" in out
+    status, out = on(2, split, *more)
+    assert status == 0, out
+    added = torch.load(split / LAST, weights_only=True)["global_step"] - found["global_step"]
+    assert added == found["global_step"] // 4, "an update as large as before"

@@ -1,0 +1,149 @@
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from datamodules.errors import UserError
+from recipes.cli.flags import FlagGroup, FlagParser, describe_type
+
+
+@dataclass
+class Engine:
+    """An engine.
+
+    Args:
+        seed: of everything.
+        power: in watts.
+        kind: what burns.
+    """
+
+    seed: int = 1
+    power: float = 2.5
+    kind: Literal["gas", "oil"] = "gas"
+
+
+@dataclass
+class Wheels:
+    """Wheels.
+
+    Args:
+        seed: of everything.
+        spare_wheels: how many more.
+        turning: whether they turn.
+        tests: how many, or one.
+    """
+
+    seed: int = 1
+    spare_wheels: int | None = None
+    turning: bool = False
+    tests: int | bool = False
+
+
+@pytest.fixture
+def parser() -> FlagParser:
+    return FlagParser([FlagGroup("Engine", Engine), FlagGroup("Wheels", Wheels)], "prog")
+
+
+def test_classes_share_one_flag_where_they_share_a_name(parser):
+    config = parser.parse(["--seed", "7"]).as_dict()
+    assert parser.select(config, "Engine")["seed"] == parser.select(config, "Wheels")["seed"] == 7
+
+
+@pytest.mark.parametrize("flag", ["--spare-wheels", "--spare_wheels"])
+def test_dashes_and_underscores_mean_the_same(parser, flag):
+    assert parser.parse([flag, "2"]).spare_wheels == 2
+    assert parser.parse([f"{flag}=3"]).spare_wheels == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "turning", "tests"),
+    [
+        (["--turning"], True, False),
+        (["--turning", "--tests"], True, True),
+        (["--turning", "false", "--tests", "3"], False, 3),
+        (["--no-turning", "--tests=2"], False, 2),
+    ],
+)
+def test_a_switch_needs_no_value(parser, args, turning, tests):
+    config = parser.parse(args)
+    assert (config.turning, config.tests) == (turning, tests)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--powr", "3"], "there is no flag --powr; did you mean --power?"),
+        (["--zzzzzz", "3"], "there is no flag --zzzzzz; --help-all lists the flags"),
+        (["--power", "strong"], "--power strong is not a number"),
+        (["--power=strong"], "--power strong is not a number"),
+        (["--kind", "coal"], "--kind coal is not one of gas, oil"),
+        (["--spare-wheels", "1.5"], "--spare-wheels 1.5 is not a whole number"),
+        (["--power"], "--power needs a value: a number"),
+        (["--power", "--turning"], "--power needs a value: a number"),
+        (["-power", "3"], "flags begin with two dashes; did you mean --power?"),
+        (["--power", "3", "test"], "'test' is no flag and no value of one; a command such as test comes first"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(parser, args, message):
+    with pytest.raises(UserError) as caught:
+        parser.parse(args)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("power: strong\n", "power: strong in the file is not a number"),
+        ("powr: 3\n", "there is no setting powr; did you mean power?"),
+        ("[a\n", "the file of settings cannot be read"),
+    ],
+)
+def test_a_mistake_in_the_file_is_answered_in_one_line(parser, tmp_path, text, message):
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as caught:
+        parser.parse(["--config", str(file)])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_line_wins_over_the_file(parser, tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("power: 7\nkind: oil\n")
+    config = parser.parse(["--power", "9", "--config", str(file)])
+    assert (config.power, config.kind) == (9, "oil")
+
+
+def test_the_help_has_a_line_per_flag_with_its_type_text_and_default(parser, capsys):
+    parser.print_flags()
+    lines = capsys.readouterr().out.splitlines()
+    assert "  --power FLOAT                   in watts (2.5)" in lines
+    assert "  --kind gas|oil                  what burns (gas)" in lines
+    assert sum("--seed" in line for line in lines) == 1
+
+
+def test_the_whole_help_cuts_no_text(monkeypatch, capsys):
+    @dataclass
+    class Wordy:
+        """Words.
+
+        Args:
+            words: said at length. And then said again, so that one line of the help cannot hold all of what is said.
+        """
+
+        words: int = 1
+
+    parser = FlagParser([FlagGroup("Wordy", Wordy)], "prog")
+    monkeypatch.setenv("COLUMNS", "80")
+    parser.print_flags(everything=True)
+    whole = " ".join(capsys.readouterr().out.split())
+    assert (
+        "said at length. And then said again, so that one line of the help cannot hold all of what is said (1)" in whole
+    )
+    parser.print_flags()
+    assert "And then" not in capsys.readouterr().out
+
+
+def test_types_are_named_in_words():
+    assert describe_type(int | str | None) == "a whole number or text"
+    assert describe_type(list[int]) == "a list of a whole number"

@@ -1,0 +1,135 @@
+"""What a process makes of its environment and its flags, before it has met anybody."""
+
+from typing import Any
+
+import pytest
+
+from datamodules import UserError
+from recipes.launch.devices import Machine, devices_of
+from recipes.launch.plan import Command, Launch, LaunchSettings, check_precision, plan_launch
+from recipes.launch.slurm import first_host, slurm_step
+from tests.end_to_end.test_launch import by_slurm, by_torchrun
+
+CPU, GPUS = Machine("cpu"), Machine("cuda", 2)
+
+
+def plan(env: dict[str, str], devices: Any = "auto", nodes: int = 1, here: Machine = CPU, **flags: Any) -> Launch:
+    typed = ["--lr", "0.1", f"--devices={devices}", "--num_nodes", str(nodes)]
+    strategy = flags.pop("strategy", "auto")
+    settings = LaunchSettings(**flags)
+    return plan_launch(env, settings, (devices, nodes), here, Command("python -m r", typed), strategy=strategy)
+
+
+def test_one_process_and_local_processes_need_no_address():
+    assert plan({}) == Launch("local", 1, 1)
+    assert plan({}, devices="auto", here=GPUS) == Launch("local", 1, 2, address="127.0.0.1", spawns=True)
+    assert plan({}, 2, strategy="ddp_spawn") == Launch("local", 1, 2)
+
+
+def test_flags_and_variables_both_serve_on_nodes_started_by_hand_and_flags_win():
+    env = {"MASTER_ADDR": "head", "MASTER_PORT": "1234", "NODE_RANK": "1"}
+    expected = Launch("hand", 4, 8, 1, 0, "head", 1234, spawns=True)
+    assert plan(env, 8, 4) == expected
+    assert plan({}, 8, 4, node_rank=1, master_addr="head", master_port=1234) == expected
+    assert plan(env, 8, 4, node_rank=3, master_port=9).rank == 24
+    assert plan(env, 8, 4, node_rank=0).first_ranks == [0, 8, 16, 24]
+
+
+def test_torchrun_and_slurm_settle_nodes_and_devices():
+    ranks = [plan(env).rank for env in by_torchrun(1234, nodes=2, devices=2)]
+    assert ranks == [0, 1, 2, 3]
+    launch = plan(by_torchrun(1234, nodes=2, devices=2)[3], 2, 2)
+    assert launch == Launch("torchrun", 2, 2, 1, 1, "127.0.0.1", 1234)
+    assert launch.first_ranks == [0, 1, 2, 3]
+    launch = plan(by_slurm(1001, nodes=2, devices=2)[3])
+    assert launch == Launch("slurm", 2, 2, 1, 1, "localhost", 15000 + 7007)
+
+
+def test_devices_that_were_named_are_kept_where_another_starts_the_processes():
+    gpus = Machine("cuda", 8)
+    for asked in ("4,5", "4, 5,", [4, 5], (4, 5)):
+        launch = plan(by_torchrun(1234)[0], asked, here=gpus)
+        assert devices_of(launch.devices, asked, gpus) == [4, 5]
+    assert devices_of(1, "4,5", gpus) == 1, "a world that has shrunk has no use for the list"
+    assert devices_of(2, "auto", gpus) == devices_of(2, 2, gpus) == devices_of(2, "4,5", CPU) == 2
+
+
+def test_a_world_that_has_shrunk_wins_over_the_flags_of_the_first_start():
+    env = by_torchrun(1234, nodes=1, devices=2)[0] | {"TORCHELASTIC_MAX_RESTARTS": "3"}
+    assert plan(env, 2, 4).world_size == 2
+    with pytest.raises(UserError, match="torchrun has started 1 x 2 = 2 processes"):
+        plan(env | {"TORCHELASTIC_MAX_RESTARTS": "0"}, 2, 4)
+
+
+def test_an_interactive_slurm_job_starts_the_processes_that_are_asked_for():
+    env = by_slurm(7, nodes=1, devices=1)[0] | {"SLURM_JOB_NAME": "bash"}
+    assert plan(env, 2) == Launch("local", 1, 2, address="127.0.0.1", spawns=True)
+    batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_PROCID": "0"}
+    with pytest.raises(UserError, match="without srun: srun --nodes=2 --ntasks-per-node=4 python -m r --lr 0.1 or on"):
+        plan(batch)
+    assert plan(batch, launcher="local") == Launch("local", 1, 1)
+
+
+def test_launcher_overrides_the_guess():
+    both = by_torchrun(1234)[1] | by_slurm(7, nodes=1, devices=2)[0]
+    assert plan(both).launcher == "torchrun"
+    assert plan(both, launcher="slurm").launcher == "slurm"
+    assert plan(both, 2, launcher="local") == Launch("local", 1, 2, address="127.0.0.1", spawns=True)
+
+
+def test_another_process_of_ours_is_told_where_it_belongs():
+    mark = {"LIGHTNING_RECIPES_LAUNCHER": "hand", "LOCAL_RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": "4"}
+    env = mark | {"MASTER_ADDR": "head", "MASTER_PORT": "9"}
+    assert plan(env, 2, 2, launcher="local") == Launch("hand", 2, 2, 1, 1, "head", 9, joins=True)
+
+
+@pytest.mark.parametrize(
+    ("env", "arguments", "message"),
+    [
+        ({}, {"nodes": 4}, "python -m r --lr 0.1 --devices=auto --num_nodes 4 --node-rank I --master-addr HOST"),
+        (
+            {},
+            {"nodes": 4},
+            "torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 1",
+        ),
+        ({}, {"nodes": 4, "node_rank": 2}, "--node-rank 2 --master-addr HOST"),
+        ({"MASTER_ADDR": "head"}, {"nodes": 2}, "I being 0 or 1"),
+        ({}, {"nodes": 2, "node_rank": 2, "master_addr": "a"}, "node 2 of 2: nodes are counted from 0"),
+        ({"NODE_RANK": "1"}, {}, "node 1 of 1"),
+        ({"NODE_RANK": "one"}, {"nodes": 2}, "NODE_RANK=one, which is no whole number"),
+        ({}, {"nodes": 2, "node_rank": 0, "master_addr": "a", "master_port": 70000}, "70000 is no TCP port"),
+        ({}, {"devices": 8, "here": GPUS}, "this machine has 2 (cuda): python -m r --lr 0.1 --num_nodes 1 --devices 2"),
+        ({}, {"devices": 0}, "--devices 0 asks for none; pass 1 or more, auto, or indices such as 0,1"),
+        ({}, {"devices": "-2", "here": GPUS}, "--devices -2 asks for none"),
+        (by_torchrun(1)[0], {"devices": []}, "--devices [] asks for none"),
+        ({}, {"here": Machine("cuda", 0)}, "there is no cuda device here: python -m r --lr 0.1"),
+        ({}, {"launcher": "torchrun", "devices": 2}, "torchrun --standalone --nproc-per-node 2 -m r --lr 0.1"),
+        ({}, {"launcher": "slurm", "devices": 2}, "srun --nodes=1 --ntasks-per-node=2 python -m r --lr 0.1"),
+        (by_torchrun(1)[0], {"devices": 4}, "--lr 0.1 --num-nodes 1 --devices 2"),
+        (by_slurm(1)[0], {"nodes": 3}, "Slurm has started 1 x 2 = 2 processes, and --num-nodes 3"),
+        (by_slurm(1)[0] | {"SLURM_NTASKS": "3", "SLURM_NNODES": "2"}, {}, "expected as many on each: srun --nodes=2"),
+        (by_torchrun(1)[0] | {"WORLD_SIZE": "3"}, {}, "3 processes on 1 nodes, 2 of them on this one"),
+        (
+            {"LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1", "WORLD_SIZE": "4"},
+            {"devices": 2},
+            "WORLD_SIZE=4 contradicts --num-nodes 1 x --devices 2 = 2 processes",
+        ),
+        ({}, {"nodes": 2, "strategy": "ddp_spawn", "node_rank": 0, "master_addr": "a"}, "knows one node only"),
+    ],
+)
+def test_what_cannot_succeed_is_refused_with_the_command_to_type(env, arguments, message):
+    with pytest.raises(UserError) as refused:
+        plan(env, **arguments)
+    assert message in str(refused.value)
+
+
+def test_16_mixed_on_a_cpu_is_refused():
+    command = Command("python -m r", ["--precision", "16-mixed"])
+    with pytest.raises(UserError, match="pass --precision bf16-mixed: python -m r --precision bf16-mixed"):
+        check_precision("16-mixed", CPU, command)
+    check_precision("16-mixed", GPUS, command)
+
+
+def test_slurms_lists_of_hosts_and_steps():
+    assert first_host("rack[07-12,15]-n[3],login") == "rack07-n3"
+    assert slurm_step({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None

@@ -1,0 +1,314 @@
+"""Which checkpoint a run goes on from, whether it is the same experiment, and how its global batch is cut."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from callbacks.checkpointing.verified_io import write_checkpoint
+from datamodules import UserError
+from recipes.resume.rebatch import Split, fit_batch, fit_tokens
+from recipes.resume.saved_run import SavedRun, describe_differences, find_last_good, read_run
+from recipes.resume.start import Start, begin_with, find_start, launch_name, locked
+from tests.support.ranks import run_ranks
+
+CONFIG = {"seed": 1, "lr": 0.1, "dataset": "digits", "batch_size": 64, "accumulate": 1, "max_epochs": 4}
+
+
+def save(path: Path, updates: int, epochs: int = 0, config: dict = CONFIG) -> Path:
+    """A file with what `read_run` looks at."""
+    loops = {"fit_loop": {"epoch_progress": {"current": {"processed": epochs}}}}
+    content = {"state_dict": {"w": torch.ones(500)}, "loops": loops, "global_step": updates, "config": config}
+    split = {"devices": 1, "global_batch_size": 64}
+    write_checkpoint(content | {"split": split, "pytorch-lightning_version": "2.6.6"}, path)
+    return path
+
+
+def make_run(parent: Path, name: str, updates: int = 5, epochs: int = 1, config: dict = CONFIG) -> Path:
+    path = save(parent / name / "checkpoints" / "last.ckpt", updates, epochs, config)
+    (parent / name / "config.yaml").write_text(json.dumps(config))
+    return path
+
+
+DAMAGES = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-200]),
+    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "bit-flipped": lambda path: path.write_bytes(path.read_bytes().replace(b"\x80\x3f", b"\x81\x3f")),
+    "empty": lambda path: path.write_bytes(b""),
+    "missing": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_last_checkpoint_is_named_and_the_newest_good_one_is_taken(damage, tmp_path, caplog):
+    best, last = save(tmp_path / "best.ckpt", 10), save(tmp_path / "last.ckpt", 12)
+    assert find_last_good(tmp_path) == last
+    DAMAGES[damage](last)
+    caplog.clear()
+    assert find_last_good(tmp_path) == best
+    if damage != "missing":
+        assert f"{last} is passed over" in caplog.text
+
+
+def test_progress_decides_which_checkpoint_is_the_newest_and_not_the_clock(tmp_path):
+    save(tmp_path / "best.ckpt", 10)
+    last = save(tmp_path / "last.ckpt", 12)
+    os.utime(last, (0, 0))
+    assert find_last_good(tmp_path) == last
+
+
+def test_of_two_at_the_same_update_the_last_is_taken_and_foreign_files_are_passed_over(tmp_path):
+    save(tmp_path / "best.ckpt", 12)
+    last = save(tmp_path / "last.ckpt", 12)
+    torch.save({"weights": torch.ones(2)}, tmp_path / "zzz.ckpt")
+    assert find_last_good(tmp_path) == last
+    assert find_last_good(tmp_path / "nothing") is None
+
+
+def test_differences_name_each_setting_and_leave_out_what_may_differ():
+    config = {"seed": 2, "lr": 0.1, "dataset": "auto", "batch_size": 8, "max_epochs": 9, "new_flag": 1}
+    assert describe_differences(CONFIG, config) == ["--seed is 2, and 1 in the checkpoint"]
+    assert describe_differences({"sizes": (1, 2), "path": "data"}, {"sizes": [1, 2], "path": "./data/"}) == []
+    assert len(describe_differences(CONFIG, CONFIG | {"lr": 0.2, "dataset": "mnist"})) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "devices", "expected"),
+    [
+        ({}, 1, Split(64, 1)),
+        ({}, 4, Split(16, 1)),
+        ({"batch_size": 16}, 1, Split(16, 4)),
+        ({"batch_size": 16}, 2, Split(16, 2)),
+        ({"accumulate": 4}, 1, Split(16, 4)),
+        ({"accumulate": 2, "batch_size": 16}, 2, Split(16, 2)),
+        ({"global_batch_size": 64}, 8, Split(8, 1)),
+    ],
+)
+def test_the_global_batch_is_cut_for_the_devices_there_are(config, devices, expected):
+    assert fit_batch(SavedRun(CONFIG, 0, 0, 1, 64), CONFIG | config, devices) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "devices", "message"),
+    [
+        ({"batch_size": 48}, 1, "--batch-size 48 on 1 devices makes no global batch of 64"),
+        ({"global_batch_size": 128}, 1, "--global-batch-size is 128, and 64 in the checkpoint"),
+        ({"accumulate": 4, "batch_size": 32}, 1, "are no global batch of 64"),
+        ({}, 3, "3 devices cannot share the checkpoint's global batch of 64 equally: pass 2 or 4 devices"),
+        ({"accumulate": {0: 1, 5: 2}}, 2, "changes in its course"),
+    ],
+)
+def test_another_global_batch_is_refused(config, devices, message):
+    with pytest.raises(UserError, match=message):
+        fit_batch(SavedRun(CONFIG, 0, 0, 1, 64), CONFIG | config, devices)
+
+
+WORDS = {"batch_size": 64, "max_tokens": 4096, "accumulate": 2, "global_batch_size": None}
+
+
+@pytest.mark.parametrize(
+    ("config", "devices", "expected"),
+    [
+        ({}, 2, None),
+        ({}, 1, Split(4096, 4)),
+        ({}, 4, Split(4096, 1)),
+        ({"max_tokens": 1024}, 8, Split(1024, 2)),
+        ({"max_tokens": 2048, "accumulate": 1}, 8, Split(2048, 1)),
+        ({"accumulate": 4}, 1, Split(4096, 4)),
+    ],
+)
+def test_batches_of_words_are_shared_out_as_they_are(config, devices, expected):
+    assert fit_tokens(SavedRun(WORDS, 0, 0, 2, 34 * 4), WORDS | config, devices) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "devices", "message"),
+    [
+        ({}, 8, "checkpoint's 4 of 4096: pass --max-tokens 1024$"),
+        ({"max_tokens": 2048}, 2, "pass --max-tokens 4096$"),
+        ({"accumulate": 1}, 3, "pass --max-tokens 5461$"),
+        ({"global_batch_size": 128}, 2, "--global-batch-size is 128, and None in the checkpoint"),
+        ({"accumulate": {0: 1, 5: 2}}, 2, "changes in its course"),
+    ],
+)
+def test_another_global_batch_of_words_is_refused_with_the_flag(config, devices, message):
+    with pytest.raises(UserError, match=message):
+        fit_tokens(SavedRun(WORDS, 0, 0, 2, 34 * 4), WORDS | config, devices)
+
+
+def test_a_restart_with_the_same_flags_keeps_the_batches_of_a_run_that_was_cut_anew():
+    """Two micro-batches on each of two devices, of which one was lost and came back."""
+    shrunk = SavedRun(WORDS | {"batches_per_update": 4}, 0, 0, 1, 34 * 4)
+    assert fit_tokens(shrunk, WORDS, 1) == Split(4096, 4)
+    assert fit_tokens(shrunk, WORDS, 2) == Split(4096, 2)
+
+
+def test_batches_of_words_are_refused_where_those_of_the_checkpoint_are_of_sentences():
+    with pytest.raises(UserError, match="batches are of 64 sentences; leave it out"):
+        fit_tokens(SavedRun(WORDS | {"max_tokens": None}, 0, 0, 1, 64), WORDS, 1)
+
+
+def test_a_launch_that_restarts_has_a_name_of_its_own_and_others_have_none():
+    slurm = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "3"}
+    assert launch_name({}) is None
+    assert launch_name(slurm) == "slurm-17"
+    assert launch_name(slurm | {"SLURM_STEP_ID": "2"}) == "slurm-17-step2"
+    assert launch_name(slurm | {"SLURM_JOB_NAME": "interactive"}) is None
+    assert launch_name({"SLURM_JOB_ID": "17"}) is None
+    elastic = {"TORCHELASTIC_RUN_ID": "a/b", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    assert launch_name(elastic) == "elastic-a_b"
+    assert launch_name(elastic | {"TORCHELASTIC_MAX_RESTARTS": "0"}) is None
+    assert launch_name(elastic | {"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RESTART_COUNT": "1"}) == "elastic-a_b"
+    alone = launch_name(elastic | {"TORCHELASTIC_RUN_ID": "none"})
+    assert alone is not None
+    assert alone.endswith(f"-{os.getppid()}")
+    drawn = elastic | {"TORCHELASTIC_RUN_ID": "0f9b1c2e-93f4-4a1c-b9c6-5f7c0f0a8d11"}
+    assert launch_name(drawn) == f"elastic-{drawn['TORCHELASTIC_RUN_ID']}"
+    assert launch_name(drawn | slurm) == "slurm-17", "a requeue draws another id"
+    assert launch_name(elastic | slurm) == "elastic-a_b"
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_job_of_several_nodes_that_restarts_without_a_name_is_refused_with_the_flag(resume, outside, tmp_path):
+    for name, value in (("RUN_ID", "none"), ("MAX_RESTARTS", "3")):
+        outside.setenv(f"TORCHELASTIC_{name}", value)
+    outside.setenv("GROUP_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="add --rdzv-id NAME"):
+        find_start(resume, None, tmp_path, CONFIG)
+    path = make_run(tmp_path, "two")
+    assert find_start(resume, "two", tmp_path, CONFIG) == Start(str(tmp_path / "two"), str(path))
+    assert find_start("none", None, tmp_path, CONFIG) == Start()
+    outside.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert find_start(None, None, tmp_path, CONFIG) == Start()
+
+
+@pytest.fixture
+def outside(monkeypatch):
+    """No launcher's variables, whatever runs the tests."""
+    for name in [*os.environ]:
+        if name.startswith(("SLURM", "TORCHELASTIC", "LIGHTNING_RECIPES_START")):
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_auto_goes_on_in_the_named_folder_and_begins_there_where_nothing_is_saved(outside, tmp_path):
+    assert find_start("auto", "a", tmp_path, CONFIG) == Start(str(tmp_path / "a"))
+    path = make_run(tmp_path, "a")
+    assert find_start("auto", "a", tmp_path, CONFIG) == Start(str(tmp_path / "a"), str(path))
+    assert find_start(None, "a", tmp_path, CONFIG) == Start()
+
+
+def test_auto_without_a_name_takes_the_newest_unfinished_run_of_the_same_experiment(outside, tmp_path):
+    assert find_start("auto", None, tmp_path, CONFIG) == Start()
+    path = make_run(tmp_path, "a")
+    make_run(tmp_path, "finished", epochs=4)
+    make_run(tmp_path, "other", config=CONFIG | {"lr": 7})
+    assert find_start("auto", None, tmp_path, CONFIG) == Start(str(tmp_path / "a"), str(path))
+
+
+def test_a_finished_run_with_results_has_nothing_left_to_do(outside, tmp_path):
+    make_run(tmp_path, "a", epochs=4)
+    assert not find_start("auto", "a", tmp_path, CONFIG).finished, "it was killed in the test"
+    (tmp_path / "a" / "results.json").touch()
+    assert find_start("auto", "a", tmp_path, CONFIG).finished
+    assert not find_start("auto", "a", tmp_path, CONFIG | {"max_epochs": 5}).finished
+
+
+def test_a_requeued_slurm_job_finds_its_own_runs_and_no_other_jobs(outside, tmp_path):
+    other = CONFIG | {"seed": 2}
+    for job in ("7", "8"):
+        outside.setenv("SLURM_JOB_ID", job)
+        outside.setenv("SLURM_PROCID", "0")
+        for config, name in ((CONFIG, f"slurm-{job}"), (other, f"slurm-{job}-2")):
+            assert find_start(None, None, tmp_path, config) == Start(str(tmp_path / name))
+            path = make_run(tmp_path, name, config=config)
+            assert find_start(None, None, tmp_path, config) == Start(str(tmp_path / name), str(path))
+    assert find_start("none", None, tmp_path, CONFIG) == Start()
+
+
+def test_a_requeued_job_goes_on_where_its_data_have_moved(outside, tmp_path):
+    for key, value in (("JOB_ID", "7"), ("PROCID", "0")):
+        outside.setenv(f"SLURM_{key}", value)
+    path = make_run(tmp_path, "slurm-7", config=CONFIG | {"data_dir": "/scratch/1"})
+    moved = CONFIG | {"data_dir": "/scratch/2"}
+    assert find_start(None, None, tmp_path, moved) == Start(str(tmp_path / "slurm-7"), str(path))
+
+
+def test_a_damaged_checkpoint_that_was_named_is_refused_with_the_newest_good_one(outside, tmp_path):
+    last = make_run(tmp_path, "a")
+    best = save(last.with_name("best.ckpt"), 3)
+    DAMAGES["truncated"](last)
+    with pytest.raises(UserError, match=f"cut off.*the newest good one is {best}: pass --resume auto"):
+        find_start(str(last), None, tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("name", [None, "two"])
+def test_a_job_that_began_with_a_file_goes_on_from_its_own_checkpoints_when_it_is_started_again(
+    name, outside, tmp_path, caplog
+):
+    file = str(save(tmp_path / "given.ckpt", 3))
+    folder = tmp_path / "runs" / (name or "slurm-7")
+    for key, value in (("JOB_ID", "7"), ("PROCID", "0")):
+        outside.setenv(f"SLURM_{key}", value)
+
+    def begins() -> Start:
+        return find_start(file, name, tmp_path / "runs", CONFIG)
+
+    assert begins() == Start(str(folder), file)
+    folder.mkdir(parents=True)
+    assert begin_with(file, folder, name) == []
+    assert begins() == Start(str(folder), file), "it was stopped before it saved anything"
+    own = make_run(tmp_path / "runs", folder.name, 4)
+    assert begins() == Start(str(folder), str(own))
+    Path(file).unlink()
+    assert begins() == Start(str(folder), str(own)), "where it began need not last"
+    outside.setenv("SLURM_JOB_ID", "8")
+    save(Path(file), 3)
+    assert begins() == Start(f"{folder}-2" if name else str(folder.with_name("slurm-8")), file)
+
+
+def test_going_back_in_a_run_sets_aside_what_is_farther_on_and_a_requeue_keeps_its_own_progress(outside, tmp_path):
+    last = make_run(tmp_path, "a", 14)
+    home = last.parent
+    best = str(save(home / "best.ckpt", 10))
+    torch.save({"weights": torch.ones(2)}, home / "foreign.ckpt")
+    assert begin_with(best, tmp_path / "a", None) == [home / "last.ckpt.abandoned"]
+    assert find_start("auto", "a", tmp_path, CONFIG).checkpoint == best
+    for key, value in (("JOB_ID", "7"), ("PROCID", "0")):
+        outside.setenv(f"SLURM_{key}", value)
+    save(last, 12)
+    assert find_start(best, None, tmp_path, CONFIG) == Start(str(tmp_path / "a"), best), "another job went there"
+    assert begin_with(best, tmp_path / "a", None) == [home / "last.ckpt-2.abandoned"]
+    save(last, 11)
+    assert find_start(best, None, tmp_path, CONFIG) == Start(str(tmp_path / "a"), str(last))
+    kept = {path.name: read_run(path).updates for path in home.glob("*.abandoned")}
+    assert kept == {"last.ckpt.abandoned": 14, "last.ckpt-2.abandoned": 12}
+    assert (home / "foreign.ckpt").exists()
+
+
+def _hold(folder: str) -> str:
+    from recipes.resume import start as resume
+
+    resume._PATIENCE = 0.3
+    try:
+        with locked(Path(folder)):
+            return "held"
+    except UserError as error:
+        return str(error)
+
+
+def test_a_folder_in_which_another_process_trains_is_refused(tmp_path):
+    with locked(tmp_path):
+        assert "another process is training in" in run_ranks(_hold, 1, str(tmp_path))[0]
+    assert run_ranks(_hold, 1, str(tmp_path)) == ["held"]
+
+
+def test_a_checkpoint_is_read_again_after_it_has_changed(tmp_path):
+    path = save(tmp_path / "last.ckpt", 3)
+    assert read_run(path).updates == 3
+    other = save(tmp_path / "other.ckpt", 44)
+    shutil.move(other, path)
+    assert read_run(path).updates == 44

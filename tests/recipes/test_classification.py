@@ -1,0 +1,283 @@
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks.drawing.classification_images import ClassificationPictures, confusion_figure, samples_figure
+from datamodules import UserError
+from datamodules.loading.sampling import evaluation_spans
+from recipes.classification import ClassificationScores, Classifier, calibration_error, macro_f1
+from tests.support.ranks import run_ranks
+from tests.support.tables import QUIET, silence
+
+CLASSES = 7
+LOGITS = 2 * torch.randn(300, CLASSES, generator=torch.Generator().manual_seed(1))
+TARGETS = torch.randint(CLASSES - 1, (300,), generator=torch.Generator().manual_seed(2))
+LOGITS[torch.arange(300), TARGETS] += 1.5
+# Neither a sample nor a prediction has the last class.
+LOGITS[:, CLASSES - 1] = -1e3
+
+
+def scores_of(logits: Tensor, targets: Tensor, batch_size: int = 64) -> tuple[dict[str, Tensor], Tensor]:
+    scores = ClassificationScores(logits.shape[1])
+    for part in zip(logits.split(batch_size), targets.split(batch_size)):
+        scores.update(*part)
+    return scores.compute()
+
+
+def test_scores_are_those_of_scikit_learn():
+    from sklearn.metrics import confusion_matrix, f1_score, top_k_accuracy_score
+
+    values, matrix = scores_of(LOGITS, TARGETS)
+    predicted, labels = LOGITS.argmax(1), list(range(CLASSES))
+    assert matrix.tolist() == confusion_matrix(TARGETS, predicted, labels=labels).tolist()
+    # scikit-learn leaves out what is in neither, too, and both work in float64.
+    assert values["macro_f1"].item() == pytest.approx(f1_score(TARGETS, predicted, average="macro"), rel=1e-14)
+    top5 = top_k_accuracy_score(TARGETS, LOGITS, k=5, labels=labels)
+    assert values["top5_accuracy"].item() == pytest.approx(top5)
+    assert values["accuracy"] < values["top5_accuracy"] < 1
+
+
+def test_the_calibration_error_is_the_one_of_its_definition():
+    values, _ = scores_of(LOGITS, TARGETS)
+    probability, predicted = LOGITS.double().softmax(1).max(1)
+    expected = 0.0
+    for i in range(15):
+        inside = (probability > i / 15) & (probability <= (i + 1) / 15)
+        if inside.any():
+            accuracy = (predicted == TARGETS)[inside].double().mean()
+            expected += inside.double().mean() * (accuracy - probability[inside].mean()).abs()
+    assert values["ece"].item() == pytest.approx(expected.item(), abs=1e-7)
+    assert expected > 0.01
+
+
+def test_a_network_that_says_how_often_it_is_right_is_calibrated():
+    logits = torch.tensor([[0.75, 0.25]]).log().repeat(400, 1)
+    right = torch.arange(400) % 4 == 3
+    assert scores_of(logits, right.long())[0]["ece"] < 1e-7
+    assert scores_of(logits, (~right).long())[0]["ece"] == pytest.approx(0.5)
+    assert scores_of(torch.tensor([[200.0, 0.0]]), torch.tensor([0]))[0]["ece"] == 0
+    # In two bins, the last and the one before it: in one the errors would make up for each other.
+    neighbours = torch.tensor([[0.9, 0.1], [0.96, 0.04]]).log()
+    assert scores_of(neighbours, torch.tensor([0, 1]))[0]["ece"] == pytest.approx((0.1 + 0.96) / 2)
+
+
+def test_empty_batches_and_diverged_networks_have_scores():
+    scores = ClassificationScores(CLASSES)
+    scores.update(LOGITS[:0], TARGETS[:0])
+    values, matrix = scores.compute()
+    assert all(value == 0 for value in values.values())
+    assert matrix.sum() == 0
+    values, matrix = scores_of(torch.full_like(LOGITS, torch.nan), TARGETS)
+    assert matrix.sum() == len(TARGETS)
+    assert values["accuracy"] < 0.5
+    assert 0 <= values["ece"] <= 1
+    assert macro_f1(torch.zeros(3, 3, dtype=torch.int64)) == 0
+    zeros = torch.zeros(15, dtype=torch.int64)
+    assert calibration_error(zeros, zeros, zeros) == 0
+
+
+def test_many_classes_have_no_row_each_in_the_log():
+    assert "accuracy_class_24" in scores_of(torch.randn(9, 25), torch.arange(9))[0]
+    assert sorted(scores_of(torch.randn(9, 26), torch.arange(9))[0]) == [
+        "accuracy",
+        "ece",
+        "loss",
+        "macro_f1",
+        "top5_accuracy",
+    ]
+    assert "top5_accuracy" not in scores_of(torch.randn(9, 5), torch.arange(9) % 5)[0]
+
+
+def _scores_on_rank(world_size: int) -> dict[str, Any]:
+    rank = 0
+    if world_size > 1:
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+    scores = ClassificationScores(CLASSES)
+    for start, stop in evaluation_spans(300, 32, rank, world_size):
+        scores.update(LOGITS[start:stop], TARGETS[start:stop])
+    values, matrix = scores.compute()
+    return {name: value.item() for name, value in values.items()} | {"matrix": matrix.tolist()}
+
+
+def test_one_and_three_ranks_agree_to_the_last_digit():
+    (one,), three = run_ranks(_scores_on_rank, 1, 1), run_ranks(_scores_on_rank, 3, 3)
+    for found in three:
+        assert found == one
+
+
+class Small(Classifier):
+    """A linear network over pictures of 8 x 8."""
+
+    def __init__(self, num_classes: int | None = 3, **kwargs: Any) -> None:
+        super().__init__(num_classes=num_classes, **kwargs)
+
+    def build_network(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, self.hparams.num_classes))
+
+
+class Data(pl.LightningDataModule):
+    """Random pictures of named classes; soft labels in training on request."""
+
+    def __init__(self, names: tuple[str, ...] = ("ant", "bee", "wasp"), soft: bool = False, shape=(1, 8, 8)) -> None:
+        super().__init__()
+        self.info = SimpleNamespace(classes=names)
+        self.soft, self.shape = soft, shape
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.info.classes)
+
+    def _loader(self, soft: bool = False) -> DataLoader:
+        generator = torch.Generator().manual_seed(1)
+        labels = torch.arange(12) % self.num_classes
+        images = torch.randn(12, *self.shape, generator=generator)
+        targets = F.one_hot(labels, self.num_classes).float() * 0.8 + 0.2 / self.num_classes if soft else labels
+        return DataLoader(TensorDataset(images, targets), batch_size=5)
+
+    def train_dataloader(self) -> DataLoader:
+        return self._loader(self.soft)
+
+    def val_dataloader(self) -> DataLoader:
+        return self._loader()
+
+    test_dataloader = val_dataloader
+
+    def predict_dataloader(self) -> DataLoader:
+        images = torch.randn(12, *self.shape, generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(images, torch.arange(12)), batch_size=5)
+
+
+def trainer(**options: Any) -> pl.Trainer:
+    silence()
+    options = {"max_epochs": 1, "enable_checkpointing": False, "enable_progress_bar": False, "devices": 1} | options
+    return pl.Trainer(**QUIET | options)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    fit = trainer()
+    fit.fit(Small(), Data())
+    fit.save_checkpoint(tmp_path / "small.ckpt")
+    return tmp_path / "small.ckpt"
+
+
+def test_soft_labels_train_and_hard_labels_are_scored():
+    module, data = Small(label_smoothing=0.1), Data(soft=True)
+    inputs, soft = next(iter(data.train_dataloader()))
+    step = module.training_step((inputs, soft), 0)
+    expected = -(0.9 * soft + 0.1 / 3).mul(module(inputs).log_softmax(1)).sum(1).mean()
+    assert step["loss"].item() == pytest.approx(expected.item(), rel=1e-6)
+    assert step["count"] == 5
+    fit = trainer(precision="bf16-mixed")
+    fit.fit(module, data)
+    assert {"val/accuracy", "val/macro_f1", "val/ece", "val/accuracy_class_2"} <= set(fit.callback_metrics)
+
+
+def test_a_prediction_names_the_likeliest_classes_in_order(checkpoint: Path):
+    module = Small.load_from_checkpoint(checkpoint, top_k=2, weights_only=True)
+    outputs = trainer().predict(module, Data(names=("never looked at",)))
+    rows = module.prediction_rows(outputs, [f"{i}.png" for i in range(12)])
+    probabilities = torch.cat([batch["probabilities"] for batch in outputs])
+    assert [row["file"] for row in rows] == [f"{i}.png" for i in range(12)]
+    for row, expected in zip(rows, probabilities, strict=True):
+        first, second, _ = expected.argsort(descending=True).tolist()
+        names = ("ant", "bee", "wasp")
+        assert list(row) == ["file", "class", "probability", "class_2", "probability_2"]
+        assert (row["class"], row["class_2"]) == (names[first], names[second])
+        assert (row["probability"], row["probability_2"]) == (expected[first].item(), expected[second].item())
+    every = Small.load_from_checkpoint(checkpoint, weights_only=True).prediction_rows(outputs, list("abcdefghijkl"))
+    assert list(every[0])[-1] == "probability_3", "five were asked for, there are three"
+    one = Small.load_from_checkpoint(checkpoint, top_k=1, weights_only=True).prediction_rows(outputs, ["x"] * 12)
+    assert list(one[0]) == ["file", "class", "probability"]
+
+
+def test_the_headline_is_of_the_test_where_there_is_one():
+    scores = {f"{part}/{name}": 0.5 for part in ("val", "test") for name in ("accuracy", "macro_f1", "ece", "loss")}
+    names = ["val accuracy", "test accuracy", "test macro-F1", "test calibration error"]
+    assert Small().headline(scores) == dict.fromkeys(names, "50.00 %")
+    assert list(Small().headline({"val/accuracy": 1.0, "val/ece": 0.1})) == ["val accuracy", "val calibration error"]
+
+
+def test_the_number_of_classes_comes_from_the_data_or_is_asked_for():
+    assert Small.settings_from_data(Data()) == {"num_classes": 3}
+    assert Small.settings_from_data(pl.LightningDataModule()) == {}
+    with pytest.raises(UserError, match="neither given nor found in the data; pass --num-classes"):
+        Small(num_classes=None)
+    with pytest.raises(UserError, match="cannot name 0 classes for a picture; pass --top-k 1"):
+        Small(top_k=0)
+
+
+def test_data_with_another_number_of_classes_is_refused(checkpoint: Path):
+    message = r"the data has 2 classes \(ant, bee\), the network 3; pass --num-classes 2"
+    with pytest.raises(UserError, match=message):
+        trainer().fit(Small(), Data(("ant", "bee")))
+    with pytest.raises(UserError, match=message):
+        trainer().test(Small(), Data(("ant", "bee")), ckpt_path=checkpoint, weights_only=True, verbose=False)
+
+
+@pytest.mark.parametrize("way", ["test", "validate", "fit", "loaded"])
+def test_data_whose_classes_have_other_names_or_another_order_is_refused(checkpoint: Path, way: str):
+    message = "class 1 is 'bee' in the checkpoint and 'wasp' in the data; rename"
+    module, data = Small(), Data(("ant", "wasp", "bee"))
+    with pytest.raises(UserError, match=message):
+        if way == "loaded":
+            trainer().test(Small.load_from_checkpoint(checkpoint, weights_only=True), data, verbose=False)
+        else:
+            getattr(trainer(), way)(module, data, ckpt_path=checkpoint, weights_only=True)
+    trainer().test(Small(), Data(), ckpt_path=checkpoint, weights_only=True, verbose=False)
+    trainer(max_epochs=2).fit(Small(), Data(), ckpt_path=checkpoint, weights_only=True)
+
+
+def test_inputs_that_are_no_pictures_leave_the_confusion_matrix(tmp_path: Path):
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for shape, expected in (
+        ((64,), {"confusion_matrix"}),
+        ((1, 8, 8), {"confusion_matrix", "predictions", "mistakes"}),
+    ):
+        folder = tmp_path / str(len(shape))
+        trainer(logger=TensorBoardLogger(folder)).fit(Small(), Data(shape=shape))
+        tags: set[str] = set()
+        for file in folder.rglob("events*"):
+            tags |= set(EventAccumulator(str(file)).Reload().Tags()["images"])
+        assert tags == {f"val/{name}" for name in expected}
+
+
+def test_samples_come_from_the_whole_set_and_not_only_from_its_first_class():
+    pictures = ClassificationPictures(samples=4)
+    sorted_targets = torch.arange(40) // 10
+    for i, targets in enumerate(sorted_targets.split(9)):
+        images = torch.zeros(len(targets), 1, 2, 2)
+        pictures._keep({"logits": torch.zeros(len(targets), 4)}, (images, targets), i, [5], 0)
+    assert torch.cat([targets for _, _, targets in pictures._samples]).unique().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("classes", [10, 100])
+def test_long_names_do_not_run_into_each_other(classes: int):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    names = [f"american_staffordshire_terrier_{i}$" for i in range(classes)]
+    figures = [
+        samples_figure(torch.rand(9, 3, 224, 224), torch.rand(9, classes), torch.arange(9) % classes, names, "val"),
+        samples_figure(torch.rand(9, 1, 28, 28), torch.rand(9, classes), torch.arange(9) % classes, names, "val"),
+    ]
+    matrix = confusion_figure(torch.eye(classes, dtype=torch.int64), names, "val")
+    for figure in (*figures, matrix):
+        FigureCanvasAgg(figure).draw()
+    for figure in figures:
+        boxes = [axes.title.get_window_extent() for axes in figure.axes if axes.title.get_text()]
+        assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    labels = [label.get_window_extent() for label in matrix.axes[0].get_yticklabels()]
+    assert not any(a.overlaps(b) for a, b in pairwise(labels))
+    assert min(box.x0 for box in labels) >= 0

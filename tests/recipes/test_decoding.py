@@ -1,0 +1,183 @@
+"""Beam search against exhaustive search and a loop written by hand; scores of texts against torchmetrics."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torchmetrics.text import BLEUScore
+
+from datamodules.translation.text import EOS, PAD, SOS
+from recipes.seq2seq.decoding import attention_weights, beam_search, length_limits, length_penalty
+from recipes.seq2seq.network import Seq2SeqNet
+from recipes.seq2seq.scores import TextScores
+from tests.support.ranks import run_ranks
+
+SETTINGS: list[dict[str, Any]] = [
+    {"cell": "gru", "attention": "dot"},
+    {"cell": "lstm", "attention": "additive", "layers": 2, "tied": False},
+    {"cell": "gru", "attention": "general", "input_feeding": True},
+]
+
+
+def network(target_words: int, **settings: Any) -> Seq2SeqNet:
+    """A network with decided opinions: weights large enough that its choices depend on the source."""
+    torch.manual_seed(5)
+    net = Seq2SeqNet(12, target_words, **({"hidden": 8, "embedding": 6} | settings)).double().eval()
+    for parameter in net.parameters():
+        parameter.data.mul_(2.5)
+    return net
+
+
+def sources(n: int, longest: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    lengths = 1 + torch.arange(n) * 3 % longest
+    words = torch.randint(3, 12, (n, longest), generator=generator)
+    words[torch.arange(n), lengths - 1] = EOS
+    return words.masked_fill(torch.arange(longest) >= lengths[:, None], PAD)[:, : int(lengths.max())], lengths
+
+
+def log_probability(net: Seq2SeqNet, source: torch.Tensor, words: tuple[int, ...]) -> float:
+    """Of saying these words, by teacher forcing; PAD and SOS are never said."""
+    target = torch.tensor([[SOS, *words]])
+    logits = net(source, torch.tensor([source.shape[1]]), target, torch.arange(len(words)))
+    logits[:, [PAD, SOS]] = -torch.inf
+    each = F.log_softmax(logits, 1)[torch.arange(len(words)), torch.tensor(words)]
+    return float(each.sum())
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_a_beam_with_a_place_for_every_sentence_finds_what_exhaustive_search_finds(settings, alpha):
+    net, (source, lengths) = network(6, **settings), sources(5)
+    limits = torch.tensor([4, 3, 1, 4, 2])
+    found = beam_search(net, source, lengths, beam=50, nbest=50, alpha=alpha, limits=limits)
+    for i, limit in enumerate(limits.tolist()):
+        everything = {}
+        for size in range(limit):
+            for words in itertools.product((3, 4, 5), repeat=size):
+                said = (*words, EOS)
+                total = log_probability(net, source[i : i + 1, : lengths[i]], said)
+                everything[said] = total / float(length_penalty(torch.tensor(len(said)), alpha))
+        ranked = sorted(everything.items(), key=lambda item: -item[1])
+        kept = found.scores[i] > -torch.inf
+        assert [tuple(w for w in row if w != PAD) for row in found.words[i][kept].tolist()] == [w for w, _ in ranked]
+        torch.testing.assert_close(
+            found.scores[i][kept], torch.tensor([s for _, s in ranked], dtype=torch.float64), atol=1e-10, rtol=0
+        )
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_beam_of_one_says_the_likeliest_word_each_time(settings):
+    net, (source, lengths) = network(15, **settings), sources(9)
+    found = beam_search(net, source, lengths, beam=1)
+    said = []
+    for i in range(len(source)):
+        with torch.no_grad():
+            encoded, state = net.encode(source[i : i + 1, : lengths[i]], lengths[i : i + 1])
+            words = [SOS]
+            while words[-1] != EOS:
+                readout, state, _ = net.step(torch.tensor(words[-1:]), state, encoded)
+                allowed = net.output(readout)[0].index_fill(0, torch.tensor([PAD, SOS]), -torch.inf)
+                words.append(int(allowed.argmax()) if len(words) < length_limits(lengths[i]) else EOS)
+        said.append(words[1:])
+    assert [[w for w in row if w != PAD] for row in found.words[:, 0].tolist()] == said
+    assert len({len(words) for words in said}) > 2, "sentences have to end at different times"
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_wider_beam_never_finds_less_likely_first_translations_than_a_greedy_one(settings):
+    net, (source, lengths) = network(15, **settings), sources(9)
+    greedy = beam_search(net, source, lengths, beam=1, alpha=0.0)
+    wide = beam_search(net, source, lengths, beam=6, nbest=6, alpha=0.0)
+    assert (wide.scores[:, 0] >= greedy.scores[:, 0] - 1e-12).all()
+    assert (wide.scores[:, 0] > greedy.scores[:, 0] + 1e-6).any()
+    assert (wide.scores.diff(dim=1) <= 0).all()
+    for rows in wide.words:
+        assert len({tuple(row) for row in rows.tolist()}) == 6
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_translations_do_not_depend_on_what_else_is_in_the_batch(settings):
+    net, (source, lengths) = network(15, **settings), sources(9)
+    together = beam_search(net, source, lengths, beam=4, nbest=3)
+    for i, length in enumerate(lengths.tolist()):
+        alone = beam_search(net, source[i : i + 1, :length], lengths[i : i + 1], beam=4, nbest=3)
+        time = alone.words.shape[2]
+        assert torch.equal(together.words[i, :, :time], alone.words[0])
+        assert (together.words[i, :, time:] == PAD).all()
+        torch.testing.assert_close(together.scores[i], alone.scores[0], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_each_word_said_has_attention_that_sums_to_one_and_does_not_depend_on_the_batch(settings):
+    net, (source, lengths) = network(15, **settings), sources(9)
+    words = beam_search(net, source, lengths, beam=3).words[:, 0]
+    together = attention_weights(net, source, lengths, words)
+    assert together.shape == (9, words.shape[1], source.shape[1])
+    torch.testing.assert_close(together.sum(2), torch.ones_like(together[:, :, 0]))
+    for i, length in enumerate(lengths.tolist()):
+        assert (together[i, :, length:] == 0).all()
+        alone = attention_weights(net, source[i : i + 1, :length], lengths[i : i + 1], words[i : i + 1])
+        torch.testing.assert_close(together[i, :, :length], alone[0], atol=1e-10, rtol=0)
+
+
+def test_a_batch_without_sentences_has_no_translations_and_scores_of_nothing_are_zero():
+    nothing = torch.zeros(0, 2, dtype=torch.int64)
+    found = beam_search(network(15), nothing, nothing[:, 0], beam=3, nbest=2)
+    assert found.words.shape == (0, 2, 0)
+    scores = TextScores()
+    scores.update([], [])
+    assert {name: float(value) for name, value in scores.compute().items()} == {
+        "bleu": 0.0,
+        "chrf": 0.0,
+        "exact_match": 0.0,
+    }
+
+
+HYPOTHESES = [
+    "i am very happy to see you here today",
+    "he is a teacher",
+    "",
+    "they are not going to the old house anymore",
+    "she is she is she is",
+]
+REFERENCES = [
+    "i am happy to see you here",
+    "he is a teacher",
+    "we are lost",
+    "they are not coming to the old house",
+    "she is tall",
+]
+
+
+def counted(numbers: list[int]) -> dict[str, float]:
+    scores = TextScores()
+    for i in numbers:
+        scores.update(HYPOTHESES[i : i + 1], REFERENCES[i : i + 1])
+    return {name: float(value) for name, value in scores.compute().items()}
+
+
+def test_bleu_and_chrf_are_those_of_sacrebleu():
+    # sacrebleu 2.6.0: corpus_bleu(tokenize="none", smooth_method="none") and corpus_chrf() with their defaults.
+    found = counted([0, 1, 2, 3, 4])
+    assert found["bleu"] == pytest.approx(45.180100180492246, abs=1e-4)
+    assert found["chrf"] == pytest.approx(69.64906313905716, abs=1e-4)
+    assert found["exact_match"] == pytest.approx(0.2)
+
+
+def test_bleu_is_that_of_torchmetrics():
+    expected = 100 * BLEUScore()(HYPOTHESES, [[reference] for reference in REFERENCES])
+    assert counted([0, 1, 2, 3, 4])["bleu"] == pytest.approx(float(expected), abs=1e-4)
+
+
+def counted_on_rank(world_size: int) -> dict[str, float]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    return counted(list(range(dist.get_rank(), len(HYPOTHESES), world_size)))
+
+
+def test_scores_are_equal_on_one_and_three_ranks_to_the_last_digit():
+    assert run_ranks(counted_on_rank, 3, 3) == [counted([0, 1, 2, 3, 4])] * 3

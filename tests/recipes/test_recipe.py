@@ -1,0 +1,372 @@
+"""What all recipes share, with real Trainers and no command line."""
+
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import nn
+
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
+from callbacks.drawing.classification_images import ClassificationPictures, most_confident_mistakes
+from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.run_progress import RunProgress
+from callbacks.train_loss import TrainLoss
+from datamodules.errors import UserError
+from datamodules.mnist.data_module import MNISTDataModule
+from recipes.classification import ClassificationScores
+from recipes.cli.settings import learning_rate_scale
+from recipes.launch.host import resolve_precision
+from recipes.mnist import ClassicNet, MNISTClassifier, MNISTNet
+from recipes.optim import SCHEDULES, build_optimizer, parameter_groups
+from recipes.recipe import Recipe
+from tests.support.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+class Line(Recipe):
+    """y = 2x by least squares; batches are (x, y)."""
+
+    def build_network(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        x, y = batch
+        return {"loss": F.mse_loss(self(x), y), "count": len(x)}
+
+
+def batches(n: int = 12, size: int = 4) -> torch.utils.data.DataLoader:
+    x = torch.linspace(-1, 1, n).unsqueeze(1)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, 2 * x), batch_size=size)
+
+
+def trainer(**options: Any) -> pl.Trainer:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    return pl.Trainer(**(quiet | {"accelerator": "cpu", "logger": False, "devices": 1} | options))
+
+
+def test_norms_and_biases_are_not_decayed_and_every_parameter_is_in_one_group():
+    module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.LayerNorm(3), nn.GRU(2, 2), nn.Linear(2, 2))
+    groups = {group["name"]: group for group in parameter_groups(module, weight_decay=0.1)}
+    names = {id(p): name for name, p in module.named_parameters()}
+    decayed = {names[id(p)] for p in groups["decay"]["params"]}
+    exempt = {names[id(p)] for p in groups["no_decay"]["params"]}
+    assert decayed == {"0.weight", "3.weight_ih_l0", "3.weight_hh_l0", "4.weight"}
+    assert exempt == set(names.values()) - decayed
+    assert (groups["decay"]["weight_decay"], groups["no_decay"]["weight_decay"]) == (0.1, 0.0)
+
+
+@pytest.mark.parametrize("name", ["sgd", "Adam", "AdamW", "RMSprop", "adagrad", "nadam"])
+def test_optimisers_are_built_by_name_in_any_case(name):
+    optimizer = build_optimizer(name, parameter_groups(nn.Linear(2, 2), 0.0), lr=0.1)
+    assert type(optimizer).__name__.lower() == name.lower()
+    assert all(group["lr"] == 0.1 for group in optimizer.param_groups)
+    if name == "sgd":
+        assert optimizer.defaults["nesterov"]
+        assert optimizer.defaults["momentum"] == 0.9
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_schedules_stay_between_0_and_1_and_start_and_end_where_they_say(name):
+    values = [SCHEDULES[name](t / 100) for t in range(101)]
+    assert all(0 <= value <= 1 for value in values)
+    assert max(values) == pytest.approx(1, abs=0.02)
+    assert values[-1] == (1 if name == "constant" else pytest.approx(0, abs=1e-12))
+
+
+@pytest.mark.parametrize(
+    ("options", "updates"),
+    [({"max_epochs": 4}, 12), ({"max_steps": 7}, 7), ({"max_epochs": 4, "limit_train_batches": 2}, 8)],
+)
+def test_the_schedule_ends_with_the_run_whatever_limits_it(options, updates):
+    module = Line(lr=0.5, schedule="linear", optimizer="sgd", momentum=0.0)
+    rates = []
+
+    class Rates(pl.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    trainer(callbacks=[Rates()], **options).fit(module, batches())
+    assert rates == pytest.approx([0.5 * (1 - k / updates) for k in range(updates)])
+
+
+class Numbered(Line):
+    """Batch k's loss is k, with k + 1 targets."""
+
+    def __init__(self, counted: bool = True, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.counted = counted
+
+    def training_step(self, batch, batch_idx):
+        loss = self.network.weight.sum() * 0 + batch_idx
+        return {"loss": loss, "count": batch_idx + 1} if self.counted else loss
+
+
+class Kept(CSVLogger):
+    """Remembers what was logged."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.losses: dict[int, float] = {}
+
+    def log_metrics(self, metrics, step=None):
+        if "train/loss" in metrics:
+            self.losses[step] = metrics["train/loss"]
+
+
+@pytest.mark.parametrize("accumulation", ["none", "ours", "lightning's"])
+def test_the_training_loss_is_logged_once_per_interval_as_the_mean_over_its_targets(tmp_path, accumulation):
+    kept = Kept(tmp_path)
+    options: dict[str, Any] = {"accumulate_grad_batches": 2} if accumulation == "lightning's" else {}
+    if accumulation == "ours":
+        options["callbacks"] = [GradientAccumulation(2)]
+    every = 3 if accumulation == "none" else 1
+    fit = trainer(logger=kept, max_epochs=1, log_every_n_steps=every, **options)
+    fit.fit(Numbered(), batches(n=24))
+    if accumulation == "none":
+        assert kept.losses == {2: pytest.approx(8 / 6), 5: pytest.approx((3 * 4 + 4 * 5 + 5 * 6) / 15)}
+    else:
+        assert kept.losses == {
+            0: pytest.approx((0 * 1 + 1 * 2) / 3),
+            1: pytest.approx((2 * 3 + 3 * 4) / 7),
+            2: pytest.approx((4 * 5 + 5 * 6) / 11),
+        }
+
+
+def test_a_bare_loss_counts_the_samples_of_its_batch(tmp_path):
+    kept = Kept(tmp_path)
+    trainer(logger=kept, max_epochs=1, log_every_n_steps=2).fit(Numbered(counted=False), batches(n=5))
+    assert kept.losses == {1: pytest.approx((0 * 4 + 1 * 1) / 5)}
+
+
+def test_many_steps_without_a_log_keep_a_bounded_number_of_losses(tmp_path):
+    kept = Kept(tmp_path)
+    module = Line()
+    callback = TrainLoss()
+    module.configure_callbacks = lambda: [callback]
+    # Stopped before the epoch's end, at which they would be logged.
+    trainer(max_steps=250, logger=kept, log_every_n_steps=10**6).fit(module, batches(n=600, size=2))
+    assert len(callback._means) < 64
+    assert callback._folded[1] + sum(callback._counts) == 500
+
+
+def _losses_of_unequal_ranks() -> float:
+    import torch.distributed as dist
+
+    class Unequal(Line):
+        def training_step(self, batch, batch_idx):
+            rank = dist.get_rank()
+            return {"loss": self.network.weight.sum() * 0 + float(rank), "count": 1 if rank else 3}
+
+    fit = trainer(devices=2, strategy="ddp", max_steps=1, log_every_n_steps=1, logger=CSVLogger(tempfile.mkdtemp()))
+    fit.fit(Unequal(), batches())
+    return float(fit.callback_metrics["train/loss"])
+
+
+def test_ranks_weigh_in_the_training_loss_by_their_targets():
+    assert run_ranks(_losses_of_unequal_ranks, 2) == [0.25, 0.25]
+
+
+def test_a_run_extended_by_a_resume_takes_the_rates_of_the_longer_run(tmp_path):
+    rates: dict[str, list[float]] = {"short": [], "long": []}
+
+    class Rates(pl.Callback):
+        def __init__(self, name):
+            self.name = name
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            rates[self.name].append(optimizer.param_groups[0]["lr"])
+
+    options = {"schedule": "linear", "optimizer": "sgd", "lr": 1.0, "momentum": 0.0}
+    short = trainer(max_epochs=2, callbacks=[Rates("short")])
+    short.fit(Line(**options), batches())
+    short.save_checkpoint(tmp_path / "short.ckpt")
+    longer = trainer(max_epochs=4, callbacks=[Rates("long")])
+    longer.fit(Line(**options), batches(), ckpt_path=tmp_path / "short.ckpt", weights_only=True)
+    assert rates["short"] == pytest.approx([1 - k / 6 for k in range(6)])
+    assert rates["long"] == pytest.approx([1 - k / 12 for k in range(6, 12)])
+
+
+def test_a_resumed_run_takes_the_settings_it_is_given_and_the_moments_of_the_checkpoint(tmp_path):
+    first = trainer(max_epochs=1)
+    first.fit(Line(lr=1.0, weight_decay=0.5, schedule="constant", optimizer="adamw"), batches())
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    groups = []
+
+    class Groups(pl.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            steps = [state["step"].item() for state in optimizer.state.values()]
+            groups.append(([(g["lr"], g["weight_decay"]) for g in optimizer.param_groups], steps))
+
+    module = Line(lr=0.25, weight_decay=0.125, schedule="constant", optimizer="adamw")
+    trainer(max_epochs=2, callbacks=[Groups()]).fit(
+        module, batches(), ckpt_path=tmp_path / "first.ckpt", weights_only=True
+    )
+    assert groups[0] == ([(0.25, 0.125), (0.25, 0.0)], [3, 3])
+
+
+@pytest.mark.parametrize("network", [MNISTNet, ClassicNet])
+def test_networks_map_pictures_to_logits_in_either_layout(network):
+    net = network().eval()
+    images = torch.randn(3, 1, 28, 28)
+    expected = net(images)
+    assert expected.shape == (3, 10)
+    changed = net.to(memory_format=torch.channels_last)(images.to(memory_format=torch.channels_last))
+    assert torch.allclose(expected, changed, atol=1e-5)
+
+
+def test_scores_are_those_of_scikit_learn():
+    from sklearn.metrics import accuracy_score, confusion_matrix, recall_score
+
+    logits, targets = torch.randn(200, 4, generator=torch.Generator().manual_seed(1)), torch.arange(200) % 4
+    scores = ClassificationScores(4)
+    for part in range(0, 200, 64):
+        scores.update(logits[part : part + 64], targets[part : part + 64])
+    scores.update(logits[:0], targets[:0])
+    values, matrix = scores.compute()
+    predicted = logits.argmax(1)
+    assert values["accuracy"].item() == pytest.approx(accuracy_score(targets, predicted))
+    assert matrix.tolist() == confusion_matrix(targets, predicted).tolist()
+    recalls = recall_score(targets, predicted, average=None)
+    assert [values[f"accuracy_class_{i}"].item() for i in range(4)] == pytest.approx(list(recalls))
+    assert values["loss"].item() == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-6)
+    scores.reset()
+    assert scores.compute()[1].sum() == 0
+
+
+def test_a_recipe_trains_in_a_plain_trainer_and_loads_from_its_checkpoint(tmp_path):
+    data = MNISTDataModule(dataset="digits", batch_size=128)
+    module = MNISTClassifier(lr=0.01)
+    fit = trainer(max_epochs=4, callbacks=[ClassificationPictures()], logger=TensorBoardLogger(tmp_path))
+    fit.fit(module, data)
+    scores = fit.test(module, data, verbose=False)[0]
+    assert scores["test/accuracy"] > 0.9
+    fit.save_checkpoint(tmp_path / "mnist.ckpt")
+    again = MNISTClassifier.load_from_checkpoint(tmp_path / "mnist.ckpt", weights_only=True)
+    assert again.hparams.lr == 0.01
+    assert again.class_names == [str(i) for i in range(10)]
+    assert trainer().test(again, data, verbose=False)[0] == scores
+
+
+def test_the_module_loops_without_a_trainer():
+    data = MNISTDataModule(dataset="digits", batch_size=128)
+    data.prepare_data()
+    data.setup("fit")
+    module = MNISTClassifier(schedule="constant")
+    settings = module.configure_optimizers()
+    losses = []
+    for _ in range(2):
+        for batch in data.train_dataloader():
+            loss = module.training_step(batch, 0)["loss"]
+            loss.backward()
+            settings["optimizer"].step()
+            settings["optimizer"].zero_grad()
+            losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+def test_of_equal_scores_the_later_checkpoint_is_the_best(tmp_path):
+    class Scored(Line):
+        def validation_step(self, batch, batch_idx):
+            self.log("score", torch.tensor([0.5, 0.75, 0.75, 0.25][self.current_epoch]))
+
+    best = ExactCheckpoint(tmp_path, filename="best", monitor="score", mode="max")
+    options = {"enable_checkpointing": True, "num_sanity_val_steps": 0, "max_epochs": 4}
+    trainer(callbacks=[best], **options).fit(Scored(), batches(), batches())
+    assert torch.load(best.best_model_path, weights_only=True)["epoch"] == 2
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["best.ckpt"]
+
+
+@pytest.mark.slow
+def test_the_classes_work_in_lightnings_own_command_line(tmp_path):
+    (tmp_path / "stock.py").write_text(
+        "from lightning.pytorch.cli import LightningCLI\n"
+        "from datamodules import MNISTDataModule\n"
+        "from recipes import MNISTClassifier\n"
+        "LightningCLI(MNISTClassifier, MNISTDataModule)\n"
+    )
+    args = ["fit", "--trainer.max_epochs=1", "--data.dataset=digits", "--model.lr=0.02", "--trainer.accelerator=cpu"]
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "stock.py", *args], cwd=tmp_path, env=variables, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "sdg"}, "no optimizer 'sdg' that fits here"),
+        ({"schedule": "cosin"}, "no schedule 'cosin'; expected one of one_cycle, cosine, linear, constant"),
+        ({"lr": 0.0}, "learning rate 0.0 is not a positive number"),
+        ({"lr": math.inf}, "learning rate inf is not a positive number"),
+        ({"num_classes": 1}, "1 classes cannot be told apart"),
+    ],
+)
+def test_wrong_settings_are_refused_at_once(options, message):
+    with pytest.raises(UserError, match=message):
+        MNISTClassifier(**options)
+
+
+def test_mistakes_are_ordered_by_confidence():
+    logits = torch.tensor([[3.0, 0.0], [1.0, 0.0], [5.0, 0.0], [0.0, 9.0]])
+    assert most_confident_mistakes(logits, torch.tensor([1, 1, 1, 1]), count=2).tolist() == [2, 0]
+    assert most_confident_mistakes(logits, torch.tensor([0, 0, 0, 1]), count=2).tolist() == []
+
+
+def test_off_a_terminal_the_bar_is_one_line_per_epoch(capsys):
+    trainer(max_epochs=2, enable_progress_bar=True, callbacks=[RunProgress()]).fit(Line(), batches())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines if line.startswith("epoch")] == ["epoch 1/2", "epoch 2/2"]
+
+
+def test_on_a_terminal_the_bar_draws_by_the_clock_and_not_by_the_batch(monkeypatch):
+    drawings = []
+
+    class Counted(RunProgress):
+        def _draw(self, **changes):
+            drawings.append(time.monotonic())
+            super()._draw(**changes)
+
+    class Slow(Line):
+        def training_step(self, batch, batch_idx):
+            time.sleep(0.002)
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    trainer(max_epochs=1, enable_progress_bar=True, callbacks=[Counted(interval=0.1)]).fit(Slow(), batches(400, 2))
+    assert 4 <= len(drawings) <= 2 + (drawings[-1] - drawings[0]) / 0.1 + 1
+
+
+def test_auto_precision_is_bf16_only_where_the_hardware_multiplies_it_fast(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert resolve_precision("auto", "cpu") == ("bf16-mixed", "this CPU has AVX512-BF16")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    assert resolve_precision("auto", "cpu")[0] == "32-true"
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert resolve_precision("auto", "cpu")[0] == "bf16-mixed"
+    assert resolve_precision("16-mixed", "cpu")[0] == "16-mixed"
+
+
+def test_the_learning_rate_follows_the_batch_linearly_for_sgd_and_by_its_root_for_adam():
+    assert learning_rate_scale("auto", "SGD") == "linear"
+    assert learning_rate_scale("auto", "adamw") == "sqrt"
+    assert learning_rate_scale("none", "sgd") is None
+
+
+@pytest.mark.slow
+def test_real_mnist_reaches_98_5_percent_in_an_epoch(shared_data):
+    data = MNISTDataModule(dataset="mnist", data_dir=str(shared_data / "mnist"))
+    module = MNISTClassifier()
+    fit = trainer(max_epochs=1, precision=resolve_precision("auto", "cpu")[0])
+    fit.fit(module, data)
+    assert fit.test(module, data, verbose=False)[0]["test/accuracy"] > 0.985

@@ -1,0 +1,441 @@
+"""The ResNet recipe: its parts in a plain Trainer, and the command line on folders of pictures."""
+
+import contextlib
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+from PIL import Image
+
+from callbacks.group_table import group_rows, markdown_table
+from callbacks.seed_control import SeedControl
+from datamodules.errors import UserError
+from datamodules.images.data_module import ImageFolderDataModule
+from recipes.cli import console
+from recipes.optim import layer_groups
+from recipes.resnet.feature_cache import frozen_stages
+from recipes.resnet.network import ARCHITECTURES, build_resnet, resnet_stages, run_stages
+from recipes.resnet.recipe import ResNetFineTuner
+from tests.support.ranks import run_ranks
+from tests.support.tables import QUIET, on_ranks
+
+SIZE = 32
+
+
+def draw(folder: Path, count: int, seed: int) -> None:
+    """Noisy pictures whose class is the direction of their stripes."""
+    generator = np.random.default_rng(seed)
+    for direction, name in enumerate(("across", "down")):
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            wave = 100 * np.sin(np.arange(40) * 0.8 + generator.uniform(0, 6))
+            stripes = np.broadcast_to(wave[:, None] if direction == 0 else wave, (40, 40))
+            pixels = 128 + stripes[..., None] + generator.normal(0, 20, (40, 40, 3))
+            Image.fromarray(pixels.clip(0, 255).astype("uint8")).save(folder / name / f"{i:03}.png")
+
+
+@pytest.fixture(scope="session")
+def stripes(tmp_path_factory) -> Path:
+    """A folder with train and val, two classes."""
+    folder = tmp_path_factory.mktemp("stripes")
+    draw(folder / "train", 12, seed=1)
+    draw(folder / "val", 5, seed=2)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pretrained(tmp_path_factory) -> Path:
+    """Weights of a ResNet with 7 classes, as somebody else would have saved them."""
+    torch.manual_seed(5)
+    network = build_resnet("resnet18", num_classes=7)
+    for module in network.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.running_mean.uniform_(-0.1, 0.1)
+            torch.nn.init.uniform_(module.weight, 0.5, 1.0)
+    path = tmp_path_factory.mktemp("weights") / "seven.pt"
+    torch.save({"state_dict": {f"module.{k}": v for k, v in network.state_dict().items()}}, path)
+    return path
+
+
+def fit(folder: str, weights: str, world_size: int = 1, **options: Any) -> dict[str, Any]:
+    """Weights and validation scores after a short run with a frozen trunk."""
+    epochs, batch = options.pop("max_epochs", 2), options.pop("batch_size", 8)
+    ckpt, root = options.pop("ckpt_path", None), options.pop("root", None)
+    seeds = SeedControl(seed=1)
+    recipe = ResNetFineTuner(
+        num_classes=2,
+        image_size=SIZE,
+        weights=weights,
+        optimizer="sgd",
+        lr=0.01,
+        schedule="constant",
+        fused=False,
+        **options,
+    )
+    data = ImageFolderDataModule(
+        data_dir=folder, image_size=SIZE, batch_size=batch // world_size, augment="none", num_workers=0
+    )
+    trainer = pl.Trainer(
+        **(QUIET | on_ranks(world_size)),
+        max_epochs=epochs,
+        callbacks=[seeds],
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(recipe, data, ckpt_path=ckpt, weights_only=True)
+    if root:
+        trainer.save_checkpoint(Path(root) / "last.ckpt")
+    scores = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+    return {"weights": recipe.network.state_dict(), "scores": scores, "first_stage": recipe.first_stage}
+
+
+def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
+    pairs = [(a["weights"][name].double(), b["weights"][name].double()) for name in a["weights"]]
+    return max(float((x - y).abs().max()) for x, y in pairs)
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "resnet50"])
+def test_the_stages_one_after_the_other_are_the_network(arch):
+    network = build_resnet(arch, num_classes=3).eval()
+    images = torch.randn(2, 3, 64, 64)
+    assert torch.equal(network(images), run_stages(resnet_stages(network), images))
+
+
+def test_every_resnet_of_torchvision_is_offered_and_another_name_is_refused():
+    assert {"resnet18", "resnet152", "resnext50_32x4d", "wide_resnet50_2"} <= set(ARCHITECTURES)
+    with pytest.raises(UserError, match=r"resnet19.*resnet18"):
+        ResNetFineTuner(arch="resnet19", num_classes=2)
+
+
+def test_small_pictures_keep_their_pixels():
+    trunk = resnet_stages(build_resnet("resnet18", num_classes=2, small_images=True))[:5]
+    assert run_stages(trunk, torch.zeros(1, 3, 32, 32)).shape == (1, 512, 4, 4)
+
+
+def test_freezing_and_rates_follow_from_the_weights():
+    new, tuned = ResNetFineTuner(num_classes=2, weights="none"), ResNetFineTuner(num_classes=2, weights="some.pt")
+    assert (new.hparams.freeze_until, new.hparams.lr, new.hparams.head_lr_factor) == (None, 0.001, 1.0)
+    assert (tuned.hparams.freeze_until, tuned.hparams.lr, tuned.hparams.head_lr_factor) == ("layer4", 0.0003, 10.0)
+    assert ResNetFineTuner(num_classes=2, weights="some.pt", freeze_until="none").hparams.freeze_until is None
+
+
+def test_a_number_of_classes_is_needed():
+    with pytest.raises(UserError, match="num-classes"):
+        ResNetFineTuner()
+
+
+def test_groups_hold_every_parameter_once_with_the_rate_of_their_layer():
+    recipe = ResNetFineTuner(num_classes=2, weights="some.pt", lr=1.0, layer_lr_decay=0.5, head_lr_factor=10)
+    groups = recipe.parameter_groups()
+    held = [id(p) for group in groups for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in recipe.parameters())
+    rates = {group["name"].split(".")[0]: group["lr"] for group in groups}
+    assert rates == {"stem": 1 / 16, "layer1": 1 / 8, "layer2": 1 / 4, "layer3": 1 / 2, "layer4": 1.0, "fc": 10.0}
+    assert {g["weight_decay"] for g in groups if g["name"].endswith(".no_decay")} == {0.0}
+
+
+def test_a_table_of_groups_counts_what_trains():
+    layer = torch.nn.Linear(3, 2)
+    layer.bias.requires_grad_(False)
+    rows = group_rows(layer_groups([("fc", [layer])], weight_decay=0.1, lr=0.5))
+    assert rows == [("fc.decay", "6", "6", "0.5", "0.1"), ("fc.no_decay", "2", "0", "0.5", "0")]
+    assert markdown_table(rows).splitlines()[2] == "| fc.decay | 6 | 6 | 0.5 | 0.1 |"
+
+
+def test_stages_count_as_frozen_only_where_batchnorm_is_in_evaluation_too():
+    stages = resnet_stages(build_resnet("resnet18", num_classes=2))
+    for _, modules in stages[:3]:
+        for module in modules:
+            module.requires_grad_(False)
+    assert frozen_stages(stages) == 0  # statistics would move
+    for _, modules in stages[:2]:
+        for module in modules:
+            module.eval()
+    assert frozen_stages(stages) == 2
+
+
+def _cached_and_not(folder: str, weights: str) -> dict[str, Any]:
+    phases = {"layer4": "1 epochs", "layer3": "2 epochs"}
+    return {
+        "head": fit(folder, weights, freeze_until="fc"),
+        "head, cached": fit(folder, weights, freeze_until="fc", cache_features=True),
+        "phases": fit(folder, weights, freeze_until="fc", unfreeze=phases, max_epochs=3),
+        "phases, cached": fit(folder, weights, freeze_until="fc", unfreeze=phases, max_epochs=3, cache_features=True),
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(stripes, pretrained) -> dict[str, Any]:
+    return run_ranks(_cached_and_not, 1, str(stripes), str(pretrained))[0]
+
+
+@pytest.mark.parametrize("kind", ["head", "phases"])
+def test_cached_features_change_nothing_but_rounding(runs, kind):
+    plain, cached = runs[kind], runs[f"{kind}, cached"]
+    assert distance(plain, cached) < 1e-5
+    assert plain["scores"] == pytest.approx(cached["scores"], abs=1e-4)
+    assert cached["first_stage"] == 0
+
+
+def test_the_trunk_is_the_file_to_the_bit_and_the_head_has_learnt(runs, pretrained):
+    given = torch.load(pretrained, weights_only=True)["state_dict"]
+    for name, value in runs["head"]["weights"].items():
+        if not name.startswith("fc."):
+            assert torch.equal(value, given[f"module.{name}"]), name
+    moved = runs["phases, cached"]["weights"]
+    assert not torch.equal(moved["layer4.0.conv1.weight"], given["module.layer4.0.conv1.weight"])
+    assert not torch.equal(moved["layer3.0.bn1.running_mean"], given["module.layer3.0.bn1.running_mean"])
+    assert torch.equal(moved["layer2.0.bn1.running_mean"], given["module.layer2.0.bn1.running_mean"])
+
+
+def _on_two(folder: str, weights: str) -> dict[str, Any]:
+    phases = {"layer4": "1 epochs"}
+    return fit(folder, weights, 2, freeze_until="fc", unfreeze=phases, bn="eval", cache_features=True)
+
+
+def test_two_ranks_share_the_features_and_end_as_one(stripes, pretrained):
+    ranks = run_ranks(_on_two, 2, str(stripes), str(pretrained))
+    assert distance(*ranks) == 0
+    alone = fit(str(stripes), str(pretrained), freeze_until="fc", unfreeze={"layer4": "1 epochs"}, bn="eval")
+    assert distance(ranks[0], alone) < 1e-5
+
+
+def _resumed(folder: str, weights: str, root: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"freeze_until": "fc", "unfreeze": {"layer4": "1 epochs"}, "cache_features": True}
+    fit(folder, weights, max_epochs=2, root=root, **options)
+    # The file of weights may be gone: the checkpoint has its own.
+    return fit(folder, "gone.pt", max_epochs=3, ckpt_path=f"{root}/last.ckpt", **options)
+
+
+def test_a_resumed_run_needs_no_pretrained_weights_and_ends_the_same(stripes, pretrained, tmp_path):
+    resumed = run_ranks(_resumed, 1, str(stripes), str(pretrained), str(tmp_path))[0]
+    straight = fit(
+        str(stripes),
+        str(pretrained),
+        max_epochs=3,
+        freeze_until="fc",
+        unfreeze={"layer4": "1 epochs"},
+        cache_features=True,
+    )
+    assert distance(resumed, straight) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"unfreeze": {"layer4": "3 steps"}}, "in whole epochs"),
+        ({"unfreeze": {"layer4": "50%"}}, "in whole epochs"),
+        ({"unfreeze": {"layer4": "1.5 epochs"}}, "in whole epochs"),
+    ],
+)
+def test_features_are_not_cached_where_they_could_not_be_exact(stripes, pretrained, options, message):
+    with pytest.raises(UserError, match=message):
+        fit(str(stripes), str(pretrained), freeze_until="fc", cache_features=True, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        # The first validation, and with it its loader, comes after the features of the training pictures.
+        {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0},
+        {"reload_dataloaders_every_n_epochs": 1},
+    ],
+)
+def test_loaders_that_are_made_later_yield_features_too(stripes, pretrained, options):
+    scores = {}
+    for cached in (False, True):
+        SeedControl(seed=1)
+        recipe = ResNetFineTuner(
+            num_classes=2, weights=str(pretrained), freeze_until="fc", cache_features=cached, fused=False
+        )
+        data = ImageFolderDataModule(data_dir=str(stripes), image_size=SIZE, batch_size=8, augment="none")
+        trainer = pl.Trainer(**(QUIET | options), max_epochs=2, enable_progress_bar=False, enable_checkpointing=False)
+        trainer.fit(recipe, data)
+        scores[cached] = float(trainer.callback_metrics["val/loss"])
+    assert scores[True] == pytest.approx(scores[False], rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_pictures_come_in_the_precision_of_the_weights(stripes, precision):
+    recipe = ResNetFineTuner(num_classes=2, weights="none", fused=False)
+    data = ImageFolderDataModule(data_dir=str(stripes), image_size=SIZE, batch_size=8, mixup=0.2)
+    options: dict[str, Any] = {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(**QUIET, precision=precision, **options)
+    trainer.fit(recipe, data)
+    assert float(trainer.callback_metrics["val/loss"]) > 0
+
+
+def test_a_last_batch_of_one_small_picture_says_what_to_do(stripes):
+    recipe = ResNetFineTuner(num_classes=2, weights="none", fused=False)
+    # 24 pictures leave one.
+    data = ImageFolderDataModule(data_dir=str(stripes), image_size=SIZE, batch_size=23, augment="none")
+    options: dict[str, Any] = {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False}
+    with pytest.raises(UserError, match="another --batch-size, --drop-last"):
+        pl.Trainer(**QUIET, **options).fit(recipe, data)
+
+
+def test_the_table_of_a_resumed_run_shows_the_rates_that_are_asked_for():
+    def build(lr: float) -> tuple[torch.optim.Optimizer, Any]:
+        recipe = ResNetFineTuner(num_classes=2, weights="none", lr=lr)
+        chosen: Any = recipe.configure_optimizers()
+        return chosen["optimizer"], chosen["lr_scheduler"]["scheduler"]
+
+    (old, _), (new, _) = build(0.5), build(0.25)
+    new.load_state_dict(old.state_dict())
+    assert {row[3] for row in group_rows(new.param_groups)} == {"0.25"}
+
+
+def _read_damaged(folder: str) -> str:
+    err, rank = io.StringIO(), int(os.environ["RANK"])
+    data = ImageFolderDataModule(data_dir=folder, image_size=SIZE, eval_batch_size=6, on_corrupt="skip", num_workers=0)
+    data.setup("fit")
+    rank_zero_only.rank = rank  # As the strategy of a Trainer does.
+    with contextlib.redirect_stderr(err):
+        console.quiet()
+        list(data._evaluation_loader("train", rank, 2))
+    return err.getvalue()
+
+
+def test_the_rank_that_meets_a_damaged_file_names_it(tmp_path):
+    draw(tmp_path / "train", 12, seed=3)
+    draw(tmp_path / "val", 1, seed=4)
+    for name in ("across/000.png", "down/011.png"):
+        (tmp_path / "train" / name).write_bytes(b"no picture")
+    first, second = run_ranks(_read_damaged, 2, str(tmp_path))
+    assert "000.png" in first
+    assert "011.png" in second
+
+
+def _type(args: list[str], folder: str) -> tuple[int, str, str]:
+    """In a fresh process: what `python -m recipes.resnet ARGS` ends with and prints."""
+    from datamodules import ImageFolderDataModule
+    from recipes import ResNetFineTuner, run
+
+    os.chdir(folder)
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            run(ResNetFineTuner, ImageFolderDataModule, args=args)
+        except SystemExit as ending:
+            status = int(ending.code or 0)
+    return status, out.getvalue(), err.getvalue()
+
+
+def type_in(folder: Path, *args: str) -> tuple[int, str, str]:
+    return run_ranks(_type, 1, list(args), str(folder))[0]
+
+
+@pytest.fixture(scope="module")
+def trained(stripes, pretrained, tmp_path_factory) -> tuple[Path, str, str]:
+    """A folder in which the command line made a run from somebody's weights, and what it printed."""
+    folder = tmp_path_factory.mktemp("trained")
+    args = ["--data-dir", str(stripes), "--weights", str(pretrained), "--image-size", str(SIZE), "--batch-size", "8"]
+    args += ["--max-epochs", "4", "--augment", "light", "--name", "first", "--num-workers", "0", "--lr", "0.003"]
+    status, out, err = type_in(folder, *args)
+    assert status == 0, err
+    return folder, out, err
+
+
+def test_a_run_says_which_weights_fit_and_which_groups_train(trained):
+    _, out, err = trained
+    line = next(line for line in err.splitlines() if "loaded" in line)
+    assert "fc.weight" in line
+    assert "2 skipped" in line
+    assert "2 new" in line
+    rows = {line.split()[0]: line.split()[1:] for line in err.splitlines() if ".decay" in line}
+    assert rows["layer3.decay"][1] == "0"
+    assert rows["layer4.decay"][0] == rows["layer4.decay"][1]
+    assert rows["fc.decay"][2] == "0.03"
+    assert "val accuracy" in out
+
+
+def test_the_settings_hold_what_was_found_in_the_data(trained):
+    folder, _, _ = trained
+    config = (folder / "runs" / "resnet" / "first" / "config.yaml").read_text()
+    assert "num_classes: 2" in config
+    assert f"image_size: {SIZE}" in config
+
+
+def test_predictions_carry_the_names_of_classes_without_the_data(trained, stripes):
+    folder, _, _ = trained
+    status, _, err = type_in(
+        folder,
+        *("predict", "--ckpt", "runs/resnet/first/checkpoints/last.ckpt", "--output", "answers.json"),
+        *("--data-dir", "nowhere", "--weights", "gone.pt"),
+        *(str(stripes / "val"), str(stripes / "train" / "down" / "003.png")),
+    )
+    assert status == 0, err
+    rows = json.loads((folder / "answers.json").read_text())
+    assert len(rows) == 11
+    assert {row["class"] for row in rows} <= {"across", "down"}
+    assert rows[-1]["file"].endswith("down/003.png")
+    right = sum(row["class"] in Path(row["file"]).parts for row in rows)
+    assert right >= 9
+
+
+def test_validation_of_a_checkpoint_gives_the_scores_of_its_run(trained):
+    folder, _, _ = trained
+    status, _, err = type_in(
+        folder, "validate", "--ckpt", "runs/resnet/first/checkpoints/best.ckpt", "--output", "scores.json"
+    )
+    assert status == 0, err
+    found = json.loads((folder / "scores.json").read_text())
+    results = json.loads((folder / "runs" / "resnet" / "first" / "results.json").read_text())
+    assert found["val/accuracy"] == results["scores"]["val/accuracy"]
+    assert "val/macro_f1" in found
+    assert "val/ece" in found
+
+
+def test_weights_of_a_run_with_other_classes_begin_the_next(trained, stripes, tmp_path):
+    folder, _, _ = trained
+    for name in ("train", "val"):
+        for i in range(4):
+            (tmp_path / name / "third").mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (40, 40), (200, 10 * i, 0)).save(tmp_path / name / "third" / f"{i}.png")
+        for kind in ("across", "down"):
+            (tmp_path / name / kind).symlink_to(stripes / name / kind)
+    (tmp_path / "train" / "down2").mkdir()  # an empty class
+    (tmp_path / "train" / "third" / "broken.jpg").write_bytes(b"\xff\xd8 no picture")
+    args = ["--data-dir", str(tmp_path), "--weights", str(folder / "runs/resnet/first/checkpoints/best.ckpt")]
+    args += ["--image-size", str(SIZE), "--max-epochs", "1", "--batch-size", "8", "--num-workers", "0"]
+    status, _, err = type_in(tmp_path, *args)
+    assert status == 2
+    assert "broken.jpg" in err
+    assert "--on-corrupt skip" in err
+    status, _, err = type_in(tmp_path, *args, "--on-corrupt", "skip")
+    assert status == 0, err
+    assert "fc.weight" in err
+    assert err.count("broken.jpg") == 1
+    assert "down2" in err
+
+
+def test_augmented_pictures_are_not_cached_as_features(stripes, pretrained, tmp_path):
+    args = ["--data-dir", str(stripes), "--weights", str(pretrained), "--image-size", str(SIZE), "--cache-features"]
+    status, _, err = type_in(tmp_path, *args)
+    assert status == 2
+    assert "--augment none" in err
+    assert not list((tmp_path / "runs" / "resnet").iterdir())
+
+
+@pytest.mark.slow
+def test_the_bare_command_trains_on_the_bundled_digits(tmp_path):
+    status, _, err = type_in(tmp_path, "--max-epochs", "4")
+    assert status == 0, err
+    assert "digits" in err
+    results = json.loads(next((tmp_path / "runs" / "resnet").glob("*/results.json")).read_text())
+    assert results["scores"]["test/accuracy"] > 0.9
+
+
+@pytest.mark.slow
+def test_real_photographs_end_to_end(shared_data, tmp_path):
+    args = ["--data-dir", str(shared_data / "hymenoptera"), "--weights", "none", "--image-size", "64"]
+    status, out, err = type_in(tmp_path, *args, "--max-epochs", "2", "--name", "bees")
+    assert status == 0, err
+    assert "ants" in (tmp_path / "runs" / "resnet" / "bees" / "config.yaml").read_text() or "val accuracy" in out

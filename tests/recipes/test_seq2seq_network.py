@@ -1,0 +1,136 @@
+"""The translation network: padding changes nothing, and both ways through the decoder are the same."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from datamodules.translation.text import EOS, PAD, SOS
+from recipes.seq2seq.decoding import beam_search
+from recipes.seq2seq.network import Seq2SeqNet, spoken_positions
+
+EVERY_KIND: list[dict[str, Any]] = [
+    {"cell": cell, "attention": attention, **more}
+    for cell in ("gru", "lstm")
+    for attention in ("additive", "general", "dot")
+    for more in ({}, {"layers": 2, "tied": False}, {"input_feeding": True})
+]
+NAMES = ["-".join(map(str, settings.values())) for settings in EVERY_KIND]
+# Sources and targets of 1 to 6 words with their ends; the last sentence is the longest on neither side.
+LENGTHS = [(2, 5), (6, 2), (1, 3), (4, 6), (3, 4)]
+
+
+def network(**settings: Any) -> Seq2SeqNet:
+    torch.manual_seed(7)
+    return Seq2SeqNet(11, 13, hidden=8, embedding=6, **({"dropout": 0.0} | settings)).double()
+
+
+def sentence(words: int, time: int, vocabulary: int, first: list[int]) -> Tensor:
+    """A sentence that is a function of its length: `first`, words, EOS, padding."""
+    middle = [4 + (3 * words + 5 * i) % (vocabulary - 4) for i in range(words - 1)]
+    row = [*first, *middle, EOS]
+    return torch.tensor(row + [PAD] * (time - len(row)))
+
+
+def batch(numbers: list[int], padding: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Some of the sentences, padded to the longest of them and further."""
+    lengths = torch.tensor([LENGTHS[i] for i in numbers]) + torch.tensor([0, 1])
+    times = (lengths.amax(0) + padding).tolist()
+    source = torch.stack([sentence(LENGTHS[i][0], times[0], 11, []) for i in numbers])
+    target = torch.stack([sentence(LENGTHS[i][1], times[1], 13, [SOS]) for i in numbers])
+    return source, lengths[:, 0], target, lengths[:, 1]
+
+
+def loss_and_gradients(
+    net: Seq2SeqNet, source: Tensor, source_lengths: Tensor, target: Tensor, target_lengths: Tensor, **more: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The summed loss of a batch, and its gradient for each parameter."""
+    spoken = spoken_positions(target, target_lengths)
+    logits = net(source, source_lengths, target, spoken, **more)
+    loss = F.cross_entropy(logits, target[:, 1:].flatten()[spoken], reduction="sum", label_smoothing=0.1)
+    net.zero_grad()
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("settings", EVERY_KIND, ids=NAMES)
+def test_sentences_alone_have_the_loss_and_the_gradients_that_they_have_in_a_batch(settings):
+    net = network(**settings)
+    alone = [loss_and_gradients(net, *batch([i])) for i in range(len(LENGTHS))]
+    for padding in (0, 3):
+        loss, gradients = loss_and_gradients(net, *batch(list(range(len(LENGTHS))), padding))
+        torch.testing.assert_close(loss, sum(each for each, _ in alone), atol=1e-10, rtol=0)
+        assert gradients.keys() == dict(net.named_parameters()).keys()
+        for name, gradient in gradients.items():
+            expected = sum(each[name] for _, each in alone)
+            torch.testing.assert_close(gradient, expected, atol=1e-10, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("settings", EVERY_KIND, ids=NAMES)
+def test_a_sentence_is_translated_alike_alone_and_beside_a_longer_one(settings):
+    net = network(**settings).eval()
+    for parameter in net.parameters():
+        parameter.data.mul_(2)
+    source, lengths, _, _ = batch(list(range(len(LENGTHS))), padding=2)
+    together = beam_search(net, source, lengths, beam=3, nbest=2)
+    for i in range(len(LENGTHS)):
+        alone = beam_search(net, *batch([i])[:2], beam=3, nbest=2)
+        time = alone.words.shape[2]
+        assert torch.equal(together.words[i, :, :time], alone.words[0])
+        torch.testing.assert_close(together.scores[i], alone.scores[0], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("settings", [s for s in EVERY_KIND if "input_feeding" not in s], ids=str)
+def test_the_whole_sequence_at_once_gives_what_step_by_step_gives(settings):
+    net, sentences = network(**settings), batch(list(range(len(LENGTHS))))
+    given = torch.ones(len(LENGTHS), sentences[2].shape[1] - 1, dtype=torch.bool)
+    whole, steps = loss_and_gradients(net, *sentences), loss_and_gradients(net, *sentences, forced=given)
+    torch.testing.assert_close(whole[0], steps[0], atol=1e-10, rtol=0)
+    for name, gradient in whole[1].items():
+        torch.testing.assert_close(gradient, steps[1][name], atol=1e-10, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("settings", [{"cell": "gru"}, {"cell": "lstm", "input_feeding": True}], ids=str)
+def test_words_that_are_not_given_are_the_decoders_own(settings):
+    net = network(**settings)
+    source, lengths, target, _ = batch([3])
+    everything = torch.arange(target.shape[1] - 1)
+    own = target.clone()
+    for position in range(1, target.shape[1] - 1):
+        own[0, position] = net(source, lengths, own, everything)[position - 1].argmax()
+    assert not torch.equal(own[:, :-1], target[:, :-1])
+    nothing = torch.zeros(1, target.shape[1] - 1, dtype=torch.bool)
+    found = net(source, lengths, target, everything, forced=nothing)
+    torch.testing.assert_close(found, net(source, lengths, own, everything), atol=1e-10, rtol=0)
+
+
+def test_attention_never_falls_on_padding_and_sums_to_one():
+    for settings in EVERY_KIND:
+        net = network(**settings)
+        source, lengths, _, _ = batch(list(range(len(LENGTHS))), padding=2)
+        encoded, state = net.encode(source, lengths)
+        _, _, weights = net.step(torch.full((len(source),), SOS), state, encoded)
+        torch.testing.assert_close(weights.sum(1), torch.ones(len(source), dtype=torch.float64))
+        assert (weights[~encoded.mask] == 0).all()
+
+
+def test_input_feeding_changes_what_is_said():
+    sentences = batch([0, 3])
+    spoken = spoken_positions(sentences[2], sentences[3])
+    net = network(input_feeding=True)
+    before = net(*sentences[:3], spoken)
+    with torch.no_grad():
+        net.decoder.weight_ih_l0[:, 6:] = 0  # The columns behind the word vector's.
+    after = net(*sentences[:3], spoken)
+    first = torch.tensor([0, 5])  # The first word of each has nothing fed but zeros.
+    torch.testing.assert_close(before[first], after[first])
+    assert ((before - after).abs().amax(1)[1:5] > 1e-6).all()
+
+
+def test_tied_networks_share_the_target_words_vectors_and_others_do_not():
+    tied, untied = network(tied=True), network(tied=False)
+    assert tied.output.weight is tied.target_embedding.weight
+    assert untied.output.weight is not untied.target_embedding.weight
+    assert untied.output.weight.shape == (13, 8)

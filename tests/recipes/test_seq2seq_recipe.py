@@ -1,0 +1,295 @@
+"""The translation recipe with real Trainers: splits, interruptions, scores, checkpoints, predictions, pictures."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
+from callbacks.drawing.translation_images import Translation, attention_figure, translations_table
+from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.seed_control import SeedControl
+from datamodules.errors import UserError
+from datamodules.translation.data_module import TranslationDataModule
+from datamodules.translation.packed_sentences import TranslationBatch
+from datamodules.translation.text import Vocabulary
+from recipes.seq2seq.recipe import Seq2SeqTranslator, teacher_forcing_share
+from tests.support.ranks import run_ranks
+from tests.support.tables import QUIET, on_ranks, silence
+
+TINY: dict[str, Any] = {"hidden": 16, "embedding": 12, "lr": 0.01}
+SUBJECTS = [("je", "i"), ("tu", "you"), ("il", "he"), ("elle", "she"), ("nous", "we")]
+VERBS = [("vois", "see"), ("veux", "want"), ("mange", "eat")]
+OBJECTS = [
+    ("le chat", "the cat"),
+    ("la grande maison", "the big house"),
+    ("cela", "that"),
+    ("du pain noir", "black bread"),
+]
+
+
+def corpus(folder: Path) -> str:
+    """60 pairs of 3 to 5 words, and a longer one, in a file."""
+    pairs = [(f"{a} {c} {e}", f"{b} {d} {f}") for a, b in SUBJECTS for c, d in VERBS for e, f in OBJECTS]
+    pairs.append(("je vois le chat et la maison et le pain", "i see the cat and the house and the bread"))
+    file = folder / "pairs.tsv"
+    file.write_text("".join(f"{a}\t{b}\n" for a, b in pairs))
+    return str(file)
+
+
+def data(file: str, **options: Any) -> TranslationDataModule:
+    return TranslationDataModule(file, **({"val_fraction": 0.1, "test_fraction": 0.1, "eval_batch_size": 3} | options))
+
+
+def translator(module: TranslationDataModule, **options: Any) -> Seq2SeqTranslator:
+    return Seq2SeqTranslator(**Seq2SeqTranslator.settings_from_data(module), **(TINY | options))
+
+
+def trainer(*callbacks: pl.Callback, world_size: int = 1, **options: Any) -> pl.Trainer:
+    silence()
+    quiet = QUIET | {"enable_progress_bar": False, "enable_checkpointing": False}
+    return pl.Trainer(callbacks=list(callbacks), **(quiet | on_ranks(world_size) | options))
+
+
+def weights(module: pl.LightningModule) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.network.state_dict().items()}
+
+
+def trained(file: str, world_size: int, micro_batches: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Three epochs of updates of 12 sentences, in float64; the weights and the scores at the end."""
+    seeds = SeedControl(seed=1)
+    module = data(file, batch_size=12 // world_size // micro_batches)
+    recipe = translator(module, dropout=0.0, val_sentences=4, **options)
+    run = trainer(GradientAccumulation(micro_batches), seeds, world_size=world_size, max_epochs=3, precision="64-true")
+    run.fit(recipe, module)
+    validated = {name: float(value) for name, value in run.callback_metrics.items() if name.startswith("val/")}
+    tested = run.test(recipe, module, verbose=False)[0]
+    return {"weights": weights(recipe), "updates": recipe.global_step, "val": validated, "test": tested}
+
+
+# 49 sentences are four updates of 12, and one that leaves a rank of two without any.
+@pytest.mark.parametrize(
+    "options", [{}, {"teacher_forcing": 0.3, "cell": "lstm", "attention_type": "additive"}], ids=["whole", "sampled"]
+)
+def test_two_processes_and_accumulation_learn_what_one_process_learns(options, tmp_path):
+    file = corpus(tmp_path)
+    expected = trained(file, 1, 1, options)
+    assert expected["updates"] == 15
+    for found in [trained(file, 1, 3, options), *run_ranks(trained, 2, file, 2, 2, options)]:
+        assert found["updates"] == expected["updates"]
+        for name, weight in found["weights"].items():
+            torch.testing.assert_close(weight, expected["weights"][name], atol=1e-9, rtol=0, msg=name)
+        for part in ("val", "test"):
+            assert found[part] == pytest.approx(expected[part], abs=1e-5)
+
+
+class Stop(pl.Callback):
+    """Ends a run abruptly before a batch of its second epoch."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) == (1, 3):
+            raise RuntimeError("stopped")
+
+
+def exact_run(file: str, folder: Path, *callbacks: pl.Callback, ckpt: Path | None = None) -> dict[str, torch.Tensor]:
+    seeds = SeedControl(seed=1)
+    module = data(file, batch_size=4)
+    recipe = translator(module, dropout=0.3, teacher_forcing=0.5, layers=2)
+    saves = ExactCheckpoint(folder, save_last=True, every_n_train_steps=1)
+    run = trainer(GradientAccumulation(2), seeds, saves, *callbacks, max_epochs=2, enable_checkpointing=True)
+    run.fit(recipe, module, ckpt_path=str(ckpt) if ckpt else None, weights_only=True)
+    return weights(recipe)
+
+
+def test_a_run_resumed_in_the_middle_of_an_epoch_ends_with_the_bits_of_one_that_was_not_stopped(tmp_path):
+    file = corpus(tmp_path)
+    expected = exact_run(file, tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="stopped"):
+        exact_run(file, tmp_path / "cut", Stop())
+    found = exact_run(file, tmp_path / "cut", ckpt=tmp_path / "cut" / "last.ckpt")
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory) -> tuple[str, Path, dict[str, float]]:
+    """A corpus, a run's folder with a checkpoint that has learned it, and the run's test scores."""
+    folder = tmp_path_factory.mktemp("learned")
+    file = corpus(folder)
+    SeedControl(seed=3)
+    module = data(file, batch_size=8)
+    recipe = translator(module, hidden=32, embedding=24)
+    run = trainer(max_epochs=36, logger=TensorBoardLogger(str(folder), name="", version=""), check_val_every_n_epoch=12)
+    run.fit(recipe, module)
+    run.save_checkpoint(folder / "a.ckpt")
+    return file, folder, run.test(recipe, module, verbose=False)[0]
+
+
+def test_it_learns_a_small_grammar_and_translates_sentences_that_it_has_not_seen(learned):
+    _, _, scores = learned
+    assert scores["test/bleu"] > 70
+    assert scores["test/chrf"] > 70
+    assert scores["test/exact_match"] >= 0.5
+    assert scores["test/perplexity"] < 2
+
+
+def evaluated(file: str, checkpoint: str, world_size: int) -> list[dict[str, float]]:
+    module = data(file, val_fraction=0.4, test_fraction=0.3)
+    recipe = translator(data(file.replace("free", "pairs")), hidden=32, embedding=24, val_sentences=13)
+    run = trainer(world_size=world_size)
+    return [
+        run.validate(recipe, module, ckpt_path=checkpoint, weights_only=True, verbose=False)[0],
+        run.test(recipe, module, ckpt_path=checkpoint, weights_only=True, verbose=False)[0],
+    ]
+
+
+def test_scores_are_equal_on_one_and_three_processes_to_the_last_digit(learned):
+    file, folder, _ = learned
+    free = folder / "free.tsv"
+    # References that it cannot hit, some of them with words that it does not know.
+    free.write_text(Path(file).read_text().replace("the big", "a large"))
+    alone = evaluated(str(free), str(folder / "a.ckpt"), 1)
+    assert 0 < alone[0]["val/bleu"] < 100
+    assert 0 < alone[1]["test/bleu"] < 100
+    assert alone[0]["val/perplexity"] == pytest.approx(torch.tensor(alone[0]["val/loss"]).exp().item(), rel=1e-5)
+    for found in run_ranks(evaluated, 3, str(free), str(folder / "a.ckpt"), 3):
+        assert found == alone
+
+
+def test_a_bare_checkpoint_translates_typed_sentences(learned):
+    recipe = Seq2SeqTranslator.load_from_checkpoint(learned[1] / "a.ckpt", map_location="cpu", weights_only=True)
+    assert recipe.translate(["Je  vois le chat", "elle mange du pain noir", "tu veux cela"]) == [
+        "i see the cat",
+        "she eat black bread",
+        "you want that",
+    ]
+    assert recipe.translate([]) == []
+    assert recipe.translate(["", "tu veux\ncela", " "]) == ["", "you want that", ""]
+    assert recipe.training, "translating leaves the mode of the network as it was"
+
+
+def test_many_typed_sentences_come_back_in_their_order_some_at_a_time(learned, monkeypatch):
+    recipe = Seq2SeqTranslator.load_from_checkpoint(learned[1] / "a.ckpt", map_location="cpu", weights_only=True)
+    monkeypatch.setattr("recipes.seq2seq.recipe._SENTENCES_AT_ONCE", 3)
+    rows = []
+    recipe.network.encoder.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
+    sentences = ["elle mange du pain noir", "tu veux cela", "", "je vois le chat", "il vois cela"] * 2
+    assert (
+        recipe.translate(sentences) == ["she eat black bread", "you want that", "", "i see the cat", "he see that"] * 2
+    )
+    assert rows == [3, 3, 2]
+
+
+def test_predict_keeps_no_attention_that_nobody_draws(learned):
+    file, folder, _ = learned
+    sentences = ["elle mange du pain noir", "tu veux cela"]
+    module = data(file, predict_inputs=sentences)
+    recipe = translator(data(file), hidden=32, embedding=24)
+    outputs = trainer().predict(recipe, module, ckpt_path=str(folder / "a.ckpt"), weights_only=True)
+    assert not any("attention" in batch for batch in outputs)
+    rows = recipe.prediction_rows(outputs, module.prediction_names)
+    assert [row["translation"] for row in rows] == ["she eat black bread", "you want that"]
+
+
+def test_predict_gives_the_best_translations_in_order_marks_unknown_words_and_draws_attention(learned, tmp_path):
+    file, folder, _ = learned
+    sentences = ["elle mange du pain noir", "je vois le chien", "nous mange la grande maison", "tu veux cela"]
+    module = data(file, predict_inputs=sentences, eval_batch_size=3)
+    picture = tmp_path / "out.png"
+    recipe = translator(data(file), hidden=32, embedding=24, beam=4, nbest=3, attention=str(picture))
+    outputs = trainer().predict(recipe, module, ckpt_path=str(folder / "a.ckpt"), weights_only=True)
+    rows = recipe.prediction_rows(outputs, module.prediction_names)
+    assert [row["rank"] for row in rows] == [1, 2, 3] * 4
+    assert [row["sentence"] for row in rows[::3]] == [sentences[0], "je vois le [chien]", *sentences[2:]]
+    assert [rows[i]["translation"] for i in (0, 6, 9)] == [
+        "she eat black bread",
+        "we eat the big house",
+        "you want that",
+    ]
+    for i in range(0, 12, 3):
+        assert rows[i]["score"] > rows[i + 1]["score"] > rows[i + 2]["score"]
+        assert len({row["translation"] for row in rows[i : i + 3]}) == 3
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tensorboard_shows_texts_and_attention(learned):
+    events = EventAccumulator(str(learned[1])).Reload()
+    tags = events.Tags()
+    assert {"val/attention", "test/attention"} <= set(tags["images"])
+    assert {"val/translations/text_summary", "test/translations/text_summary"} <= set(tags["tensors"])
+    texts = events.Tensors("val/translations/text_summary")
+    assert len(texts) == 3, "one after each validation"
+    table = texts[-1].tensor_proto.string_val[0].decode()
+    assert table.startswith("| source | translation | reference | |")
+    assert table.count("\n|") == 7, "six validated sentences below the rule"
+
+
+def test_attention_pictures_have_the_words_on_their_axes():
+    sample = Translation("il dort [bien] .", "he sleeps .", None, torch.rand(6, 7))
+    figure = attention_figure([sample, sample], columns=1)
+    for axes in figure.axes:
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["il", "dort", "[bien]", ".", "<eos>"]
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["he", "sleeps", ".", "<eos>"]
+        assert axes.images[0].get_array().shape == (4, 5)
+
+
+def test_texts_survive_markdown():
+    assert "&lt;unk>" in translations_table([Translation("a | b", "<unk>", "c")])
+    assert "a &#124; b" in translations_table([Translation("a | b", "<unk>", "c")])
+
+
+def test_unknown_words_of_a_reference_are_matched_by_nothing():
+    recipe = Seq2SeqTranslator(source_words=5, target_words=5, **TINY)
+    recipe.vocabularies = Vocabulary.of(["a"]), Vocabulary.of(["b"])
+    batch = TranslationBatch(*(torch.tensor(x) for x in ([[4, 2]], [2], [[1, 4, 3, 2]], [4])))
+    assert recipe._sentences(batch) == (["a"], ["b \ufffd"])
+
+
+def test_a_batch_without_sentences_reaches_every_parameter_with_zero():
+    recipe = Seq2SeqTranslator(source_words=5, target_words=5, **TINY)
+    empty = torch.zeros(0, 2, dtype=torch.int64)
+    none = torch.zeros(0, dtype=torch.int64)
+    out = recipe.training_step(TranslationBatch(empty, none, empty, none, none), 0)
+    out["loss"].backward()
+    assert out["count"] == 0
+    assert all(p.grad is not None and not p.grad.any() for p in recipe.parameters())
+
+
+def test_teacher_forcing_falls_to_its_final_share_over_the_run():
+    assert [teacher_forcing_share(0.4, "linear", p) for p in (0.0, 0.5, 1.0, 2.0)] == pytest.approx([1, 0.7, 0.4, 0.4])
+    assert teacher_forcing_share(0.4, "constant", 0.0) == 0.4
+
+
+SIZES = {"source_words": 9, "target_words": 9}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"source_words=len\(data.source_vocabulary\)"),
+        (SIZES | {"hidden": 7}, "pass an even number"),
+        (SIZES | {"teacher_forcing": 1.5}, "--teacher-forcing 1.5 is no share"),
+        (SIZES | {"beam": 2, "nbest": 3}, "--beam 3 --nbest 3"),
+        (SIZES | {"attention": "dot"}, "--attention-type dot"),
+        (SIZES | {"attention": "out.txt"}, "ends in .png"),
+        (SIZES | {"attention": "nowhere/out.png"}, "no folder nowhere"),
+    ],
+)
+def test_mistakes_are_answered_with_what_to_type(options, message):
+    with pytest.raises(UserError, match=message):
+        Seq2SeqTranslator(**options)
+
+
+def test_data_with_other_words_are_refused(tmp_path):
+    module = data(corpus(tmp_path))
+    recipe = Seq2SeqTranslator(source_words=99, target_words=99, **TINY)
+    with pytest.raises(UserError, match="the network knows 99 source words, and the data have"):
+        trainer(max_epochs=1).fit(recipe, module)
+
+
+def test_a_translator_without_words_says_where_words_come_from():
+    with pytest.raises(UserError, match="no words yet"):
+        Seq2SeqTranslator(**SIZES, **TINY).translate(["bonjour"])

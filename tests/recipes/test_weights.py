@@ -1,0 +1,639 @@
+import argparse
+import hashlib
+import logging
+import math
+import os
+import shlex
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from datamodules.errors import UserError
+from recipes.pretrained import download_weights, imagenet_weights, load_pretrained
+from recipes.weights import WeightsReport, load_weights, match_names, read_weights
+from tests.support.ranks import free_port, run_ranks
+
+
+class Net(nn.Module):
+    """A ResNet in miniature: a convolution, a norm and a head."""
+
+    def __init__(self, classes: int = 2) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 4, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(4)
+        self.fc = nn.Linear(4, classes)
+
+
+class Wrapped(nn.Module):
+    """A network as an attribute of another module."""
+
+    def __init__(self, name: str, network: nn.Module) -> None:
+        super().__init__()
+        self.add_module(name, network)
+
+
+def _random(module: nn.Module, seed: int = 0) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for value in module.state_dict().values():
+            if value.is_floating_point():
+                value.copy_(torch.rand(value.shape, generator=generator))
+            else:
+                value.fill_(7)
+    return module
+
+
+def _state(classes: int = 2, seed: int = 0) -> dict[str, Tensor]:
+    return dict(_random(Net(classes), seed).state_dict())
+
+
+def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name].cpu(), value), name
+
+
+def _copy(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".ckpt", ".pth.tar", ".safetensors"])
+def test_a_state_dict_comes_back_as_it_was_saved(tmp_path: Path, suffix: str):
+    path = tmp_path / f"net{suffix}"
+    (save_file if suffix == ".safetensors" else torch.save)(_state(), path)
+    _assert_equal(read_weights(path), _state())
+    _assert_equal(read_weights(str(path)), _state())
+
+
+def test_files_of_old_torch_versions_are_read(tmp_path: Path):
+    torch.save(_state(), tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    _assert_equal(read_weights(tmp_path / "old.pth"), _state())
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: {"state_dict": state, "epoch": 3, "optimizer": {"state": {0: torch.ones(2)}}},
+        lambda state: {"model": state, "optimizer": {}},
+        lambda state: {"model_state": state},
+        lambda state: {"model_state_dict": state, "loss": torch.ones(())},
+        lambda state: {"module": state, "dp_world_size": 2},
+        lambda state: {"model": {"state_dict": state}},
+        lambda state: {"state_dict": {k: v * 0 for k, v in state.items()}, "state_dict_ema": state},
+        lambda state: {**state, "_extra_state": None, "version": 3},
+    ],
+)
+def test_the_tensors_are_found_in_the_usual_places(tmp_path: Path, wrap: Any):
+    torch.save(wrap(_state()), tmp_path / "a.pt")
+    _assert_equal(read_weights(tmp_path / "a.pt"), _state())
+
+
+def test_a_checkpoint_of_a_real_run_is_read_and_loaded(tmp_path: Path):
+    from tests.support.minimal_recipe import Line, Points
+
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = pl.Trainer(max_epochs=1, enable_checkpointing=False, **options)
+    trained, other, network = Line(), Line(), nn.Linear(1, 1)
+    trainer.fit(trained, Points())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert load_weights(other, read_weights(tmp_path / "last.ckpt"), "last.ckpt").new == []
+    _assert_equal(_copy(other), _copy(trained))
+    load_weights(network, read_weights(tmp_path / "last.ckpt"), "last.ckpt")
+    _assert_equal(_copy(network), _copy(trained.network))
+
+
+def test_a_home_folder_is_written_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    torch.save(_state(), tmp_path / "a.pt")
+    _assert_equal(read_weights("~/a.pt"), _state())
+
+
+def _bytes(tmp_path: Path, **options: Any) -> bytes:
+    torch.save({"state_dict": {"a": torch.rand(9_000)}}, tmp_path / "whole", **options)
+    content = (tmp_path / "whole").read_bytes()
+    (tmp_path / "whole").unlink()
+    return content
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.pt", b"", "a.pt is empty; fetch it again"),
+        ("a.safetensors", b"", "a.safetensors is empty"),
+        ("a.pth", b"\n<!DOCTYPE html><html>Sign in</html>", "a.pth is a web page, not weights"),
+        ("a.safetensors", b"<html>" * 50, "a.safetensors is a web page"),
+        ("a.pt", b"version https://git-lfs.github.com/spec/v1\noid sha256:12\n", "run git lfs pull"),
+        ("a.pt", bytes(range(256)) * 9, "a.pt is damaged, or was not written by"),
+        ("a.pt", b'{"conv1.weight": [1.0, 2.0]}', "a.pt is damaged, or was not written by"),
+        ("a.safetensors", bytes(range(256)) * 9, "a.safetensors is damaged, or no safetensors file"),
+        ("a.pt", "half of a new file", "a.pt is damaged: it ends too early; fetch it again"),
+        ("a.pt", "half of an old file", "a.pt is damaged, or was not written by"),
+        ("a.safetensors", "half of a new file", "a.safetensors is damaged: it ends too early"),
+        ("a.safetensors", "half of safetensors", "a.safetensors is damaged, or no safetensors file"),
+    ],
+)
+def test_what_is_no_file_of_weights_is_named(tmp_path: Path, name: str, content: bytes | str, message: str):
+    if content == "half of safetensors":
+        save_file(_state(), tmp_path / name)
+        content = (tmp_path / name).read_bytes()[:-100]
+    elif isinstance(content, str):
+        whole = _bytes(tmp_path, _use_new_zipfile_serialization="new" in content)
+        content = whole[: len(whole) // 2]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_weights(tmp_path / name)
+
+
+def test_a_missing_file_says_what_could_have_been_typed(tmp_path: Path):
+    with pytest.raises(
+        UserError, match=r"there is no file .*imagnet; pass --weights FILE \(.*\.safetensors.*imagenet or"
+    ):
+        read_weights(tmp_path / "imagnet")
+
+
+def test_a_folder_names_the_file_in_it(tmp_path: Path):
+    with pytest.raises(UserError, match=r"is a folder; name a file in it, such as --weights .*weights\.pt"):
+        read_weights(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.ckpt").touch()
+    (tmp_path / "checkpoints" / "best.ckpt").touch()
+    with pytest.raises(UserError, match=r"such as --weights .*checkpoints.best\.ckpt"):
+        read_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "found a dict of nothing"),
+        ({"epoch": 3, "optimizer": {"state": {0: torch.ones(2)}}}, "found a dict of epoch, optimizer"),
+        ({"state_dict": {}, "model": None}, "found a dict of state_dict, model"),
+        ([torch.ones(2)], "found a list, expected a module's state_dict"),
+        (torch.ones(2), "found a Tensor"),
+    ],
+)
+def test_a_file_without_named_tensors_says_what_it_holds(tmp_path: Path, content: Any, message: str):
+    torch.save(content, tmp_path / "a.pt")
+    with pytest.raises(UserError, match=rf"a\.pt holds no tensors by name: {message}"):
+        read_weights(tmp_path / "a.pt")
+
+
+class _Runs:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_that_would_run_code_is_refused_and_runs_none(tmp_path: Path, zipped: bool):
+    options = {"_use_new_zipfile_serialization": zipped}
+    torch.save({"state_dict": _state(), "x": _Runs(tmp_path / "ran")}, tmp_path / "a.pt", **options)
+    with pytest.raises(UserError, match=r"a\.pt is refused: reading it would run code \((\S*Path\S*|getattr)\)"):
+        read_weights(tmp_path / "a.pt")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ({"state_dict": _state(), "args": argparse.Namespace(lr=1)}, "argparse.Namespace"),
+        ({"model": _state(), "args": argparse.Namespace(lr=1)}, "argparse.Namespace"),
+        (nn.Sequential(nn.Linear(4, 2)), "torch.nn.modules.container.Sequential"),
+    ],
+)
+def test_the_command_in_a_refusal_makes_a_file_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Any, named: str
+):
+    path = tmp_path / "my file.pt"
+    torch.save(content, path)
+    with pytest.raises(UserError) as refusal:
+        read_weights(path)
+    assert f"would run code ({named})" in str(refusal.value)
+    python, option, code = shlex.split(str(refusal.value).splitlines()[1])
+    assert (python, option) == ("python", "-c")
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    expected = content.state_dict() if isinstance(content, nn.Module) else _state()
+    _assert_equal(read_weights(tmp_path / "weights.pt"), dict(expected))
+
+
+def test_torchscript_is_refused(tmp_path: Path):
+    torch.jit.script(nn.Linear(2, 2)).save(tmp_path / "a.pt")
+    with pytest.raises(UserError, match=r"would run code \(TorchScript\)"):
+        read_weights(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["", "module.", "model.", "network.", "_orig_mod.", "module.model.", "model.module._orig_mod.net.backbone."],
+)
+@pytest.mark.parametrize("inside", ["", "network", "model"])
+def test_wrappers_on_either_side_do_not_matter(prefix: str, inside: str):
+    network = Net()
+    module = Wrapped(inside, network) if inside else network
+    report = load_weights(module, {prefix + name: value for name, value in _state().items()}, "a.pt")
+    _assert_equal(_copy(network), _state())
+    assert (report.skipped, report.new) == ({}, [])
+
+
+def test_compiled_and_wrapped_modules_take_plain_weights_and_give_them(tmp_path: Path):
+    compiled = torch.compile(Net())
+    load_weights(Wrapped("network", compiled), _state(), "a.pt")
+    torch.save(Wrapped("network", compiled).state_dict(), tmp_path / "a.pt")
+    assert "network._orig_mod.conv1.weight" in torch.load(tmp_path / "a.pt", weights_only=True)
+    plain = Net()
+    load_weights(plain, read_weights(tmp_path / "a.pt"), "a.pt")
+    _assert_equal(_copy(plain), _state())
+
+
+def test_a_wrapper_that_is_part_of_the_network_stays():
+    module = Wrapped("model", nn.ModuleDict({"backbone": nn.Linear(3, 3), "head": nn.Linear(3, 2)}))
+    source = _random(Wrapped("model", nn.ModuleDict({"backbone": nn.Linear(3, 3), "head": nn.Linear(3, 2)})))
+    load_weights(module, source.state_dict(), "a.pt")
+    _assert_equal(_copy(module), _copy(source))
+
+
+def test_a_trunk_and_a_head_at_different_depths_are_both_found():
+    state = {("model.backbone." if "fc" not in name else "model.") + name: value for name, value in _state().items()}
+    network = Net()
+    assert load_weights(network, state, "a.pt").new == []
+    _assert_equal(_copy(network), _state())
+
+
+def test_of_a_network_and_its_copy_one_is_taken_whole():
+    """Not some tensors of each: a file may hold a student and a teacher."""
+    state = {f"model.{name}": value for name, value in _state().items()} | _state(seed=1)
+    network = Net()
+    report = load_weights(network, state, "a.pt")
+    _assert_equal(_copy(network), _state(seed=1))
+    assert report.skipped.keys() == {f"model.{name}" for name in report.loaded}
+
+
+def test_of_two_tensors_with_one_place_that_beside_the_others_is_taken():
+    state = {f"model.backbone.{name}": value for name, value in _state().items()}
+    state |= {f"model.{name}": value for name, value in _state(seed=1).items() if "fc" in name}
+    for ordered in (state, dict(reversed(state.items()))):
+        network = Net()
+        report = load_weights(network, ordered, "a.pt")
+        _assert_equal(_copy(network), _state())
+        assert report.skipped.keys() == {"model.fc.weight", "model.fc.bias"}
+
+
+def test_agreeing_shapes_decide_before_agreeing_names():
+    small, large = torch.empty(3), torch.empty(9)
+    state = {"a": large, "x": large, "model.a": small, "model.x": large}
+    module = {"a": small, "x": small, "model.x": small}
+    assert match_names(state, module) == {"a": "model.a", "x": "model.x"}
+    assert match_names({"module.a": large}, {"a": small}) == {"a": "module.a"}
+
+
+_NAMES = st.lists(
+    st.lists(st.sampled_from(["module", "model", "net", "a", "b"]), min_size=1, max_size=4).map(".".join),
+    max_size=6,
+    unique=True,
+)
+
+
+@given(_NAMES, _NAMES)
+def test_matching_is_one_to_one_ignores_the_files_order_and_never_beats_equal_names_with_fewer(
+    file: list[str], module: list[str]
+):
+    tensors = {name: torch.empty(()) for name in {*file, *module}}
+    targets = {name: tensors[name] for name in module}
+    matches = match_names({name: tensors[name] for name in file}, targets)
+    assert len(set(matches.values())) == len(matches)
+    assert matches.keys() <= set(module)
+    assert set(matches.values()) <= set(file)
+    assert matches == match_names({name: tensors[name] for name in reversed(file)}, targets)
+    same = set(file) & set(module)
+    assert len(matches) >= len(same)
+    if len(matches) == len(same):
+        assert matches == {name: name for name in module if name in same}
+
+
+def test_another_head_is_skipped_with_both_shapes_and_keeps_its_values():
+    network = Net(classes=2)
+    before = _copy(network)
+    report = load_weights(network, _state(classes=1000), "big.pt")
+    assert report.line() == (
+        "weights from big.pt: 5 loaded, 2 skipped (fc.weight (1000, 4) instead of (2, 4), "
+        "fc.bias (1000,) instead of (2,)), 2 new (fc.weight, fc.bias)"
+    )
+    after = _copy(network)
+    for name, value in _state(classes=1000).items():
+        assert torch.equal(after[name], before[name] if name.startswith("fc") else value), name
+
+
+def test_a_long_report_is_cut_and_the_whole_is_there():
+    report = WeightsReport("a.pt", ["x"], {f"s{i}": "is not in the network" for i in range(9)}, list("abcdefg"))
+    assert str(report) == (
+        "weights from a.pt: 1 loaded, 9 skipped (s0 is not in the network, s1 is not in the network, "
+        "s2 is not in the network, s3 is not in the network and 5 more), 7 new (a, b, c, d and 3 more)"
+    )
+    assert len(report.skipped) == 9
+
+
+def test_counters_of_batch_norm_neither_count_nor_show():
+    state = {name: value for name, value in _state().items() if not name.endswith("num_batches_tracked")}
+    network = Net()
+    report = load_weights(network, state, "a.pt", min_share=1)
+    assert (report.skipped, report.new, len(report.loaded)) == ({}, [], 7)
+    assert network.bn1.num_batches_tracked == 0
+    extra = {"weight": torch.ones(2, 4), "n.num_batches_tracked": torch.ones(())}
+    assert load_weights(nn.Linear(4, 2), extra, "a.pt").skipped == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_floats_are_converted_to_the_modules_precision(dtype: torch.dtype):
+    linear = nn.Linear(2, 2)
+    value = torch.tensor([[1.5, -2.0], [0.25, 3.0]])
+    load_weights(linear, {"weight": value.to(dtype), "bias": torch.ones(2, dtype=dtype)}, "a.pt")
+    assert linear.weight.dtype == torch.float32
+    assert torch.equal(linear.weight, value)
+
+
+def test_integers_are_not_taken_for_weights():
+    report = load_weights(
+        nn.Linear(2, 2), {"weight": torch.ones(2, 2, dtype=torch.int8), "bias": torch.ones(2)}, "a.pt"
+    )
+    assert report.skipped == {"weight": "int8 instead of float32"}
+
+
+def test_tied_weights_may_come_under_either_name():
+    for given_name in ("0.weight", "1.weight"):
+        tied = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+        tied[1].weight = tied[0].weight
+        report = load_weights(tied, {given_name: torch.full((3, 3), 2.0)}, "a.pt", min_share=1)
+        assert report.new == []
+        assert torch.equal(tied[0].weight, torch.full((3, 3), 2.0))
+
+
+def test_what_trains_and_where_the_tensors_live_stays_as_it_is():
+    network = Net()
+    network.conv1.weight.requires_grad_(False)
+    before = {name: (id(p), p.requires_grad, p.data_ptr()) for name, p in network.named_parameters()}
+    load_weights(network, _state(), "a.pt")
+    assert {name: (id(p), p.requires_grad, p.data_ptr()) for name, p in network.named_parameters()} == before
+    assert not any(p.grad_fn for p in network.parameters())
+
+
+@pytest.mark.parametrize(
+    ("state", "min_share", "message"),
+    [
+        (
+            {"conv1.weight": torch.ones(4, 1, 3, 3)},
+            0.5,
+            r"1 of the network's 7 tensors.*least 50%.*pass --weights-min-share 0.14",
+        ),
+        ({"layers.0.weight": torch.ones(4)}, 0.5, r"0 of the network's 7.*Not taken: layers.0.weight is not in"),
+        ({"layers.0.weight": torch.ones(4)}, 0.0, r"0 of the network's 7"),
+        ({}, 0.0, r"0 of the network's 7 tensors.*Not taken: nothing"),
+        ({name: value for name, value in _state().items() if "fc" not in name}, 0.8, r"5 of the.*least 80%"),
+        (_state(), 1.5, "min_share is 1.5, expected a share from 0 to 1"),
+    ],
+)
+def test_too_few_matches_are_refused_and_nothing_is_touched(state: dict[str, Tensor], min_share: float, message: str):
+    network = Net()
+    before = _copy(network)
+    with pytest.raises(UserError, match=message):
+        load_weights(network, state, "a.pt", min_share)
+    _assert_equal(_copy(network), before)
+
+
+def test_the_share_that_a_refusal_names_is_accepted():
+    state = {name: value for name, value in _state().items() if "fc" not in name}
+    with pytest.raises(UserError, match=r"pass --weights-min-share 0\.71 to load what fits"):
+        load_weights(Net(), state, "a.pt", 0.8)
+    assert len(load_weights(Net(), state, "a.pt", 0.71).loaded) == 5
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_are_refused_by_name_and_nothing_is_touched(value: float):
+    state = _state()
+    state["bn1.running_var"][1] = value
+    state["fc.weight"][0, 0] = value
+    network = Net()
+    before = _copy(network)
+    with pytest.raises(UserError, match=r"weights from a\.pt: bn1\.running_var has NaN or infinite values"):
+        load_weights(network, state, "a.pt")
+    _assert_equal(_copy(network), before)
+
+
+def test_a_mask_of_infinities_that_the_module_has_too_is_no_mistake():
+    linear, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    for module in (linear, other):
+        module.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
+    assert "mask" in load_weights(linear, other.state_dict(), "a.pt").loaded
+
+
+def test_none_leaves_the_module_alone(caplog: pytest.LogCaptureFixture):
+    network = Net()
+    before = _copy(network)
+    assert load_pretrained(network, "none", "resnet18") is None
+    _assert_equal(_copy(network), before)
+    assert caplog.messages == []
+
+
+def test_a_file_is_loaded_and_reported_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    torch.save({"state_dict": {f"network.{k}": v for k, v in _state(3).items()}}, tmp_path / "a.ckpt")
+    network = Net()
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        report = load_pretrained(network, str(tmp_path / "a.ckpt"), "resnet18")
+    assert report is not None
+    assert caplog.messages == [report.line()]
+    assert report.line().startswith(f"weights from {tmp_path / 'a.ckpt'}: 5 loaded, 2 skipped (fc.weight (3, 4) ")
+    with pytest.raises(UserError, match="at least 90%"):
+        load_pretrained(network, str(tmp_path / "a.ckpt"), "resnet18", min_share=0.9)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: "_Server"
+
+    def log_message(self, *values: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        kind = self.path.split("/")[1]
+        if kind == "missing":
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.server.content)))
+        self.end_headers()
+        half = len(self.server.content) // 2
+        self.wfile.write(self.server.content[:half])
+        self.wfile.flush()
+        if kind == "slow":
+            self.server.over.wait(0.5)
+        elif kind == "stalled":
+            self.server.over.wait(30)
+        if kind != "truncated":
+            self.wfile.write(self.server.content[half:])
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.content = content
+        self.digest = hashlib.sha256(content).hexdigest()[:8]
+        self.asked: list[str] = []
+        self.over = threading.Event()
+
+    def address(self, kind: str, digest: str | None = None) -> str:
+        return f"http://127.0.0.1:{self.server_port}/{kind}/net-{digest or self.digest}.pth"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients that hang up are part of the tests."""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    return tmp_path / "hub" / "checkpoints"
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Server]:
+    path = tmp_path_factory.mktemp("server") / "net.pth"
+    torch.save(_state(1000), path)
+    server = _Server(path.read_bytes())
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.over.set()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_weights_are_downloaded_once_and_then_come_from_the_cache(
+    server: _Server, cache: Path, capfd: pytest.CaptureFixture[str]
+):
+    path = download_weights(server.address("good"))
+    _assert_equal(read_weights(path), _state(1000))
+    assert list(cache.iterdir()) == [path] == [cache / f"net-{server.digest}.pth"]
+    assert download_weights(server.address("good")) == path
+    # Standard output is for results.
+    assert capfd.readouterr().out == ""
+    assert len(server.asked) == 1
+    assert download_weights(f"http://127.0.0.1:{free_port()}/net-{server.digest}.pth") == path
+
+
+@pytest.mark.parametrize(
+    ("kind", "digest", "reason"),
+    [
+        ("good", "0" * 8, 'invalid hash value \\(expected "00000000"'),
+        ("truncated", None, "invalid hash value"),
+        ("missing", None, "HTTP Error 404: Not Found"),
+        ("stalled", None, "timed out"),
+    ],
+)
+def test_a_failed_download_says_why_and_what_to_pass_and_leaves_nothing_behind(
+    server: _Server, cache: Path, kind: str, digest: str | None, reason: str
+):
+    start = time.monotonic()
+    with pytest.raises(
+        UserError, match=rf"cannot fetch http.*pth \({reason}.*\); pass --weights FILE, or --weights none"
+    ):
+        download_weights(server.address(kind, digest), timeout=0.5)
+    assert time.monotonic() - start < 10
+    assert list(cache.iterdir()) == []
+
+
+def test_what_a_killed_download_left_behind_goes_with_the_next_one(server: _Server, cache: Path):
+    part = cache / f".net-{server.digest}.pth.part"
+    part.mkdir(parents=True)
+    (part / "half.partial").write_bytes(b"x")
+    (cache / f".net-{server.digest}.pth.lock").touch()
+    (cache / "net.pth.1234.partial").write_bytes(b"another program's")
+    path = download_weights(server.address("good"))
+    assert sorted(cache.iterdir()) == sorted([path, cache / "net.pth.1234.partial"])
+
+
+def test_a_damaged_file_in_the_cache_is_named_not_used(server: _Server, cache: Path):
+    path = download_weights(server.address("good"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"net-\w+\.pth is damaged: its SHA-256 .*; delete it"):
+        download_weights(server.address("good"))
+
+
+def _download_together(url: str, meeting: str) -> str:
+    Path(meeting, os.environ["RANK"]).touch()
+    while len(list(Path(meeting).iterdir())) < 2:
+        time.sleep(0.01)
+    return str(download_weights(url))
+
+
+def test_processes_that_ask_at_the_same_time_download_once(server: _Server, cache: Path, tmp_path: Path):
+    (tmp_path / "meeting").mkdir()
+    path = cache / f"net-{server.digest}.pth"
+    env = {"TORCH_HOME": str(cache.parents[1])}
+    assert (
+        run_ranks(_download_together, 2, server.address("slow"), str(tmp_path / "meeting"), env=env) == [str(path)] * 2
+    )
+    assert len(server.asked) == 1
+    assert list(cache.iterdir()) == [path]
+
+
+def test_imagenet_is_torchvisions_newest_weights_of_the_architecture(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    from torchvision.models import ResNet18_Weights, resnet18
+
+    source = _random(resnet18())
+    torch.save(source.state_dict(), tmp_path / "resnet18.pth", _use_new_zipfile_serialization=False)
+    server = _Server((tmp_path / "resnet18.pth").read_bytes())
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    monkeypatch.setattr(ResNet18_Weights.DEFAULT.value, "url", server.address("good"))
+    network = resnet18(num_classes=2)
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        report = load_pretrained(network, "imagenet", "resnet18")
+    server.shutdown()
+    server.server_close()
+    assert report is not None
+    assert report.line() == (
+        "weights from ImageNet (resnet18): 100 loaded, 2 skipped (fc.weight (1000, 512) instead of (2, 512), "
+        "fc.bias (1000,) instead of (2,)), 2 new (fc.weight, fc.bias)"
+    )
+    assert caplog.messages == [f"downloading {server.address('good')}", report.line()]
+    expected = {k: v for k, v in _copy(source).items() if not k.startswith("fc.")}
+    _assert_equal({k: v for k, v in _copy(network).items() if not k.startswith("fc.")}, expected)
+
+
+def test_without_a_network_imagenet_says_what_else_to_pass(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    from torchvision.models import ResNet18_Weights
+
+    monkeypatch.setattr(ResNet18_Weights.DEFAULT.value, "url", f"http://127.0.0.1:{free_port()}/resnet18-f37072fd.pth")
+    with pytest.raises(
+        UserError,
+        match=r"cannot fetch .*resnet18.*\(.*refused.*\); pass --weights FILE, or --weights none to train every",
+    ):
+        imagenet_weights("resnet18")
+
+
+@pytest.mark.parametrize(
+    ("arch", "message"),
+    [("resnet19", "no architecture 'resnet19'; did you mean resnet18"), ("zzz", "no architecture 'zzz'")],
+)
+def test_an_unknown_architecture_is_refused_before_any_download(arch: str, message: str):
+    with pytest.raises(UserError, match=message):
+        imagenet_weights(arch)

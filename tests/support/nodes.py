@@ -1,0 +1,76 @@
+"""Command lines in fresh processes, as the shells of several nodes would start them, on loopback.
+
+Like those of `tests.support.ranks` the processes are forked from a server that has imported everything; a process may
+end in any way.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tests.support.ranks import context
+
+__all__ = ["Ended", "Shell", "start"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of a process: its exit status (negative for a signal), its output, and the seconds it took."""
+
+    status: int
+    out: str
+    err: str
+    seconds: float
+
+
+def _type(args: list[str], env: dict[str, str], folder: str, name: str) -> None:
+    os.chdir(folder)
+    for stream, number in (("out", 1), ("err", 2)):
+        file = os.open(f"{name}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    from recipes import run
+    from tests.support.launch_recipe import CountedPoints, FailingLine
+
+    sys.argv = ["launch_recipe.py", *args]
+    run(FailingLine, CountedPoints, args=args)
+
+
+class Shell:
+    """A command line that runs."""
+
+    def __init__(self, folder: Path, name: str, args: Sequence[str], env: Mapping[str, str]) -> None:
+        variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | dict(env)
+        self.folder, self.name, self.began = folder, name, time.monotonic()
+        arguments = ["--accelerator", "cpu", "--precision", "32", "--max-epochs", "2", *args]
+        self.process = context.Process(target=_type, args=(arguments, variables, str(folder), name))
+        self.process.start()
+
+    def read(self, stream: str) -> str:
+        """What it has printed so far."""
+        path = self.folder / f"{self.name}.{stream}"
+        return path.read_text() if path.exists() else ""
+
+    def wait(self, timeout: float = 90.0) -> Ended:
+        """Its end; past `timeout` seconds it is killed and the test fails."""
+        self.process.join(timeout)
+        if self.process.is_alive():
+            self.process.kill()
+            raise AssertionError(f"{self.name} did not end within {timeout} s:\n{self.read('out')}{self.read('err')}")
+        assert self.process.exitcode is not None
+        seconds = time.monotonic() - self.began
+        return Ended(self.process.exitcode, self.read("out"), self.read("err"), seconds)
+
+
+def start(folder: Path, each: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> list[Ended]:
+    """Type a command line in each of several shells and wait for all of them."""
+    shells = [Shell(folder, f"shell{i}", args, env) for i, (args, env) in enumerate(each)]
+    return [shell.wait() for shell in shells]
