@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from datamodules.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from datamodules.errors import UserError
+    from datamodules.errors import RunFailedError, UserError
     from datamodules.images.data_module import ImageFolderDataModule
     from datamodules.loading.loaders import EvaluationLoader, TrainLoader
     from datamodules.mnist.data_module import MNISTDataModule
@@ -18,6 +18,7 @@ __all__ = [
     "EvaluationLoader",
     "ImageFolderDataModule",
     "MNISTDataModule",
+    "RunFailedError",
     "TrainLoader",
     "TranslationDataModule",
     "UserError",
@@ -31,6 +32,7 @@ __getattr__ = lazy_names(
         "MNISTDataModule": "datamodules.mnist.data_module",
         "TrainLoader": "datamodules.loading.loaders",
         "TranslationDataModule": "datamodules.translation.data_module",
+        "RunFailedError": "datamodules.errors",
         "UserError": "datamodules.errors",
     },
 )

@@ -1,0 +1,45 @@
+"""Messages that speak of parameters, as callbacks and data modules write them, turned into those of a command line."""
+
+import re
+import shlex
+from collections.abc import Collection, Mapping
+
+__all__ = ["as_flags"]
+
+# A Python literal: a string, brackets without brackets of the same kind in them, or what ends at a space or a comma.
+_VALUE = r"""'[^']*'|"[^"]*"|\{[^}]*\}|\[[^\]]*\]|\([^)]*\)|[^\s,;:)\]'"]*[^\s,;:)\]'".]"""
+_PARAMETER = re.compile(rf"`(?P<name>\w+)(?:=(?P<quoted>[^`]*))?`|(?<![\w-])(?P<bare>[a-z]\w*)=(?P<value>{_VALUE})")
+
+
+def _flag(name: str, value: str | None) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    if value is None:
+        return flag
+    if value in ("True", "False"):
+        return flag if value == "True" else f"--no-{name.replace('_', '-')}"
+    text = value[1:-1] if value[:1] in ("'", '"') and value[-1:] == value[:1] else value
+    return f"{flag} {'null' if text == 'None' else shlex.quote(text)}"
+
+
+def as_flags(message: str, flags: Collection[str], aliases: Mapping[str, str] | None = None) -> str:
+    """A message with parameters written as flags, where they have one.
+
+    Args:
+        message: with parameters as ``name=value`` or in backticks.
+        flags: the parameters that have a flag of their name.
+        aliases: parameters whose flag has another name.
+
+    Example:
+        >>> text = '`val_fraction` is 2.0; pass val_fraction=0.1, unfreeze={"fc": 3}, and `seed`, not other=1'
+        >>> print(as_flags(text, {"val_fraction", "seed", "unfreeze"}))
+        --val-fraction is 2.0; pass --val-fraction 0.1, --unfreeze '{"fc": 3}', and --seed, not other=1
+        >>> as_flags("pass drop_last=True or shuffle=False.", {"drop_last", "shuffle"})
+        'pass --drop-last or --no-shuffle.'
+    """
+    names = {name: name for name in flags} | dict(aliases or {})
+
+    def replace(found: re.Match[str]) -> str:
+        name = names.get(found["name"] or found["bare"])
+        return found[0] if name is None else _flag(name, found["quoted"] if found["name"] else found["value"])
+
+    return _PARAMETER.sub(replace, message)
