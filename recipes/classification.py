@@ -1,7 +1,8 @@
 """Image classification: cross-entropy, and every score from integer counts."""
 
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -20,6 +21,7 @@ _BINS = 15
 # What float32 holds below 1. A sum of integers is the same in any order, and 2^39 samples fit.
 _FIXED_POINT = 2**24
 _MOST_CLASSES_LOGGED = 25
+_RUNNER_UP = re.compile(r"(class|probability)_\d+")
 
 
 def macro_f1(confusion: Tensor) -> Tensor:
@@ -153,7 +155,8 @@ class Classifier(Recipe):
 
     monitor = "val/accuracy"
     monitor_mode = "max"
-    predict_example = "PICTURE.png"
+    predict_example = "IMAGE.png"
+    free_parameters: ClassVar[frozenset[str]] = Recipe.free_parameters | {"top_k"}
 
     def __init__(
         self, num_classes: int | None = 10, label_smoothing: float = 0.0, top_k: int = 5, **kwargs: Any
@@ -202,6 +205,17 @@ class Classifier(Recipe):
                     row |= {f"class{suffix}": self.class_names[index], f"probability{suffix}": probability}
                 rows.append(row)
         return rows
+
+    @override
+    def prediction_table(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+        """The most likely class of each image, and the others together in the column "then"."""
+        table = super().prediction_table(rows)
+        for row in table:
+            others = [row.pop(name) for name in list(row) if _RUNNER_UP.fullmatch(name)]
+            if others:
+                pairs = zip(others[::2], others[1::2], strict=True)
+                row["then"] = ", ".join(f"{name} {probability}" for name, probability in pairs)
+        return table
 
     @override
     def setup(self, stage: str) -> None:

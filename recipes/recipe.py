@@ -91,6 +91,15 @@ class Recipe(pl.LightningModule):
     base_batch_size = 256
     """The global batch that the default learning rate is stated for."""
 
+    free_parameters: ClassVar[frozenset[str]] = frozenset({"fused", "channels_last"})
+    """Parameters of the constructor that do not make the experiment: a run may be resumed with other values.
+
+    A subclass joins its own, as in ``free_parameters = Recipe.free_parameters | {"top_k"}``.
+    """
+
+    call_parameters: ClassVar[frozenset[str]] = frozenset()
+    """Parameters of the constructor that belong to one call, such as an output file, and are not saved with a run."""
+
     predict_example = "FILE"
     """What stands behind the options of the predict command that the final table shows."""
 
@@ -163,6 +172,20 @@ class Recipe(pl.LightningModule):
             names: the data module's ``prediction_names``: of each sample, such as its file.
         """
         raise NotImplementedError(f"{type(self).__name__} has to override prediction_rows()")
+
+    def prediction_table(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+        """What the predict command prints of `prediction_rows`, whose values go into the file as they are.
+
+        Args:
+            rows: the predictions, at least one; all rows have the same keys.
+
+        Returns:
+            A row per prediction, with the cells as text under the column's name; no rows print no table.
+        """
+        return [
+            {name: f"{value:.4f}" if isinstance(value, float) else str(value) for name, value in row.items()}
+            for row in rows
+        ]
 
     def updates_in_run(self) -> float:
         """Optimiser steps at which the run ends, known once training has begun."""

@@ -47,7 +47,8 @@ class ResNetFineTuner(Classifier):
     title = "resnet"
     trainer_defaults: ClassVar[dict[str, Any]] = {"max_epochs": 20}
     base_batch_size = 32
-    predict_example = "PICTURE.jpg FOLDER"
+    predict_example = "IMAGE.jpg FOLDER"
+    free_parameters: ClassVar[frozenset[str]] = Classifier.free_parameters | {"cache_features"}
 
     last_block = "layer4"
     """What trains beside the head unless told otherwise, and where Grad-CAM looks."""

@@ -76,6 +76,10 @@ class Seq2SeqTranslator(Recipe):
     monitor_mode = "max"
     base_batch_size = 64
     predict_example = '"SENTENCE"'
+    free_parameters: ClassVar[frozenset[str]] = Recipe.free_parameters | {
+        *("beam", "length_penalty", "nbest", "val_sentences"),
+    }
+    call_parameters: ClassVar[frozenset[str]] = frozenset({"attention"})
     no_graph = "translating is a search whose length depends on the words, and no fixed graph"
 
     network: Seq2SeqNet

@@ -201,6 +201,14 @@ def test_a_prediction_names_the_likeliest_classes_in_order(checkpoint: Path):
     assert list(one[0]) == ["file", "class", "probability"]
 
 
+def test_runners_up_share_a_column_of_the_printed_table():
+    image = {"file": "a.png", "class": "cat", "probability": 0.5}
+    others = {"class_2": "dog", "probability_2": 0.25, "class_3": "cow", "probability_3": 0.125}
+    shown = {"file": "a.png", "class": "cat", "probability": "0.5000"}
+    assert Small().prediction_table([image]) == [shown]
+    assert Small().prediction_table([image | others]) == [shown | {"then": "dog 0.2500, cow 0.1250"}]
+
+
 def test_the_headline_is_of_the_test_where_there_is_one():
     scores = {f"{part}/{name}": 0.5 for part in ("val", "test") for name in ("accuracy", "macro_f1", "ece", "loss")}
     names = ["val accuracy", "test accuracy", "test macro-F1", "test calibration error"]

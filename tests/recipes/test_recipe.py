@@ -1,5 +1,6 @@
 """What all recipes share, with real Trainers and no command line."""
 
+import inspect
 import math
 import os
 import subprocess
@@ -29,6 +30,8 @@ from recipes.launch.host import resolve_precision
 from recipes.mnist import ClassicNet, MNISTClassifier, MNISTNet
 from recipes.optim import SCHEDULES, build_optimizer, parameter_groups
 from recipes.recipe import Recipe
+from recipes.resnet import ResNetFineTuner
+from recipes.seq2seq import Seq2SeqTranslator
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +51,14 @@ class Line(Recipe):
 def batches(n: int = 12, size: int = 4) -> torch.utils.data.DataLoader:
     x = torch.linspace(-1, 1, n).unsqueeze(1)
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, 2 * x), batch_size=size)
+
+
+@pytest.mark.parametrize("recipe", [MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator])
+def test_what_does_not_make_the_experiment_is_a_parameter_and_joins_that_of_the_base(recipe):
+    parameters = {name for base in recipe.__mro__ for name in inspect.signature(base.__init__).parameters}
+    assert Recipe.free_parameters <= recipe.free_parameters <= parameters
+    assert recipe.call_parameters <= parameters
+    assert not recipe.free_parameters & recipe.call_parameters
 
 
 def trainer(**options: Any) -> pl.Trainer:
