@@ -1,0 +1,3 @@
+from .decoding import beam_search as beam_search
+from .network import Seq2SeqNet as Seq2SeqNet
+from .recipe import Seq2SeqTranslator as Seq2SeqTranslator
