@@ -1,20 +1,22 @@
 """What recipes, callbacks and the command line may ask of a data module.
 
-A data module of ours inherits from `DataContract` and overrides what it knows. Any other LightningDataModule is asked
-through `data_contract`, which answers with the defaults for what it does not have.
+A data module of this package inherits from `DataContract` and overrides what applies to it. Any other
+LightningDataModule is asked through `data_contract`: its own attributes and hyper-parameters of these names count, and
+the defaults stand for the rest.
 """
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, ClassVar, Protocol, cast
 
 __all__ = ["DataContract", "data_contract"]
 
 
 class DataContract(Protocol):
-    """The questions, with the answers of a data module that knows nothing about itself."""
+    """The questions, with the answers of a data module that says nothing about itself."""
 
     free_parameters: ClassVar[frozenset[str]] = frozenset({"data_dir", "num_workers", "batch_size", "eval_batch_size"})
-    """Parameters of the constructor that do not make the experiment: a run may go on with other values."""
+    """Parameters of the constructor that do not make the experiment: a run may be resumed with other values."""
 
     call_parameters: ClassVar[frozenset[str]] = frozenset({"predict_inputs"})
     """Parameters of the constructor that belong to one call, and are not saved with a run."""
@@ -29,7 +31,7 @@ class DataContract(Protocol):
 
     @property
     def seed(self) -> int:
-        """The seed of the split, the order and the augmentation."""
+        """The seed of the split, the shuffling and the augmentation."""
         return 0
 
     @property
@@ -44,13 +46,18 @@ class DataContract(Protocol):
 
     @property
     def class_names(self) -> Sequence[str]:
-        """The names of the classes, in the order of their labels; empty where they are not known."""
+        """The name of each class, in the order of the labels; empty where they are not known."""
         return ()
 
     @property
     def image_size(self) -> int | None:
         """The side of the images, in pixels."""
         return None
+
+    @property
+    def photographs(self) -> bool:
+        """Whether the images are photographs, as those are that published weights were trained on."""
+        return True
 
     @property
     def validates(self) -> bool:
@@ -63,41 +70,70 @@ class DataContract(Protocol):
         return ()
 
     def resolve(self) -> dict[str, Any]:
-        """Parameters that were left open, and what they stand for here, such as ``{"dataset": "mnist"}``.
+        """Parameters that were left open, and the values that stand for them here, such as ``{"dataset": "mnist"}``.
 
-        It may read and download. The command line calls it on rank 0 before anything else is built, and passes the
-        values to all ranks.
+        It may read and download, and returns the same when it is called again. The command line calls it on rank 0
+        before anything else is built, and passes the values to the constructors of all ranks.
         """
         return {}
 
 
-class _NoAnswers(DataContract):
-    """A data module that knows nothing about itself."""
+class _Defaults(DataContract):
+    """A data module that says nothing about itself."""
+
+
+def _fits(name: str, value: object) -> bool:
+    """Whether a foreign attribute means what the contract does by its name: an `image_size` may be a pair."""
+    match name:
+        case "free_parameters" | "call_parameters":
+            return isinstance(value, (frozenset, set))
+        case "title" | "tokens_parameter":
+            return isinstance(value, str)
+        case "seed" | "num_classes" | "image_size":
+            return isinstance(value, Integral) and not isinstance(value, bool)
+        case "sizes":
+            return isinstance(value, Mapping)
+        case "class_names" | "prediction_names":
+            return isinstance(value, Sequence) and all(isinstance(item, str) for item in value)
+        case "photographs" | "validates":
+            return isinstance(value, bool)
+        case _:
+            return callable(value)
 
 
 class _Foreign:
-    """A data module that was written without the contract: its own attributes and hyper-parameters, or the defaults."""
+    """A data module that was written without the contract."""
 
     def __init__(self, data: object) -> None:
         self._data = data
 
     def __getattr__(self, name: str) -> Any:
+        if not hasattr(DataContract, name):
+            raise AttributeError(f"{name} is no part of the data contract")
+        hparams = getattr(self._data, "hparams", {})
+        # The hyper-parameters of a class are a property.
+        for value in (getattr(self._data, name, None), hparams.get(name) if isinstance(hparams, Mapping) else None):
+            if _fits(name, value):
+                return value
         if name == "title":
-            return getattr(self._data, name, type(self._data).__name__)
-        hparams: Mapping[str, Any] = getattr(self._data, "hparams", {})
-        default = getattr(_NoAnswers(), name)
-        return getattr(self._data, name, hparams.get(name, default))
+            return (self._data if isinstance(self._data, type) else type(self._data)).__name__
+        if name == "num_classes":
+            return len(self.class_names) or None
+        return getattr(_Defaults(), name)
 
 
 def data_contract(data: object) -> DataContract:
     """Ask a data module, which may be any LightningDataModule, or None.
 
+    A class may be asked for what stands in the class: ``free_parameters``, ``call_parameters``, ``tokens_parameter``.
+
     Example:
         >>> class Mine:
         ...     class_names = ("cat", "dog")
         >>> mine = data_contract(Mine())
-        >>> mine.class_names, mine.validates, mine.title
-        (('cat', 'dog'), True, 'Mine')
+        >>> mine.class_names, mine.num_classes, mine.validates, mine.title
+        (('cat', 'dog'), 2, True, 'Mine')
     """
+    data_class = data if isinstance(data, type) else type(data)
     # Not isinstance: before Python 3.12 it evaluates a Protocol's properties, which may look through a folder.
-    return cast("DataContract", data if DataContract in type(data).__mro__ else _Foreign(data))
+    return cast("DataContract", data if DataContract in data_class.__mro__ else _Foreign(data))

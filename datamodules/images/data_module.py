@@ -18,12 +18,13 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
+from datamodules.base import BaseDataModule
+from datamodules.contract import DataContract
 from datamodules.errors import UserError
 from datamodules.images.augmentation import AUGMENTATIONS, Augmentation, BatchReader, Mixing
 from datamodules.images.files import ImageFiles, MemoryBudget
 from datamodules.images.known_sets import IMAGE_SETS, ImageSetInfo, Samples, read_digits, read_torchvision
 from datamodules.images.tree import pictures_below, scan_tree, split_by_class
-from datamodules.loading.placement import PlacedDataModule
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 
 __all__ = ["ImageFolderDataModule"]
@@ -45,7 +46,7 @@ def _statistics(means: tuple[float, ...], stds: tuple[float, ...], device: torch
         return (1 / (255 * std)).to(device), (-mean / std).to(device)
 
 
-class ImageFolderDataModule(PlacedDataModule):
+class ImageFolderDataModule(BaseDataModule):
     """Pictures in class folders, or one of some known sets, exact on any number of devices and workers.
 
     Training batches are ``(images, labels)``: float32 of shape (batch, 3, size, size), normalised on the device, and
@@ -75,7 +76,7 @@ class ImageFolderDataModule(PlacedDataModule):
         UserError: for settings that make no sense, and at set-up for a folder that cannot be trained on.
     """
 
-    hparams: Any  # Lightning declares a mapping without attributes, and makes one with them.
+    free_parameters = DataContract.free_parameters | {"cache_gb", "download"}
 
     def __init__(
         self,
@@ -132,6 +133,7 @@ class ImageFolderDataModule(PlacedDataModule):
         self._parts: dict[str, tuple[ImageFiles | Tensor, Tensor]] = {}
         self._predict_files: list[str] = []
         self._no_download: Exception | None = None
+        self._fallback_noted = False
         self._budget = MemoryBudget(0)
         # Weak: a loader that nobody uses any more, as where they are made anew in each epoch, ends its workers itself.
         self._loaders: weakref.WeakSet[WorkerTrainLoader | WorkerEvaluationLoader] = weakref.WeakSet()
@@ -144,28 +146,48 @@ class ImageFolderDataModule(PlacedDataModule):
         return self._info
 
     @property
+    @override
+    def title(self) -> str:
+        return self._info.title
+
+    @property
+    @override
     def num_classes(self) -> int:
-        """How many classes there are; of a folder, which is looked through for that."""
+        """How many classes there are; a folder is looked through for them."""
         if not self._info.num_classes:
             self._scan()
         return self._info.num_classes
 
     @property
+    @override
+    def class_names(self) -> Sequence[str]:
+        """The names of the classes, once the set has been read."""
+        return self._info.classes
+
+    @property
+    @override
+    def photographs(self) -> bool:
+        return self.dataset != "digits"
+
+    @property
+    @override
     def sizes(self) -> dict[str, int]:
         """Samples in each part that has been set up and is not empty: "train", "val", "test"."""
         return {part: len(rows) for part, (_, rows) in self._parts.items() if part != "predict" and len(rows)}
 
     @property
+    @override
     def image_size(self) -> int:
         """The side of the network's inputs, in pixels."""
-        return self.hparams.image_size or self._info.image_size
+        return int(self.hparams.image_size or self._info.image_size)
 
     @property
+    @override
     def validates(self) -> bool:
         """Whether there is a part to validate on, once it has been read."""
         if self.dataset == "folder" and not self._sources:
             self._scan()
-        return "val" in self._sources or "val" in dict(self._info.splits) or self.hparams.val_fraction > 0
+        return "val" in self._sources or "val" in dict(self._info.splits) or bool(self.hparams.val_fraction)
 
     @property
     def augments(self) -> bool:
@@ -173,9 +195,26 @@ class ImageFolderDataModule(PlacedDataModule):
         return self.hparams.augment != "none" or self._mixing
 
     @property
+    @override
     def prediction_names(self) -> list[str]:
         """The files to predict; batches of `predict_dataloader` hold their numbers."""
         return list(self._predict_files)
+
+    @override
+    def resolve(self) -> dict[str, Any]:
+        """Which set ``dataset="auto"`` stands for, and its ``image_size``; nothing is read for that."""
+        self._note_fallback()
+        found = {"dataset": self.dataset, "image_size": self.image_size}
+        return {name: value for name, value in found.items() if self.hparams[name] in (None, "auto")}
+
+    def _note_fallback(self) -> None:
+        """Say once that there are no images of the user's."""
+        if self.dataset == "digits" and self.hparams.dataset == "auto" and not self._fallback_noted:
+            self._fallback_noted = True
+            _warn(
+                "no --data-dir: going on with the 1,797 digits bundled with scikit-learn as small colour "
+                "pictures; pass --data-dir FOLDER for your own",
+            )
 
     def normalise(self, images: Tensor) -> Tensor:
         """Bytes of shape (batch, 3, height, width) to floats of about mean 0 and standard deviation 1."""
@@ -253,11 +292,7 @@ class ImageFolderDataModule(PlacedDataModule):
         """A part that the set itself has."""
         if part not in self._sources:
             if self.dataset == "digits":
-                if self.hparams.dataset == "auto" and not self._sources:
-                    _warn(
-                        "no --data-dir: going on with the 1,797 digits bundled with scikit-learn as small colour "
-                        "pictures; pass --data-dir FOLDER for your own",
-                    )
+                self._note_fallback()
                 self._sources[part] = read_digits(part)
             else:
                 self._sources[part], classes = self._read_torchvision(part)
@@ -342,8 +377,7 @@ class ImageFolderDataModule(PlacedDataModule):
             self._world_size,
             skip_unreadable=options.on_corrupt == "skip",
             drop_last=options.drop_last,
-            # Over-fitting repeats the same few batches; Trainer sets this attribute where mypy does not see it.
-            shuffle=not getattr(self.trainer, "overfit_batches", 0),
+            shuffle=self._shuffles,
             **self._options(),
         )
         self._loaders.add(loader)

@@ -5,6 +5,7 @@ augmenting batch-wise costs hundredths of a second (``python -m benchmarks input
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,10 +16,11 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
+from datamodules.base import BaseDataModule
+from datamodules.contract import DataContract
 from datamodules.errors import UserError
 from datamodules.loading.download import DownloadError, download, md5_of
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
-from datamodules.loading.placement import PlacedDataModule
 from datamodules.loading.sampling import split_indices
 from datamodules.mnist.affine import RandomAffine
 from datamodules.mnist.idx import check_images_and_labels, read_idx
@@ -142,7 +144,7 @@ def load_digits() -> dict[str, tuple[Tensor, Tensor]]:
     return {part: (images[rows], labels[rows]) for part, rows in (("train", train), ("test", test))}
 
 
-class MNISTDataModule(PlacedDataModule):
+class MNISTDataModule(BaseDataModule):
     """MNIST, Fashion-MNIST, KMNIST or scikit-learn's bundled digits, exact on any number of devices.
 
     Batches are ``(images, labels)``: float32 of shape (batch, 1, 28, 28), normalised, and int64 of shape (batch,), on
@@ -167,7 +169,8 @@ class MNISTDataModule(PlacedDataModule):
         UserError: at set-up, for a missing folder and for damaged, empty or contradicting files.
     """
 
-    hparams: Any  # Lightning declares a mapping without attributes, and makes one with them.
+    free_parameters = DataContract.free_parameters | {"download"}
+    photographs = False
 
     def __init__(
         self,
@@ -208,8 +211,29 @@ class MNISTDataModule(PlacedDataModule):
         return DATASETS["mnist" if self.dataset == "auto" else self.dataset]
 
     @property
+    @override
+    def title(self) -> str:
+        return self.info.title
+
+    @property
+    @override
+    def num_classes(self) -> int:
+        return int(self.hparams.num_classes)
+
+    @property
+    @override
+    def class_names(self) -> Sequence[str]:
+        """The data set's; none where ``num_classes`` says that the files hold another one."""
+        return self.info.classes if len(self.info.classes) == self.num_classes else ()
+
+    @property
+    @override
+    def image_size(self) -> int:
+        return 28
+
+    @property
+    @override
     def sizes(self) -> dict[str, int]:
-        """Samples in each part that has been set up: "train", "val", "test"."""
         return {part: len(rows) for part, rows in self._rows.items()}
 
     @override
@@ -233,22 +257,37 @@ class MNISTDataModule(PlacedDataModule):
     def _missing(self, name: str) -> str:
         return _what_is_missing(name, Path(self.hparams.data_dir)) + self._no_download
 
-    def _resolve_dataset(self) -> None:
-        """Settle "auto", the same on every rank; rank 0 decides, since nodes may see different folders."""
+    @override
+    def resolve(self) -> dict[str, Any]:
+        """What ``dataset="auto"`` stands for, after downloading what is missing.
+
+        Raises:
+            UserError: ``data_dir`` was given and does not exist.
+        """
+        if self.hparams.dataset != "auto":
+            return {}
         if self.dataset == "auto":
-            chosen = "mnist" if find_files("mnist", self.hparams.data_dir) else "digits"
-            if self.trainer is not None:
-                chosen = self.trainer.strategy.broadcast(chosen)
-            if chosen == "digits" and self.hparams.data_dir != "data" and not Path(self.hparams.data_dir).is_dir():
-                # Only the default folder may be missing: this one somebody has typed.
-                raise UserError(f"{self._missing('mnist')}; pass a folder that exists, or --dataset digits")
-            if chosen == "digits":
-                _warn(
-                    "warning: %s: going on with the 1,797 digits bundled with scikit-learn; "
-                    "pass --data-dir FOLDER for MNIST",
-                    self._missing("mnist"),
-                )
-            self.dataset = chosen
+            self.prepare_data()
+            self._settle_dataset()
+        return {"dataset": self.dataset}
+
+    def _settle_dataset(self) -> None:
+        """Replace "auto", the same on every rank; rank 0 decides, since nodes may see different folders."""
+        if self.dataset != "auto":
+            return
+        chosen = "mnist" if find_files("mnist", self.hparams.data_dir) else "digits"
+        if self.trainer is not None:
+            chosen = self.trainer.strategy.broadcast(chosen)
+        if chosen == "digits" and self.hparams.data_dir != "data" and not Path(self.hparams.data_dir).is_dir():
+            # Only the default folder may be missing: this one was given.
+            raise UserError(f"{self._missing('mnist')}; pass a folder that exists, or --dataset digits")
+        if chosen == "digits":
+            _warn(
+                "warning: %s: going on with the 1,797 digits bundled with scikit-learn; "
+                "pass --data-dir FOLDER for MNIST",
+                self._missing("mnist"),
+            )
+        self.dataset = chosen
 
     def _load(self, part: str) -> tuple[Tensor, Tensor]:
         if self.dataset == "digits":
@@ -274,7 +313,7 @@ class MNISTDataModule(PlacedDataModule):
     def setup(self, stage: str) -> None:
         """Read and check the parts that `stage` needs: "fit", "validate", "test" or "predict" (which needs none)."""
         if stage != "predict":
-            self._resolve_dataset()
+            self._settle_dataset()
         if stage in ("fit", "validate") and "train" not in self._parts:
             self._parts["train"] = self._load("train")
             count = len(self._parts["train"][1])
@@ -320,8 +359,7 @@ class MNISTDataModule(PlacedDataModule):
             self._training_transform(),
             self._device,
             self.hparams.drop_last,
-            # Over-fitting repeats the same few batches; Trainer sets this attribute where mypy does not see it.
-            shuffle=not getattr(self.trainer, "overfit_batches", 0),
+            shuffle=self._shuffles,
         )
 
     def _evaluation_loader(self, part: str, rows: Tensor) -> EvaluationLoader:
@@ -365,14 +403,15 @@ class MNISTDataModule(PlacedDataModule):
         )
 
     @property
+    @override
     def prediction_names(self) -> list[str]:
         """The files that `predict_dataloader` reads."""
         return list(self.hparams.predict_inputs or [])
 
     @property
+    @override
     def validates(self) -> bool:
-        """Whether there is a part to validate on."""
-        return self.hparams.val_fraction > 0
+        return float(self.hparams.val_fraction) > 0
 
     @override
     def state_dict(self) -> dict[str, Any]:

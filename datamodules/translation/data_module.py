@@ -14,8 +14,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
+from datamodules.base import BaseDataModule
+from datamodules.contract import DataContract
 from datamodules.errors import UserError
-from datamodules.loading.placement import PlacedDataModule
 from datamodules.translation.bundled_corpus import BUNDLED_TITLE, bundled_pairs
 from datamodules.translation.corpus import Choice, Corpus, CorpusFilter, CorpusInfo, prepare_corpus
 from datamodules.translation.loaders import SentenceEvaluationLoader, SentenceTrainLoader
@@ -29,7 +30,7 @@ log = logging.getLogger("lightning_recipes")
 _inform, _warn = rank_zero_only(log.info), rank_zero_only(log.warning)
 
 
-class TranslationDataModule(PlacedDataModule):
+class TranslationDataModule(BaseDataModule):
     """Sentence pairs in batches of like length, exact on any number of devices.
 
     Batches are `TranslationBatch`es of word numbers: PAD is 0, SOS 1, EOS 2, and UNK, a word not in the vocabulary, 3.
@@ -63,7 +64,8 @@ class TranslationDataModule(PlacedDataModule):
         UserError: for files that are missing, damaged, faulty or leave nothing to train on.
     """
 
-    hparams: Any  # Lightning declares a mapping without attributes, and makes one with them.
+    free_parameters = DataContract.free_parameters | {"max_tokens"}
+    tokens_parameter = "max_tokens"
 
     def __init__(
         self,
@@ -126,14 +128,20 @@ class TranslationDataModule(PlacedDataModule):
         return self._corpus.info if self._corpus else CorpusInfo(Path(name).name if name else BUNDLED_TITLE)
 
     @property
+    @override
+    def title(self) -> str:
+        return self.info.title
+
+    @property
+    @override
     def sizes(self) -> dict[str, int]:
         """Pairs in each part, once the corpus has been read: "train", "val", "test"."""
         return {part: len(rows) for part, rows in self._corpus.rows.items()} if self._corpus else {}
 
     @property
+    @override
     def validates(self) -> bool:
-        """Whether there is a part to validate on."""
-        return self.hparams.val_fraction > 0
+        return float(self.hparams.val_fraction) > 0
 
     @property
     def rows(self) -> dict[str, Tensor]:
@@ -225,8 +233,7 @@ class TranslationDataModule(PlacedDataModule):
             self._world_size,
             options.max_tokens,
             options.bucket,
-            # Over-fitting repeats the same few batches; Trainer sets this attribute where mypy does not see it.
-            shuffle=not getattr(self.trainer, "overfit_batches", 0),
+            shuffle=self._shuffles,
             micro_batches=self._micro_batches,
         )
         share, random_share = loader.padding_share, loader.random_padding_share
@@ -268,6 +275,7 @@ class TranslationDataModule(PlacedDataModule):
         return sentences
 
     @property
+    @override
     def prediction_names(self) -> list[str]:
         """The sentences that `predict_dataloader` yields, with words that the network does not know in [brackets]."""
         return [self.source_vocabulary.mark_unknown(sentence) for sentence in self._sentences_to_predict()]

@@ -599,6 +599,16 @@ def test_without_a_folder_the_bundled_digits_are_used_and_said(notes):
     assert not ImageFolderDataModule(dataset="digits", augment="none").augments
 
 
+def test_what_was_left_open_is_resolved_to_what_is_used(tmp_path: Path, notes):
+    data = ImageFolderDataModule()
+    assert data.resolve() == data.resolve() == {"dataset": "digits", "image_size": 32}
+    data.setup("fit")
+    assert len(_messages(notes)) == 1
+    assert ImageFolderDataModule(data_dir=str(tmp_path)).resolve() == {"dataset": "folder", "image_size": 224}
+    assert ImageFolderDataModule("pets", image_size=64).resolve() == {}
+    assert ImageFolderDataModule(**data.resolve()).resolve() == {}
+
+
 def _write_cifar(folder: Path) -> None:
     folder = folder / "cifar-10-batches-py"
     folder.mkdir(parents=True)

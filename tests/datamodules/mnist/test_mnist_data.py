@@ -1,4 +1,5 @@
 import gzip
+import hashlib
 import logging
 import pickle
 import re
@@ -6,7 +7,10 @@ import shutil
 import struct
 import time
 from collections.abc import Iterable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import lightning.pytorch as pl
@@ -507,6 +511,39 @@ def test_nothing_is_downloaded_for_a_prediction(tmp_path: Path, monkeypatch: pyt
     data = _data(tmp_path / "new", dataset="auto", download=True, predict_inputs=[str(tmp_path / "3.png")])
     _trainer().predict(Watcher(), datamodule=data)
     assert not (tmp_path / "new").exists()
+
+
+def test_resolving_auto_is_final_and_says_the_same_again(tmp_path: Path, tiny: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "empty").mkdir()
+    for folder, found in ((tmp_path / "empty", "digits"), (tiny, "mnist")):
+        data = _data(folder, dataset="auto")
+        assert data.resolve() == data.resolve() == {"dataset": found}
+        write_set(tmp_path / "empty")
+        data.setup("fit")
+        assert data.resolve() == {"dataset": data.dataset} == {"dataset": found}
+        assert _data(folder, dataset=found).resolve() == {}
+    assert len(caplog.records) == 1
+
+
+def test_resolving_downloads_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import torchvision
+
+    write_set(tmp_path / "mirror")
+    files = sorted((tmp_path / "mirror").iterdir())
+    resources = [(file.name, hashlib.md5(file.read_bytes()).hexdigest()) for file in files]
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "mirror"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [f"http://127.0.0.1:{server.server_port}/"])
+        monkeypatch.setattr(torchvision.datasets.MNIST, "resources", resources)
+        assert _data(tmp_path / "new", dataset="auto", download=True).resolve() == {"dataset": "mnist"}
+        server.shutdown()
+    assert find_files("mnist", tmp_path / "new")
+
+
+def test_resolving_refuses_a_folder_that_was_given_and_does_not_exist(tmp_path: Path):
+    with pytest.raises(UserError, match="nowhere does not exist, .*; pass a folder that exists"):
+        _data(tmp_path / "nowhere", dataset="auto").resolve()
 
 
 def _checkpoint(data: MNISTDataModule, path: Path) -> Path:

@@ -1,0 +1,43 @@
+"""What the data modules of this package share: the contract, and what they ask of their Trainer."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from typing_extensions import override
+
+from datamodules.contract import DataContract
+
+__all__ = ["BaseDataModule"]
+
+
+class BaseDataModule(pl.LightningDataModule, DataContract):
+    """Without a Trainer it serves a plain PyTorch loop on one CPU."""
+
+    hparams: Any  # Lightning declares a mapping without attributes, and makes one with them.
+
+    @property
+    @override
+    def seed(self) -> int:
+        return int(self.hparams.seed)
+
+    @property
+    def _rank(self) -> int:
+        return self.trainer.global_rank if self.trainer else 0
+
+    @property
+    def _world_size(self) -> int:
+        return self.trainer.world_size if self.trainer else 1
+
+    @property
+    def _device(self) -> torch.device:
+        return self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
+
+    @property
+    def _shuffles(self) -> bool:
+        """Over-fitting repeats the same few batches."""
+        # Trainer sets this attribute where mypy does not see it.
+        return not getattr(self.trainer, "overfit_batches", 0)
+
+    def _micro_batches(self) -> int:
+        return self.trainer.accumulate_grad_batches if self.trainer else 1

@@ -1,0 +1,121 @@
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from datamodules import ImageFolderDataModule, MNISTDataModule, TranslationDataModule
+from datamodules.contract import DataContract, data_contract
+from datamodules.errors import UserError
+from recipes import Classifier, Recipe
+
+MEMBERS = [name for name in vars(DataContract) if not name.startswith("_")]
+
+
+class Stock(pl.LightningDataModule):
+    """A data module as Lightning's documentation writes one, which has nothing of the contract."""
+
+    def _loader(self) -> DataLoader[tuple[Tensor, ...]]:
+        labels = torch.arange(24) % 3
+        images = torch.randn(24, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(images, labels), batch_size=8)
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return self._loader()
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+class Telling(Stock):
+    """Its number of classes is a hyper-parameter, and their names are an attribute; other names mean other things."""
+
+    class_names = ("ant", "bee", "wasp")
+    image_size = (8, 8)
+    sizes = (0.8, 0.2)
+
+    def __init__(self, num_classes: int = 3, seed: int | None = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Linear(Classifier):
+    """A linear network over images of 8 x 8."""
+
+    def build_network(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, self.hparams.num_classes))
+
+
+class Mean(Recipe):
+    """One step of regression on the labels, and no validation."""
+
+    def build_network(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self(batch[0])[:, 0] - batch[1]).square().mean()
+
+
+def _trainer() -> pl.Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return pl.Trainer(accelerator="cpu", max_epochs=1, enable_checkpointing=False, **quiet)  # type: ignore[arg-type]
+
+
+def test_a_stock_data_module_is_answered_for_with_the_defaults():
+    stock = data_contract(Stock())
+    assert stock.title == "Stock"
+    assert (stock.seed, stock.sizes, stock.num_classes, stock.class_names) == (0, {}, None, ())
+    assert (stock.image_size, stock.photographs, stock.validates, stock.prediction_names) == (None, True, True, ())
+    assert stock.resolve() == {}
+    assert stock.tokens_parameter is None
+    assert "batch_size" in stock.free_parameters
+    with pytest.raises(AttributeError, match="no part of the data contract"):
+        _ = stock.train_dataloader
+
+
+def test_attributes_and_hyper_parameters_count_where_they_mean_what_the_contract_does():
+    telling = data_contract(Telling())
+    assert (telling.num_classes, telling.class_names, telling.seed) == (3, ("ant", "bee", "wasp"), 0)
+    assert (telling.image_size, telling.sizes) == (None, {})
+    assert data_contract(Telling(seed=7)).seed == 7
+
+
+def test_no_data_module_is_one_that_says_nothing():
+    assert data_contract(None).num_classes is None
+
+
+def test_a_stock_data_module_trains_any_recipe_in_a_plain_trainer():
+    for data in (Stock(), Telling()):
+        trainer = _trainer()
+        trainer.fit(Mean(), datamodule=data)
+        assert trainer.global_step == 3
+        classifier = Linear(num_classes=3)
+        trainer = _trainer()
+        trainer.fit(classifier, datamodule=data)
+        assert 0 <= trainer.test(classifier, datamodule=data, verbose=False)[0]["test/accuracy"] <= 1
+
+
+def test_a_number_of_classes_among_the_hyper_parameters_is_compared_with_the_networks():
+    with pytest.raises(UserError, match="the data has 3 classes.*the network 4"):
+        _trainer().fit(Linear(num_classes=4), datamodule=Telling())
+
+
+@pytest.mark.parametrize("data_class", [MNISTDataModule, ImageFolderDataModule, TranslationDataModule])
+def test_our_own_answer_every_question_before_any_data_are_read(data_class: type[pl.LightningDataModule]):
+    options = {} if data_class is TranslationDataModule else {"dataset": "digits"}
+    contract = data_contract(data_class(**options, seed=5))
+    assert isinstance(contract, data_class)
+    for name in set(MEMBERS) - {"resolve", "prediction_names"}:
+        getattr(contract, name)
+    assert contract.seed == 5
+    assert "Data" not in contract.title
+    parameters = set(contract.free_parameters) | contract.call_parameters | {contract.tokens_parameter or "seed"}
+    assert parameters - {"num_workers", "data_dir"} <= set(contract.hparams)
+
+
+def test_a_class_answers_for_what_stands_in_the_class():
+    assert data_contract(TranslationDataModule).tokens_parameter == "max_tokens"
+    assert "cache_gb" in data_contract(ImageFolderDataModule).free_parameters
+    assert data_contract(Telling).free_parameters == DataContract.free_parameters
+    assert data_contract(Telling).title == "Telling"
