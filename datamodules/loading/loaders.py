@@ -1,50 +1,49 @@
 """Loaders that yield whole batches of tensors in memory.
 
 A batch is one indexing operation: no worker, no collation, no copy from the host when the tensors live on the
-training device. Lightning leaves these loaders alone (they are no ``DataLoader``), tells the training loader the epoch,
-and saves and restores its position with the checkpoint.
+training device. Lightning leaves these loaders alone, since they are no ``DataLoader``.
 
-The orders are classes of their own; `datamodules.loading.worker_loaders` has loaders over samples that must be made.
+Which samples make a batch stands in `TrainSampling` and `EvaluationSampling`; the loaders over samples that have to be
+read (`datamodules.loading.worker_loaders`) use them too.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from datamodules.errors import UserError
-from datamodules.loading.sampling import epoch_order, evaluation_spans, num_training_steps, training_spans
+from datamodules.loading.resumable import ResumableLoader, Spans
+from datamodules.loading.sampling import epoch_order, evaluation_spans
 
-__all__ = ["EvaluationLoader", "EvaluationOrder", "Spans", "TrainLoader", "TrainOrder", "Transform"]
+__all__ = ["EvaluationLoader", "EvaluationSampling", "TrainLoader", "TrainSampling", "Transform"]
 
 Transform = Callable[[Tensor, Tensor, int], Tensor]
 """What turns (inputs, their sample numbers, epoch) into the network's inputs, a batch at a time."""
 
-Spans = Sequence[tuple[int, int]]
-"""Batches as positions ``[start, stop)`` in an order."""
 
+class _SampleLoader(ABC):
+    """What batches of samples are made of is left to `_batches`."""
 
-class _Loader:
-    """The samples of a set, and batches of some of them; where the batches come from is left to `_batches`."""
-
-    def __init__(self, rows: Tensor, batch_size: int, rank: int, world_size: int) -> None:
-        if batch_size < 1:
-            raise UserError(f"a batch holds one sample at least, found {batch_size}; pass --batch-size 64")
-        self.rows, self.batch_size, self.rank, self.world_size = rows, batch_size, rank, world_size
-
+    @abstractmethod
     def _batches(self, epoch: int, order: Tensor, spans: Spans) -> Iterator[tuple[Tensor, Tensor]]:
-        raise NotImplementedError
+        """The samples at these positions of `order`."""
 
 
-class TrainOrder(_Loader):
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise UserError(f"a batch holds one sample at least, found {batch_size}; pass --batch-size 64")
+
+
+class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
     """Every epoch in its own order, from a position in it on."""
 
     def __init__(
         self, rows: Tensor, batch_size: int, seed: int, rank: int, world_size: int, drop_last: bool, shuffle: bool
     ) -> None:
-        super().__init__(rows, batch_size, rank, world_size)
-        self.seed, self.drop_last, self.shuffle = seed, drop_last, shuffle
+        _check_batch_size(batch_size)
         if len(rows) == 0:
             raise UserError("there is no sample to train on: the training set is empty")
         # Without drop_last, the ranks share a step that is larger than the set.
@@ -55,52 +54,23 @@ class TrainOrder(_Loader):
                 f"a batch of {at_once:,}{split} is larger than the training set of {len(rows):,} samples; "
                 f"pass --batch-size {max(1, len(rows) * batch_size // at_once)} or less"
             )
-        self._epoch = 0
-        self._consumed = 0
-        self._start_at = 0
+        super().__init__(len(rows), batch_size, rank, world_size, drop_last)
+        self.rows, self.batch_size, self.seed, self.shuffle = rows, batch_size, seed, shuffle
 
-    @property
-    def sampler(self) -> "TrainOrder":
-        """Itself: Lightning calls ``loader.sampler.set_epoch`` before each epoch."""
-        return self
-
-    def __len__(self) -> int:
-        return num_training_steps(len(self.rows), self.batch_size, self.world_size, self.drop_last)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        # A generator: Lightning makes the iterator before it says which epoch it is, and asks for a batch after.
-        epoch, start_at = self._epoch, self._start_at
-        self._start_at = 0
-        count = len(self.rows)
+    @override
+    def _batches_of_epoch(self, epoch: int, start_at: int, spans: Spans) -> Iterator[tuple[Tensor, Tensor]]:
         order = self.rows
         if self.shuffle:
-            order = self.rows.index_select(0, epoch_order(count, self.seed, epoch).to(self.rows.device))
-        spans = list(training_spans(count, self.batch_size, self.rank, self.world_size, self.drop_last, start_at))
-        for step, batch in enumerate(self._batches(epoch, order, spans), 1):
-            # Lightning stops after len(self) batches and saves before asking for more, so the state must already be
-            # what comes after this batch, however many are being made ahead of it.
-            self._consumed = start_at + step * self.batch_size * self.world_size
-            if step == len(spans):
-                self._epoch, self._consumed = epoch + 1, 0
-            yield batch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begin `epoch` with its first batch, unless the restored position lies in it."""
-        if epoch != self._epoch:
-            self._epoch, self._start_at, self._consumed = epoch, 0, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position: the epoch, and how many samples of its order all ranks have consumed."""
-        return {"epoch": self._epoch, "consumed": self._consumed}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was saved, on any number of ranks."""
-        self._epoch = state["epoch"]
-        self._start_at = self._consumed = state["consumed"]
+            order = order.index_select(0, epoch_order(len(order), self.seed, epoch).to(order.device))
+        return self._batches(epoch, order, spans)
 
 
-class EvaluationOrder(_Loader):
+class EvaluationSampling(_SampleLoader):
     """Every sample once, in the order of the rows."""
+
+    def __init__(self, rows: Tensor, batch_size: int, rank: int, world_size: int) -> None:
+        _check_batch_size(batch_size)
+        self.rows, self.batch_size, self.rank, self.world_size = rows, batch_size, rank, world_size
 
     def _spans(self) -> list[tuple[int, int]]:
         return list(evaluation_spans(len(self.rows), self.batch_size, self.rank, self.world_size))
@@ -112,7 +82,7 @@ class EvaluationOrder(_Loader):
         yield from self._batches(0, self.rows, self._spans())
 
 
-class _Tensors(_Loader):
+class _Tensors(_SampleLoader):
     """Batches by indexing, transformed on the device."""
 
     inputs: Tensor
@@ -126,6 +96,7 @@ class _Tensors(_Loader):
         self.inputs, self.targets, self.transform = inputs, targets, transform
         self.device = torch.device(device) if device is not None else inputs.device
 
+    @override
     def _batches(self, epoch: int, order: Tensor, spans: Spans) -> Iterator[tuple[Tensor, Tensor]]:
         for start, stop in spans:
             yield self._batch(order[start:stop], epoch)
@@ -139,7 +110,7 @@ class _Tensors(_Loader):
         return inputs, targets
 
 
-class TrainLoader(TrainOrder, _Tensors):
+class TrainLoader(TrainSampling, _Tensors):
     """Shuffled batches in one global order for any number of ranks, resumable at any batch.
 
     Epoch e's order is a function of (seed, e). Each step consumes the next ``batch_size * world_size`` samples of it,
@@ -184,7 +155,7 @@ class TrainLoader(TrainOrder, _Tensors):
         self._set_tensors(inputs, targets, transform, device)
 
 
-class EvaluationLoader(EvaluationOrder, _Tensors):
+class EvaluationLoader(EvaluationSampling, _Tensors):
     """Every sample exactly once, on any number of ranks, in batches that do not depend on that number.
 
     Args:

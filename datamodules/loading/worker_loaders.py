@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datamodules.errors import UserError
-from datamodules.loading.loaders import EvaluationOrder, Spans, TrainOrder
+from datamodules.loading.loaders import EvaluationSampling, TrainSampling
+from datamodules.loading.resumable import Spans
 
 __all__ = ["Answer", "Request", "SampleReader", "WorkerEvaluationLoader", "WorkerTrainLoader"]
 
@@ -178,7 +179,7 @@ class _Workers:
             raise UserError(f"none of the {count:,} pictures can be read; {message}")
 
 
-class WorkerTrainLoader(_Workers, TrainOrder):
+class WorkerTrainLoader(_Workers, TrainSampling):
     """`TrainLoader` over samples that are made by workers: same orders, same state.
 
     Args:
@@ -214,7 +215,7 @@ class WorkerTrainLoader(_Workers, TrainOrder):
         self._set_reader(reader, min(num_workers, len(self)), pin_memory, skip_unreadable)
 
 
-class WorkerEvaluationLoader(_Workers, EvaluationOrder):
+class WorkerEvaluationLoader(_Workers, EvaluationSampling):
     """`EvaluationLoader` over samples that are made by workers; arguments as in `WorkerTrainLoader`."""
 
     def __init__(

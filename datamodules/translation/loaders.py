@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from datamodules.errors import UserError
 from datamodules.loading.randomness import permutation
-from datamodules.loading.sampling import epoch_order, evaluation_spans, num_training_steps, training_spans
+from datamodules.loading.resumable import ResumableLoader, Spans
+from datamodules.loading.sampling import epoch_order, evaluation_spans, training_spans
 from datamodules.translation.packed_sentences import PackedPairs, TranslationBatch, padding_share
 
 __all__ = ["SentenceEvaluationLoader", "SentenceTrainLoader", "TranslationBatch"]
@@ -64,7 +66,7 @@ def cut_by_tokens(source_lengths: Tensor, target_lengths: Tensor, max_tokens: in
     return torch.tensor([*bounds, len(source_lengths)])
 
 
-class SentenceTrainLoader:
+class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
     """Shuffled batches of like lengths in one global order for any number of ranks, resumable at any batch.
 
     An epoch's order is a sort by length, ties broken at random, cut into the sentences of one update each, and these
@@ -106,16 +108,16 @@ class SentenceTrainLoader:
             raise UserError(f"a batch holds one sentence at least, found {batch_size}; pass --batch-size 64")
         if max_tokens and not bucket:
             raise UserError("batches of --max-tokens are made of like lengths; pass --batch-size with --no-bucket")
-        self.pairs, self.rows, self.seed, self.rank, self.world_size = pairs, rows, seed, rank, world_size
+        self.pairs, self.rows, self.seed = pairs, rows, seed
         self.bucket, self.shuffle, self.micro_batches = bucket, shuffle, micro_batches
         self._source_lengths, self._target_lengths = pairs.source.lengths[rows], pairs.target.lengths[rows]
         self._bounds: Tensor | None = None
         # What a rank takes at a time: sentences, or one batch cut by tokens.
-        self._items, self._items_at_once = len(rows), batch_size
+        items, items_at_once = len(rows), batch_size
         if max_tokens:
             any_order = sort_by_length(self._source_lengths, self._target_lengths, torch.arange(len(rows)))
             self._bounds = cut_by_tokens(self._source_lengths[any_order], self._target_lengths[any_order], max_tokens)
-            self._items, self._items_at_once = len(self._bounds) - 1, 1
+            items, items_at_once = len(self._bounds) - 1, 1
             mean = (self._source_lengths + self._target_lengths).double().mean()
             batch_size = max(1, int(max_tokens / mean))
         elif batch_size > len(rows):
@@ -125,15 +127,8 @@ class SentenceTrainLoader:
             )
         self.batch_size = batch_size
         """Sentences that one rank takes at a time; with `max_tokens` about so many."""
-        self._epoch = self._consumed = self._start_at = self._unit = 0
-
-    @property
-    def sampler(self) -> "SentenceTrainLoader":
-        """Itself: Lightning calls ``loader.sampler.set_epoch`` before each epoch."""
-        return self
-
-    def __len__(self) -> int:
-        return num_training_steps(self._items, self._items_at_once, self.world_size)
+        super().__init__(items, items_at_once, rank, world_size)
+        self._unit = 0
 
     def _unit_size(self) -> int:
         """Items in one update of all ranks, at present."""
@@ -154,34 +149,25 @@ class SentenceTrainLoader:
         shift = torch.repeat_interleave(self._bounds[visits] - bounds[:-1], sizes)
         return order[torch.arange(count) + shift], bounds
 
-    def __iter__(self) -> Iterator[TranslationBatch]:
-        # A generator: Lightning makes the iterator before it says which epoch it is, and asks for a batch after.
-        epoch, start_at = self._epoch, self._start_at
-        self._start_at = 0
-        # An epoch goes on as it began: with other units the rest would not be the sentences not yet seen.
-        self._unit = unit = self._unit if start_at else self._unit_size()
-        order, bounds = self._plan(epoch, unit)
-        rows, at_once = self.rows[order], self._items_at_once
-        spans = list(training_spans(self._items, at_once, self.rank, self.world_size, consumed=start_at))
-        for step, (start, stop) in enumerate(spans, 1):
-            # Lightning stops after len(self) batches and saves before asking for more, so the state must already be
-            # what comes after this batch.
-            self._consumed = start_at + step * at_once * self.world_size
-            if step == len(spans):
-                self._epoch, self._consumed, self._unit = epoch + 1, 0, 0
+    @override
+    def _batches_of_epoch(self, epoch: int, start_at: int, spans: Spans) -> Iterator[TranslationBatch]:
+        # An epoch goes on as it started: with other units the rest would not be the sentences not yet seen.
+        if not start_at:
+            self._unit = self._unit_size()
+        order, bounds = self._plan(epoch, self._unit)
+        rows = self.rows[order]
+        for start, stop in spans:
             yield self.pairs.batch(rows[bounds[start] : bounds[stop]])
 
-    def set_epoch(self, epoch: int) -> None:
-        """Begin `epoch` with its first batch, unless the restored position lies in it."""
-        if epoch != self._epoch:
-            self._epoch, self._start_at, self._consumed, self._unit = epoch, 0, 0, 0
-
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The position: the epoch, what all ranks have consumed of it, of how much, and the size of its units."""
-        return {"epoch": self._epoch, "consumed": self._consumed, "items": self._items, "unit": self._unit}
+        position = super().state_dict()
+        return position | {"items": self._items, "unit": self._unit if position["consumed"] else 0}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was saved, on any number of ranks.
+        """Continue where `state` was saved, on any number of ranks.
 
         Raises:
             UserError: in the middle of an epoch, if the data have changed or other batches are cut by tokens.
@@ -192,8 +178,8 @@ class SentenceTrainLoader:
                 f"the checkpoint lies in the middle of an epoch of {state['items']:,} sentences or batches, found "
                 f"{self._items:,} {kind}; resume with the same data and the same --max-tokens"
             )
-        self._epoch, self._unit = state["epoch"], state["unit"]
-        self._start_at = self._consumed = state["consumed"]
+        super().load_state_dict(state)
+        self._unit = state["unit"]
 
     def _padding_of(self, order: Tensor, bounds: Tensor) -> float:
         spans = [

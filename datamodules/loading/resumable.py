@@ -1,0 +1,75 @@
+"""The position of a training loader: in which epoch it is, and how far in it.
+
+Lightning tells the loader the epoch, and saves and restores its state with the checkpoint. One class keeps that state
+for every training loader here, whatever its batches are made of.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, Self, TypeVar
+
+from datamodules.loading.sampling import num_training_steps, training_spans
+
+__all__ = ["ResumableLoader", "Spans"]
+
+Batch = TypeVar("Batch")
+
+Spans = Sequence[tuple[int, int]]
+"""Batches as positions ``[start, stop)`` in an epoch's order."""
+
+
+class ResumableLoader(ABC, Generic[Batch]):
+    """Epochs of batches, the same on any number of ranks, resumable at any batch; a subclass makes the batches.
+
+    Args:
+        items: how many an epoch has: samples, or batches that were cut before.
+        items_at_once: how many of them one rank takes in a step.
+        drop_last: leave an incomplete last step out.
+    """
+
+    def __init__(self, items: int, items_at_once: int, rank: int, world_size: int, drop_last: bool = False) -> None:
+        self.rank, self.world_size, self.drop_last = rank, world_size, drop_last
+        self._items, self._items_at_once = items, items_at_once
+        self._epoch = self._consumed = self._start_at = 0
+
+    @abstractmethod
+    def _batches_of_epoch(self, epoch: int, start_at: int, spans: Spans) -> Iterator[Batch]:
+        """This rank's batches of an epoch, one for each span, from position `start_at` in its order on."""
+
+    @property
+    def sampler(self) -> Self:
+        """Itself: Lightning calls ``loader.sampler.set_epoch`` before each epoch."""
+        return self
+
+    def __len__(self) -> int:
+        return num_training_steps(self._items, self._items_at_once, self.world_size, self.drop_last)
+
+    def __iter__(self) -> Iterator[Batch]:
+        # A generator: Lightning makes the iterator before it says which epoch it is, and asks for a batch after.
+        epoch, start_at = self._epoch, self._start_at
+        self._start_at = 0
+        step_size = self._items_at_once * self.world_size
+        spans = list(
+            training_spans(self._items, self._items_at_once, self.rank, self.world_size, self.drop_last, start_at)
+        )
+        for step, batch in enumerate(self._batches_of_epoch(epoch, start_at, spans), 1):
+            # Lightning stops after len(self) batches and saves before asking for more, so the state must already be
+            # what comes after this batch, however many are being made ahead of it.
+            self._consumed = start_at + step * step_size
+            if step == len(spans):
+                self._epoch, self._consumed = epoch + 1, 0
+            yield batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start `epoch` with its first batch, unless the restored position lies in it."""
+        if epoch != self._epoch:
+            self._epoch, self._start_at, self._consumed = epoch, 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the epoch, and how many items of its order all ranks have consumed."""
+        return {"epoch": self._epoch, "consumed": self._consumed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was saved, on any number of ranks."""
+        self._epoch = state["epoch"]
+        self._start_at = self._consumed = state["consumed"]
