@@ -1,25 +1,17 @@
-"""Pretrained weights: ImageNet's from torchvision, fetched once and held to their hash, or a file."""
+"""Pretrained weights: ImageNet's from torchvision, downloaded once and verified, or a file."""
 
-import contextlib
 import difflib
-import hashlib
-import http.client
 import logging
 import re
-import shutil
-import socket
-import sys
-import urllib.error
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch
-from filelock import FileLock
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from datamodules.errors import UserError
+from datamodules.loading.download import DownloadError, digest_of, download
 from recipes.weights import WeightsReport, load_weights, read_weights, some_names
 
 __all__ = ["download_weights", "imagenet_weights", "load_pretrained"]
@@ -37,82 +29,44 @@ def _imagenet_url(arch: str) -> str:
     weights = getattr(torchvision.models.get_model_weights(arch), "DEFAULT", None)
     if weights is None:
         raise UserError(f"torchvision has no ImageNet weights for {arch}; pass --weights FILE, or --weights none")
-    return weights.url
+    return str(weights.url)
 
 
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Torch's download has none of its own, and waits for a silent server for ever."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
-
-
-def _fetch_once(url: str, path: Path, digest: str | None, progress: bool, timeout: float) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_name(f".{path.name}.lock")
-    # A folder of our own: what a killed run left in it can go without touching another program's download.
-    parts = path.with_name(f".{path.name}.part")
-    with FileLock(lock):
-        try:
-            if path.exists():
-                return
-            log.warning("downloading %s", url)
-            shutil.rmtree(parts, ignore_errors=True)
-            parts.mkdir()
-            with _time_limit(timeout):
-                torch.hub.download_url_to_file(url, str(parts / path.name), digest, progress)
-            (parts / path.name).replace(path)
-        finally:
-            shutil.rmtree(parts, ignore_errors=True)
-            # While it is held, so that who comes next makes a new one; Windows removes it by itself.
-            with contextlib.suppress(OSError):
-                lock.unlink()
-
-
-def download_weights(url: str, progress: bool | None = None, timeout: float = 30.0) -> Path:
-    """A file of weights in torch hub's cache, fetched where it is not there yet, by one process at a time.
+def download_weights(url: str, timeout: float = 30.0) -> Path:
+    """A file of weights in torch hub's cache, downloaded where it is not there yet, by one process at a time.
 
     Args:
-        url: it ends in ``-<first digits of the SHA-256>.pth``, as torchvision's do; the file is held to them.
-        progress: show a bar on standard error; None shows it in a terminal.
-        timeout: seconds without an answer or without data before it is given up.
+        url: it ends in ``-<first digits of the SHA-256>.pth``, as torchvision's do; the file has to have that digest.
+        timeout: seconds without an answer or without data before the download fails.
 
     Raises:
-        UserError: it could not be fetched, or is not the file that its name promises.
+        UserError: the download failed, or the file in the cache has another digest than its name says.
     """
     path = Path(torch.hub.get_dir(), "checkpoints", Path(urlsplit(url).path).name)
     named = re.search(r"-([0-9a-f]{8,64})\.", path.name)
     digest = named[1] if named else None
     if not path.exists():
+        rank_zero_only(log.warning)("downloading %s", url)
         try:
-            _fetch_once(url, path, digest, sys.stderr.isatty() if progress is None else progress, timeout)
-        # RuntimeError is the wrong hash.
-        except (OSError, http.client.HTTPException, RuntimeError) as error:
-            reason = error if isinstance(error, urllib.error.HTTPError) else getattr(error, "reason", error)
+            download([url], path, digest, timeout, "sha256")
+        except (DownloadError, OSError) as error:
             raise UserError(
-                f"cannot fetch {url} ({reason or type(error).__name__}); pass --weights FILE, "
-                "or --weights none to train everything from scratch"
+                f"{error}; pass --weights FILE, or --weights none to train everything from scratch"
             ) from error
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest and not found.startswith(digest):
+    if digest and not (found := digest_of(path, "sha256")).startswith(digest):
         raise UserError(
-            f"{path} is damaged: its SHA-256 is {found[: len(digest)]}...; delete it and it is fetched again"
+            f"{path} is damaged: its SHA-256 is {found[: len(digest)]}...; delete it and it is downloaded again"
         )
     return path
 
 
-def imagenet_weights(arch: str, progress: bool | None = None) -> dict[str, Tensor]:
+def imagenet_weights(arch: str) -> dict[str, Tensor]:
     """The newest ImageNet weights of a torchvision architecture, such as resnet18, from the cache or the network.
 
     Raises:
-        UserError: there is no such architecture, or its weights could not be fetched.
+        UserError: there is no such architecture, or its weights could not be downloaded.
     """
-    return read_weights(download_weights(_imagenet_url(arch), progress))
+    return read_weights(download_weights(_imagenet_url(arch)))
 
 
 def load_pretrained(module: nn.Module, weights: str, arch: str, min_share: float = 0.5) -> WeightsReport | None:

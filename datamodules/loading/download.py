@@ -1,4 +1,9 @@
-"""Files from the network: verified, with a time limit, once per node, never half a file."""
+"""Files from the network: verified, with a time limit, once per node, never half a file.
+
+pooch does not replace this: it has no lock between processes and no list of mirrors, compares complete digests where
+torchvision's file names hold the first eight digits, overwrites a file that differs, and leaves what a killed download
+has written under a random name.
+"""
 
 import contextlib
 import hashlib
@@ -7,6 +12,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,7 +22,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from datamodules.errors import UserError
 
-__all__ = ["DownloadError", "download", "md5_of"]
+__all__ = ["DownloadError", "digest_of", "download"]
 
 _CHUNK = 1 << 18
 
@@ -25,13 +31,13 @@ class DownloadError(UserError):
     """No address delivered the file, or what came was not the file."""
 
 
-def md5_of(path: Path) -> str:
-    """The MD5 checksum of a file, in hexadecimal."""
+def digest_of(path: Path, algorithm: str = "md5") -> str:
+    """The digest of a file in hexadecimal, by any algorithm of hashlib."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+        return hashlib.file_digest(file, partial(hashlib.new, algorithm, usedforsecurity=False)).hexdigest()
 
 
-def _fetch(url: str, part: Path, md5: str, timeout: float) -> None:
+def _fetch(url: str, part: Path, digest: str | None, algorithm: str, timeout: float) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     # A bar that vanishes in a terminal, one line in a log file; standard output is for results.
     console = Console(stderr=True)
@@ -51,20 +57,23 @@ def _fetch(url: str, part: Path, md5: str, timeout: float) -> None:
     if received < length:
         raise OSError(f"it ended after {received:,} of {length:,} bytes")
     # Of what is on the disk, not of what came: that is what will be read.
-    if (found := md5_of(part)) != md5:
-        raise OSError(f"its MD5 is {found}, expected {md5}")
+    if digest and not (found := digest_of(part, algorithm)).startswith(digest):
+        raise OSError(f"its {algorithm.upper()} is {found}, expected {digest}")
 
 
-def download(urls: Sequence[str], path: Path, md5: str, timeout: float = 10.0) -> None:
+def download(
+    urls: Sequence[str], path: Path, digest: str | None, timeout: float = 10.0, algorithm: str = "md5"
+) -> None:
     """Fetch a file from the first address that delivers it, unless it is there already.
 
     Processes that ask at the same time take turns, and the later ones find the file. It appears under its name only
-    when it is whole; nothing else stays behind, save after a kill a hidden part that the next download overwrites.
+    when it is complete; nothing else stays behind, save after a kill a hidden part that the next download overwrites.
 
     Args:
         urls: addresses to try in turn.
-        md5: the expected checksum in hexadecimal.
+        digest: what the file's digest has to begin with, in hexadecimal; None checks only its length.
         timeout: seconds without an answer or without data before the next address is tried.
+        algorithm: of the digest, by hashlib's name.
 
     Raises:
         DownloadError: every address failed; the message holds the reason of each.
@@ -83,7 +92,7 @@ def download(urls: Sequence[str], path: Path, md5: str, timeout: float = 10.0) -
                 return
             for url in urls:
                 try:
-                    _fetch(url, part, md5, timeout)
+                    _fetch(url, part, digest, algorithm, timeout)
                 except (OSError, http.client.HTTPException) as error:
                     # URLError wraps the reason; HTTPError's own text holds the status as well.
                     reason = error if isinstance(error, urllib.error.HTTPError) else getattr(error, "reason", error)

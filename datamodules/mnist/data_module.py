@@ -19,7 +19,7 @@ from typing_extensions import override
 from datamodules.base import BaseDataModule
 from datamodules.contract import DataContract
 from datamodules.errors import UserError
-from datamodules.loading.download import DownloadError, download, md5_of
+from datamodules.loading.download import DownloadError, digest_of, download
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
 from datamodules.loading.sampling import split_indices
 from datamodules.mnist.affine import RandomAffine
@@ -116,7 +116,7 @@ def _refuse_another_sets_files(name: str, files: dict[str, tuple[Path, Path]]) -
     if not labels.is_file():
         # The known checksums are those of the compressed files.
         return
-    checksum = md5_of(labels)
+    checksum = digest_of(labels)
     for other in DATASETS:
         if other in (name, "digits"):
             continue
