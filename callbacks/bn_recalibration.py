@@ -10,7 +10,7 @@ statistics fit well already it is no gain: on 50 random pictures it was better i
 import copy
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,17 +23,19 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from callbacks.lib.batch_norm import recalibrate
+from callbacks.lib.lightning_internals import original_training_loader
+from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.errors import UserError
 
 __all__ = ["BNRecalibration"]
 
 
-def _another_loader(trainer: pl.Trainer) -> Iterable[Any]:
+def _another_loader(trainer: pl.Trainer) -> Any:
     """A training loader whose use does not move the one that training goes through."""
-    source = trainer.fit_loop._data_source
-    if source.is_module():
-        return source.dataloader()
-    loader = copy.copy(source.dataloader())
+    loader, is_new = original_training_loader(trainer)
+    if is_new:
+        return loader
+    loader = copy.copy(loader)
     if isinstance(loader, DataLoader):
         # Persistent workers would otherwise serve both, and begin again for the second.
         loader._iterator = None
@@ -84,7 +86,7 @@ class BNRecalibration(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = callbacks_of(trainer)
         for later in callbacks[callbacks.index(self) + 1 :]:
             if isinstance(later, (WeightAveraging, StochasticWeightAveraging)):
                 name = type(later).__name__

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from callbacks.lib.trainer_attributes import log_interval
 from datamodules.errors import UserError
 
 __all__ = ["FiniteWeights", "first_not_finite"]
@@ -63,7 +64,7 @@ class FiniteWeights(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        every = log_interval(trainer)
         if every and trainer.global_step // every != self._checked_step // every:
             self._check(trainer, pl_module)
 

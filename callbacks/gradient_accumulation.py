@@ -19,6 +19,7 @@ from typing_extensions import override
 from callbacks.lib.consensus import Answers
 from callbacks.lib.global_batch import accumulation_factor, loader_batch_size
 from callbacks.lib.targets import observe_counts, sum_over_ranks
+from callbacks.lib.trainer_attributes import callbacks_of
 from callbacks.lib.updates import AccumulationSchedule
 from datamodules.errors import UserError
 
@@ -108,7 +109,7 @@ class GradientAccumulation(pl.Callback):
                 " GradientAccumulation, or set automatic_optimization = True"
             )
         others = (GradientAccumulation, GradientAccumulationScheduler)
-        rivals = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, others)]  # type: ignore[attr-defined]
+        rivals = [type(callback).__name__ for callback in callbacks_of(trainer) if isinstance(callback, others)]
         if trainer.accumulate_grad_batches != 1:
             rivals.append(f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})")
         if len(rivals) > 1:

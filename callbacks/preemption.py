@@ -7,6 +7,7 @@ import contextlib
 import logging
 import subprocess
 import time
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +17,9 @@ from typing_extensions import override
 from callbacks.checkpointing.stopping_points import Place, move_counters, save_now, update_is_whole, validation_is_next
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.consensus import Votes
+from callbacks.lib.lightning_internals import collective_timeout, keep_signal_handlers
 from callbacks.lib.signals import SIGNALS, Preempted, SignalFlag, name_of, requeue
+from callbacks.lib.trainer_attributes import callbacks_of, set_callbacks
 
 __all__ = ["Preemption"]
 
@@ -63,6 +66,7 @@ class Preemption(pl.Callback):
         self.requeue = requeue
         self._flag = SignalFlag(SIGNALS)
         self._order: list[pl.Callback] | None = None
+        self._allow_handlers: Callable[[], None] = _do_nothing
         self._forget()
 
     def _forget(self) -> None:
@@ -79,7 +83,7 @@ class Preemption(pl.Callback):
         self._flag.on_interrupt = self._answer(trainer)
         self._flag.install()
         # Lightning would put its own handlers around ours, and SIGTERM's runs a collective.
-        trainer._signal_connector.register_signal_handlers = _do_nothing  # type: ignore[method-assign]
+        self._allow_handlers = keep_signal_handlers(trainer)
         first = LambdaCallback(
             on_sanity_check_start=self._begin,
             on_train_start=self._begin,
@@ -88,9 +92,9 @@ class Preemption(pl.Callback):
             on_test_start=self._begin_evaluation,
             on_predict_start=self._begin_evaluation,
         )
-        self._order = trainer.callbacks  # type: ignore[attr-defined]
+        self._order = callbacks_of(trainer)
         others = [callback for callback in self._order if callback is not self]
-        trainer.callbacks = [first, *others, self]  # type: ignore[attr-defined]
+        set_callbacks(trainer, [first, *others, self])
 
     def _answer(self, trainer: pl.Trainer) -> str:
         if not trainer.is_global_zero:
@@ -101,7 +105,7 @@ class Preemption(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Now: under strategies whose gradients it cannot weigh it sums nothing.
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in callbacks_of(trainer):
             if isinstance(callback, GradientAccumulation) and callback.sums_over_ranks:
                 self._accumulation = callback
                 callback.question = self._signalled
@@ -112,7 +116,7 @@ class Preemption(pl.Callback):
     def _vote(self, trainer: pl.Trainer) -> Votes:
         if self._votes is None:
             # The time that Lightning's own group gives the others; a new group would not inherit it.
-            self._votes = Votes(trainer.world_size, getattr(trainer.strategy, "_timeout", None))
+            self._votes = Votes(trainer.world_size, collective_timeout(trainer.strategy))
         return self._votes
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -219,8 +223,9 @@ class Preemption(pl.Callback):
     def _release(self, trainer: pl.Trainer) -> None:
         self._flag.restore()
         if self._order is not None:
-            trainer.callbacks, self._order = self._order, None  # type: ignore[attr-defined]
-            del trainer._signal_connector.register_signal_handlers
+            set_callbacks(trainer, self._order)
+            self._order = None
+            self._allow_handlers()
         if self._accumulation is not None:
             self._accumulation.question = None
         self._forget()

@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks.lib.targets import count_targets, sum_over_ranks
+from callbacks.lib.trainer_attributes import log_interval
 
 __all__ = ["TrainLoss", "weighted_sum"]
 
@@ -76,7 +77,7 @@ class TrainLoss(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        every = log_interval(trainer)
         if not every:
             return
         if isinstance(outputs, dict) and outputs.get("loss") is not None:

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from callbacks.lib.durations import Duration
 from callbacks.lib.global_batch import global_batch_size
+from callbacks.lib.trainer_attributes import log_interval
 from callbacks.lib.updates import duration_to_updates
 from datamodules.errors import UserError
 
@@ -202,7 +203,7 @@ class WarmupLR(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step, interval = trainer.global_step, trainer.log_every_n_steps  # type: ignore[attr-defined]
+        step, interval = trainer.global_step, log_interval(trainer)
         if step == self._logged_step or not self._used:
             return
         if self._logged_step is None or trainer.is_last_batch or (interval and step % interval == 0):

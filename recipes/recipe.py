@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torchmetrics import Metric
 from typing_extensions import override
 
+from callbacks.lib.lightning_internals import attached_trainer
 from callbacks.lib.updates import total_updates
 from callbacks.train_loss import TrainLoss
 from datamodules.errors import UserError
@@ -130,15 +131,6 @@ class Recipe(pl.LightningModule):
             self.network.to(memory_format=torch.channels_last)
         self.run_config: dict[str, Any] = {}
 
-    @override
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Lightning notes the running hook here some forty times a step; torch takes 2 microseconds each time to see
-        # that it is no parameter.
-        if name == "_current_fx_name":
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
-
     def build_network(self) -> nn.Module:
         """The network to train. It is called in the constructor, when ``self.hparams`` is set."""
         raise NotImplementedError(f"{type(self).__name__} has to override build_network()")
@@ -205,7 +197,7 @@ class Recipe(pl.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         fused = self.hparams.fused
         # A fused optimiser under AMP with gradient clipping raises inside Lightning (#21435).
-        if fused is None and getattr(self._trainer, "gradient_clip_val", None):
+        if fused is None and getattr(attached_trainer(self), "gradient_clip_val", None):
             fused = False
         optimizer = build_optimizer(
             self.hparams.optimizer,

@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks.checkpointing.stopping_points import uncount_cut_epoch, update_is_whole
+from callbacks.lib.lightning_internals import resume_max_steps_at_epoch_end, saves_within_epochs
 from datamodules.errors import UserError
 
 __all__ = ["ExactCheckpoint"]
@@ -43,8 +44,7 @@ class ExactCheckpoint(ModelCheckpoint):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        # With max_steps Lightning takes an epoch's end for its middle when it resumes, and repeats its last hook.
-        trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
+        resume_max_steps_at_epoch_end(trainer)
 
     @override
     def on_save_checkpoint(
@@ -71,7 +71,7 @@ class ExactCheckpoint(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._every_n_train_steps < 1 and self._train_time_interval is None:
+        if not saves_within_epochs(self):
             return  # The parent comes to the same, at every step, by asking for much more.
         if update_is_whole(trainer) and not trainer.is_last_batch:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)

@@ -17,6 +17,7 @@ from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.lib.durations import Duration
 from callbacks.lib.global_batch import global_batch_size
+from callbacks.lib.lightning_internals import save_now_unless_saved, training_is_done
 from datamodules.errors import UserError
 
 __all__ = ["CheckpointGuard", "LastCheckpoint", "check_space", "estimate_checkpoint_bytes", "save_interval"]
@@ -117,11 +118,9 @@ class LastCheckpoint(ExactCheckpoint):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
-        loop = trainer.fit_loop
         done = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
-        ends = done or trainer.should_stop or loop.epoch_loop._is_training_done
-        if ends and not self._should_skip_saving_checkpoint(trainer):
-            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+        if done or trainer.should_stop or training_is_done(trainer):
+            save_now_unless_saved(self, trainer)
 
 
 class CheckpointGuard(pl.Callback):

@@ -12,6 +12,9 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
+from callbacks.lib.lightning_internals import save_last, uncount_update
+from callbacks.lib.trainer_attributes import callbacks_of, is_fast_dev_run
+
 __all__ = [
     "Place",
     "checkpoint_callback",
@@ -82,7 +85,7 @@ def uncount_cut_epoch(loop: dict[str, Any]) -> None:
         counters["processed"] -= 1
     for counters in (batch["total"], batch["current"]):
         counters["completed"] -= 1
-    loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+    uncount_update(loop)
 
 
 def checkpoint_callback(trainer: pl.Trainer) -> ModelCheckpoint | None:
@@ -99,10 +102,10 @@ def save_now(trainer: pl.Trainer, place: Place) -> str | None:
         The file; None where the run keeps no checkpoints, or it could not be written.
     """
     checkpoint = checkpoint_callback(trainer)
-    if checkpoint is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+    if checkpoint is None or is_fast_dev_run(trainer):
         return None
     if place == "validation" and trainer.validating:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in callbacks_of(trainer):
             if isinstance(callback, WeightAveraging):
                 # The averaged weights are in the module now, and the trained ones with the callback.
                 callback.on_validation_epoch_end(trainer, trainer.lightning_module)
@@ -112,7 +115,7 @@ def save_now(trainer: pl.Trainer, place: Place) -> str | None:
     settings = checkpoint.save_last, checkpoint.save_weights_only
     checkpoint.save_last, checkpoint.save_weights_only = True, False
     try:
-        checkpoint._save_last_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
+        save_last(checkpoint, trainer)
     finally:
         checkpoint.save_last, checkpoint.save_weights_only = settings
     # A plug-in that survives a full disk remembers what it could not write.

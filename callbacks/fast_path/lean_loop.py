@@ -13,8 +13,6 @@ import lightning
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -25,6 +23,15 @@ from typing_extensions import override
 
 from callbacks.fast_path.no_profiler import NoProfiler
 from callbacks.fast_path.unused_hooks import STEP_HOOKS, is_used
+from callbacks.lib.lightning_internals import (
+    RUNNING_HOOK,
+    StepInternals,
+    TrainingStepResult,
+    averages_models,
+    has_standard_training_loop,
+    warn_of_step_without_loss,
+)
+from callbacks.lib.trainer_attributes import callbacks_of, datamodule_of
 
 __all__ = ["LeanLoop", "needs_the_long_way"]
 
@@ -36,16 +43,14 @@ _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_
 
 def needs_the_long_way(trainer: pl.Trainer) -> str:
     """What in a run the short way does not know, in words; empty where it may be taken."""
-    module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
-    precision, strategy = trainer.precision_plugin, trainer.strategy
+    module, precision, strategy = trainer.lightning_module, trainer.precision_plugin, trainer.strategy
     profiler = trainer.profiler  # type: ignore[attr-defined]
     known = {
         f"Lightning {lightning.__version__}": lightning.__version__.startswith(_VERSION),
-        "another loop": type(loop) is _TrainingEpochLoop
-        and type(loop.automatic_optimization) is _AutomaticOptimization,
+        "another loop": has_standard_training_loop(trainer),
         "manual optimization": module.automatic_optimization,
         type(strategy).__name__: type(strategy) in (SingleDeviceStrategy, DDPStrategy)
-        and getattr(strategy, "_model_averager", None) is None,
+        and not averages_models(strategy),
         type(precision).__name__: type(precision) in (Precision, MixedPrecision)
         and getattr(precision, "scaler", None) is None,
         type(profiler).__name__: type(profiler) in (NoProfiler, PassThroughProfiler),
@@ -75,7 +80,7 @@ class LeanLoop(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self._loop: _TrainingEpochLoop | None = None
+        self._loop: Any = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -101,7 +106,7 @@ class LeanLoop(pl.Callback):
         self._give_back()
         if not needs_the_long_way(trainer):
             self._loop = trainer.fit_loop.epoch_loop
-            self._loop.advance = _Step(trainer).advance  # type: ignore[method-assign]
+            self._loop.advance = _Step(trainer).advance
 
     def _give_back(self) -> None:
         if self._loop is not None:
@@ -118,7 +123,8 @@ class _Step:
         self.precision, self.optimizer = trainer.precision_plugin, trainer.optimizers[0]
         self.loop = trainer.fit_loop.epoch_loop
         self.stock = self.loop.advance
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self.internals, self.attributes = StepInternals(trainer), vars(module)
+        callbacks = callbacks_of(trainer)
         self.hooks = {
             name: (
                 [getattr(callback, name) for callback in callbacks if is_used(callback, pl.Callback, name)],
@@ -126,56 +132,58 @@ class _Step:
             )
             for name in STEP_HOOKS
         }
-        data = getattr(trainer, "datamodule", None)
-        self.transfers = any(is_overridden(name, owner) for name in _TRANSFERS for owner in (module, data))
+        owners = (module, datamodule_of(trainer))
+        self.transfers = any(is_overridden(name, owner) for name in _TRANSFERS for owner in owners)
         self.clips = is_overridden("configure_gradient_clipping", module)
         self.takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self.batch: Any = None
         self.batch_idx = 0
         self.begins_window = True
-        self.result: ClosureResult | None = None
+        self.result: TrainingStepResult | None = None
 
     def _call(self, name: str, *args: Any) -> None:
         """A hook of the callbacks, then of the module."""
         of_callbacks, of_module = self.hooks[name]
-        attributes = vars(self.module)
-        before = attributes["_current_fx_name"]  # By which `log` knows where it is called.
-        attributes["_current_fx_name"] = name
+        if not of_callbacks and of_module is None:
+            return
+        attributes = self.attributes
+        before = attributes[RUNNING_HOOK]
+        attributes[RUNNING_HOOK] = name
         for hook in of_callbacks:
             hook(self.trainer, self.module, *args)
         if of_module is not None:
             of_module(*args)
-        attributes["_current_fx_name"] = before
+        attributes[RUNNING_HOOK] = before
 
     def _call_module(self, name: str, *args: Any) -> None:
-        attributes = vars(self.module)
-        before = attributes["_current_fx_name"]
-        attributes["_current_fx_name"] = name
+        attributes = self.attributes
+        before = attributes[RUNNING_HOOK]
+        attributes[RUNNING_HOOK] = name
         getattr(self.module, name)(*args)
-        attributes["_current_fx_name"] = before
+        attributes[RUNNING_HOOK] = before
 
     def advance(self, data_fetcher: Any) -> None:
         """One micro-batch, from fetching it to logging what came of it."""
-        loop, trainer = self.loop, self.trainer
-        if loop.restarting or loop.automatic_optimization._skip_backward:
+        loop, trainer, internals = self.loop, self.trainer, self.internals
+        if loop.restarting or internals.skips_backward():
             self.stock(data_fetcher)
             return
         if loop.val_loop.restarting:
             loop.val_loop.restarting = False
         if trainer.world_size > 1 and torch.distributed.is_initialized():
-            loop._broadcast_sigterm_tensor()
+            internals.broadcast_sigterm()
 
         batch, _, _ = next(data_fetcher)
         batch_idx = loop.batch_idx + 1
-        progress, logs = loop.batch_progress, trainer._logger_connector
+        progress = loop.batch_progress
         progress.is_last_batch = data_fetcher.done
         batch = self._moved(batch)
         progress.increment_ready()
-        logs.on_batch_start(batch)
+        internals.begin_batch_logs(batch)
 
         outputs: Any = None
         if batch is None:
-            loop._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+            internals.warn_of_missing_batch()
         else:
             self._call("on_train_batch_start", batch, batch_idx)
             progress.increment_started()
@@ -183,31 +191,31 @@ class _Step:
 
         progress.increment_processed()
         loop.update_lr_schedulers("step", update_plateau_schedulers=False)
-        if loop._num_ready_batches_reached():
+        if internals.is_last_batch():
             loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
         self._call("on_train_batch_end", outputs, batch, batch_idx)
-        results = loop._results
-        if results:
-            logs.on_batch_end()
-        else:  # Nobody has called `log`.
-            results.batch = results.batch_size = None
+        logged = internals.logged()
+        if logged:
+            internals.end_batch_logs()
+        else:
+            internals.forget_batch()
         progress.increment_completed()
-        if results:
-            logs.update_train_step_metrics()
+        if logged:
+            internals.log_step()
 
     def _moved(self, batch: Any) -> Any:
         batch = self.precision.convert_input(batch)
         if not self.transfers:
             return move_data_to_device(batch, self.strategy.root_device)
-        batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = self.internals.transfer_batch(batch, dataloader_idx=0)
         return self.strategy.batch_to_device(batch, dataloader_idx=0)
 
     def _optimize(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Forward and backward, and the update where the window ends with this micro-batch."""
         self.batch, self.batch_idx = batch, batch_idx
         self.begins_window = batch_idx % self.trainer.accumulate_grad_batches == 0
-        if self.trainer.fit_loop._should_accumulate():
+        if self.internals.accumulates():
             with self.strategy.block_backward_sync() if isinstance(self.strategy, DDPStrategy) else nullcontext():
                 self._forward_backward()
         else:
@@ -223,27 +231,25 @@ class _Step:
         self._call("on_before_optimizer_step", self.optimizer)
         trainer = self.trainer
         if self.clips or trainer.gradient_clip_val:
-            self.precision._clip_gradients(
+            self.internals.clip_gradients(
                 self.module, self.optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
             )
         return loss
 
     @torch.enable_grad()
     def _forward_backward(self) -> Tensor | None:
-        trainer, attributes = self.trainer, vars(self.module)
-        before = attributes["_current_fx_name"]
-        attributes["_current_fx_name"] = "training_step"
+        trainer, attributes = self.trainer, self.attributes
+        before = attributes[RUNNING_HOOK]
+        attributes[RUNNING_HOOK] = "training_step"
         args = (self.batch, self.batch_idx) if self.takes_index else (self.batch,)
         output = self.strategy.training_step(*args)
-        attributes["_current_fx_name"] = before
+        attributes[RUNNING_HOOK] = before
         if output is None and trainer.world_size > 1:
             raise RuntimeError("`training_step` returned None, which Lightning does not support on several devices")
-        self.result = result = ClosureResult.from_training_step_output(output, trainer.accumulate_grad_batches)
+        self.result = result = TrainingStepResult.from_training_step_output(output, trainer.accumulate_grad_batches)
         loss = result.closure_loss
         if loss is None:
-            Closure.warning_cache.warn(
-                "`training_step` returned `None`. If this was on purpose, ignore this warning..."
-            )
+            warn_of_step_without_loss()
         if self.begins_window:
             progress = self.loop.automatic_optimization.optim_progress.optimizer.zero_grad
             progress.increment_ready()

@@ -10,6 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from callbacks.lib.trainer_attributes import callbacks_of
+
 __all__ = ["STEP_HOOKS", "SkipUnusedHooks", "hide_unused", "is_used"]
 
 STEP_HOOKS = (
@@ -76,8 +78,7 @@ class SkipUnusedHooks(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._show_again()
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self._undo = [hide_unused(callback, pl.Callback) for callback in callbacks]
+        self._undo = [hide_unused(callback, pl.Callback) for callback in callbacks_of(trainer)]
         self._undo.append(hide_unused(pl_module, pl.LightningModule))
 
     @override

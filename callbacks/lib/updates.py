@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from callbacks.lib.durations import Duration
+from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.errors import UserError
 
 __all__ = ["AccumulationSchedule", "count_updates", "duration_to_updates", "total_updates"]
@@ -116,7 +117,7 @@ def count_updates(schedule: AccumulationSchedule, batches: int, epochs: int) -> 
 
 def _schedule(trainer: pl.Trainer) -> AccumulationSchedule:
     """The accumulation of a run: our callback's, Lightning's callback's, or the Trainer's own factor."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in callbacks_of(trainer):
         # Not a protocol and isinstance, which takes 10 microseconds a callback: schedules ask in every step.
         if schedule := getattr(callback, "accumulation_schedule", None):
             return schedule(trainer)

@@ -13,6 +13,7 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from typing_extensions import override
 
+from callbacks.lib.lightning_internals import set_writer
 from datamodules.errors import UserError
 from recipes.cli.console import say
 from recipes.cli.settings import RunSettings
@@ -109,7 +110,8 @@ class _TensorBoard(TensorBoardLogger):
         writer = super().experiment
         if is_rank_zero() and not isinstance(writer, _Writer):
             # Where the parent keeps it, so that it is made once.
-            self._experiment = writer = _Writer(writer)  # type: ignore[assignment]
+            writer = _Writer(writer)
+            set_writer(self, writer)
         return writer
 
     @override

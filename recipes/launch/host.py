@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
+from callbacks.lib import lightning_internals
 from datamodules.errors import UserError
 from recipes.failures.monitor import leave, watch, watched
 from recipes.failures.rendezvous import meet
@@ -125,9 +126,7 @@ def backend_of(trainer: pl.Trainer) -> str:
 
 def set_collective_timeout(trainer: pl.Trainer, seconds: float) -> None:
     """How long a rank waits for the others in a collective call."""
-    if hasattr(trainer.strategy, "_timeout"):
-        # Lightning takes it in the strategy's constructor only, and there is one for each of them.
-        trainer.strategy._timeout = timedelta(seconds=seconds)
+    lightning_internals.set_collective_timeout(trainer.strategy, timedelta(seconds=seconds))
 
 
 def tune_allocator() -> bool:

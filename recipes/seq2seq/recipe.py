@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.drawing.translation_images import TranslationPictures
+from callbacks.lib.lightning_internals import attached_trainer
 from datamodules.errors import UserError
 from datamodules.loading.randomness import uniform
 from datamodules.translation.packed_sentences import TranslationBatch
@@ -158,7 +159,7 @@ class Seq2SeqTranslator(Recipe):
 
     @property
     def _data(self) -> Any:
-        return getattr(self._trainer, "datamodule", None)
+        return getattr(attached_trainer(self), "datamodule", None)
 
     @override
     def setup(self, stage: str) -> None:

@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from callbacks import NoProfiler, SkipUnusedHooks
 from callbacks.fast_path.unused_hooks import STEP_HOOKS
 from recipes.optim import Schedule
-from recipes.recipe import Recipe
 from tests.support.tables import QUIET, Tiny, picture_network, pictures
 
 ROOT = Path(__file__).parents[3]
@@ -105,18 +104,6 @@ def test_the_schedule_steps_as_lambda_lr_to_the_bit(as_tensor: bool) -> None:
     assert ours == expected
     assert {key: our_state[key] for key in ("last_epoch", "_step_count")} == {"last_epoch": 5, "_step_count": 6}
     assert our_state.keys() - {"_stale"} == state.keys()
-
-
-def test_a_recipe_registers_what_a_module_does() -> None:
-    class Mine(Recipe):
-        def build_network(self) -> nn.Module:
-            return nn.Linear(2, 2)
-
-    recipe = Mine()
-    recipe.extra = nn.Parameter(torch.zeros(1))
-    recipe._current_fx_name = "training_step"
-    assert [name for name, _ in recipe.named_parameters()] == ["extra", "network.weight", "network.bias"]
-    assert recipe._current_fx_name == "training_step"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to look for")
