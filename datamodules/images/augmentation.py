@@ -1,7 +1,7 @@
 """Augmentation by name, and MixUp and CutMix, as functions of (seed, epoch, sample) and of nothing else.
 
 torchvision's transforms draw from torch's global generator. Here it is seeded for each sample and put back afterwards,
-so that a picture looks the same on any worker or rank, and nobody else's numbers change.
+so that an image looks the same on any worker or rank, and nobody else's numbers change.
 """
 
 import random
@@ -37,7 +37,7 @@ def _side_kept(image: Tensor, size: int) -> int:
 
 
 def centre_square(image: Tensor, size: int) -> Tensor:
-    """The middle of a picture as evaluation sees it, small pictures scaled up.
+    """The middle of an image as evaluation sees it, small images scaled up.
 
     It is what resizing the short side to 8/7 of `size` and cropping the centre keep, in one step; below 64 pixels the
     whole short side is kept.
@@ -54,7 +54,7 @@ def centre_square(image: Tensor, size: int) -> Tensor:
 
 
 def _shifted_square(image: Tensor, size: int) -> Tensor:
-    """A square as large as evaluation's, anywhere in the picture."""
+    """A square as large as evaluation's, anywhere in the image."""
     side = _side_kept(image, size)
     height, width = image.shape[-2:]
     top, left = (int(torch.randint(length - side + 1, ())) for length in (height, width))
@@ -98,12 +98,12 @@ AUGMENTATIONS = ("none", *_RECIPES)
 
 
 def build_augmentation(name: str, size: int, flip: bool = True) -> Callable[[Tensor], Tensor]:
-    """A transform of uint8 pictures of shape (3, height, width) to (3, size, size) that draws from torch's generator.
+    """A transform of uint8 images of shape (3, height, width) to (3, size, size) that draws from torch's generator.
 
     Args:
         name: "none" (the centre, as in evaluation), "light" (a shifted crop), "standard" (a random resized crop, and
             brightness, contrast and saturation), or "randaugment" (a random resized crop and two operations of
-            RandAugment; Cubuk et al., 2019); all but "none" mirror half of the pictures.
+            RandAugment; Cubuk et al., 2019); all but "none" mirror half of the images.
         flip: False mirrors none, as for digits and letters.
     """
     if name == "none":
@@ -145,7 +145,7 @@ class Augmentation:
         return {**self.__dict__, "_transform": None}
 
     def __call__(self, image: Tensor, number: int, epoch: int) -> Tensor:
-        """The picture of sample `number` in an epoch: uint8 of shape (3, height, width) to (3, size, size)."""
+        """The image of sample `number` in an epoch: uint8 of shape (3, height, width) to (3, size, size)."""
         if self._transform is None:
             self._transform = build_augmentation(self.name, self.size, self.flip)
         if self.name != "none":
@@ -168,7 +168,7 @@ class Mixing:
     """MixUp (Zhang et al., 2018) and CutMix (Yun et al., 2019) of a sample and the one before it in the epoch's order.
 
     A batch-wise permutation would depend on how the batch was split; the whole epoch's order does not, and only one
-    picture more than the batch has to be read. With both on, each sample takes one of them by a toss.
+    image more than the batch has to be read. With both on, each sample takes one of them by a toss.
 
     Args:
         mixup: alpha of MixUp's beta distribution; 0 is off.
@@ -230,8 +230,8 @@ def _like_a_worker() -> Iterator[None]:
         torch.default_generator.set_state(state)
 
 
-class Pictures(Protocol):
-    """Pictures by number: a tensor of all, or `ImageFiles`."""
+class Images(Protocol):
+    """Images by number: a tensor of all, or `ImageFiles`."""
 
     def __len__(self) -> int: ...
 
@@ -239,26 +239,26 @@ class Pictures(Protocol):
 
 
 class BatchReader:
-    """Makes batches of pictures: read, augmented and mixed.
+    """Makes batches of images: read, augmented and mixed.
 
     Args:
-        pictures: uint8 of shape (3, height, width) by sample number.
+        images: uint8 of shape (3, height, width) by sample number.
         targets: int64 of shape (n,).
-        augmentation: what is done to each picture.
+        augmentation: what is done to each image.
         mixing: makes mixtures and soft targets of shape (batch, classes). A sample whose partner cannot be read stays
             as it is.
     """
 
     def __init__(
-        self, pictures: Pictures, targets: Tensor, augmentation: Augmentation, mixing: Mixing | None = None
+        self, images: Images, targets: Tensor, augmentation: Augmentation, mixing: Mixing | None = None
     ) -> None:
-        self.pictures, self.targets, self.augmentation = pictures, targets, augmentation
+        self.images, self.targets, self.augmentation = images, targets, augmentation
         self.mixing = mixing or None
         self.mixes = bool(mixing)
 
     def prepare(self) -> None:
         """Decode what is to be kept in memory."""
-        prepare = getattr(self.pictures, "prepare", None)
+        prepare = getattr(self.images, "prepare", None)
         if prepare is not None:
             prepare()
 
@@ -269,7 +269,7 @@ class BatchReader:
         with _like_a_worker():
             for row in dict.fromkeys((*rows, *partners)):
                 try:
-                    images[row] = self.augmentation(self.pictures[row], row, epoch)
+                    images[row] = self.augmentation(self.images[row], row, epoch)
                 except UnreadableImage as error:
                     unreadable.append((row, str(error)))
             kept = [row for row in rows if row in images]

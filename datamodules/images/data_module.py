@@ -1,7 +1,7 @@
-"""Pictures in class folders, CIFAR, Oxford Pets and Flowers, or the bundled digits, for fine-tuning.
+"""Images in class folders, CIFAR, Oxford Pets and Flowers, or the bundled digits, for fine-tuning.
 
-Pictures leave the workers as bytes and are normalised on the device. What a run sees does not depend on how many
-workers or devices there are, on how often it was interrupted, or on whether decoded pictures are kept in memory.
+Images leave the workers as bytes and are normalised on the device. What a run sees does not depend on how many
+workers or devices there are, on how often it was interrupted, or on whether decoded images are kept in memory.
 """
 
 import logging
@@ -24,7 +24,7 @@ from datamodules.errors import UserError
 from datamodules.images.augmentation import AUGMENTATIONS, Augmentation, BatchReader, Mixing
 from datamodules.images.files import ImageFiles, MemoryBudget
 from datamodules.images.known_sets import IMAGE_SETS, ImageSetInfo, Samples, read_digits, read_torchvision
-from datamodules.images.tree import pictures_below, scan_tree, split_by_class
+from datamodules.images.tree import images_below, scan_tree, split_by_class
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 
 __all__ = ["ImageFolderDataModule"]
@@ -47,7 +47,7 @@ def _statistics(means: tuple[float, ...], stds: tuple[float, ...], device: torch
 
 
 class ImageFolderDataModule(BaseDataModule):
-    """Pictures in class folders, or one of some known sets, exact on any number of devices and workers.
+    """Images in class folders, or one of some known sets, exact on any number of devices and workers.
 
     Training batches are ``(images, labels)``: float32 of shape (batch, 3, size, size), normalised on the device, and
     int64 of shape (batch,); with MixUp or CutMix soft labels, float32 of shape (batch, classes). A folder holds
@@ -55,22 +55,22 @@ class ImageFolderDataModule(BaseDataModule):
 
     Args:
         dataset: which set; "auto" takes the folder where one is given, else the bundled digits.
-        data_dir: folder with a folder of pictures for each class; where the known sets are, "data" by default.
+        data_dir: folder with a folder of images for each class; where the known sets are, "data" by default.
         image_size: side of the network's inputs in pixels; by default 224, for CIFAR and digits 32.
         batch_size: samples on one device in one forward pass.
         eval_batch_size: samples in one forward pass of validation, test and prediction.
         val_fraction: share of each class held out for validation, where there is no folder val.
         test_fraction: share of each class held out for testing, where there is no folder test.
-        augment: how training pictures vary: not at all, by crops and mirroring, also in colour, or by RandAugment.
+        augment: how training images vary: not at all, by crops and mirroring, also in colour, or by RandAugment.
         mixup: alpha of MixUp (Zhang et al., 2018), such as 0.2; 0 is off.
         cutmix: alpha of CutMix (Yun et al., 2019), such as 1.0; 0 is off.
-        num_workers: processes that read pictures ahead; by default one for two cores, 8 at most; none on a CPU.
-        cache_gb: memory for pictures that are then decoded once, shared by the processes on a machine.
+        num_workers: processes that read images ahead; by default one for two cores, 8 at most; none on a CPU.
+        cache_gb: memory for images that are then decoded once, shared by the processes on a machine.
         on_corrupt: what to do about a file that cannot be read: end with an error, or skip it and say so.
         seed: of the split, the order and the augmentation.
         drop_last: leave the incomplete last batch of an epoch out.
         download: fetch missing files of the known sets.
-        predict_inputs: pictures, and folders of pictures, that `predict` reads.
+        predict_inputs: images, and folders of images, that `predict` reads.
 
     Raises:
         UserError: for settings that make no sense, and at set-up for a folder that cannot be trained on.
@@ -191,7 +191,7 @@ class ImageFolderDataModule(BaseDataModule):
 
     @property
     def augments(self) -> bool:
-        """Whether the pictures of an epoch differ from those of another."""
+        """Whether the images of an epoch differ from those of another."""
         return self.hparams.augment != "none" or self._mixing
 
     @property
@@ -213,7 +213,7 @@ class ImageFolderDataModule(BaseDataModule):
             self._fallback_noted = True
             _warn(
                 "no --data-dir: going on with the 1,797 digits bundled with scikit-learn as small colour "
-                "pictures; pass --data-dir FOLDER for your own",
+                "images; pass --data-dir FOLDER for your own",
             )
 
     def normalise(self, images: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ class ImageFolderDataModule(BaseDataModule):
     def numbered_batches(
         self, part: str, rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """A part's pictures as evaluation sees them, once: (normalised images, labels, sample numbers), on the device.
+        """A part's images as evaluation sees them, once: (normalised images, labels, sample numbers), on the device.
 
         Together the ranks get each sample once, in the numbering of the part's loader.
         """
@@ -278,9 +278,9 @@ class ImageFolderDataModule(BaseDataModule):
             ) from error
 
     def _scan(self) -> None:
-        """List the pictures of a folder, and settle its classes."""
+        """List the images of a folder, and settle its classes."""
         if self.hparams.data_dir is None:
-            raise UserError("--dataset folder needs --data-dir, a folder with a folder of pictures for each class")
+            raise UserError("--dataset folder needs --data-dir, a folder with a folder of images for each class")
         tree = scan_tree(self.hparams.data_dir)
         for note in tree.notes:
             _warn(f"note: {note}")
@@ -313,18 +313,18 @@ class ImageFolderDataModule(BaseDataModule):
         return train.select(rows[part]) if part in rows else Samples([], [])
 
     def _add(self, part: str, samples: Samples) -> None:
-        pictures: ImageFiles | Tensor
-        if isinstance(samples.pictures, Tensor):
-            pictures = samples.pictures
+        images: ImageFiles | Tensor
+        if isinstance(samples.images, Tensor):
+            images = samples.images
         else:
             # Twice the side: a crop of a quarter of the area still has a pixel for each of the network's.
             budget = self._budget if part != "predict" else None
-            pictures = ImageFiles(samples.pictures, 2 * self.image_size, budget, _cores() // self._processes_here or 1)
-        self._parts[part] = (pictures, torch.tensor(samples.targets, dtype=torch.int64))
+            images = ImageFiles(samples.images, 2 * self.image_size, budget, _cores() // self._processes_here or 1)
+        self._parts[part] = (images, torch.tensor(samples.targets, dtype=torch.int64))
 
     @override
     def setup(self, stage: str) -> None:
-        """List what `stage` needs: "fit", "validate", "test" or "predict"; pictures are read when asked for."""
+        """List what `stage` needs: "fit", "validate", "test" or "predict"; images are read when asked for."""
         if stage == "predict":
             self._predict_files = self._find_predict_files()
             return
@@ -338,14 +338,14 @@ class ImageFolderDataModule(BaseDataModule):
         found: list[str] = []
         for name in self.hparams.predict_inputs or ():
             if Path(name).is_dir():
-                pictures, others = pictures_below(name)
-                if not pictures:
-                    _warn(f"warning: {name} holds no pictures, only {len(others):,} other files")
-                found += pictures
+                images, others = images_below(name)
+                if not images:
+                    _warn(f"warning: {name} holds no images, only {len(others):,} other files")
+                found += images
             else:
                 found.append(name)
         if not found:
-            raise UserError("no picture to predict; type the names of picture files or folders after the options")
+            raise UserError("no image to predict; type the names of image files or folders after the options")
         return found
 
     # Loaders
@@ -366,10 +366,10 @@ class ImageFolderDataModule(BaseDataModule):
     @override
     def train_dataloader(self) -> WorkerTrainLoader:
         options = self.hparams
-        pictures, targets = self._parts["train"]
+        images, targets = self._parts["train"]
         mixing = Mixing(options.mixup, options.cutmix, self.num_classes, options.seed)
         loader = WorkerTrainLoader(
-            BatchReader(pictures, targets, self._augmentation(options.augment), mixing),
+            BatchReader(images, targets, self._augmentation(options.augment), mixing),
             torch.arange(len(targets)),
             self.batch_size,
             options.seed,
@@ -387,9 +387,9 @@ class ImageFolderDataModule(BaseDataModule):
         return Augmentation(name, self.image_size, self.hparams.seed, self._info.flip)
 
     def _evaluation_loader(self, part: str, rank: int, world_size: int) -> WorkerEvaluationLoader:
-        pictures, targets = self._parts[part]
+        images, targets = self._parts[part]
         loader = WorkerEvaluationLoader(
-            BatchReader(pictures, targets, self._augmentation("none")),
+            BatchReader(images, targets, self._augmentation("none")),
             torch.arange(len(targets)),
             self.hparams.eval_batch_size,
             rank,
@@ -415,19 +415,19 @@ class ImageFolderDataModule(BaseDataModule):
 
     @override
     def predict_dataloader(self) -> WorkerEvaluationLoader:
-        """The pictures named by ``predict_inputs`` and their numbers, without those that cannot be read."""
-        # Not at set-up: a checkpoint that is read after it may say how large pictures are.
+        """The images named by ``predict_inputs`` and their numbers, without those that cannot be read."""
+        # Not at set-up: a checkpoint that is read after it may say how large images are.
         self._add("predict", Samples(self._predict_files, list(range(len(self._predict_files)))))
         return self._evaluation_loader("predict", self._rank, self._world_size)
 
     @override
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Normalise pictures on the device; cached features are no bytes, and pass, as examples without labels do."""
+        """Normalise images on the device; cached features are no bytes, and pass, as examples without labels do."""
         if isinstance(batch, Tensor) or batch[0].dtype != torch.uint8:
             return batch
         images, targets = batch
         images = self.normalise(images)
-        # Lightning converts batches for 64-true and 16-true before it moves them, when pictures are bytes.
+        # Lightning converts batches for 64-true and 16-true before it moves them, when images are bytes.
         return self.trainer.precision_plugin.convert_input(images) if self.trainer else images, targets
 
     def _close(self) -> None:
@@ -456,7 +456,7 @@ class ImageFolderDataModule(BaseDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved, classes = state_dict["dataset"], tuple(state_dict["classes"])
         if not self._sources:
-            # Prediction needs no data set; the names of the classes, and what a picture is scaled to, are the run's.
+            # Prediction needs no data set; the names of the classes, and what an image is scaled to, are the run's.
             self.dataset = saved
             self._info = replace(IMAGE_SETS[saved], num_classes=len(classes), classes=classes)
             return

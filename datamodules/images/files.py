@@ -1,4 +1,4 @@
-"""A picture file as a tensor of bytes: the same whether it is decoded every time or kept in memory."""
+"""An image file as a tensor of bytes: the same whether it is decoded every time or kept in memory."""
 
 import logging
 import time
@@ -28,16 +28,16 @@ def _reduced(size: tuple[int, int], short_side: int) -> tuple[int, int]:
     return size if scale >= 1 else (max(1, round(size[0] * scale)), max(1, round(size[1] * scale)))
 
 
-def _as_rgb(picture: Image.Image) -> Image.Image:
-    if picture.mode.startswith("I"):
+def _as_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):
         # Pillow clips 16 bits to 255 instead of scaling them.
-        picture = picture.convert("F").point(lambda value: value * (1 / 257) + 0)
-    if picture.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in picture.info:
-        rgba = picture.convert("RGBA")
-        picture = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
-    if picture.mode == "F":
-        picture = picture.convert("L")
-    return picture if picture.mode == "RGB" else picture.convert("RGB")
+        image = image.convert("F").point(lambda value: value * (1 / 257) + 0)
+    if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
+    if image.mode == "F":
+        image = image.convert("L")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 _TURNS = {
@@ -52,18 +52,18 @@ _TURNS = {
 
 
 def _decode(path: str | Path, short_side: int) -> Tensor:
-    with Image.open(path) as picture:
-        size = _reduced(picture.size, short_side)
-        if size != picture.size:
+    with Image.open(path) as image:
+        size = _reduced(image.size, short_side)
+        if size != image.size:
             # JPEG decodes to an eighth, a quarter or half of its size in a fraction of the time.
-            picture.draft(None, size)
-        picture.load()
-        # A broken orientation tag does not make a picture unreadable.
+            image.draft(None, size)
+        image.load()
+        # A broken orientation tag does not make an image unreadable.
         try:
-            orientation = picture.getexif().get(0x0112, 1)
+            orientation = image.getexif().get(0x0112, 1)
         except Exception:
             orientation = 1
-        rgb = _as_rgb(picture)
+        rgb = _as_rgb(image)
         if rgb.size != size:
             rgb = rgb.resize(size, Image.Resampling.BILINEAR)
     if orientation in _TURNS:
@@ -73,43 +73,43 @@ def _decode(path: str | Path, short_side: int) -> Tensor:
 
 
 def load_image(path: str | Path, short_side: int) -> Tensor:
-    """A picture of any size and mode, upright, in colour and on white, its short side reduced to `short_side` at most.
+    """An image of any size and mode, upright, in colour and on white, its short side reduced to `short_side` at most.
 
     Returns:
         uint8 of shape (3, height, width), with the channels innermost in memory.
 
     Raises:
-        UnreadableImage: the file is missing, damaged, or no picture.
+        UnreadableImage: the file is missing, damaged, or not an image.
     """
     try:
         return _decode(path, short_side)
     except UnidentifiedImageError:
         empty = Path(path).stat().st_size == 0
-        reason = "the file is empty" if empty else "its content is no picture"
+        reason = "the file is empty" if empty else "its content is not an image"
     except OSError as error:
         reason = error.strerror or str(error)
     # On damaged files Pillow's decoders raise whatever their parsing stumbles over, from SyntaxError to zlib.error.
     except Exception as error:
         reason = str(error) or type(error).__name__
-    raise UnreadableImage(f"{path} cannot be read as a picture: {reason}")
+    raise UnreadableImage(f"{path} cannot be read as an image: {reason}")
 
 
 @dataclass
 class MemoryBudget:
-    """How much memory decoded pictures may still take, in bytes; the parts of a data set share one."""
+    """How much memory decoded images may still take, in bytes; the parts of a data set share one."""
 
     left: int
 
 
 class ImageFiles:
-    """Picture files as tensors of bytes: ``files[i]`` is ``load_image`` of the i-th, from memory where it is kept.
+    """Image files as tensors of bytes: ``files[i]`` is ``load_image`` of the i-th, from memory where it is kept.
 
     Workers forked from this process share its memory, and torch moves it to shared memory for those that are not.
 
     Args:
         files: their paths.
-        short_side: of the decoded pictures, at most.
-        budget: memory for decoded pictures; without it each is decoded whenever it is asked for.
+        short_side: of the decoded images, at most.
+        budget: memory for decoded images; without it each is decoded whenever it is asked for.
         threads: that decode at the same time.
     """
 
@@ -146,8 +146,8 @@ class ImageFiles:
         rows, starts, rooms, total = [], [], [], 0
         for row, file in enumerate(self.files):
             try:
-                with Image.open(file) as picture:
-                    width, height = _reduced(picture.size, self.short_side)
+                with Image.open(file) as image:
+                    width, height = _reduced(image.size, self.short_side)
             except Exception:
                 # Whatever is wrong with it is said when it is decoded.
                 width = height = 0
@@ -169,7 +169,7 @@ class ImageFiles:
                     if not said and time.monotonic() - began > 2:
                         said = True
                         size = f"{total / 2**30:.2f} GiB; --cache-gb says how much at most"
-                        _say(f"keeping {len(rows):,} of {len(self):,} pictures decoded in memory ({size})")
+                        _say(f"keeping {len(rows):,} of {len(self):,} images decoded in memory ({size})")
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -180,7 +180,7 @@ class ImageFiles:
         except UnreadableImage as error:
             self.unreadable[row] = str(error)
             return
-        # Some formats hold another size than their header says; such a picture has no room here.
+        # Some formats hold another size than their header says; such an image has no room here.
         if pixels.numel() == room:
             self._kept[start : start + room].view_as(pixels).copy_(pixels)
             self._places[row] = (start, pixels.shape[0], pixels.shape[1])

@@ -1,4 +1,4 @@
-"""The sets of pictures that are known by name: CIFAR, Oxford Pets and Flowers through torchvision, bundled digits."""
+"""The sets of images that are known by name: CIFAR, Oxford Pets and Flowers through torchvision, bundled digits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["IMAGE_SETS", "ImageSetInfo", "Samples", "read_digits", "read_torchvi
 
 @dataclass(frozen=True)
 class ImageSetInfo:
-    """What is fixed about a set: its names, and the statistics (0..1) that its pictures are normalised with.
+    """What is fixed about a set: its names, and the statistics (0..1) that its images are normalised with.
 
     The statistics are ImageNet's, which the published weights expect. `classes` is empty until the set has been read,
     save where the names are known.
@@ -34,7 +34,7 @@ class ImageSetInfo:
 
 _BY_TRAIN = (("train", {"train": True}), ("test", {"train": False}))
 IMAGE_SETS = {
-    "folder": ImageSetInfo("pictures"),
+    "folder": ImageSetInfo("images"),
     "cifar10": ImageSetInfo("CIFAR-10", 10, image_size=32, torchvision_name="CIFAR10", splits=_BY_TRAIN),
     "cifar100": ImageSetInfo("CIFAR-100", 100, image_size=32, torchvision_name="CIFAR100", splits=_BY_TRAIN),
     "pets": ImageSetInfo(
@@ -57,14 +57,14 @@ IMAGE_SETS = {
 
 @dataclass(frozen=True)
 class Samples:
-    """A part of a set: paths, or uint8 pictures of shape (n, 3, height, width), and their classes."""
+    """A part of a set: paths, or uint8 images of shape (n, 3, height, width), and their classes."""
 
-    pictures: list[str] | Tensor
+    images: list[str] | Tensor
     targets: list[int]
 
     def select(self, rows: list[int]) -> "Samples":
-        pictures = self.pictures
-        chosen = pictures[torch.tensor(rows)] if isinstance(pictures, Tensor) else [pictures[row] for row in rows]
+        images = self.images
+        chosen = images[torch.tensor(rows)] if isinstance(images, Tensor) else [images[row] for row in rows]
         return Samples(chosen, [self.targets[row] for row in rows])
 
 
@@ -79,14 +79,14 @@ def read_torchvision(name: str, part: str, data_dir: str, download: bool) -> tup
     if hasattr(found, "data"):
         samples = Samples(torch.from_numpy(found.data).permute(0, 3, 1, 2), list(found.targets))
     else:
-        # The public way to them would decode every picture.
+        # The public way to them would decode every image.
         files = found._images if hasattr(found, "_images") else found._image_files
         samples = Samples([str(file) for file in files], [int(label) for label in found._labels])
     return samples, tuple(found.classes)
 
 
 def read_digits(part: str) -> Samples:
-    """The bundled digits as small colour pictures, most of their empty margin cut off."""
+    """The bundled digits as small colour images, most of their empty margin cut off."""
     images, labels = load_digits()[part]
     large = F.interpolate(images[:, None, 2:26, 2:26].float(), size=(32, 32), mode="bilinear", align_corners=False)
     return Samples(large.round().to(torch.uint8).expand(-1, 3, -1, -1), labels.tolist())

@@ -1,4 +1,4 @@
-"""Pictures in folders: which files there are, of which class, and which of them are held out."""
+"""Images in folders: which files there are, of which class, and which of them are held out."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from pathlib import Path
 from datamodules.errors import UserError
 from datamodules.loading.randomness import permutation
 
-__all__ = ["ImageTree", "pictures_below", "scan_tree", "split_by_class"]
+__all__ = ["ImageTree", "images_below", "scan_tree", "split_by_class"]
 
 _JPEG = (".jpg", ".jpeg", ".jpe", ".jfif")
 _SUFFIXES = (*_JPEG, *(".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm", ".tga", ".avif"))
@@ -20,7 +20,7 @@ class ImageTree:
     """What a folder of class folders holds.
 
     Attributes:
-        classes: names of the classes that have pictures to train on, sorted.
+        classes: names of the classes that have images to train on, sorted.
         parts: the files, sorted, and their classes' numbers: of "train", and of "val" and "test" where there are such.
         notes: what a user should know, a line each.
     """
@@ -54,12 +54,12 @@ def _files_below(folder: Path) -> Iterator[Path]:
                 yield entry
 
 
-def pictures_below(folder: str | Path) -> tuple[list[str], list[str]]:
-    """The files in a folder and its subfolders, sorted: those that are pictures by their suffix, and the others."""
+def images_below(folder: str | Path) -> tuple[list[str], list[str]]:
+    """The files in a folder and its subfolders, sorted: those that are images by their suffix, and the others."""
     files = sorted(str(file) for file in _files_below(Path(folder)))
-    pictures = [file for file in files if Path(file).suffix.lower() in _SUFFIXES]
+    images = [file for file in files if Path(file).suffix.lower() in _SUFFIXES]
     others = [file for file in files if Path(file).suffix.lower() not in _SUFFIXES]
-    return pictures, others
+    return images, others
 
 
 def _find_parts(folder: Path) -> dict[str, Path]:
@@ -83,13 +83,13 @@ def _expected(folder: Path) -> str:
     """What to type instead of a folder that holds no classes."""
     for inner in _folders(folder):
         # Archives often hold a folder of their own name.
-        if sum(bool(_folders(part)) or bool(pictures_below(part)[0]) for part in _folders(inner)) > 1:
+        if sum(bool(_folders(part)) or bool(images_below(part)[0]) for part in _folders(inner)) > 1:
             return f"did you mean --data-dir {inner}?"
-    return "expected a folder of pictures for each class, such as ants/1.jpg, in it or in its folders train and val"
+    return "expected a folder of images for each class, such as ants/1.jpg, in it or in its folders train and val"
 
 
 def scan_tree(folder: str | Path) -> ImageTree:
-    """The pictures in FOLDER/train/CLASS, FOLDER/val/CLASS and FOLDER/test/CLASS, or in FOLDER/CLASS.
+    """The images in FOLDER/train/CLASS, FOLDER/val/CLASS and FOLDER/test/CLASS, or in FOLDER/CLASS.
 
     Raises:
         UserError: there is no such folder, there are fewer than two classes, or one to evaluate that is not trained.
@@ -97,7 +97,7 @@ def scan_tree(folder: str | Path) -> ImageTree:
     folder = Path(folder)
     if not folder.is_dir():
         what = "is a file; unpack it, and pass its folder" if folder.exists() else "does not exist; pass a folder"
-        raise UserError(f"--data-dir {folder} {what} that holds a folder of pictures for each class")
+        raise UserError(f"--data-dir {folder} {what} that holds a folder of images for each class")
     found: dict[str, dict[str, list[str]]] = {}
     ignored: list[str] = []
     notes: list[str] = []
@@ -105,29 +105,29 @@ def scan_tree(folder: str | Path) -> ImageTree:
         found[part] = {}
         ignored += [str(entry) for entry in _visible(place) if not entry.is_dir()]
         for class_folder in _folders(place):
-            pictures, others = pictures_below(class_folder)
+            images, others = images_below(class_folder)
             ignored += others
-            if pictures:
-                found[part][class_folder.name] = pictures
+            if images:
+                found[part][class_folder.name] = images
             else:
-                notes.append(f"class {class_folder.name} is left out of {part}: {class_folder} holds no picture")
+                notes.append(f"class {class_folder.name} is left out of {part}: {class_folder} holds no image")
     classes = tuple(sorted(found["train"]))
     if not classes:
-        raise UserError(f"{folder} holds no class with pictures; {_expected(folder)}")
+        raise UserError(f"{folder} holds no class with images; {_expected(folder)}")
     if all(name.lower() in sum(_PARTS.values(), ()) for name in classes):
-        raise UserError(f"{folder / classes[0]} holds pictures without class folders; {_expected(folder)}")
+        raise UserError(f"{folder / classes[0]} holds images without class folders; {_expected(folder)}")
     if len(classes) == 1:
-        raise UserError(f"{folder} holds pictures of one class only, {classes[0]}; {_expected(folder)}")
+        raise UserError(f"{folder} holds images of one class only, {classes[0]}; {_expected(folder)}")
     for part, by_class in found.items():
         if strangers := sorted(set(by_class) - set(classes)):
             raise UserError(
-                f"{part} holds classes that train has no picture of: {', '.join(strangers)}; "
+                f"{part} holds classes that train has no image of: {', '.join(strangers)}; "
                 f"expected only {', '.join(classes[:10])}{', ...' * (len(classes) > 10)}"
             )
         if missing := sorted(set(classes) - set(by_class)):
-            notes.append(f"{part} has no picture of {', '.join(missing)}: scores say nothing about them")
+            notes.append(f"{part} has no image of {', '.join(missing)}: scores say nothing about them")
     if ignored:
-        notes.append(f"ignored {len(ignored):,} files that are no pictures by their names, such as {ignored[0]}")
+        notes.append(f"ignored {len(ignored):,} files whose names are not those of images, such as {ignored[0]}")
     parts = {}
     for part, by_class in found.items():
         pairs = [(file, number) for number, name in enumerate(classes) for file in by_class.get(name, ())]

@@ -176,7 +176,7 @@ class _Workers:
         log.warning("warning: %s; it is left out", message, extra={"any_rank": True})
         if len(self._skipped) == count:
             self.close()
-            raise UserError(f"none of the {count:,} pictures can be read; {message}")
+            raise UserError(f"none of the {count:,} images can be read; {message}")
 
 
 class WorkerTrainLoader(_Workers, TrainSampling):

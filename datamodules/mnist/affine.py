@@ -16,14 +16,14 @@ __all__ = ["RandomAffine", "affine_matrices", "warp"]
 def affine_matrices(
     seed: int, epoch: int, index: Tensor, shift: float, rotation: float, scale: float, size: int
 ) -> Tensor:
-    """The map of each sample, from output to input positions, both in [-1, 1] over the picture.
+    """The map of each sample, from output to input positions, both in [-1, 1] over the image.
 
     Args:
         index: sample numbers, int64 of shape (n,).
         shift: pixels at most, each way.
         rotation: degrees at most, each way.
         scale: factor at most, as in 0.1 for 0.9 to 1.1.
-        size: the picture's side in pixels.
+        size: the image's side in pixels.
 
     Returns:
         float32 of shape (n, 6): the rows (a, b, c, d, e, f) of x' = ax + by + c and y' = dx + ey + f.

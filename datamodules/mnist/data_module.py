@@ -163,7 +163,7 @@ class MNISTDataModule(BaseDataModule):
         drop_last: leave the incomplete last batch of an epoch out.
         seed: of the split, the order and the augmentation.
         download: fetch missing files.
-        predict_inputs: pictures that `predict` reads.
+        predict_inputs: images that `predict` reads.
 
     Raises:
         UserError: at set-up, for a missing folder and for damaged, empty or contradicting files.
@@ -387,11 +387,11 @@ class MNISTDataModule(BaseDataModule):
 
     @override
     def predict_dataloader(self) -> EvaluationLoader:
-        """The pictures named by ``predict_inputs``, in their order."""
-        from datamodules.mnist.user_images import load_pictures
+        """The images named by ``predict_inputs``, in their order."""
+        from datamodules.mnist.user_images import load_images
 
         files = self.prediction_names
-        images = load_pictures(files).to(self._device)
+        images = load_images(files).to(self._device)
         return EvaluationLoader(
             images,
             torch.arange(len(files), device=images.device),

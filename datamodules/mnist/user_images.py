@@ -11,35 +11,35 @@ from torch import Tensor
 
 from datamodules.errors import UserError
 
-__all__ = ["as_mnist", "load_pictures"]
+__all__ = ["as_mnist", "load_images"]
 
 
-def as_mnist(picture: Image.Image) -> Tensor:
-    """A picture of one digit as MNIST prepares its own: light on dark, 20 pixels high or wide, centred by mass.
+def as_mnist(image: Image.Image) -> Tensor:
+    """An image of one digit as MNIST prepares its own: light on dark, 20 pixels high or wide, centred by mass.
 
-    A picture of 28 x 28 that is light on dark is taken to be prepared already. Otherwise the border tells the
+    An image of 28 x 28 that is light on dark is taken to be prepared already. Otherwise the border tells the
     background, what differs from it is cut out, scaled to fit 20 x 20 and put with its centre of mass in the middle of
     28 x 28 (LeCun, Cortes and Burges, 1998).
 
     Args:
-        picture: any size and mode; transparency counts as background.
+        image: any size and mode; transparency counts as background.
 
     Returns:
         uint8 of shape (1, 28, 28).
     """
-    picture = ImageOps.exif_transpose(picture)
-    if picture.mode.startswith("I"):
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):
         # Pillow clips 16 bits to 255 instead of scaling them.
-        picture = picture.convert("F").point(lambda value: value * (1 / 257) + 0)
-    if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
-        rgba = picture.convert("RGBA")
+        image = image.convert("F").point(lambda value: value * (1 / 257) + 0)
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        rgba = image.convert("RGBA")
         # On white unless the opaque part is itself light.
         opaque = torch.frombuffer(bytearray(rgba.convert("L").tobytes()), dtype=torch.uint8)
         alpha = torch.frombuffer(bytearray(rgba.getchannel("A").tobytes()), dtype=torch.uint8)
         ink = opaque[alpha > 127].float()
         background = 0 if len(ink) and ink.mean() > 127 else 255
-        picture = Image.alpha_composite(Image.new("RGBA", rgba.size, (background,) * 3 + (255,)), rgba)
-    grey = picture.convert("L")
+        image = Image.alpha_composite(Image.new("RGBA", rgba.size, (background,) * 3 + (255,)), rgba)
+    grey = image.convert("L")
     pixels = torch.frombuffer(bytearray(grey.tobytes()), dtype=torch.uint8).reshape(grey.height, grey.width).float()
     border = torch.cat((pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1])).median()
     if pixels.shape == (28, 28) and border < 64:
@@ -67,23 +67,23 @@ def as_mnist(picture: Image.Image) -> Tensor:
     return canvas.mul(255).round().to(torch.uint8).unsqueeze(0)
 
 
-def load_pictures(files: Sequence[str]) -> Tensor:
-    """Picture files as a uint8 tensor of shape (n, 1, 28, 28).
+def load_images(files: Sequence[str]) -> Tensor:
+    """Image files as a uint8 tensor of shape (n, 1, 28, 28).
 
     Raises:
-        UserError: no file was given, or one is missing or no picture.
+        UserError: no file was given, or one is missing or not an image.
     """
     if not files:
-        raise UserError("no picture to predict; type the names of PNG or JPEG files after the options")
+        raise UserError("no image to predict; type the names of PNG or JPEG files after the options")
     images = []
     for file in files:
         try:
-            with Image.open(Path(file)) as picture:
-                picture.load()
+            with Image.open(Path(file)) as image:
+                image.load()
         except FileNotFoundError as error:
             raise UserError(f"{file} does not exist") from error
         # Pillow's decoders raise all of these for damaged files; DecompressionBombError is no OSError either.
         except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError) as error:
-            raise UserError(f"{file} cannot be read as a picture: {error}") from error
-        images.append(as_mnist(picture))
+            raise UserError(f"{file} cannot be read as an image: {error}") from error
+        images.append(as_mnist(image))
     return torch.stack(images)

@@ -15,37 +15,37 @@ from datamodules.loading.worker_loaders import Request
 RANDOM = [name for name in AUGMENTATIONS if name != "none"]
 
 
-def _picture(height: int = 90, width: int = 120, seed: int = 0) -> Tensor:
+def _image(height: int = 90, width: int = 120, seed: int = 0) -> Tensor:
     """Smooth colours, so that scaling keeps them."""
     coarse = torch.rand(1, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
     large = torch.nn.functional.interpolate(coarse, size=(height, width), mode="bicubic")
     return large[0].clamp(0, 1).mul(255).to(torch.uint8)
 
 
-PICTURES = torch.stack([_picture(seed=seed) for seed in range(12)])
+IMAGES = torch.stack([_image(seed=seed) for seed in range(12)])
 TARGETS = torch.arange(12) % 3
 
 
 def _reader(name: str = "standard", mixing: Mixing | None = None, seed: int = 1, size: int = 64) -> BatchReader:
-    return BatchReader(PICTURES, TARGETS, Augmentation(name, size, seed), mixing)
+    return BatchReader(IMAGES, TARGETS, Augmentation(name, size, seed), mixing)
 
 
 @pytest.mark.parametrize("size", [32, 64])
 @pytest.mark.parametrize("name", RANDOM)
-def test_a_picture_is_a_function_of_seed_epoch_and_sample(name, size):
-    def pictures(epoch: int, rows: list[int], seed: int = 1) -> Tensor:
+def test_an_image_is_a_function_of_seed_epoch_and_sample(name, size):
+    def images(epoch: int, rows: list[int], seed: int = 1) -> Tensor:
         return _reader(name, seed=seed, size=size)[Request(epoch, rows)].inputs
 
-    together = pictures(0, [3, 5, 7])
+    together = images(0, [3, 5, 7])
     assert together.shape == (3, 3, size, size)
-    assert torch.equal(pictures(0, [7, 3])[[1, 0]], together[[0, 2]])
-    assert not torch.equal(pictures(1, [3, 5, 7]), together)
-    assert not torch.equal(pictures(0, [3, 5, 7], seed=2), together)
+    assert torch.equal(images(0, [7, 3])[[1, 0]], together[[0, 2]])
+    assert not torch.equal(images(1, [3, 5, 7]), together)
+    assert not torch.equal(images(0, [3, 5, 7], seed=2), together)
 
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
 def test_two_samples_with_the_same_pixels_are_augmented_differently(name):
-    reader = BatchReader(PICTURES[:1].expand(2, -1, -1, -1), TARGETS[:2], Augmentation(name, 64, 1))
+    reader = BatchReader(IMAGES[:1].expand(2, -1, -1, -1), TARGETS[:2], Augmentation(name, 64, 1))
     first, second = reader[Request(0, [0, 1])].inputs
     assert torch.equal(first, second) == (name == "none")
 
@@ -66,7 +66,7 @@ def test_nobody_elses_random_numbers_change_and_none_of_them_matter(name):
     assert torch.equal(outcomes[0].targets, outcomes[1].targets)
 
 
-def test_pictures_are_made_on_one_thread_as_in_a_worker_and_the_number_is_put_back():
+def test_images_are_made_on_one_thread_as_in_a_worker_and_the_number_is_put_back():
     # Sums in several parts may round differently.
     seen = []
 
@@ -78,7 +78,7 @@ def test_pictures_are_made_on_one_thread_as_in_a_worker_and_the_number_is_put_ba
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        BatchReader(PICTURES, TARGETS, Spy("standard", 64, 1))[Request(0, [0, 1])]
+        BatchReader(IMAGES, TARGETS, Spy("standard", 64, 1))[Request(0, [0, 1])]
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(threads)
@@ -88,35 +88,35 @@ def test_pictures_are_made_on_one_thread_as_in_a_worker_and_the_number_is_put_ba
 @pytest.mark.parametrize("name", AUGMENTATIONS)
 @pytest.mark.parametrize("shape", [(1, 1), (1, 700), (500, 2), (17, 23)])
 @pytest.mark.parametrize("size", [32, 96])
-def test_a_picture_of_any_shape_is_scaled_to_the_size(name, shape, size):
+def test_an_image_of_any_shape_is_scaled_to_the_size(name, shape, size):
     augmentation = Augmentation(name, size, 1)
     with torch.random.fork_rng():
-        assert augmentation(_picture(*shape), 0, 0).shape == (3, size, size)
+        assert augmentation(_image(*shape), 0, 0).shape == (3, size, size)
 
 
 @pytest.mark.parametrize(("height", "width"), [(256, 256), (300, 500), (700, 400), (100, 80)])
 def test_the_centre_is_what_resizing_and_cropping_keep(height, width):
-    picture = _picture(height, width)
-    usual = F.center_crop(F.resize(picture, [256], antialias=True), [224])
-    assert (centre_square(picture, 224).float() - usual.float()).abs().max() < 6
+    image = _image(height, width)
+    usual = F.center_crop(F.resize(image, [256], antialias=True), [224])
+    assert (centre_square(image, 224).float() - usual.float()).abs().max() < 6
 
 
-def test_evaluation_of_small_pictures_keeps_every_pixel():
-    picture = _picture(32, 32)
-    assert torch.equal(centre_square(picture, 32), picture)
+def test_evaluation_of_small_images_keeps_every_pixel():
+    image = _image(32, 32)
+    assert torch.equal(centre_square(image, 32), image)
 
 
 @pytest.mark.parametrize("name", RANDOM)
 @pytest.mark.parametrize("size", [32, 96])
-def test_pictures_are_mirrored_unless_flipping_is_off(name, size):
+def test_images_are_mirrored_unless_flipping_is_off(name, size):
     ramp = torch.linspace(0, 255, 120).to(torch.uint8).expand(3, 120, 120)
 
     def mirrored(flip: bool) -> int:
         augmentation = Augmentation(name, size, 1, flip)
         with torch.random.fork_rng():
-            pictures = torch.stack([augmentation(ramp, number, 0) for number in range(40)]).float()
+            images = torch.stack([augmentation(ramp, number, 0) for number in range(40)]).float()
         # RandAugment may also invert the colours above a threshold; the outermost columns tell the direction apart.
-        return int((pictures[..., 0].mean((1, 2)) > pictures[..., -1].mean((1, 2)) + 10).sum())
+        return int((images[..., 0].mean((1, 2)) > images[..., -1].mean((1, 2)) + 10).sum())
 
     assert 8 <= mirrored(True) <= 32
     assert mirrored(False) <= (10 if name == "randaugment" else 0)
@@ -136,7 +136,7 @@ def test_an_unknown_augmentation_is_refused():
     number=st.integers(0, 1000),
     epoch=st.integers(0, 3),
 )
-def test_soft_targets_are_the_shares_of_both_pictures(mixup, cutmix, number, epoch):
+def test_soft_targets_are_the_shares_of_both_images(mixup, cutmix, number, epoch):
     mixing = Mixing(mixup, cutmix, 3, 1)
     if not mixing:
         return

@@ -40,7 +40,7 @@ def write_class(folder: Path, count: int, first: int = 0) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Three classes; 13 pictures to train on and 7 to validate."""
+    """Three classes; 13 images to train on and 7 to validate."""
     for start, (name, train, val) in enumerate(zip(CLASSES, (5, 4, 4), (3, 2, 2), strict=True)):
         write_class(tmp_path / "train" / name, train, 100 * start)
         write_class(tmp_path / "val" / name, val, 100 * start + 50)
@@ -91,9 +91,9 @@ def test_a_cache_too_small_for_all_keeps_what_fits(tree):
     expected = _batches(_data(tree, cache_gb=0))
     data = _data(tree, cache_gb=20_000 / 2**30)
     assert _equal(_batches(data), expected)
-    pictures = data._parts["train"][0]
-    assert 1 < len(pictures._places) < 13
-    assert pictures._kept.nbytes <= 20_000
+    images = data._parts["train"][0]
+    assert 1 < len(images._places) < 13
+    assert images._kept.nbytes <= 20_000
 
 
 class Watcher(pl.LightningModule):
@@ -158,7 +158,7 @@ def test_two_ranks_see_the_slices_that_one_process_sees(tree):
     for (images, targets), one, two in zip(alone["train"], first["train"], second["train"], strict=True):
         assert torch.equal(torch.cat((one[0], two[0])), images)
         assert torch.equal(torch.cat((one[1], two[1])), targets)
-    # Four batches of 7 pictures, dealt in turn.
+    # Four batches of 7 images, dealt in turn.
     dealt = [batch for pair in zip(first["val"], second["val"], strict=True) for batch in pair]
     assert _equal(dealt, alone["val"])
 
@@ -193,7 +193,7 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_sees_the_rest_and_nothing_else(
     assert _equal(cut.seen["train"] + rest.seen["train"], whole.seen["train"])
 
 
-def test_all_stages_of_a_trainer_get_their_pictures(tree, tmp_path):
+def test_all_stages_of_a_trainer_get_their_images(tree, tmp_path):
     write_class(tree / "test" / "bee", 2, 500)
     write_class(tree / "test" / "ant", 1, 600)
     data = ImageFolderDataModule(
@@ -215,14 +215,14 @@ def test_all_stages_of_a_trainer_get_their_pictures(tree, tmp_path):
     assert all(loader._loader is None for loader in data._loaders)
 
 
-def test_numbered_batches_are_the_pictures_of_evaluation_with_their_numbers(tree):
+def test_numbered_batches_are_the_images_of_evaluation_with_their_numbers(tree):
     data = _data(tree, augment="none")
     parts = [list(data.numbered_batches("train", rank, 2)) for rank in (0, 1)]
     images, targets, numbers = (torch.cat(pieces) for pieces in zip(*parts[0], *parts[1], strict=True))
     assert sorted(numbers.tolist()) == list(range(13))
     loader = data.train_dataloader()
     assert not data.augments
-    # The same pictures in the same numbering as in training without augmentation: features may stand in for them.
+    # The same images in the same numbering as in training without augmentation: features may stand in for them.
     loader.use_features(images, numbers)
     features = list(loader)
     loader.use_features(None, None)
@@ -244,7 +244,7 @@ def test_loaders_that_are_made_anew_do_not_keep_the_workers_of_those_before(tree
     data.teardown("fit")
 
 
-def test_pictures_are_normalised_with_imagenets_statistics(tree):
+def test_images_are_normalised_with_imagenets_statistics(tree):
     data = _data(tree)
     white = data.normalise(torch.full((2, 3, 4, 4), 255, dtype=torch.uint8))
     expected = (1 - torch.tensor(data.info.mean)) / torch.tensor(data.info.std)
@@ -274,7 +274,7 @@ def test_a_folder_of_class_folders_is_split_by_class_and_seed(tree, tmp_path):
     def parts(**options: Any) -> dict[str, list[str]]:
         data = _data(folder, val_fraction=0.2, **options)
         data.setup("test")
-        return {part: pictures.files for part, (pictures, targets) in data._parts.items() if len(targets)}
+        return {part: images.files for part, (images, targets) in data._parts.items() if len(targets)}
 
     found = parts(test_fraction=0.1)
     assert {part: len(files) for part, files in found.items()} == {"train": 21, "val": 6, "test": 3}
@@ -286,7 +286,7 @@ def test_a_folder_of_class_folders_is_split_by_class_and_seed(tree, tmp_path):
     assert _data(folder, val_fraction=0.0).val_dataloader() == []
 
 
-def test_a_class_of_few_pictures_keeps_one_to_train_on():
+def test_a_class_of_few_images_keeps_one_to_train_on():
     classes, targets = ("a", "b", "c"), [0, 1, 1, 2, 2, 2]
     rows = split_by_class(targets, classes, {"test": 0.5, "val": 0.4}, seed=1)
     assert sorted(sum(rows.values(), [])) == list(range(6))
@@ -302,7 +302,7 @@ def test_other_spellings_of_val_are_understood(tree, spelling):
     assert _data(tree).sizes == {"train": 13, "val": 7}
 
 
-def test_files_that_are_no_pictures_are_counted_and_hidden_ones_are_not(tree, notes):
+def test_files_that_are_not_images_are_counted_and_hidden_ones_are_not(tree, notes):
     (tree / "train" / "ant" / "notes.txt").write_text("x")
     (tree / "train" / "readme.md").write_text("x")
     (tree / "train" / "bee" / ".hidden.jpg").write_text("x")
@@ -310,7 +310,7 @@ def test_files_that_are_no_pictures_are_counted_and_hidden_ones_are_not(tree, no
     write_class(tree / "train" / "ant" / "more", 2, 900)
     assert _data(tree).sizes == {"train": 15, "val": 7}
     assert len(_messages(notes)) == 1
-    assert "ignored 2 files that are no pictures by their names, such as" in _messages(notes)[0]
+    assert "ignored 2 files whose names are not those of images, such as" in _messages(notes)[0]
 
 
 def test_an_empty_class_is_left_out_and_said(tree, notes):
@@ -324,23 +324,23 @@ def test_a_class_that_val_lacks_is_said(tree, notes):
     shutil.rmtree(tree / "val" / "bee")
     data = _data(tree)
     assert data.val_dataloader().reader.targets.tolist() == [0] * 3 + [2] * 2
-    assert _messages(notes) == ["note: val has no picture of bee: scores say nothing about them"]
+    assert _messages(notes) == ["note: val has no image of bee: scores say nothing about them"]
 
 
 def test_a_class_that_train_lacks_is_refused(tree):
     shutil.rmtree(tree / "train" / "bee")
-    with pytest.raises(UserError, match="val holds classes that train has no picture of: bee; expected only ant, cow"):
+    with pytest.raises(UserError, match="val holds classes that train has no image of: bee; expected only ant, cow"):
         _data(tree)
 
 
 def _no_classes(folder: Path) -> str:
     _noise(1).save(folder / "1.jpg")
-    return "holds no class with pictures; expected a folder of pictures for each class"
+    return "holds no class with images; expected a folder of images for each class"
 
 
 def _one_class(folder: Path) -> str:
     write_class(folder / "ant", 3)
-    return "holds pictures of one class only, ant; expected a folder"
+    return "holds images of one class only, ant; expected a folder"
 
 
 def _one_level_up(folder: Path) -> str:
@@ -350,11 +350,11 @@ def _one_level_up(folder: Path) -> str:
     return "did you mean --data-dir .*/insects?"
 
 
-def _no_pictures(folder: Path) -> str:
+def _no_images(folder: Path) -> str:
     for name in ("ant", "bee"):
         (folder / name).mkdir()
         (folder / name / "x.txt").write_text("x")
-    return "holds no class with pictures"
+    return "holds no class with images"
 
 
 def _without_train(folder: Path) -> str:
@@ -365,7 +365,7 @@ def _without_train(folder: Path) -> str:
 def _without_class_folders(folder: Path) -> str:
     write_class(folder / "train", 3)
     write_class(folder / "test", 3)
-    return "test holds pictures without class folders; expected"
+    return "test holds images without class folders; expected"
 
 
 def _two_spellings(folder: Path) -> str:
@@ -376,7 +376,7 @@ def _two_spellings(folder: Path) -> str:
 
 @pytest.mark.parametrize(
     "build",
-    [_no_classes, _one_class, _one_level_up, _no_pictures, _without_train, _without_class_folders, _two_spellings],
+    [_no_classes, _one_class, _one_level_up, _no_images, _without_train, _without_class_folders, _two_spellings],
 )
 def test_a_folder_that_cannot_be_trained_on_is_refused_with_what_to_do(tmp_path, build):
     with pytest.raises(UserError, match=build(tmp_path)):
@@ -410,14 +410,14 @@ def _damage(tree: Path) -> list[str]:
     whole = (ant / "000.jpg").read_bytes()
     (ant / "000.jpg").write_bytes(whole[: len(whole) // 2])
     (ant / "001.png").write_bytes(b"")
-    (bee / "100.png").write_text("not a picture")
+    (bee / "100.png").write_text("not an image")
     png = (bee / "101.png").read_bytes()
     (bee / "101.png").write_bytes(png[:60] + bytes(40) + png[100:])
     return [str(ant / "000.jpg"), str(ant / "001.png"), str(bee / "100.png"), str(bee / "101.png")]
 
 
 @pytest.mark.parametrize(("num_workers", "cache_gb"), [(0, 0), (0, 1), (2, 0), (2, 1)])
-def test_unreadable_pictures_are_skipped_alike_cached_or_not(tree, num_workers, cache_gb, notes):
+def test_unreadable_images_are_skipped_alike_cached_or_not(tree, num_workers, cache_gb, notes):
     whole = [len(targets) for _, targets in _batches(_data(tree))]
     bad = _damage(tree)
     options = {"on_corrupt": "skip", "mixup": 0.3}
@@ -430,19 +430,19 @@ def test_unreadable_pictures_are_skipped_alike_cached_or_not(tree, num_workers, 
     said = _messages(notes)
     assert len(said) == 4
     assert all(any(name in line for line in said) for name in bad)
-    assert any("001.png cannot be read as a picture: the file is empty; it is left out" in line for line in said)
-    assert any("100.png cannot be read as a picture: its content is no picture" in line for line in said)
+    assert any("001.png cannot be read as an image: the file is empty; it is left out" in line for line in said)
+    assert any("100.png cannot be read as an image: its content is not an image" in line for line in said)
     assert _equal(batches, _batches(_data(tree, cache_gb=0, **options)))
     data.teardown("fit")
 
 
 @pytest.mark.parametrize(("num_workers", "cache_gb"), [(0, 0), (1, 0), (1, 1)])
-def test_an_unreadable_picture_is_an_error_that_names_it(tree, num_workers, cache_gb):
+def test_an_unreadable_image_is_an_error_that_names_it(tree, num_workers, cache_gb):
     bad = _damage(tree)
     data = ImageFolderDataModule(
         data_dir=str(tree), image_size=24, batch_size=3, num_workers=num_workers, cache_gb=cache_gb
     )
-    with pytest.raises(UserError, match="cannot be read as a picture: .*; replace or remove the file, or ") as caught:
+    with pytest.raises(UserError, match="cannot be read as an image: .*; replace or remove the file, or ") as caught:
         _trainer().fit(Watcher(), datamodule=data)
     assert any(name in str(caught.value) for name in bad)
     assert "\n" not in str(caught.value)
@@ -460,27 +460,27 @@ def test_prediction_leaves_out_what_it_cannot_read_and_keeps_the_numbers(tree, n
         "052.png",
         "151.png",
     ]
-    assert "nowhere.jpg cannot be read as a picture: No such file or directory" in _messages(notes)[0]
+    assert "nowhere.jpg cannot be read as an image: No such file or directory" in _messages(notes)[0]
     assert len(_messages(notes)) == 2
 
 
 def test_nothing_to_predict_is_an_error(tree):
-    with pytest.raises(UserError, match="no picture to predict; type the names"):
+    with pytest.raises(UserError, match="no image to predict; type the names"):
         _data(None, "predict")
     data = _data(None, "predict", predict_inputs=[str(tree / "nowhere.jpg")])
-    with pytest.raises(UserError, match="none of the 1 pictures can be read"):
+    with pytest.raises(UserError, match="none of the 1 images can be read"):
         list(data.predict_dataloader())
 
 
 # Decoding
 
 
-def _saved(picture: Image.Image, path: Path, **options: Any) -> Tensor:
-    picture.save(path, **options)
+def _saved(image: Image.Image, path: Path, **options: Any) -> Tensor:
+    image.save(path, **options)
     return load_image(path, 100)
 
 
-def test_pictures_of_any_mode_become_rgb_bytes(tmp_path):
+def test_images_of_any_mode_become_rgb_bytes(tmp_path):
     red = Image.new("RGB", (6, 4), (200, 40, 10))
     expected = torch.tensor([200, 40, 10], dtype=torch.uint8).view(3, 1, 1).expand(3, 4, 6)
     assert torch.equal(_saved(red, tmp_path / "rgb.png"), expected)
@@ -500,13 +500,13 @@ def test_pictures_of_any_mode_become_rgb_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_pictures_are_turned_upright(tmp_path, orientation):
+def test_images_are_turned_upright(tmp_path, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
-    picture = _noise(3, 20, 12)
+    image = _noise(3, 20, 12)
     from PIL import ImageOps
 
-    picture.save(tmp_path / "x.png", exif=exif)
+    image.save(tmp_path / "x.png", exif=exif)
     with Image.open(tmp_path / "x.png") as saved:
         upright = ImageOps.exif_transpose(saved)
     pixels = torch.frombuffer(bytearray(upright.tobytes()), dtype=torch.uint8)
@@ -518,11 +518,11 @@ def test_pictures_are_turned_upright(tmp_path, orientation):
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
 def test_the_short_side_is_reduced_and_the_content_is_kept(tmp_path, suffix):
     coarse = torch.randint(0, 256, (4, 6, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    picture = Image.fromarray(coarse.numpy()).resize((900, 600), Image.Resampling.BICUBIC)
-    picture.save(tmp_path / f"x.{suffix}", quality=95)
+    image = Image.fromarray(coarse.numpy()).resize((900, 600), Image.Resampling.BICUBIC)
+    image.save(tmp_path / f"x.{suffix}", quality=95)
     small = load_image(tmp_path / f"x.{suffix}", 80)
     assert small.shape == (3, 80, 120)
-    usual = torch.frombuffer(bytearray(picture.resize((120, 80)).tobytes()), dtype=torch.uint8).view(80, 120, 3)
+    usual = torch.frombuffer(bytearray(image.resize((120, 80)).tobytes()), dtype=torch.uint8).view(80, 120, 3)
     assert (small.permute(1, 2, 0).float() - usual.float()).abs().mean() < 2
     assert load_image(tmp_path / f"x.{suffix}", 5000).shape == (3, 600, 900)
 
@@ -534,7 +534,7 @@ def test_an_unreadable_file_says_why(tmp_path):
         load_image(tmp_path, 10)
 
 
-def test_a_cached_picture_is_the_decoded_one_and_files_can_be_pickled(tree):
+def test_a_cached_image_is_the_decoded_one_and_files_can_be_pickled(tree):
     files = scan_tree(tree).parts["train"][0]
     plain, cached = ImageFiles(files, 20), ImageFiles(files, 20, MemoryBudget(1 << 30), threads=2)
     cached.prepare()
@@ -562,7 +562,7 @@ def test_a_cache_that_validation_filled_serves_training(tree):
     with torch.inference_mode():
         list(data.numbered_batches("train"))
     assert _equal(_batches(data), expected)
-    # What asks for the gradient of pictures goes through the statistics, too.
+    # What asks for the gradient of images goes through the statistics, too.
     pixels = expected[0][0].float().requires_grad_()
     data.normalise(pixels).sum().backward()
     assert pixels.grad is not None
@@ -570,11 +570,11 @@ def test_a_cache_that_validation_filled_serves_training(tree):
 
 def test_parts_share_one_budget(tree):
     data = _data(tree, cache_gb=1)
-    pictures = data._parts["train"][0]
-    pictures.prepare()
-    assert data._budget.left == 2**30 - pictures._kept.nbytes
+    images = data._parts["train"][0]
+    images.prepare()
+    assert data._budget.left == 2**30 - images._kept.nbytes
     data._parts["val"][0].prepare()
-    assert data._budget.left == 2**30 - pictures._kept.nbytes - data._parts["val"][0]._kept.nbytes
+    assert data._budget.left == 2**30 - images._kept.nbytes - data._parts["val"][0]._kept.nbytes
 
 
 # Sets known by name
@@ -588,7 +588,7 @@ def test_without_a_folder_the_bundled_digits_are_used_and_said(notes):
     assert (data.dataset, data.image_size, data.augments) == ("digits", 32, True)
     assert data.sizes == {"train": 1295, "val": 142, "test": 360}
     assert _messages(notes) == [
-        "no --data-dir: going on with the 1,797 digits bundled with scikit-learn as small colour pictures; "
+        "no --data-dir: going on with the 1,797 digits bundled with scikit-learn as small colour images; "
         "pass --data-dir FOLDER for your own"
     ]
     images, _ = next(iter(data.train_dataloader()))

@@ -255,7 +255,7 @@ def test_skipped_samples_leave_their_batches_smaller_and_the_order_as_it_is(num_
 
 def test_a_set_of_which_nothing_can_be_read_is_an_error_in_any_case():
     loader = _loader(reader=Numbers(unreadable=tuple(range(N))), skip_unreadable=True)
-    with pytest.raises(UserError, match="none of the 23 pictures can be read; "):
+    with pytest.raises(UserError, match="none of the 23 images can be read; "):
         _targets(loader)
 
 

@@ -12,30 +12,30 @@ IDENTITY = torch.tensor([[1.0, 0, 0, 0, 1, 0]])
 AUGMENT = RandomAffine(seed=1, shift=2, rotation=10, scale=0.1)
 
 
-def _pictures(n: int, side: int = 28) -> torch.Tensor:
+def _images(n: int, side: int = 28) -> torch.Tensor:
     return torch.rand(n, 1, side, side, generator=torch.Generator().manual_seed(0)) * 255
 
 
 def test_the_identity_changes_nothing():
-    images = _pictures(3)
+    images = _images(3)
     assert torch.allclose(warp(images, IDENTITY.expand(3, 6)), images, atol=1e-3)
 
 
-def test_a_shift_by_whole_pixels_moves_the_picture_and_fills_with_zeros():
-    images = _pictures(1)
+def test_a_shift_by_whole_pixels_moves_the_image_and_fills_with_zeros():
+    images = _images(1)
     right_2_up_3 = torch.tensor([[1, 0, -2 * 2 / 28, 0, 1, 2 * 3 / 28]])
     expected = F.pad(images, (2, 0, 0, 3))[:, :, 3:, :28]
     assert torch.allclose(warp(images, right_2_up_3), expected, atol=1e-2)
 
 
 def test_a_quarter_turn_is_rot90():
-    images = _pictures(1)
+    images = _images(1)
     assert torch.allclose(warp(images, torch.tensor([[0.0, -1, 0, 1, 0, 0]])), images.rot90(1, (2, 3)), atol=1e-2)
 
 
 @pytest.mark.parametrize("side", [8, 28])
 def test_warp_is_torchs_own_affine_map(side):
-    images = _pictures(20, side)
+    images = _images(20, side)
     matrices = affine_matrices(3, 1, torch.arange(20), shift=3, rotation=40, scale=0.3, size=side)
     grid = F.affine_grid(matrices.view(20, 2, 3), list(images.shape), align_corners=False)
     assert torch.allclose(warp(images, matrices), F.grid_sample(images, grid, align_corners=False), atol=2e-2)
@@ -76,7 +76,7 @@ def test_each_setting_acts_alone(setting, changed):
 )
 def test_a_sample_is_augmented_to_the_same_bits_in_any_batch(rows, epoch, data):
     index = torch.tensor(rows)
-    images = _pictures(len(rows))
+    images = _images(len(rows))
     together = AUGMENT(images, index, epoch)
     cut = data.draw(st.integers(0, len(rows)))
     parts = [AUGMENT(images[part], index[part], epoch) for part in (slice(cut), slice(cut, None)) if len(index[part])]
@@ -88,7 +88,7 @@ def test_a_sample_is_augmented_to_the_same_bits_in_any_batch(rows, epoch, data):
 
 
 def test_a_sample_looks_different_in_another_epoch_and_with_another_seed():
-    images, index = _pictures(4), torch.arange(4)
+    images, index = _images(4), torch.arange(4)
     views = [AUGMENT(images, index, 0), AUGMENT(images, index, 1), RandomAffine(2, 2, 10, 0.1)(images, index, 0)]
     for i, view in enumerate(views):
         for other in views[:i]:
@@ -97,7 +97,7 @@ def test_a_sample_looks_different_in_another_epoch_and_with_another_seed():
 
 def test_augmenting_draws_nothing_from_the_global_generator():
     state = torch.get_rng_state()
-    AUGMENT(_pictures(4), torch.arange(4), 0)
+    AUGMENT(_images(4), torch.arange(4), 0)
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -422,7 +422,7 @@ def test_limited_epochs_each_begin_their_own_order(tiny: Path):
     assert [_joined(module.seen["train"][i : i + 2]) for i in (0, 2, 4)] == expected
 
 
-def test_pictures_are_predicted_in_their_order_without_any_data_set(tmp_path: Path):
+def test_images_are_predicted_in_their_order_without_any_data_set(tmp_path: Path):
     files = []
     for number in range(9):
         files.append(str(tmp_path / f"{number}.png"))
@@ -436,7 +436,7 @@ def test_pictures_are_predicted_in_their_order_without_any_data_set(tmp_path: Pa
 
 
 def test_predicting_nothing_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match="no picture to predict"):
+    with pytest.raises(UserError, match="no image to predict"):
         _trainer().predict(Watcher(), datamodule=_data(tmp_path, dataset="digits"))
 
 

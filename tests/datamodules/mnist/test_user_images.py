@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from datamodules.errors import UserError
-from datamodules.mnist.user_images import as_mnist, load_pictures
+from datamodules.mnist.user_images import as_mnist, load_images
 
 
 def _seven(height: int = 120, width: int = 90) -> np.ndarray:
@@ -22,9 +22,9 @@ def _seven(height: int = 120, width: int = 90) -> np.ndarray:
 EXPECTED = as_mnist(Image.fromarray(_seven())).float()
 
 
-def _difference(picture: Image.Image) -> float:
+def _difference(image: Image.Image) -> float:
     """Mean absolute difference from the plain seven, as a share of its ink."""
-    return float((as_mnist(picture).float() - EXPECTED).abs().sum() / EXPECTED.sum())
+    return float((as_mnist(image).float() - EXPECTED).abs().sum() / EXPECTED.sum())
 
 
 def test_a_digit_fills_20_pixels_and_its_mass_is_centred():
@@ -58,16 +58,16 @@ def test_where_the_digit_stands_does_not_matter():
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "1", "P", "CMYK", "I;16", "I", "F"])
 @pytest.mark.parametrize("dark_on_light", [False, True])
-def test_every_mode_of_picture_gives_the_same_digit(mode, dark_on_light, tmp_path: Path):
+def test_every_mode_of_image_gives_the_same_digit(mode, dark_on_light, tmp_path: Path):
     seven = 255 - _seven() if dark_on_light else _seven()
     if mode == "I;16":
-        picture = Image.fromarray(seven.astype(np.uint16) * 257)
+        image = Image.fromarray(seven.astype(np.uint16) * 257)
     elif mode == "I":
-        picture = Image.fromarray(seven.astype(np.int32) * 257)
+        image = Image.fromarray(seven.astype(np.int32) * 257)
     else:
-        picture = Image.fromarray(seven).convert(mode)
-    assert picture.mode == mode
-    assert _difference(picture) < 0.01
+        image = Image.fromarray(seven).convert(mode)
+    assert image.mode == mode
+    assert _difference(image) < 0.01
 
 
 def test_16_bits_keep_their_shades():
@@ -98,10 +98,10 @@ def test_the_cameras_orientation_is_respected(transparent, tmp_path: Path):
     exif = Image.Exif()
     exif[0x0112] = 6  # turn by 90 degrees clockwise to show
     turned.save(path, exif=exif)
-    assert (load_pictures([str(path)])[0].float() - EXPECTED).abs().sum() == 0
+    assert (load_images([str(path)])[0].float() - EXPECTED).abs().sum() == 0
 
 
-def test_a_picture_of_mnists_own_form_is_left_alone():
+def test_an_image_of_mnists_own_form_is_left_alone():
     ready = np.zeros((28, 28), dtype=np.uint8)
     ready[3:9, 5:8] = 200
     assert torch.equal(as_mnist(Image.fromarray(ready))[0], torch.from_numpy(ready))
@@ -109,24 +109,24 @@ def test_a_picture_of_mnists_own_form_is_left_alone():
 
 @pytest.mark.parametrize("size", [(1, 1), (28, 28), (5, 400)])
 @pytest.mark.parametrize("shade", [0, 128, 255])
-def test_an_empty_picture_is_black(size, shade):
-    picture = as_mnist(Image.new("L", size, shade))
-    assert picture.shape == (1, 28, 28)
+def test_an_empty_image_is_black(size, shade):
+    image = as_mnist(Image.new("L", size, shade))
+    assert image.shape == (1, 28, 28)
     if not (size == (28, 28) and shade == 0):
-        assert picture.sum() == 0
+        assert image.sum() == 0
 
 
 def test_a_single_dot_and_a_thin_line_do_not_fail():
     for box in ((50, 50, 51, 51), (0, 50, 100, 51), (99, 0, 100, 100)):
-        picture = Image.new("L", (100, 100), 0)
-        picture.paste(255, box)
-        assert as_mnist(picture).max() > 0
+        image = Image.new("L", (100, 100), 0)
+        image.paste(255, box)
+        assert as_mnist(image).max() > 0
 
 
 def test_files_come_in_their_order_as_one_tensor(tmp_path: Path):
     Image.fromarray(_seven()).save(tmp_path / "a.png")
     Image.fromarray(255 - np.rot90(_seven())).save(tmp_path / "b.jpg", quality=95)
-    found = load_pictures([str(tmp_path / "b.jpg"), str(tmp_path / "a.png")])
+    found = load_images([str(tmp_path / "b.jpg"), str(tmp_path / "a.png")])
     assert found.shape == (2, 1, 28, 28)
     assert found.dtype == torch.uint8
     assert torch.equal(found[1].float(), EXPECTED)
@@ -140,26 +140,26 @@ def _damaged(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_what_is_no_picture_is_refused_with_its_name(tmp_path: Path):
+def test_what_is_no_image_is_refused_with_its_name(tmp_path: Path):
     good = tmp_path / "good.png"
     Image.fromarray(_seven()).save(good)
-    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "text.png").write_text("no image")
     (tmp_path / "cut.png").write_bytes(good.read_bytes()[:100])
     (tmp_path / "flipped.png").write_bytes(good.read_bytes())
     _damaged(tmp_path / "flipped.png")
     (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(UserError, match="type the names"):
-        load_pictures([])
+        load_images([])
     with pytest.raises(UserError, match="nothing.png does not exist"):
-        load_pictures([str(good), str(tmp_path / "nothing.png")])
+        load_images([str(good), str(tmp_path / "nothing.png")])
     for name in ("text.png", "cut.png", "flipped.png", "empty.png", "folder.png"):
-        with pytest.raises(UserError, match=f"{name} cannot be read as a picture: ."):
-            load_pictures([str(tmp_path / name)])
+        with pytest.raises(UserError, match=f"{name} cannot be read as an image: ."):
+            load_images([str(tmp_path / name)])
 
 
-def test_a_bomb_of_a_picture_is_refused(tmp_path: Path):
+def test_a_bomb_of_an_image_is_refused(tmp_path: Path):
     path = tmp_path / "bomb.png"
     Image.new("1", (16_000, 12_000)).save(path)
     with pytest.raises(UserError, match="bomb"):
-        load_pictures([str(path)])
+        load_images([str(path)])
