@@ -12,6 +12,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from callbacks.drawing.classification_images import ClassificationPictures
+from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from recipes.recipe import MeanOverTargets, Recipe
 
@@ -132,19 +133,19 @@ class ClassificationScores(torch.nn.Module):
         self.counts.reset()
 
 
-def _classes_of(data: Any) -> tuple[int, list[str]]:
+def _classes_of(data: pl.LightningDataModule | None) -> tuple[int, Sequence[str]]:
     """How many classes a data module has, and their names; 0 and none where it does not say."""
-    names = list(getattr(getattr(data, "info", None), "classes", ()))
-    given = getattr(data, "num_classes", None) or getattr(data, "hparams", {}).get("num_classes")
-    count = int(given or len(names))
-    return count, names if len(names) == count else []
+    contract = data_contract(data)
+    names = contract.class_names
+    count = contract.num_classes or len(names)
+    return count, names if len(names) == count else ()
 
 
 class Classifier(Recipe):
     """The base of the classification recipes: batches are ``(images, labels)``.
 
     In training the labels may be soft, that is floats of shape (batch, classes) as MixUp and CutMix give them. The
-    names of the classes come from the data module (``info.classes``) and travel in the checkpoint; data with other
+    names of the classes come from the data module (``class_names``) and are saved in the checkpoint; data with other
     names is refused later, because labels are numbered in the order of the names.
 
     Args:
@@ -177,9 +178,10 @@ class Classifier(Recipe):
         self.confusion_matrix: Tensor | None = None
 
     @classmethod
-    def settings_from_data(cls, data: Any) -> dict[str, Any]:
-        """Arguments of the constructor that the command line takes from the data where the user gave none."""
-        count = getattr(data, "num_classes", None)
+    @override
+    def settings_from_data(cls, data: pl.LightningDataModule) -> dict[str, Any]:
+        """The number of classes, where the data has one."""
+        count = data_contract(data).num_classes
         return {} if count is None else {"num_classes": count}
 
     @override
@@ -223,7 +225,7 @@ class Classifier(Recipe):
         super().setup(stage)
         if stage == "predict":
             return
-        count, names = _classes_of(getattr(self.trainer, "datamodule", None))
+        count, names = _classes_of(self.data_module())
         if count and count != len(self.class_names):
             listed = f" ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})" if names else ""
             raise UserError(
@@ -239,7 +241,7 @@ class Classifier(Recipe):
         Raises:
             UserError: the checkpoint has other names.
         """
-        _, names = _classes_of(getattr(self.trainer, "datamodule", None))
+        _, names = _classes_of(self.data_module())
         for i, (old, new) in enumerate(zip(self._names_in_checkpoint or [], names)):
             if old != new:
                 raise UserError(

@@ -179,6 +179,13 @@ class Recipe(pl.LightningModule):
             for row in rows
         ]
 
+    def data_module(self) -> pl.LightningDataModule | None:
+        """The data module of the run; None without a Trainer, and where the Trainer was given loaders.
+
+        Ask it through `datamodules.contract.data_contract`, which has defaults for what it does not have.
+        """
+        return getattr(attached_trainer(self), "datamodule", None)
+
     def updates_in_run(self) -> float:
         """Optimiser steps at which the run ends, known once training has begun."""
         return total_updates(self.trainer)

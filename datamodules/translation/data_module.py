@@ -117,7 +117,8 @@ class TranslationDataModule(BaseDataModule):
         self._corpus: Corpus | None = None
         self._vocabularies: tuple[Vocabulary, Vocabulary] | None = None
         self._pairs: PackedPairs | None = None
-        self._normalisation = normalisation
+        self.normalisation: Normalisation = normalisation
+        """The form of the sentences; a checkpoint's replaces that of the constructor."""
         self._inputs: list[tuple[str, str]] | None = None
 
     @property
@@ -151,12 +152,12 @@ class TranslationDataModule(BaseDataModule):
     @property
     def source_vocabulary(self) -> Vocabulary:
         """The words of the source; before `setup`, this reads the corpus."""
-        return self._vocabulary_pair()[0]
+        return self.vocabularies()[0]
 
     @property
     def target_vocabulary(self) -> Vocabulary:
         """The words of the target; before `setup`, this reads the corpus."""
-        return self._vocabulary_pair()[1]
+        return self.vocabularies()[1]
 
     def _read(self) -> SentencePairs:
         options = self.hparams
@@ -180,7 +181,7 @@ class TranslationDataModule(BaseDataModule):
         if self._corpus is None:
             options = self.hparams
             keep = CorpusFilter(
-                self._normalisation,
+                self.normalisation,
                 options.max_length,
                 options.prefixes,
                 options.on_bad_lines,
@@ -192,7 +193,8 @@ class TranslationDataModule(BaseDataModule):
                 _warn(f"note: {note}")
         return self._corpus
 
-    def _vocabulary_pair(self) -> tuple[Vocabulary, Vocabulary]:
+    def vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
+        """The vocabularies of source and target; before `setup`, this reads the corpus."""
         if self._vocabularies is None:
             self._vocabularies = self._load().vocabularies(self.hparams.min_count, self.hparams.max_words)
         return self._vocabularies
@@ -201,7 +203,7 @@ class TranslationDataModule(BaseDataModule):
     def encoded_pairs(self) -> PackedPairs:
         """All kept pairs in the numbers of the vocabularies."""
         if self._pairs is None:
-            self._pairs = self._load().encoded(*self._vocabulary_pair())
+            self._pairs = self._load().encoded(*self.vocabularies())
         return self._pairs
 
     @override
@@ -219,7 +221,7 @@ class TranslationDataModule(BaseDataModule):
                 f"pass more sentences, or --val-fraction 0 --test-fraction 0"
             )
         if stage == "fit":
-            self._vocabulary_pair()
+            self.vocabularies()
 
     @override
     def train_dataloader(self) -> SentenceTrainLoader:
@@ -237,7 +239,7 @@ class TranslationDataModule(BaseDataModule):
             micro_batches=self._micro_batches,
         )
         share, random_share = loader.padding_share, loader.random_padding_share
-        source, target = map(len, self._vocabulary_pair())
+        source, target = map(len, self.vocabularies())
         _inform(
             f"{corpus.info.title}: {corpus.info.read:,} pairs read, {corpus.info.kept:,} kept; {source:,} source and "
             f"{target:,} target words; {share:.1%} of a batch is padding, {random_share:.1%} without sorting by length"
@@ -267,10 +269,10 @@ class TranslationDataModule(BaseDataModule):
         """The inputs of `predict`, normalised; read once, since standard input cannot be read again."""
         if self._inputs is None:
             self._inputs = read_inputs(self.hparams.predict_inputs or [])
-        sentences = normalise_lines([line for _, line in self._inputs], self._normalisation)
+        sentences = normalise_lines([line for _, line in self._inputs], self.normalisation)
         if empty := [where for (where, _), sentence in zip(self._inputs, sentences) if not sentence]:
             raise UserError(
-                f"nothing is left of {empty[0]} in {self._normalisation} normalisation; leave such sentences out"
+                f"nothing is left of {empty[0]} in {self.normalisation} normalisation; leave such sentences out"
             )
         return sentences
 
@@ -310,16 +312,16 @@ class TranslationDataModule(BaseDataModule):
     @override
     def state_dict(self) -> dict[str, Any]:
         """What the network's numbers mean, so that it translates without the corpus."""
-        source, target = self._vocabulary_pair()
-        return {"source_words": source.words, "target_words": target.words, "normalisation": self._normalisation}
+        source, target = self.vocabularies()
+        return {"source_words": source.words, "target_words": target.words, "normalisation": self.normalisation}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = Vocabulary(state_dict["source_words"]), Vocabulary(state_dict["target_words"])
-        if self._normalisation != state_dict["normalisation"]:
+        if self.normalisation != state_dict["normalisation"]:
             # Lightning sets up before it reads the checkpoint: what was read in another form is of no use.
-            self._normalisation, self._corpus = state_dict["normalisation"], None
-            _warn(f"note: going on with the checkpoint's {self._normalisation} normalisation")
+            self.normalisation, self._corpus = state_dict["normalisation"], None
+            _warn(f"note: going on with the checkpoint's {self.normalisation} normalisation")
         elif self._vocabularies not in (None, saved):
             _warn("note: the training part has other words than when the checkpoint was made, whose words are kept")
         self._vocabularies, self._pairs = saved, None

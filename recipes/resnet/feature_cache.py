@@ -1,11 +1,11 @@
-"""What frozen layers say of a picture never changes: compute it once, and train on that.
+"""The output of frozen layers for an image never changes: it is computed once, and the rest is trained on that.
 
-A frozen trunk costs no backward pass already; this saves its forward pass, and reading the pictures, in every epoch.
+Frozen layers take no backward pass already; this saves their forward pass, and reading the images, in every epoch.
 """
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
@@ -18,16 +18,41 @@ from typing_extensions import override
 
 from callbacks.freeze_layers import FreezeLayers
 from callbacks.lib.durations import Duration
+from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from recipes.resnet.network import Stage, run_stages
 
-__all__ = ["FeatureCache", "frozen_stages", "gather_rows"]
+__all__ = ["FeatureCache", "FeatureLoader", "NumberedImages", "frozen_stages", "gather_rows"]
 
 log = logging.getLogger("lightning_recipes")
+_inform = rank_zero_only(log.info)
+
+
+@runtime_checkable
+class NumberedImages(Protocol):
+    """A data module whose images can be passed over in any order, as `ImageFolderDataModule`."""
+
+    hparams: Mapping[str, Any]
+    """With ``cache_gb``, the memory that features may take."""
+
+    @property
+    def augments(self) -> bool:
+        """Whether the images of an epoch differ from those of another."""
+
+    def numbered_batches(self, part: str, rank: int, world_size: int) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+        """Images, labels and sample numbers of a rank's share of a part, without augmentation."""
+
+
+@runtime_checkable
+class FeatureLoader(Protocol):
+    """A loader that can yield features in place of images."""
+
+    def use_features(self, features: Tensor | None, numbers: Tensor | None) -> None:
+        """Yield the rows of `features` for the samples with these numbers; with None images again."""
 
 
 def frozen_stages(stages: Sequence[Stage]) -> int:
-    """How many stages from the first on give the same for the same picture as long as nothing is unfrozen."""
+    """How many stages from the first on give the same for the same image as long as nothing is unfrozen."""
     for number, (_, modules) in enumerate(stages):
         layers = [layer for module in modules for layer in module.modules()]
         trains = any(p.requires_grad for module in modules for p in module.parameters())
@@ -50,13 +75,25 @@ def gather_rows(rows: Tensor) -> Tensor:
     return torch.cat([part[: int(count)] for part, count in zip(parts, counts)])
 
 
+def _images_of(trainer: pl.Trainer) -> NumberedImages:
+    data = getattr(trainer, "datamodule", None)
+    if not isinstance(data, NumberedImages):
+        raise UserError("`cache_features` needs an ImageFolderDataModule, whose images are numbered")
+    return data
+
+
+def _callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    # Trainer sets this attribute where mypy does not see it.
+    return list(getattr(trainer, "callbacks", ()))
+
+
 class FeatureCache(pl.Callback):
     """Trains and validates on the features of the frozen stages, which are computed once per phase of the freezing.
 
-    The module offers ``stages()`` and ``first_stage``, as `ResNetFineTuner` does; the data `ImageFolderDataModule`'s
-    ``numbered_batches`` and loaders. Every epoch has to see the same pictures, so augmentation is refused. Features
-    have the precision of the run; the ranks share the work. Results are those without the cache up to rounding.
-    Features that do not fit the data's ``cache_gb`` are not kept.
+    The module has ``stages()`` and ``first_stage``, as `ResNetFineTuner`; the data is `NumberedImages` with loaders
+    that are `FeatureLoader`s. Every epoch has to see the same images, so augmentation is refused. Features have the
+    precision of the run; the ranks share the work. Results are those without the cache up to rounding. Features that
+    do not fit the data's ``cache_gb`` are not kept.
 
     Runs on: `on_train_start` (a resumed run begins there, in the middle of an epoch) and `on_train_epoch_start`, behind
     `FreezeLayers`, and `on_validation_start`; `on_train_end` and `on_exception` undo it.
@@ -77,15 +114,12 @@ class FeatureCache(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        if not hasattr(data, "numbered_batches"):
-            raise UserError("cached features need an ImageFolderDataModule, which says which picture is which")
-        if data.augments:
+        if _images_of(trainer).augments:
             raise UserError(
-                "cached features need the same pictures in every epoch, and these are augmented; "
+                "cached features need the same images in every epoch, and these are augmented; "
                 "pass --augment none, or leave --cache-features out"
             )
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in _callbacks_of(trainer):
             if isinstance(callback, FreezeLayers):
                 for name, when in (callback.unfreeze or {}).items():
                     start = Duration.parse(when)
@@ -130,17 +164,16 @@ class FeatureCache(pl.Callback):
         self._serve(trainer, pl_module, "train", trainer.train_dataloader)
 
     def _decide(self, trainer: pl.Trainer, pl_module: Any, stages: Sequence[Stage], count: int) -> None:
-        say = rank_zero_only(log.info)
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = _images_of(trainer)
         example = self._features(trainer, pl_module, count, pl_module.example_input_array.to(pl_module.device))
-        size = example.nbytes * sum(data.sizes.values())
+        size, limit = example.nbytes * sum(data_contract(data).sizes.values()), data.hparams["cache_gb"]
         shape = " x ".join(map(str, example.shape[1:]))
-        what = f"features of {stages[count - 1][0]}: {shape} numbers per picture, {size / 2**20:,.1f} MiB"
-        if size > data.hparams.cache_gb * 2**30:
-            say("%s are more than --cache-gb %s, so the pictures are read in each epoch", what, data.hparams.cache_gb)
+        what = f"features of {stages[count - 1][0]}: {shape} numbers per image, {size / 2**20:,.1f} MiB"
+        if size > limit * 2**30:
+            _inform("%s are more than cache_gb=%s, so the images are read in each epoch", what, limit)
             return
         pl_module.first_stage = count
-        say("training on cached %s", what)
+        _inform("training on cached %s", what)
 
     def _serve(self, trainer: pl.Trainer, pl_module: Any, part: str, loader: Any) -> None:
         """Let a loader yield features while the module expects them."""
@@ -154,9 +187,8 @@ class FeatureCache(pl.Callback):
             return run_stages(pl_module.stages()[:count], trainer.precision_plugin.convert_input(images))
 
     def _compute(self, trainer: pl.Trainer, pl_module: Any, part: str, count: int) -> tuple[Tensor, Tensor]:
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
         features, numbers = [], []
-        for images, _, rows in data.numbered_batches(part, trainer.global_rank, trainer.world_size):
+        for images, _, rows in _images_of(trainer).numbered_batches(part, trainer.global_rank, trainer.world_size):
             features.append(self._features(trainer, pl_module, count, images))
             numbers.append(rows)
         return gather_rows(torch.cat(features)), gather_rows(torch.cat(numbers))
@@ -164,7 +196,7 @@ class FeatureCache(pl.Callback):
     def _release(self, trainer: pl.Trainer, pl_module: Any) -> None:
         loaders: tuple[Any, ...] = (trainer.train_dataloader, trainer.val_dataloaders)
         for loader in loaders:
-            if hasattr(loader, "use_features"):
+            if isinstance(loader, FeatureLoader):
                 loader.use_features(None, None)
         self._computed = {}
         pl_module.first_stage = self._settled = 0

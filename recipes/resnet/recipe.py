@@ -11,6 +11,7 @@ from typing_extensions import override
 from callbacks.drawing.grad_cam import GradCAM
 from callbacks.freeze_layers import FreezeLayers
 from callbacks.group_table import GroupTable
+from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from recipes.classification import Classifier
 from recipes.optim import layer_groups
@@ -94,9 +95,10 @@ class ResNetFineTuner(Classifier):
     @classmethod
     @override
     def settings_from_data(cls, data: pl.LightningDataModule) -> dict[str, Any]:
-        """Beside the number of classes: the size of pictures, and no weights where pictures are not photographs."""
-        known = super().settings_from_data(data) | {"image_size": getattr(data, "image_size", None)}
-        return known | ({"weights": "none"} if getattr(data, "dataset", None) == "digits" else {})
+        """Beside the number of classes: the size of the images, and no weights where they are not photographs."""
+        contract = data_contract(data)
+        known = super().settings_from_data(data) | {"image_size": contract.image_size}
+        return known if contract.photographs else known | {"weights": "none"}
 
     @override
     def build_network(self) -> nn.Module:

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.drawing.translation_images import TranslationPictures
-from callbacks.lib.lightning_internals import attached_trainer
+from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from datamodules.loading.randomness import uniform
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.text import PAD, SPECIAL_WORDS, UNK, Normalisation, Vocabulary, normalise_lines
 from recipes.recipe import Recipe
 from recipes.seq2seq.attention import AttentionName
+from recipes.seq2seq.data import SentenceData, VocabularyData
 from recipes.seq2seq.decoding import Translations, attention_weights, beam_search
 from recipes.seq2seq.network import CellName, Seq2SeqNet, spoken_positions
 from recipes.seq2seq.predictions import MOST_PANELS, check_picture, draw_attention, translation_rows
@@ -129,9 +130,11 @@ class Seq2SeqTranslator(Recipe):
         self.normalisation: Normalisation = "unicode"
 
     @classmethod
-    def settings_from_data(cls, data: Any) -> dict[str, Any]:
-        """The sizes of the vocabularies."""
-        return {"source_words": len(data.source_vocabulary), "target_words": len(data.target_vocabulary)}
+    def settings_from_data(cls, data: pl.LightningDataModule) -> dict[str, Any]:
+        """The sizes of the vocabularies, where the data has them."""
+        if not isinstance(data, VocabularyData):
+            return {}
+        return dict(zip(("source_words", "target_words"), map(len, data.vocabularies()), strict=True))
 
     @override
     def build_network(self) -> Seq2SeqNet:
@@ -157,18 +160,13 @@ class Seq2SeqTranslator(Recipe):
 
     # Words
 
-    @property
-    def _data(self) -> Any:
-        return getattr(attached_trainer(self), "datamodule", None)
-
     @override
     def setup(self, stage: str) -> None:
-        """Take the words from the data; those of a checkpoint, which is read afterwards, replace them."""
+        """Take the vocabularies from the data; those of a checkpoint, which is read afterwards, replace them."""
         super().setup(stage)
-        needed = stage == "fit" or (stage != "predict" and self.vocabularies is None)
-        if needed and hasattr(self._data, "source_vocabulary"):
-            self.vocabularies = self._data.source_vocabulary, self._data.target_vocabulary
-            self.normalisation = self._data.hparams.get("normalisation", self.normalisation)
+        data = self.data_module()
+        if (stage == "fit" or (stage != "predict" and self.vocabularies is None)) and isinstance(data, VocabularyData):
+            self.vocabularies, self.normalisation = data.vocabularies(), data.normalisation
 
     def _check_vocabularies(self) -> None:
         if self.vocabularies is None:
@@ -218,7 +216,7 @@ class Seq2SeqTranslator(Recipe):
         size = batch.target.shape[1] - 1
         if batch.numbers is None:
             return torch.rand(len(batch.target), size, device=batch.target.device) < share
-        seed = getattr(self._data, "hparams", {}).get("seed", 0)
+        seed = data_contract(self.data_module()).seed
         draws = uniform(seed, "teacher forcing", self.current_epoch, batch.numbers, size)
         return (draws < share).to(batch.target.device)
 
@@ -272,8 +270,9 @@ class Seq2SeqTranslator(Recipe):
 
     def _sentences(self, batch: TranslationBatch) -> tuple[list[str], list[str]]:
         """The sources and the references of a batch as text, unknown words as they are where the data tell."""
-        if batch.numbers is not None and hasattr(self._data, "target_sentences"):
-            return self._data.source_sentences(batch.numbers), self._data.target_sentences(batch.numbers)
+        data = self.data_module()
+        if batch.numbers is not None and isinstance(data, SentenceData):
+            return data.source_sentences(batch.numbers), data.target_sentences(batch.numbers)
         sides = zip(self._words(), (batch.source, batch.target), strict=True)
         sources, references = ([words.decode(row) for row in side.tolist()] for words, side in sides)
         # No translation matches a word that the vocabulary lacks, not even one that says <unk>.
@@ -287,7 +286,7 @@ class Seq2SeqTranslator(Recipe):
 
     @override
     def validation_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
-        share = self.hparams.val_sentences / max(1, getattr(self._data, "sizes", {}).get("val", 0))
+        share = self.hparams.val_sentences / max(1, data_contract(self.data_module()).sizes.get("val", 0))
         chosen = None
         if batch.numbers is not None and share < 1:
             # By the sentence's number, so that the choice is the same on any number of ranks.

@@ -1,6 +1,5 @@
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -130,12 +129,12 @@ class Data(pl.LightningDataModule):
 
     def __init__(self, names: tuple[str, ...] = ("ant", "bee", "wasp"), soft: bool = False, shape=(1, 8, 8)) -> None:
         super().__init__()
-        self.info = SimpleNamespace(classes=names)
+        self.class_names = names
         self.soft, self.shape = soft, shape
 
     @property
     def num_classes(self) -> int:
-        return len(self.info.classes)
+        return len(self.class_names)
 
     def _loader(self, soft: bool = False) -> DataLoader:
         generator = torch.Generator().manual_seed(1)

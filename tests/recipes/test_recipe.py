@@ -61,6 +61,11 @@ def test_what_does_not_make_the_experiment_is_a_parameter_and_joins_that_of_the_
     assert not recipe.free_parameters & recipe.call_parameters
 
 
+@pytest.mark.parametrize("recipe", [MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator])
+def test_a_data_module_without_the_contract_settles_nothing(recipe):
+    assert not any(recipe.settings_from_data(pl.LightningDataModule()).values())
+
+
 def trainer(**options: Any) -> pl.Trainer:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     return pl.Trainer(**(quiet | {"accelerator": "cpu", "logger": False, "devices": 1} | options))

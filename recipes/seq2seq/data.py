@@ -1,0 +1,30 @@
+"""What a translator takes from its data beside the batches, where the data module has it."""
+
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from datamodules.translation.text import Normalisation, Vocabulary
+
+__all__ = ["SentenceData", "VocabularyData"]
+
+
+@runtime_checkable
+class VocabularyData(Protocol):
+    """A data module with vocabularies, as `TranslationDataModule`."""
+
+    normalisation: Normalisation
+
+    def vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
+        """Of the source and of the target."""
+
+
+@runtime_checkable
+class SentenceData(Protocol):
+    """A data module that keeps its sentences as text, with the words that the vocabularies lack."""
+
+    def source_sentences(self, numbers: Tensor) -> list[str]:
+        """The source sentences with these numbers, int64 of shape (batch,)."""
+
+    def target_sentences(self, numbers: Tensor) -> list[str]:
+        """Their translations, to compare with."""
