@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "callbacks.*": f"{_DATA} datamodules.loading callbacks.checkpointing callbacks.drawing callbacks.lib",
     "recipes": "",
     "recipes.weights": "datamodules.errors",
-    "recipes.pretrained": "datamodules.errors recipes.weights",
+    "recipes.pretrained": "datamodules.errors datamodules.loading recipes.weights",
     "recipes.optim": "datamodules.errors",
     "recipes.recipe": f"{_CALLBACKS} recipes.optim",
     "recipes.classification": f"{_CALLBACKS} callbacks.drawing recipes.recipe",
