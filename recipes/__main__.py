@@ -1,0 +1,50 @@
+"""Lists the recipes and starts one: ``lightning-recipes mnist`` is the same as ``python -m recipes.mnist``."""
+
+import ast
+import difflib
+import os
+import sys
+from pathlib import Path
+from runpy import run_module
+
+__all__ = ["find_recipes", "main"]
+
+
+def find_recipes() -> dict[str, str]:
+    """The recipes, which are the folders beside this file with a ``__main__.py``, and what each says of itself."""
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("*/__main__.py")):
+        module = ast.parse(path.with_name("__init__.py").read_text())
+        found[path.parent.name] = (ast.get_docstring(module) or "").partition("\n")[0]
+    return found
+
+
+def _print_list(program: str) -> None:
+    print(f"usage: {program} RECIPE [fit|validate|test|predict|export] [flags]\n")  # noqa: T201
+    for name, summary in find_recipes().items():
+        print(f"{name}: {summary}")  # noqa: T201
+        print(f"  lightning-recipes {name} --help  or  python -m recipes.{name} --help")  # noqa: T201
+
+
+def main() -> None:
+    """Run what the command line of this process names: a recipe with its flags, or ``list``."""
+    program, args = "python -m recipes", sys.argv[1:]
+    if __name__ != "__main__":
+        program = "lightning-recipes"
+        # Python leaves the current folder out of the path of a console command; the processes that it starts do, too.
+        os.environ["PYTHONSAFEPATH"] = "1"
+    name = args[0] if args else "list"
+    if name in ("list", "-h", "--help"):
+        _print_list(program)
+    elif name in (recipes := find_recipes()):
+        del sys.argv[1]
+        run_module(f"recipes.{name}", {"PROGRAM": f"{program} {name}"}, run_name="__main__", alter_sys=True)
+    else:
+        close = difflib.get_close_matches(name, ["list", *recipes], n=1)
+        hint = f"did you mean {close[0]}?" if close else f"{program} list shows them"
+        print(f"error: there is no recipe {name!r}; {hint}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

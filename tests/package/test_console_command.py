@@ -1,0 +1,79 @@
+"""The console command starts every recipe, as ``python -m`` does, and finds recipes by their folders."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def _call(*command: str, root: Path = ROOT, folder: Path | None = None) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "PYTHONPATH": str(root), "COLUMNS": "100"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def console(tmp_path: Path) -> str:
+    """The script that an installation writes."""
+    path = tmp_path / "bin" / "lightning-recipes"
+    path.parent.mkdir()
+    path.write_text(f"#!{sys.executable}\nimport sys\nfrom recipes.__main__ import main\nsys.exit(main())\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_both_commands_list_the_recipes_and_how_each_is_started(console: str, tmp_path: Path) -> None:
+    for command in ([console, "list"], [console], [sys.executable, "-m", "recipes"]):
+        done = _call(*command, folder=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        for name in ("mnist", "resnet", "seq2seq"):
+            assert f"\n{name}: " in done.stdout
+            assert f"lightning-recipes {name} --help  or  python -m recipes.{name} --help" in done.stdout
+
+
+def test_the_list_imports_no_torch() -> None:
+    done = _call(sys.executable, "-c", "import recipes.__main__ as m, sys; m.main(); assert 'torch' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_recipe_has_the_same_help_from_both_commands(console: str, tmp_path: Path) -> None:
+    ours = _call(console, "mnist", "--help", folder=tmp_path)
+    theirs = _call(sys.executable, "-m", "recipes.mnist", "--help", folder=tmp_path)
+    assert ours.stdout.startswith("usage: lightning-recipes mnist ["), ours.stderr
+    assert ours.stdout.replace("lightning-recipes mnist", "python -m recipes.mnist") == theirs.stdout
+
+
+def test_a_mistake_in_the_flags_ends_with_status_2(console: str, tmp_path: Path) -> None:
+    done = _call(console, "mnist", "--max-epoch", "1", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: there is no flag --max-epoch; did you mean --max-epochs?\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"), [("minst", "did you mean mnist?"), ("translate", "lightning-recipes list shows them")]
+)
+def test_an_unknown_recipe_is_answered_in_one_line(console: str, tmp_path: Path, typed: str, hint: str) -> None:
+    done = _call(console, typed, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: there is no recipe '{typed}'; {hint}\n"
+
+
+def test_a_folder_recipes_in_the_current_folder_does_not_shadow_the_console_command(
+    console: str, tmp_path: Path
+) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "__init__.py").write_text("")
+    assert "\nmnist: " in _call(console, "list", folder=tmp_path).stdout
+
+
+def test_a_copied_folder_is_a_recipe(console: str, tmp_path: Path) -> None:
+    for package in ("recipes", "callbacks", "datamodules"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(tmp_path / "recipes" / "mnist", tmp_path / "recipes" / "mine")
+    assert "\nmine: " in _call(console, "list", root=tmp_path).stdout
+    done = _call(console, "mine", "--help", root=tmp_path)
+    assert done.stdout.startswith("usage: lightning-recipes mine ["), done.stderr
