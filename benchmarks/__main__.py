@@ -103,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from benchmarks.harness.measurements import Options, as_json, describe_machine, print_section, write_json
     from datamodules.errors import UserError
-    from recipes.launch.host import resolve_precision, tune_allocator
+    from recipes.launch.host_tuning import tune_allocator
+    from recipes.launch.precision import resolve_precision
 
     tuned = tune_allocator()  # Before the first large allocation.
     console = Console(highlight=False)

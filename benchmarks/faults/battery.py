@@ -88,11 +88,11 @@ class Struck:
 
 def _signal(name: str, status: int, world_size: int = 1, **fault: Any) -> Struck:
     """A signal loses nothing."""
-    return Struck({"kind": name, "at": 17, **fault}, "go on with", (status,), 0, world_size)
+    return Struck({"kind": name, "at": 17, **fault}, "resume with", (status,), 0, world_size)
 
 
 KILLED = (-signal.SIGKILL,)
-_WITHOUT_A_WORD = r"error: rank 1 \(node \d, .*\) ended without a word"
+_WITHOUT_REPORT = r"error: rank 1 \(node \d, .*\) ended without a report"
 _KILL: dict[str, Any] = {"kind": "kill", "at": 17}
 # In the second epoch, when there is a checkpoint besides last.ckpt.
 _LATE: dict[str, Any] = {"kind": "kill", "at": 34}
@@ -103,9 +103,9 @@ FAULTS: dict[str, Struck] = {
     "kill -9 in validation": Struck(_KILL | {"moment": "validation"}, "", KILLED, 2 * SAVE_EVERY),
     "kill -9 during a save": Struck(_KILL | {"moment": "save"}, "", KILLED),
     "kill -9 at an epoch's end": Struck(_KILL | {"moment": "epoch"}, "", KILLED, 2 * SAVE_EVERY),
-    "kill -9 of rank 1 of 2": Struck(_KILL | {"rank": 1}, _WITHOUT_A_WORD, world_size=2),
+    "kill -9 of rank 1 of 2": Struck(_KILL | {"rank": 1}, _WITHOUT_REPORT, world_size=2),
     "kill -9 of rank 0 of 2": Struck(_KILL | {"rank": 0}, "", KILLED, world_size=2),
-    "kill -9 of rank 1's node": Struck(_KILL | {"rank": 1}, _WITHOUT_A_WORD, world_size=2, by_hand=True),
+    "kill -9 of rank 1's node": Struck(_KILL | {"rank": 1}, _WITHOUT_REPORT, world_size=2, by_hand=True),
     "SIGTERM": _signal("term", 143),
     "SIGTERM in validation": _signal("term", 143, moment="validation"),
     "SIGTERM to rank 0 of 2": _signal("term", 143, 2, rank=0),
@@ -114,11 +114,11 @@ FAULTS: dict[str, Struck] = {
     "SIGUSR1": _signal("usr1", 138),
     "Ctrl-C": _signal("int", 130),
     "last.ckpt cut off": Struck(
-        _LATE, "", KILLED, None, damage=_truncate, resumed=r"last\.ckpt is passed over: it was cut off"
+        _LATE, "", KILLED, None, damage=_truncate, resumed=r"last\.ckpt is skipped: it was cut off"
     ),
-    "last.ckpt all zeros": Struck(_LATE, "", KILLED, None, damage=_zero, resumed=r"last\.ckpt is passed over"),
+    "last.ckpt all zeros": Struck(_LATE, "", KILLED, None, damage=_zero, resumed=r"last\.ckpt is skipped"),
     "last.ckpt with a flipped bit": Struck(
-        _LATE, "", KILLED, None, damage=_flip, resumed=r"last\.ckpt is passed over: it is damaged"
+        _LATE, "", KILLED, None, damage=_flip, resumed=r"last\.ckpt is skipped: it is damaged"
     ),
     "last.ckpt missing": Struck(_LATE, "", KILLED, None, damage=Path.unlink),
     "clock set back a year": Struck(_LATE, "", KILLED, damage=_set_clock_back),
@@ -315,7 +315,7 @@ def _resume(struck: Struck, run: _Run, outcome: Outcome, undisturbed: str) -> Ou
     status, output, _ = again.finish(again.start({}, ()))
     if status:
         outcome.faults.append(f"the resumed run ended with {status}: {_tail(output)}")
-    found = re.search(r"going on from .* after ([\d,]+) updates", output)
+    found = re.search(r"resuming from .* after ([\d,]+) updates", output)
     if struck.fault["kind"] != "disk":
         outcome.lost = done - (int(found[1].replace(",", "")) if found else 0)
     if struck.lost is not None and (outcome.lost or 0) > struck.lost:

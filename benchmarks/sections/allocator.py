@@ -25,7 +25,7 @@ def train(network: str, batch_size: int, steps: int, threads: int, tuned: bool) 
     import torch
     import torch.nn.functional as F
 
-    from recipes.launch.host import stop_gpu_search, tune_allocator
+    from recipes.launch.host_tuning import stop_gpu_search, tune_allocator
     from recipes.mnist.network import ClassicNet, MNISTNet
 
     stop_gpu_search()

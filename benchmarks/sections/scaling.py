@@ -35,7 +35,7 @@ from benchmarks.harness.measurements import (
 from benchmarks.harness.ring import Link, Reduction, fit_link, relative_errors
 from benchmarks.sections.fine_tuning import SETTLING
 from datamodules.errors import UserError
-from recipes.launch.host import resolve_precision
+from recipes.launch.precision import resolve_precision
 
 __all__ = ["run"]
 

@@ -38,7 +38,7 @@ from callbacks.seed_control import SeedControl
 from datamodules.loading.sampling import epoch_order
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
-from recipes.launch.host import resolve_precision
+from recipes.launch.precision import resolve_precision
 from recipes.seq2seq.recipe import Seq2SeqTranslator
 from recipes.seq2seq.scores import bleu, text_counts
 

@@ -34,7 +34,7 @@ from benchmarks.harness.measurements import (
     pin_threads,
 )
 from benchmarks.sections.input_pipeline import find_images, write_files
-from recipes.launch.host import resolve_precision
+from recipes.launch.precision import resolve_precision
 from recipes.mnist.network import MNISTNet
 
 __all__ = ["run"]

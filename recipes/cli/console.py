@@ -1,18 +1,19 @@
-"""What the command line prints, and what it keeps from being printed."""
+"""The program's name, and the log messages and warnings that it prints or suppresses."""
 
 import logging
 import sys
 import warnings
+from collections.abc import Callable
 
 from typing_extensions import override
 
-from recipes.launch.host import is_rank_zero
+from recipes.launch.rank_zero import is_rank_zero
 
-__all__ = ["program_name", "quiet", "say"]
+__all__ = ["configure_logging", "program_name"]
 
 
 def program_name() -> str:
-    """What the user typed to start us: ``python -m recipes.mnist``."""
+    """What the user typed to start the program: ``python -m recipes.mnist``."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if program := getattr(sys.modules["__main__"], "PROGRAM", None):
         return str(program)
@@ -22,30 +23,31 @@ def program_name() -> str:
 
 
 class _OneLine(logging.Handler):
-    """Our own notes, as a plain line each."""
+    """Prints each of our log messages as a plain line."""
+
+    def __init__(self, translate: Callable[[str], str]) -> None:
+        super().__init__()
+        self._translate = translate
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
-        # What one rank alone has met, such as a damaged file, no other says.
+        # A message about one rank, such as a damaged file, is logged by no other.
         if is_rank_zero() or getattr(record, "any_rank", False):
-            print(record.getMessage(), file=sys.stderr)  # noqa: T201
+            print(self._translate(record.getMessage()), file=sys.stderr)  # noqa: T201
 
 
-def quiet() -> None:
-    """Keep Lightning's tips, deprecations and notes about our own choices from the user."""
+def configure_logging(translate: Callable[[str], str] = str) -> None:
+    """Print our own messages as plain lines, and suppress tips and deprecation warnings of Lightning and others.
+
+    Args:
+        translate: turns parameters in our messages into flags.
+    """
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    profiles = logging.getLogger("lightning.pytorch.profilers")
-    profiles.setLevel(logging.INFO)
-    profiles.handlers, profiles.propagate = [_OneLine()], False
+    for name in ("lightning.pytorch.profilers", "lightning_recipes"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.handlers, logger.propagate = [_OneLine(translate)], False
     for module in ("lightning", "torch", "tensorboard", "torchmetrics"):
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
     warnings.filterwarnings("ignore", message=r".*(isinstance\(treespec, LeafSpec\)|trace might not generalize).*")
-    ours = logging.getLogger("lightning_recipes")
-    ours.setLevel(logging.INFO)
-    ours.handlers, ours.propagate = [_OneLine()], False
-
-
-def say(message: str) -> None:
-    if is_rank_zero():
-        print(message, flush=True)  # noqa: T201

@@ -1,7 +1,7 @@
 """A flat command line from the signatures of classes: one flag per parameter, in groups.
 
-jsonargparse reads names, types, defaults and texts from constructors and their docstrings. This file adds what people
-expect of a command line: dashes or underscores, bare switches, help on one page, and mistakes answered in a line.
+jsonargparse reads names, types, defaults and texts from constructors and their docstrings. This file adds what users
+expect of a command line: dashes or underscores, switches without values, help on one page, and errors in one line.
 """
 
 import difflib
@@ -11,8 +11,9 @@ import shutil
 import sys
 import textwrap
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import yaml
@@ -20,14 +21,15 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from typing_extensions import override
 
 from datamodules.errors import UserError
+from recipes.cli.messages import ALIASES, as_flags
 
 __all__ = ["FlagGroup", "FlagParser", "describe_type"]
 
 _SWITCH_VALUES = {"true", "false", "yes", "no", "1", "0", "null", "none"}
 
 
-# What people type who come from elsewhere, and no likeness of letters would find.
-_ALIASES = {
+# Names of other libraries and of the Trainer, whose spelling is not close to ours.
+_OTHER_NAMES = {
     "accumulate_grad_batches": "accumulate",
     "checkpoint": "ckpt",
     "ckpt_path": "ckpt",
@@ -44,10 +46,10 @@ class FlagGroup:
     """The flags of one class.
 
     Args:
-        title: its heading in the help.
-        cls: whose constructor is read.
+        title: the heading in the help.
+        cls: the class whose constructor is read.
         skip: parameters without a flag.
-        common: those that plain ``--help`` shows; None shows all.
+        common: parameters that ``--help`` shows; None shows all.
     """
 
     title: str
@@ -75,7 +77,7 @@ def describe_type(annotation: Any) -> str:
 
 
 def _type_name(annotation: Any) -> str:
-    """A type in a word, for the help."""
+    """A type in one word, for the help."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         joined = "|".join(map(str, arguments))
@@ -89,6 +91,14 @@ def _type_name(annotation: Any) -> str:
 
 def _allows_bare(annotation: Any) -> bool:
     return annotation is bool or (get_origin(annotation) in (Union, types.UnionType) and bool in get_args(annotation))
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _one_line(message: str) -> str:
+    return re.sub(r"\s+", " ", message.removeprefix("error: ")).strip()
 
 
 def _names_unknown_class(value: Any) -> bool:
@@ -126,16 +136,16 @@ class FlagParser(ArgumentParser):
         return getattr(action, "_typehint", None) or action.type
 
     def set_known_defaults(self, values: dict[str, Any]) -> None:
-        """Defaults from an older or another command line, that of a checkpoint say.
+        """Take defaults from other settings, such as those of a checkpoint.
 
-        What has no flag here is left out, and so is a class in a module that nobody has imported yet: a file of weights
-        shall not have code run.
+        Names without a flag are ignored, and so are classes in modules that are not imported yet, since a checkpoint
+        must not make the program import code.
         """
         known = {name: value for name, value in values.items() if name in self._flags}
         self.set_defaults({name: value for name, value in known.items() if not _names_unknown_class(value)})
 
     def as_plain(self, namespace: Namespace) -> dict[str, Any]:
-        """All settings as plain Python: what the file of settings would hold."""
+        """All settings as plain Python, as in a file of settings."""
         return yaml.safe_load(self.dump(namespace, skip_none=False))
 
     def select(self, config: dict[str, Any], title: str) -> dict[str, Any]:
@@ -147,7 +157,7 @@ class FlagParser(ArgumentParser):
         raise UserError(message)
 
     def _spell_out(self, args: Sequence[str]) -> list[str]:
-        """Underscores, values for bare switches, and a word about flags that do not exist."""
+        """Underscores in names, values for bare switches, and an error for flags that do not exist."""
         spelled = []
         for i, arg in enumerate(args):
             if re.match(r"-[A-Za-z]\w", arg):
@@ -161,7 +171,7 @@ class FlagParser(ArgumentParser):
                 name, equals, value = name[3:], "=", "false"
             known = name.split(".")[0]
             if known not in self._flags and name != "print_config":
-                close = [_ALIASES[known]] if _ALIASES.get(known) in self._flags else []
+                close = [_OTHER_NAMES[known]] if _OTHER_NAMES.get(known) in self._flags else []
                 close = close or difflib.get_close_matches(known, self._flags, n=1, cutoff=0.5)
                 hint = f"did you mean --{close[0].replace('_', '-')}?" if close else "--help-all lists the flags"
                 raise UserError(f"there is no flag --{flag}; {hint}")
@@ -170,7 +180,7 @@ class FlagParser(ArgumentParser):
             if bare and following not in _SWITCH_VALUES and not following.lstrip("-").isdigit():
                 equals, value = "=", "true"
             spelled += ["--config", value] if name == "config" and equals else [f"--{name}{equals}{value}"]
-        # jsonargparse lets the last one win; here the command line wins over the file, wherever the file is named.
+        # With jsonargparse the last one wins; here the command line wins over the file, wherever the file is named.
         files = [i for i, arg in enumerate(spelled) if arg == "--config" and i + 1 < len(spelled)]
         for i in reversed(files):
             spelled[:0] = [spelled.pop(i), spelled.pop(i)]
@@ -180,40 +190,66 @@ class FlagParser(ArgumentParser):
         """Read a command line."""
         args = self._spell_out(args)
         try:
-            config = self.parse_args(args)
-        except UserError as error:
-            raise UserError(self._in_a_line(str(error), args)) from None
+            return self.parse_args(args)
         except Exception as error:
-            raise UserError(self._in_a_line(str(error), args)) from error
-        return config
+            raise UserError(self._explain(args) or _one_line(str(error))) from error
 
-    def _in_a_line(self, message: str, args: Sequence[str]) -> str:
-        """jsonargparse explains a wrong value at length; a person wants the flag, the value and the type."""
-        key = re.search(r"[Kk]ey \"?'?([\w.]+)", message) or re.search(r"argument -*([\w.-]+)", message)
-        name = key[1].replace("-", "_") if key else ""
-        if name in self._flags and self._type(name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            wanted = describe_type(self._type(name))
-            given = [a.partition("=")[2] or b for a, b in zip(args, [*args[1:], ""]) if a.split("=")[0] == f"--{name}"]
-            if not given or given[-1].startswith("--") or "expected one argument" in message:
-                in_file = re.search(r"[Gg]ot value: (.*)", message)
-                if not in_file:
-                    return f"{flag} needs a value: {wanted}"
-                return f"{name}: {in_file[1]} in the file is not {wanted}"
-            return f"{flag} {given[-1]} is not {wanted}"
-        if missing := re.search(r"File does not exist: '?([^'\n]*)", message):
-            return f"there is no file {missing[1]}"
-        if stray := re.search(r"[Uu]nrecognized arguments: (\S+)", message):
-            return f"{stray[1]!r} is no flag and no value of one; a command such as test comes first"
-        if unknown := re.search(r"(?:Option|Key) '([^']+)' is not (?:accepted|expected)", message):
-            close = difflib.get_close_matches(unknown[1], self._flags, n=1, cutoff=0.5)
-            return f"there is no setting {unknown[1]}" + (f"; did you mean {close[0]}?" if close else "")
-        if problem := re.search(r"Problems parsing config: (.*)", message, re.DOTALL):
-            return "the file of settings cannot be read: " + re.sub(r"\s+", " ", problem[1]).strip()
-        return re.sub(r"\s+", " ", message.removeprefix("error: ")).strip()
+    def as_flags(self, message: str) -> str:
+        """A message about parameters, written with this parser's flags."""
+        return as_flags(message, self._flags, ALIASES)
+
+    def _failure(self, parse: Callable[[Any], Any], settings: Any) -> str | None:
+        try:
+            parse(settings)
+        except Exception as error:
+            return str(error)
+        return None
+
+    def _explain(self, args: Sequence[str]) -> str | None:
+        """The flag, setting or word that cannot be parsed, in one line; None where it is not found.
+
+        jsonargparse explains at length, in words that change between its versions. So each flag is parsed by itself.
+        """
+        required = self._failure(self.parse_args, [])
+        words = iter(range(len(args)))
+        for i in words:
+            if not args[i].startswith("--"):
+                if not any(action.nargs == "*" and not action.option_strings for action in self._actions):
+                    return f"{args[i]!r} is neither a flag nor the value of one; a command such as test comes first"
+                continue
+            name, equals, value = args[i][2:].partition("=")
+            if not equals:
+                if i + 1 == len(args) or args[i + 1].startswith("--"):
+                    return f"--{_dashed(name)} needs a value: {describe_type(self._type(name))}"
+                value = args[next(words)]
+            if name == "config":
+                if problem := self._explain_file(value):
+                    return problem
+            elif name in self._flags and self._failure(self.parse_args, [f"--{name}={value}"]) != required:
+                return f"--{_dashed(name)} {value} is not {describe_type(self._type(name))}"
+        return None
+
+    def _explain_file(self, path: str) -> str | None:
+        """The setting of a file that cannot be parsed."""
+        if not Path(path).is_file():
+            return f"there is no file {path}"
+        try:
+            settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            return f"the file of settings cannot be read: {_one_line(str(error))}"
+        if not isinstance(settings, dict):
+            return f"{path} holds no settings; expected lines such as seed: 1"
+        required = self._failure(self.parse_object, {})
+        for name, value in settings.items():
+            if name not in self._flags:
+                close = difflib.get_close_matches(str(name), self._flags, n=1, cutoff=0.5)
+                return f"there is no setting {name}" + (f"; did you mean {close[0]}?" if close else "")
+            if self._failure(self.parse_object, {name: value}) != required:
+                return f"{name}: {value} in the file is not {describe_type(self._type(name))}"
+        return None
 
     def print_flags(self, everything: bool = False) -> None:
-        """The help: grouped, a line per flag; `everything` adds the rarely used ones and whole texts."""
+        """Print the help: grouped, a line per flag; `everything` adds the rarely used flags and the full texts."""
         width = shutil.get_terminal_size((100, 24)).columns
         lines = []
         for group, names in self._shown:

@@ -4,7 +4,20 @@ import re
 import shlex
 from collections.abc import Collection, Mapping
 
-__all__ = ["as_flags"]
+__all__ = ["ALIASES", "as_flags"]
+
+ALIASES = {
+    "duration": "warmup",
+    "kind": "warmup_kind",
+    "start_factor": "warmup_start_factor",
+    "scale": "lr_scale",
+    "steps": "accumulate",
+    "group_size": "sync_bn",
+    "interval": "save_every",
+    "until": "freeze_until",
+    "patterns": "freeze_patterns",
+}
+"""Parameters of callbacks whose flag has another name."""
 
 # A Python literal: a string, brackets without brackets of the same kind in them, or what ends at a space or a comma.
 _VALUE = r"""'[^']*'|"[^"]*"|\{[^}]*\}|\[[^\]]*\]|\([^)]*\)|[^\s,;:)\]'"]*[^\s,;:)\]'".]"""

@@ -15,28 +15,27 @@ from typing_extensions import override
 
 from callbacks.lib.lightning_internals import set_writer
 from datamodules.errors import UserError
-from recipes.cli.console import say
 from recipes.cli.settings import RunSettings
-from recipes.launch.host import is_rank_zero
+from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
+from recipes.resume.resume_point import ResumePoint, locked
 from recipes.resume.saved_run import read_run
-from recipes.resume.start import Start, locked
 
 __all__ = ["loggers", "run_folder"]
 
-log = logging.getLogger("lightning_recipes.run_folder")
+log = logging.getLogger("lightning_recipes.cli")
 
 
 @contextmanager
 def run_folder(
-    settings: RunSettings, title: str, start: Start, worth_keeping: Callable[[], bool] = lambda: False
+    settings: RunSettings, title: str, start: ResumePoint, worth_keeping: Callable[[], bool] = lambda: False
 ) -> Iterator[Path]:
-    """The run's folder, for this call alone.
+    """The run's folder, locked for this process.
 
-    One that this call has made goes again when a mistake ends it, unless it is `worth_keeping`.
+    A new folder is removed when a `UserError` ends the run, unless it is `worth_keeping`.
     """
     folder = Path(start.folder) if start.folder else None
     if folder is None and settings.resume:
-        say(f"{settings.resume} lies in no run's folder: going on in a new one")
+        rank_zero_print(f"{settings.resume} is not in the folder of a run: resuming in a new folder")
     if not is_rank_zero():
         # Only rank 0 writes; Lightning tells the others where its checkpoints are.
         yield folder or Path(settings.run_dir) / title / "unknown"
@@ -52,7 +51,7 @@ def run_folder(
 
 
 def _make(folder: Path) -> bool:
-    """Whether it was this call that made it."""
+    """Make a folder; False where it exists."""
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
@@ -67,7 +66,7 @@ def _cannot_make(folder: Path, error: OSError) -> UserError:
 
 
 def _new_folder(settings: RunSettings, title: str) -> Path:
-    """A folder that nobody else has, with a number behind its name where that is taken."""
+    """A new folder, with a number after its name if that exists."""
     parent = Path(settings.run_dir) / title
     name = settings.name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder, number = parent / name, 1
@@ -83,22 +82,22 @@ def _cannot_log(name: str, error: OSError) -> None:
 
 
 class _Writer:
-    """TensorBoard's writer, which falls silent where it cannot write, as on a full disk, instead of ending the run."""
+    """TensorBoard's writer; after an error, such as a full disk, it writes no more and the run goes on."""
 
     def __init__(self, writer: Any) -> None:
-        self._writer, self._silent = writer, False
+        self._writer, self._failed = writer, False
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._writer, name)
         return partial(self._try, found) if callable(found) else found
 
     def _try(self, write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._silent:
+        if self._failed:
             return None
         try:
             return write(*args, **kwargs)
         except OSError as error:
-            self._silent = True
+            self._failed = True
             _cannot_log("TensorBoard", error)
             return None
 
@@ -109,35 +108,37 @@ class _TensorBoard(TensorBoardLogger):
     def experiment(self) -> Any:
         writer = super().experiment
         if is_rank_zero() and not isinstance(writer, _Writer):
-            # Where the parent keeps it, so that it is made once.
+            # Where the base class keeps it, so that it is made once.
             writer = _Writer(writer)
             set_writer(self, writer)
         return writer
 
     @override
     def save(self) -> None:
-        with _said_once(self, "TensorBoard"):
-            super().save()
+        # Without hparams.yaml, which TensorBoardLogger.save would write: config.yaml holds the settings.
+        with _warned_once(self, "TensorBoard"):
+            super(TensorBoardLogger, self).save()
 
 
 class _CSV(CSVLogger):
     @override
     def save(self) -> None:
-        with _said_once(self, "metrics.csv"):
-            super().save()
+        # Without hparams.yaml, as above.
+        with _warned_once(self, "metrics.csv"):
+            super(CSVLogger, self).save()
 
 
 @contextmanager
-def _said_once(logger: Any, name: str) -> Iterator[None]:
+def _warned_once(logger: Any, name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not getattr(logger, "_said", False):
+        if not getattr(logger, "_warned", False):
             _cannot_log(name, error)
-        logger._said = True
+        logger._warned = True
 
 
-def loggers(folder: Path, resume: str | None, config: dict[str, Any]) -> list[Logger]:
+def loggers(folder: Path, resume: str | None) -> list[Logger]:
     """TensorBoard and CSV in a run's folder; with `resume`, what was logged before that checkpoint stays."""
     rows: list[dict[str, Any]] = []
     metrics_file = folder / "metrics.csv"
@@ -146,9 +147,8 @@ def loggers(folder: Path, resume: str | None, config: dict[str, Any]) -> list[Lo
         with metrics_file.open(newline="") as file:
             rows = [{k: v for k, v in row.items() if v} for row in csv.DictReader(file) if int(row["step"]) < done]
     csv_logger = _CSV(str(folder), name="", version="")
-    csv_logger.log_hyperparams(config)
     if is_rank_zero() and rows:
-        # The logger begins with an empty file; what was logged up to the checkpoint stays in front.
+        # The logger starts with an empty file; what was logged up to the checkpoint is written first.
         csv_logger.experiment.metrics.extend(rows)
         csv_logger.save()
     tensorboard = _TensorBoard(str(folder), name="", version="", log_graph=True, default_hp_metric=False)

@@ -1,4 +1,4 @@
-"""The settings that belong to a run rather than to its network or data, and the callbacks that carry them out."""
+"""The settings of a run, as opposed to its network and data, and the callbacks that implement them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,44 +20,44 @@ from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
 from callbacks.warmup_lr import Kind, Scale, WarmupLR
 from datamodules.errors import UserError
-from recipes.launch.host import Precision
+from recipes.launch.precision import Precision
 from recipes.recipe import Recipe
 
 __all__ = ["RunSettings", "checkpoint_callbacks", "global_batch_text", "learning_rate_scale", "run_callbacks"]
 
-# Adaptive optimisers divide by the size of the gradient, so noise grows with the square root only.
+# Adaptive optimisers divide by the size of the gradient, so noise grows only with the square root.
 _LINEAR = {"sgd", "asgd"}
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a run is named and stored, and how it is split without changing what it learns.
+    """How a run is named, stored and divided, without an effect on what it learns.
 
     Args:
-        name: the run's folder in RUN_DIR/RECIPE/; a number is added where it exists; by default the time.
+        name: the run's folder in RUN_DIR/RECIPE/, with a number if it exists; by default the time.
         run_dir: folder of all runs.
-        resume: checkpoint to go on from, in its run's folder and with its settings; auto finds the newest good one of
-            this run, which is what restarts of torchrun and Slurm jobs do unless told none.
-        resume_anyway: go on although the settings ask for another experiment.
+        resume: checkpoint to resume from, in its run's folder and with its settings; auto finds the newest valid
+            checkpoint of the run, or starts fresh; the default is auto in jobs that are restarted, else none.
+        resume_anyway: resume although the settings are of another experiment.
         save_every: how often last.ckpt is saved, as in "500 steps", "2 epochs" or "10 minutes".
         save_top_k: how many of the best checkpoints are kept; -1 keeps all.
-        ckpt: checkpoint to validate, test or predict with; its settings are the defaults.
+        ckpt: checkpoint to validate, test, predict with or export; its settings are the defaults.
         output: JSON or CSV file for scores and predictions, or the file that export writes.
         format: of the file that export writes.
-        seed: of everything random.
-        deterministic: stop at operations that have no deterministic form.
+        seed: seed of all random numbers.
+        deterministic: stop at operations without a deterministic implementation.
         benchmark: let cuDNN choose its algorithms by timing them.
-        precision: of the arithmetic; auto takes bf16-mixed where the hardware is fast at it.
+        precision: of the arithmetic; auto is bf16-mixed where the hardware has fast bf16, else 32-true.
         global_batch_size: samples per update on all devices; accumulation follows from it.
-        accumulate: micro-batches per update, or by moment, as in '{0: 8, "2 epochs": 4}'.
-        warmup: how long the learning rate rises to its schedule, as in "500 steps", "2 epochs" or "5%".
-        warmup_kind: the curve of the rise.
-        warmup_start_factor: the share of the learning rate that it begins with.
+        accumulate: micro-batches per update, or from when on how many, as in '{0: 8, "2 epochs": 4}'.
+        warmup: duration of the learning rate warm-up, as in "500 steps", "2 epochs" or "5%".
+        warmup_kind: shape of the warm-up.
+        warmup_start_factor: fraction of the learning rate at the first update of the warm-up.
         lr_scale: how the learning rate follows the global batch; auto is linear for SGD, sqrt for adaptive ones.
         base_batch_size: the global batch that the learning rate is stated for; by default the recipe's.
-        sync_bn: BatchNorm over all devices, or over groups of so many.
-        tune_allocator: keep large blocks of memory between steps (Linux on CPU).
-        lean_loop: take the short way through Lightning's step, where nothing needs the long one.
+        sync_bn: synchronise BatchNorm over all devices, or over groups of this many.
+        tune_allocator: keep freed memory for the next step (Linux, CPU).
+        lean_loop: use a faster implementation of Lightning's training step, where possible.
     """
 
     name: str | None = None
@@ -92,18 +92,22 @@ def learning_rate_scale(rule: str, optimizer: str) -> Scale | None:
     return None if rule == "none" else rule  # type: ignore[return-value]
 
 
-def global_batch_text(settings: RunSettings, data: Mapping[str, Any], trainer: pl.Trainer) -> str:
-    """What an update sees, as devices x nodes x batch x accumulation: a part of a run's first line.
+def global_batch_text(
+    settings: RunSettings, data: Mapping[str, Any], trainer: pl.Trainer, tokens_parameter: str | None = None
+) -> str:
+    """The global batch, as devices x nodes x batch x accumulation: a part of a run's first line.
 
     Args:
-        data: settings of the data, such as ``batch_size``; batches that are cut by words hold as many as fit.
+        data: arguments of the data module, such as ``batch_size``.
+        tokens_parameter: the argument that, where it is given, limits a batch by tokens.
     """
-    batch_size = data.get("max_tokens") or data.get("batch_size")
+    tokens = data.get(tokens_parameter) if tokens_parameter else None
+    batch_size = tokens or data.get("batch_size")
     if not isinstance(batch_size, int):
         return ""
-    if data.get("max_tokens") and settings.global_batch_size is not None:
-        return f"global batch {settings.global_batch_size} in batches of {batch_size} words, "
-    of = " words" if data.get("max_tokens") else ""
+    if tokens and settings.global_batch_size is not None:
+        return f"global batch {settings.global_batch_size} in batches of {batch_size} tokens, "
+    of = " tokens" if tokens else ""
     at_once = trainer.world_size * batch_size
     factor = settings.accumulate
     if settings.global_batch_size is not None:
@@ -115,11 +119,11 @@ def global_batch_text(settings: RunSettings, data: Mapping[str, Any], trainer: p
 
 
 def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> list[Callback]:
-    """What keeps a run exact however it is split."""
+    """The callbacks of every run."""
     scale = learning_rate_scale(settings.lr_scale, recipe.hparams.optimizer)
     base = settings.base_batch_size or recipe.base_batch_size
     callbacks: list[Callback] = [
-        # First, so that the others see the window's factor.
+        # First, so that the others read the factor of the current window.
         GradientAccumulation(settings.accumulate, settings.global_batch_size),
         seeds,
         WarmupLR(settings.warmup, settings.warmup_kind, settings.warmup_start_factor, scale, base if scale else None),
@@ -133,7 +137,7 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
 
 
 def checkpoint_callbacks(folder: Path, monitor: str | None, recipe: Recipe, settings: RunSettings) -> list[Callback]:
-    """Keep the best and the last checkpoints of a run in its folder; without a score the last is the best."""
+    """The callbacks that save the best and the last checkpoint; without a monitored score the last is the best."""
     if settings.save_top_k < -1:
         raise UserError(f"cannot keep {settings.save_top_k} checkpoints; pass --save-top-k 3, or -1 for all")
     best = ExactCheckpoint(
@@ -144,5 +148,5 @@ def checkpoint_callbacks(folder: Path, monitor: str | None, recipe: Recipe, sett
         save_top_k=settings.save_top_k if monitor is not None else min(1, abs(settings.save_top_k)),
         enable_version_counter=False,
     )
-    # The last comes second, so that its file knows the best.
+    # The last comes second, so that its file contains the path of the best.
     return [best, LastCheckpoint(folder / "checkpoints", settings.save_every)]

@@ -1,7 +1,6 @@
-"""Why a run of several processes ends: what the ranks report, and which of it is the cause.
+"""The cause of a run's failure, from what its ranks report.
 
-One failure brings many: the others lose their connection to the rank that failed and fail in their turn. The cause is
-what explains the rest.
+One failure causes others: the remaining ranks lose their connection to the rank that failed, and fail too.
 """
 
 from collections.abc import Sequence
@@ -9,12 +8,20 @@ from dataclasses import dataclass
 
 from datamodules.errors import UserError
 
-__all__ = ["Report", "first_line", "is_consequence", "judge", "report_of"]
+__all__ = ["RankReport", "classify_exception", "failure_cause", "first_line", "is_consequence"]
 
-# Seconds in which a better explanation may arrive, by what is reported.
-_PATIENCE = {"user": 2.0, "raised": 0.3, "raising": 10.0, "lost": 0.0, "cut off": 0.0, "left": 5.0, "followed": 4.0}
-# What explains most comes first. A rank that left on purpose makes others fail, and they are no news then.
-_ORDER = ("user", "raised", "raising", "left", "lost", "cut off", "followed")
+# Seconds to wait for a report that explains more, by the kind of a report.
+_WAIT = {
+    "user_error": 2.0,
+    "exception": 0.3,
+    "exception_pending": 10.0,
+    "lost": 0.0,
+    "unreachable": 0.0,
+    "exit": 5.0,
+    "consequence": 4.0,
+}
+# The kind that explains most comes first. A rank that exits on purpose makes others fail.
+_ORDER = ("user_error", "exception", "exception_pending", "exit", "lost", "unreachable", "consequence")
 _CONSEQUENCES = (
     "connection closed by peer",
     "connection reset by peer",
@@ -32,13 +39,13 @@ _CONSEQUENCES = (
 
 
 @dataclass(frozen=True)
-class Report:
-    """What became of one rank.
+class RankReport:
+    """How one rank ended.
 
     Args:
-        kind: user (a mistake of the user's), raised (an exception), raising (the same, still being handled), left (on
-            purpose, as on a signal), lost (its process ended without a word), cut off (its node does not answer) or
-            followed (an exception that another rank's end explains).
+        kind: user_error (the user can correct it), exception, exception_pending (an exception that is still being
+            handled), exit (on purpose, as on a signal), lost (the process ended without a report), unreachable (its
+            node does not answer) or consequence (an exception that the end of another rank explains).
         line: the first line of the error.
         status: the exit status that belongs to it.
         at: when it arrived, in seconds.
@@ -54,21 +61,21 @@ class Report:
 
     @property
     def due(self) -> float:
-        """When to stop waiting for a better explanation."""
+        """When to stop waiting for a report that explains more."""
         if self.rank == 0:
-            # A user's mistake is mostly everybody's, and then it is rank 0 that says so. Leaving, it may have to save.
-            return self.at + {"user": 0.3, "left": 25.0}.get(self.kind, _PATIENCE[self.kind])
-        return self.at + _PATIENCE[self.kind]
+            # A user error mostly occurs on all ranks, and rank 0 prints it. Before it exits, rank 0 may have to save.
+            return self.at + {"user_error": 0.3, "exit": 25.0}.get(self.kind, _WAIT[self.kind])
+        return self.at + _WAIT[self.kind]
 
     def describe(self) -> str:
-        """The line that the user reads."""
+        """The line that is printed."""
         where = f"rank {self.rank} (node {self.node}, {self.host})"
-        if self.kind == "user":
+        if self.kind == "user_error":
             return f"error on {where}: {self.line}"
         if self.kind == "lost":
-            return f"error: {where} ended without a word: it was killed, ran out of memory, or crashed in native code"
-        if self.kind == "cut off":
-            return f"error: {where} does not answer any more: its node or the network is down"
+            return f"error: {where} ended without a report: it was killed, ran out of memory, or crashed in native code"
+        if self.kind == "unreachable":
+            return f"error: {where} does not answer: its node or the network is down"
         return f"error: {where} failed: {self.line}"
 
 
@@ -79,7 +86,7 @@ def first_line(error: BaseException) -> str:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether another rank's end may be all that an exception says.
+    """Whether an exception may only reflect the end of another rank.
 
     Example:
         >>> is_consequence(RuntimeError("[gloo/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:2"))
@@ -91,28 +98,28 @@ def is_consequence(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(part in text for part in _CONSEQUENCES)
 
 
-def report_of(error: BaseException) -> tuple[str, str, int]:
+def classify_exception(error: BaseException) -> tuple[str, str, int]:
     """The kind, the line and the exit status of an exception that ends a rank."""
     if isinstance(error, UserError):
-        return "user", str(error), 2
+        return "user_error", str(error), error.exit_status
     if isinstance(error, KeyboardInterrupt):
-        return "left", "", 130
+        return "exit", "", 130
     if isinstance(error, SystemExit):
-        return "left", "", error.code if isinstance(error.code, int) else int(error.code is not None)
-    return ("followed" if is_consequence(error) else "raised"), first_line(error), 1
+        return "exit", "", error.code if isinstance(error.code, int) else int(error.code is not None)
+    return ("consequence" if is_consequence(error) else "exception"), first_line(error), 1
 
 
-def judge(reports: Sequence[Report], now: float) -> Report | None:
-    """The report that explains the end of the run, as soon as there is nothing more to wait for.
+def failure_cause(reports: Sequence[RankReport], now: float) -> RankReport | None:
+    """The report that explains the end of the run; None while a better one may still arrive.
 
     Example:
-        >>> followed = Report(0, 0, "a", "followed", "Connection closed by peer", at=1.0)
-        >>> lost = Report(3, 1, "b", "lost", at=1.1)
-        >>> judge([followed], now=2.0) is None, judge([followed, lost], now=2.0).rank
+        >>> consequence = RankReport(0, 0, "a", "consequence", "Connection closed by peer", at=1.0)
+        >>> lost = RankReport(3, 1, "b", "lost", at=1.1)
+        >>> failure_cause([consequence], now=2.0) is None, failure_cause([consequence, lost], now=2.0).rank
         (True, 3)
     """
-    # A rank that leaves takes its time, and what becomes of the others meanwhile is no news.
-    leaving = [report.due for report in reports if report.kind == "left"]
-    if not reports or now < (max(leaving) if leaving else min(report.due for report in reports)):
+    # A rank that exits on purpose may take a while; reports that arrive meanwhile are its consequences.
+    exiting = [report.due for report in reports if report.kind == "exit"]
+    if not reports or now < (max(exiting) if exiting else min(report.due for report in reports)):
         return None
     return min(reports, key=lambda report: (_ORDER.index(report.kind), report.rank, report.at))

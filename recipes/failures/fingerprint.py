@@ -1,4 +1,4 @@
-"""What a rank runs, to be compared with the others: versions, code and settings."""
+"""Versions, source code and settings of a rank, to compare it with the other ranks."""
 
 import hashlib
 import platform
@@ -16,7 +16,7 @@ _PACKAGES = ("recipes", "callbacks", "datamodules")
 
 
 def code_version(files: Iterable[Path]) -> str:
-    """Twelve digits that change with the sources."""
+    """The first twelve digits of a SHA-256 of source files."""
     digest = hashlib.sha256()
     for path in sorted(set(files), key=lambda path: (path.parent.name, path.name)):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -32,11 +32,11 @@ def _sources(classes: Iterable[type]) -> list[Path]:
 
 
 def fingerprint(settings: dict[str, Any], classes: Iterable[type] = ()) -> dict[str, Any]:
-    """Everything that has to be the same on all ranks, by name.
+    """Everything that has to be equal on all ranks, by name.
 
     Args:
-        settings: of the experiment, as plain Python; where files lie may differ.
-        classes: the user's, whose files belong to the code.
+        settings: of the experiment, as plain Python; folders may differ.
+        classes: the user's classes, whose files belong to the code.
     """
     same = {k: v for k, v in settings.items() if not k.endswith("_dir")}
     return same | {

@@ -1,7 +1,7 @@
-"""Processes whose parent is gone end, instead of waiting for a run that is over.
+"""Processes whose parent has ended end too.
 
-Lightning's launcher does not know of a child yet when a signal ends it in the middle of starting one; the workers of a
-torchrun that was killed go on training behind the back of those that replace them.
+Lightning's launcher has not registered a child yet when a signal ends it while starting one; the workers of a torchrun
+that was killed go on training beside the workers that replace them.
 """
 
 import contextlib
@@ -10,17 +10,17 @@ import threading
 import time
 from collections.abc import Mapping, MutableMapping
 
-__all__ = ["declare_parent", "end_with_parent", "forget_strangers", "parent_of_rank"]
+__all__ = ["declare_parent", "drop_inherited_variables", "exit_with_parent", "parent_of_rank"]
 
 _PARENT = "LIGHTNING_RECIPES_PARENT"
 _OF_PARENT = "LIGHTNING_RECIPES_"
 _TICK = 0.5
-# For the end of a run in order, in which the parent may be the first to have put its house in order.
-_PATIENCE = 3.0
+# In a regular end of the run the parent may be the first process to exit.
+_WAIT = 3.0
 
 
 def declare_parent(env: MutableMapping[str, str]) -> None:
-    """Tell the processes that this one will start who their parent is."""
+    """Record this process as the parent of the processes that it will start."""
     env[_PARENT] = str(os.getpid())
 
 
@@ -34,10 +34,10 @@ def _is_alive(process: int) -> bool:
     return True
 
 
-def forget_strangers(env: MutableMapping[str, str]) -> None:
-    """Drop what a process that has not started this one left in the environment for its children.
+def drop_inherited_variables(env: MutableMapping[str, str]) -> None:
+    """Remove our variables if they were set by a process that is not the parent of this one.
 
-    A program that calls `run` and starts others later hands it on to them, too.
+    A program that calls `run` and starts other programs later passes its environment on to them.
     """
     told = env.get(_PARENT, "")
     if not told.isdigit() or int(told) in (os.getpid(), os.getppid()) or not _is_alive(int(told)):
@@ -47,7 +47,7 @@ def forget_strangers(env: MutableMapping[str, str]) -> None:
 
 
 def parent_of_rank(env: Mapping[str, str]) -> int | None:
-    """The process without which this one has no business: rank 0 of the node, or torchrun; None where there is none.
+    """The process whose end has to end this one: the first rank of the node, or torchrun; None where there is none.
 
     Example:
         >>> parent_of_rank({"LIGHTNING_RECIPES_PARENT": "71", "LOCAL_RANK": "1"})
@@ -57,16 +57,16 @@ def parent_of_rank(env: Mapping[str, str]) -> int | None:
     """
     if "TORCHELASTIC_RUN_ID" in env:
         return os.getppid()
-    # The variable stays where it was set, too: in rank 0 of the node.
+    # The variable is also set in the process that set it, the first rank of the node.
     told = env.get(_PARENT, "")
     given = told.isdigit() and told != str(os.getpid()) and env.get("LOCAL_RANK", "0") != "0"
     return int(told) if given else None
 
 
-def end_with_parent(env: Mapping[str, str]) -> None:
+def exit_with_parent(env: Mapping[str, str]) -> None:
     """End this process a few seconds after its parent has."""
     parent = parent_of_rank(env)
-    if parent is None or os.name == "nt":  # Windows knows no new parent of an orphan.
+    if parent is None or os.name == "nt":  # On Windows the parent of an orphan does not change.
         return
     threading.Thread(target=_guard, args=(parent,), daemon=True, name="parent").start()
 
@@ -74,8 +74,8 @@ def end_with_parent(env: Mapping[str, str]) -> None:
 def _guard(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_TICK)
-    time.sleep(_PATIENCE)
+    time.sleep(_WAIT)
     with contextlib.suppress(OSError):
-        os.write(2, f"error: process {os.getpid()} ends, as process {parent} that started it is gone\n".encode())
-    # The main thread may wait in a call that no exception ends.
+        os.write(2, f"error: process {os.getpid()} ends, because process {parent} that started it has ended\n".encode())
+    # The main thread may wait in a call that no exception interrupts.
     os._exit(1)

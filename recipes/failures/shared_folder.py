@@ -1,4 +1,4 @@
-"""All nodes have to see the run's folder: rank 0 writes its checkpoints there, and all ranks read the best one."""
+"""All nodes have to share the run's folder: rank 0 writes checkpoints there, and all ranks read the best one."""
 
 import secrets
 import socket
@@ -15,14 +15,14 @@ from datamodules.errors import UserError
 __all__ = ["SharedFolder"]
 
 _MARK = ".seen-by-all"
-_PATIENCE = 5.0  # Seconds for a network file system.
+_TIMEOUT = 5.0  # Seconds for a network file system.
 
 
 def _sees(mark: Path, token: str) -> bool:
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _TIMEOUT
     while True:
         try:
-            # NFS remembers for a minute that something is not there, until the folder above is listed.
+            # NFS caches for a minute that a file does not exist, until its folder is listed.
             for parent in reversed(mark.parents[:3]):
                 list(parent.iterdir())
             if mark.read_text() == token:
@@ -35,12 +35,12 @@ def _sees(mark: Path, token: str) -> bool:
 
 
 class SharedFolder(pl.Callback):
-    """Refuses a run whose nodes do not all see its folder, which would train to its end and fail then.
+    """Refuses a run whose nodes do not share its folder; it would fail only after training.
 
     Runs on: `setup` of a training on several nodes.
 
     Args:
-        folder: the run's; that of rank 0 counts.
+        folder: the folder of the run, as rank 0 has it.
 
     Raises:
         UserError: on all ranks.
@@ -62,9 +62,9 @@ class SharedFolder(pl.Callback):
         dist.all_gather_object(answers, None if seen else (trainer.node_rank, socket.gethostname()))
         if trainer.is_global_zero:
             (self.folder / _MARK).unlink()
-        if blind := sorted({answer for answer in answers if answer}):
-            nodes = ", ".join(f"node {number} ({host})" for number, host in blind)
+        if without := sorted({answer for answer in answers if answer}):
+            nodes = ", ".join(f"node {number} ({host})" for number, host in without)
             raise UserError(
-                f"the run's folder {folder} of node 0 is not the one that {nodes} sees there; pass a --run-dir that all"
+                f"the run's folder {folder} of node 0 is not the one that {nodes} sees there; pass a `run_dir` that all"
                 " nodes share, such as one in the home folder of a cluster"
             )

@@ -1,4 +1,4 @@
-"""What this machine has to train on."""
+"""The devices of this machine."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,23 +7,23 @@ import torch
 
 from datamodules.errors import UserError
 
-__all__ = ["Machine", "devices_of", "machine", "number_of_devices"]
+__all__ = ["Machine", "detect_machine", "devices_of", "number_of_devices"]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The kind of device that a run will use here, and how many there are.
+    """The kind of device that a run uses here, and how many there are.
 
     Args:
-        kind: as torch names it, or what the user called an accelerator that we do not know.
-        count: devices of that kind; None where any number of processes will do, as on CPUs.
+        kind: as torch names it, or the name of another accelerator.
+        count: devices of that kind; None where any number of processes is possible, as on CPUs.
     """
 
     kind: str
     count: int | None = None
 
 
-def machine(accelerator: Any = "auto") -> Machine:
+def detect_machine(accelerator: Any = "auto") -> Machine:
     """The devices that ``--accelerator`` stands for on this machine."""
     name = accelerator if isinstance(accelerator, str) else type(accelerator).__name__.lower()
     name = name.removesuffix("accelerator")
@@ -37,7 +37,7 @@ def machine(accelerator: Any = "auto") -> Machine:
 
 
 def _named(devices: Any) -> list[int] | None:
-    """The devices that are called by their indices; None where none are."""
+    """The indices of the devices, where they are given as such; else None."""
     if isinstance(devices, str) and "," in devices:
         parts = [part.strip() for part in devices.split(",") if part.strip()]
         return [int(part) for part in parts] if all(part.isdigit() for part in parts) else None
@@ -62,15 +62,15 @@ def number_of_devices(devices: Any, here: Machine) -> int:
         return max(1, here.count or 1)
     if (named := _named(devices)) is not None:
         text = str(len(named))
-    # What is no number at all the Trainer refuses in its own words.
+    # The Trainer refuses what is not a number.
     count = int(text) if text.lstrip("-").isdigit() else 1
     if count < 1:
-        raise UserError(f"--devices {devices} asks for none; pass 1 or more, auto, or indices such as 0,1")
+        raise UserError(f"--devices {devices} requests none; pass 1 or more, auto, or indices such as 0,1")
     return count
 
 
 def devices_of(count: int, asked: Any, here: Machine) -> int | list[int]:
-    """What a node's processes train on whom another has started: the devices that were named, or the first ones.
+    """The devices of processes that a launcher has started: those given by index, or the first ones.
 
     Args:
         count: of the processes.

@@ -1,4 +1,4 @@
-"""By which of this machine's network interfaces the other nodes reach it."""
+"""The network interface and address by which other nodes reach this machine."""
 
 import contextlib
 import ipaddress
@@ -12,13 +12,13 @@ except ImportError:  # Windows
 
 __all__ = ["address_for_others", "interface_towards", "own_address"]
 
-_SIOCGIFADDR = 0x8915  # Of Linux: the address of an interface.
-_ELSEWHERE = "198.51.100.1"  # An address of documentation, RFC 5737: behind the way out.
+_SIOCGIFADDR = 0x8915  # Linux: get the address of an interface.
+_ELSEWHERE = "198.51.100.1"  # An address for documentation (RFC 5737), behind the default route.
 
 
 def own_address(address: str, port: int = 1) -> str:
-    """The address under which this machine is seen by who reaches `address`; nothing is sent."""
-    # An address of the older kind first: not every network that has the newer ones carries them.
+    """The address of this machine on the route to `address`; nothing is sent."""
+    # IPv4 first: not every network with IPv6 addresses routes them.
     found = sorted(socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM), key=lambda info: info[0])
     family, place = found[0][0], found[0][4]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -33,9 +33,9 @@ def _is_loopback(address: str) -> bool:
 
 
 def address_for_others(address: str, port: int = 1) -> str:
-    """What this machine is to tell other nodes to reach it, of whom one is at `address`, be it this machine itself.
+    """The address to publish to other nodes, given the address of one of them, or of this machine.
 
-    Debian gives a machine's own name the address 127.0.1.1, of which others would find themselves: then the name.
+    Debian resolves a machine's own name to 127.0.1.1, a loopback address: then the name is published.
     """
     own = own_address(address, port)
     return address if _is_loopback(own) else own
@@ -45,16 +45,16 @@ def _address_of(interface: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError:  # It has no such address.
+        except OSError:  # The interface has no IPv4 address.
             return None
     return socket.inet_ntoa(answer[20:24])
 
 
 def interface_towards(address: str) -> str | None:
-    """The interface through which this machine reaches another one, or None where that cannot be told.
+    """The interface on the route to another machine; None where it cannot be determined.
 
-    Of an address of this machine itself, the interface that has it. Where only this machine's own name for itself leads
-    to the loopback interface, it is the one by which the rest of the world is reached.
+    For an address of this machine, the interface that has it. Where this machine's own name resolves to the loopback
+    interface, the interface of the default route.
     """
     if fcntl is None:
         return None

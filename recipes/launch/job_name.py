@@ -1,4 +1,4 @@
-"""What the restarts of a launch have in common, and other launches do not: the name under which a job finds its run."""
+"""The name of a job, which its restarts share and other jobs do not: a restarted job finds its run by it."""
 
 import os
 import re
@@ -14,7 +14,7 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def _slurm_name(environment: Mapping[str, str]) -> str | None:
-    """Of a step of a batch job; in an interactive one a person may run several things."""
+    """For a step of a batch job; in an interactive job a user may run several programs."""
     if not is_batch_job(environment) or "SLURM_PROCID" not in environment:
         return None
     job, step = environment["SLURM_JOB_ID"], environment.get("SLURM_STEP_ID", "0")
@@ -27,15 +27,15 @@ def _torchrun_restarts(environment: Mapping[str, str]) -> bool:
 
 
 def is_restarted(environment: Mapping[str, str]) -> bool:
-    """Whether somebody starts this launch again: a requeue of Slurm, or a torchrun that may restart."""
+    """Whether the launch may be restarted: by a requeue of Slurm, or by torchrun."""
     return _slurm_name(environment) is not None or _torchrun_restarts(environment)
 
 
 def launch_name(environment: Mapping[str, str]) -> str | None:
-    """A name of this job that its restarts and requeues share, and other jobs do not; None where nobody restarts us.
+    """A name of this job that its restarts and requeues share, and other jobs do not; None without restarts.
 
     Raises:
-        UserError: torchrun restarts us on several nodes, and nothing tells this job from others.
+        UserError: torchrun restarts the run on several nodes, and nothing identifies this job.
 
     Example:
         >>> launch_name({"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"})
@@ -43,17 +43,17 @@ def launch_name(environment: Mapping[str, str]) -> str | None:
     """
     slurm = _slurm_name(environment)
     run = environment.get("TORCHELASTIC_RUN_ID", "none")
-    # --standalone draws an id, another one when Slurm puts the job back into the queue.
+    # --standalone generates an id, and another one after Slurm has requeued the job.
     given = run != "none" and not (slurm and _UUID.fullmatch(run))
     if given and is_restarted(environment):
         return f"elastic-{re.sub(r'[^A-Za-z0-9._-]', '_', run)}"
     if slurm or not _torchrun_restarts(environment):
         return slurm
     if environment.get("GROUP_WORLD_SIZE", "1") != "1":
-        # Address and port of the agents' store are other ones in each round, and so may be the first node.
+        # Address and port of the agents' store change in each round, and so may the first node.
         raise UserError(
-            "torchrun starts this run again after a failure, and without a name it would begin anew each time: add"
-            " --rdzv-id NAME to torchrun's flags on every node, or pass --name NAME, or --resume none to begin anew"
+            "torchrun restarts this run after a failure, and without a name each restart would start fresh: add"
+            " --rdzv-id NAME to torchrun's flags on every node, or pass --name NAME, or --resume none to start fresh"
         )
-    # On one node the agent, which outlives its workers, tells jobs apart.
+    # On one node the agent, which outlives its workers, identifies the job.
     return f"elastic-{socket.gethostname()}-{os.getppid()}"

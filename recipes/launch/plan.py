@@ -1,6 +1,6 @@
-"""Who started this process, and which part of the run it is: a function of environment, flags and devices.
+"""The rank of this process in the run: a function of environment, flags and devices.
 
-Every way of starting a run is settled here, before anything can wait for anybody, and what cannot succeed is refused
+Every way to start a run is resolved here, before any process waits for another. A launch that cannot succeed is refused
 with the command to type instead.
 """
 
@@ -13,22 +13,22 @@ from recipes.launch.devices import Machine, number_of_devices
 from recipes.launch.settings import DEFAULT_PORT, Command, LaunchSettings
 from recipes.launch.slurm import slurm_step
 
-__all__ = ["Command", "Launch", "LaunchSettings", "check_precision", "plan_launch"]
+__all__ = ["LAUNCHER_VARIABLE", "Launch", "plan_launch"]
 
-MARK = "LIGHTNING_RECIPES_LAUNCHER"
+LAUNCHER_VARIABLE = "LIGHTNING_RECIPES_LAUNCHER"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The part of a run that this process is.
+    """Which process of the run this one is.
 
     Args:
-        launcher: who started the processes: local (we do), hand (the user, on each node), torchrun or slurm.
-        devices: processes on each node, one a device.
+        launcher: what started the processes: local (this program), manual (the user, on each node), torchrun or slurm.
+        devices: processes on each node, one for each device.
         address: of node 0; None where the run is one process.
-        port: of node 0; None where node 0 takes a free one.
-        spawns: this process starts the others of its node.
-        joins: this process is one that another has started and that comes after the nodes have met.
+        port: of node 0; None where node 0 chooses a free one.
+        spawns: this process starts the other processes of its node.
+        joins: another process of the node started this one, after the rendezvous of the nodes.
         elastic: torchrun may start the processes again, and with another number of nodes.
     """
 
@@ -50,33 +50,20 @@ class Launch:
 
     @property
     def rank(self) -> int:
-        """The number of this process in the run."""
+        """The global rank of this process."""
         return self.node_rank * self.devices + self.local_rank
 
     @property
     def first_ranks(self) -> list[int]:
-        """The ranks that meet at the start: the first of each node where they start the others, else all."""
+        """The ranks of the rendezvous: the first of each node where these start the others, else all."""
         return list(range(0, self.world_size, self.devices if self.spawns else 1))
 
     def describe(self) -> str:
-        """Who started us, and where the ranks meet: the start of a run's first line."""
-        who = {"local": "started here", "hand": "started by hand", "slurm": "started by Slurm"}
+        """The launcher and the rendezvous address: the start of a run's first line."""
+        who = {"local": "started here", "manual": "started manually", "slurm": "started by Slurm"}
         nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''} x {self.devices}"
         text = f"{who.get(self.launcher, f'started by {self.launcher}')}, {nodes} device{'s' * (self.devices > 1)}"
         return text if self.address is None else f"{text}, {self.address}:{self.port}"
-
-
-def check_precision(precision: str, here: Machine, command: Command) -> None:
-    """Refuse arithmetic that the device does not have.
-
-    Raises:
-        UserError: 16-mixed on a CPU.
-    """
-    if precision == "16-mixed" and here.kind == "cpu":
-        raise UserError(
-            "16-mixed needs a GPU, and this run is on the CPU; pass --precision bf16-mixed:"
-            f" {command.using(precision='bf16-mixed')}"
-        )
 
 
 def _check_devices(count: int, here: Machine, command: Command, *, by_slurm: bool = False) -> None:
@@ -86,32 +73,32 @@ def _check_devices(count: int, here: Machine, command: Command, *, by_slurm: boo
         raise UserError(f"there is no {here.kind} device here: {command.using(accelerator='cpu')}")
     hint = " (does the job ask for --gpus-per-task? --gpus-per-node shows each task all of them)" if by_slurm else ""
     raise UserError(
-        f"{count} devices are asked for and this machine has {here.count} ({here.kind}){hint}:"
+        f"{count} devices were requested and this machine has {here.count} ({here.kind}){hint}:"
         f" {command.using(devices=here.count)}"
     )
 
 
-def _whole(env: Mapping[str, str], name: str) -> int | None:
-    """A number of the environment."""
+def _integer(env: Mapping[str, str], name: str) -> int | None:
+    """An integer from an environment variable."""
     if not (text := env.get(name, "").strip()):
         return None
     if not text.isdigit():
-        raise UserError(f"the environment says {name}={text}, which is no whole number; unset it or mend it")
+        raise UserError(f"the environment says {name}={text}, which is not a whole number; unset or correct it")
     return int(text)
 
 
 def _port(value: int | None, name: str) -> int | None:
     if value is not None and not 1 <= value <= 65535:
-        raise UserError(f"{name} {value} is no TCP port; expected 1 to 65535, such as {DEFAULT_PORT}")
+        raise UserError(f"{name} {value} is not a TCP port; expected 1 to 65535, such as {DEFAULT_PORT}")
     return value
 
 
-def _agreed(found: tuple[int, int], asked: tuple[Any, int], here: Machine, who: str, command: Command) -> None:
-    """Refuse flags that contradict the processes that exist; devices on auto and one node are no statement."""
+def _check_agreement(found: tuple[int, int], asked: tuple[Any, int], here: Machine, who: str, command: Command) -> None:
+    """Refuse flags that contradict the processes that exist; the defaults contradict nothing."""
     nodes, devices = found
-    says_devices = str(asked[0]) not in ("auto", "-1")
+    devices_given = str(asked[0]) not in ("auto", "-1")
     count = number_of_devices(asked[0], here)
-    if (says_devices and count != devices) or (asked[1] > 1 and asked[1] != nodes):
+    if (devices_given and count != devices) or (asked[1] > 1 and asked[1] != nodes):
         raise UserError(
             f"{who} has started {nodes} x {devices} = {nodes * devices} processes, and --num-nodes {asked[1]} --devices"
             f" {count} are {asked[1] * count}; {who} decides: {command.using(num_nodes=nodes, devices=devices)}"
@@ -119,24 +106,24 @@ def _agreed(found: tuple[int, int], asked: tuple[Any, int], here: Machine, who: 
 
 
 def _by_torchrun(env: Mapping[str, str], asked: tuple[Any, int], here: Machine, command: Command) -> Launch:
-    world, local = _whole(env, "WORLD_SIZE") or 1, _whole(env, "LOCAL_WORLD_SIZE") or 1
-    nodes = _whole(env, "GROUP_WORLD_SIZE") or world // local
-    elastic = bool(_whole(env, "TORCHELASTIC_MAX_RESTARTS") or _whole(env, "TORCHELASTIC_RESTART_COUNT"))
+    world, local = _integer(env, "WORLD_SIZE") or 1, _integer(env, "LOCAL_WORLD_SIZE") or 1
+    nodes = _integer(env, "GROUP_WORLD_SIZE") or world // local
+    elastic = bool(_integer(env, "TORCHELASTIC_MAX_RESTARTS") or _integer(env, "TORCHELASTIC_RESTART_COUNT"))
     if nodes * local != world:
         raise UserError(
             f"torchrun has started {world} processes on {nodes} nodes, {local} of them on this one; expected as many"
             f" on each: {command.torchrun(nodes, local)}"
         )
     if not elastic:
-        _agreed((nodes, local), asked, here, "torchrun", command)
+        _check_agreement((nodes, local), asked, here, "torchrun", command)
     return Launch(
         "torchrun",
         nodes,
         local,
-        _whole(env, "GROUP_RANK") or 0,
-        _whole(env, "LOCAL_RANK") or 0,
+        _integer(env, "GROUP_RANK") or 0,
+        _integer(env, "LOCAL_RANK") or 0,
         env.get("MASTER_ADDR", "127.0.0.1") if world > 1 else None,
-        _whole(env, "MASTER_PORT") if world > 1 else None,
+        _integer(env, "MASTER_PORT") if world > 1 else None,
         elastic=elastic,
     )
 
@@ -152,9 +139,9 @@ def _by_slurm(env: Mapping[str, str], asked: tuple[Any, int], here: Machine, com
             f" {command.srun(step.nodes, -(-step.tasks // step.nodes))}"
         )
     devices = step.tasks // step.nodes
-    _agreed((step.nodes, devices), asked, here, "Slurm", command)
+    _check_agreement((step.nodes, devices), asked, here, "Slurm", command)
     address = env.get("MASTER_ADDR") or step.first_host
-    port = _port(_whole(env, "MASTER_PORT"), "MASTER_PORT") or step.port
+    port = _port(_integer(env, "MASTER_PORT"), "MASTER_PORT") or step.port
     alone = step.tasks == 1
     return Launch(
         "slurm", step.nodes, devices, step.node, step.local, None if alone else address, None if alone else port
@@ -162,30 +149,41 @@ def _by_slurm(env: Mapping[str, str], asked: tuple[Any, int], here: Machine, com
 
 
 def _by_environment(env: Mapping[str, str], asked: tuple[Any, int], here: Machine, command: Command) -> Launch:
-    """Of processes that exist already, each with its numbers: another process of ours, mpirun, a script."""
+    """For processes that exist already, with their ranks in the environment: our own children, mpirun, a script."""
     nodes, devices = asked[1], number_of_devices(asked[0], here)
-    world = _whole(env, "WORLD_SIZE")
+    world = _integer(env, "WORLD_SIZE")
     if world is not None and world != nodes * devices:
         raise UserError(
             f"WORLD_SIZE={world} contradicts --num-nodes {nodes} x --devices {devices} = {nodes * devices} processes:"
             f" {command.using(num_nodes=nodes, devices=max(1, world // nodes))}"
         )
-    local = _whole(env, "LOCAL_RANK") or 0
-    node = _whole(env, "NODE_RANK")
-    node = node if node is not None else _whole(env, "GROUP_RANK")
-    node = node if node is not None else (_whole(env, "RANK") or 0) // devices
-    who = env.get(MARK, "hand")
-    return Launch(who, nodes, devices, node, local, env["MASTER_ADDR"], _whole(env, "MASTER_PORT"), joins=MARK in env)
+    local = _integer(env, "LOCAL_RANK") or 0
+    node = _integer(env, "NODE_RANK")
+    node = node if node is not None else _integer(env, "GROUP_RANK")
+    node = node if node is not None else (_integer(env, "RANK") or 0) // devices
+    who = env.get(LAUNCHER_VARIABLE, "manual")
+    return Launch(
+        who,
+        nodes,
+        devices,
+        node,
+        local,
+        env["MASTER_ADDR"],
+        _integer(env, "MASTER_PORT"),
+        joins=LAUNCHER_VARIABLE in env,
+    )
 
 
-def _by_hand(
+def _manual(
     env: Mapping[str, str], settings: LaunchSettings, nodes: int, devices: int, command: Command
 ) -> Launch | None:
-    """Started by the user on each node; None where nothing says so."""
-    node = settings.node_rank if settings.node_rank is not None else _whole(env, "NODE_RANK")
+    """Started by the user on each node; None where neither flags nor environment say so."""
+    node = settings.node_rank if settings.node_rank is not None else _integer(env, "NODE_RANK")
     address = settings.master_addr or env.get("MASTER_ADDR")
     port = (
-        _port(settings.master_port, "--master-port") or _port(_whole(env, "MASTER_PORT"), "MASTER_PORT") or DEFAULT_PORT
+        _port(settings.master_port, "--master-port")
+        or _port(_integer(env, "MASTER_PORT"), "MASTER_PORT")
+        or DEFAULT_PORT
     )
     if node is not None and node >= nodes:
         raise UserError(
@@ -202,11 +200,11 @@ def _by_hand(
         }
         numbers = "0 or 1" if nodes == 2 else f"0 to {nodes - 1}"
         raise UserError(
-            f"--num-nodes {nodes} does not say how the nodes find each other. Type on each node, I being {numbers} and"
+            f"--num-nodes {nodes} does not tell how the nodes find each other. Type on each node, I being {numbers} and"
             f" HOST the address of node 0: {command.using(**missing)} or use torchrun:"
             f" {command.torchrun(nodes, devices)} or Slurm: {command.srun(nodes, devices)}"
         )
-    return Launch("hand", nodes, devices, node, 0, address, port, spawns=True)
+    return Launch("manual", nodes, devices, node, 0, address, port, spawns=True)
 
 
 def plan_launch(
@@ -218,14 +216,14 @@ def plan_launch(
     *,
     strategy: Any = "auto",
 ) -> Launch:
-    """Settle which part of which run this process is.
+    """Find out which process of which run this one is.
 
     Args:
         env: the environment variables of this process.
         asked: ``--devices`` and ``--num-nodes``.
         here: the devices of this machine.
-        command: what the user typed, for the corrected one.
-        strategy: ``--strategy``; those that start processes without a command line know one node only.
+        command: what the user typed, for the corrected command.
+        strategy: ``--strategy``; spawn and fork start processes without a command line, on one node only.
 
     Raises:
         UserError: the run could not start, or would wait for ever.
@@ -234,7 +232,7 @@ def plan_launch(
     _check_devices(launch.devices, here, command, by_slurm=launch.launcher == "slurm")
     forks = isinstance(strategy, str) and any(word in strategy for word in ("spawn", "fork", "notebook"))
     if forks and launch.num_nodes > 1:
-        raise UserError(f"--strategy {strategy} knows one node only: {command.using(strategy='ddp')}")
+        raise UserError(f"--strategy {strategy} works on one node only: {command.using(strategy='ddp')}")
     if forks:
         return Launch("local", 1, launch.devices)
     return launch
@@ -244,7 +242,7 @@ def _plan(
     env: Mapping[str, str], settings: LaunchSettings, asked: tuple[Any, int], here: Machine, command: Command
 ) -> Launch:
     nodes, devices = asked[1], number_of_devices(asked[0], here)
-    if MARK in env and "LOCAL_RANK" in env:
+    if LAUNCHER_VARIABLE in env and "LOCAL_RANK" in env:
         return _by_environment(env, asked, here, command)
     if settings.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in env:
         raise UserError(f"torchrun has not started this process: {command.torchrun(nodes, devices)}")
@@ -255,11 +253,11 @@ def _plan(
         return _by_slurm(env, asked, here, command)
     if settings.launcher == "auto" and {"LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"} <= env.keys():
         return _by_environment(env, asked, here, command)
-    if (launch := _by_hand(env, settings, nodes, devices, command)) is not None:
+    if (launch := _manual(env, settings, nodes, devices, command)) is not None:
         return launch
-    tasks = _whole(env, "SLURM_NTASKS") or 1
+    tasks = _integer(env, "SLURM_NTASKS") or 1
     if settings.launcher == "auto" and step is None and tasks > 1 and devices == 1 and "SLURM_JOB_ID" in env:
-        found = _whole(env, "SLURM_NNODES") or 1
+        found = _integer(env, "SLURM_NNODES") or 1
         raise UserError(
             f"this Slurm job has {tasks} tasks, and the program was started once, without srun:"
             f" {command.srun(found, tasks // found)} or on one process: {command.using(launcher='local')}"

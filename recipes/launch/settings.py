@@ -1,4 +1,4 @@
-"""What the user says about starting a run, and the command line to print when it has to be said otherwise."""
+"""The flags about the launch of a run, and the corrected command line to print in an error."""
 
 import shlex
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ class LaunchSettings:
     """How the processes of a run find each other.
 
     Args:
-        node_rank: which node this is, from 0, where the run is started by hand on each; also NODE_RANK.
+        node_rank: which node this is, from 0, where the run is started manually on each node; also NODE_RANK.
         master_addr: host name or address of node 0; also MASTER_ADDR.
         master_port: free TCP port of node 0, 29500 where none is given; also MASTER_PORT.
-        launcher: who started the processes, where the guess is wrong.
+        launcher: what started the processes, where the automatic choice is wrong.
         rendezvous_timeout: seconds to wait at the start for node 0 and for the other nodes.
-        collective_timeout: seconds after which a rank that waits for the others in the training gives up.
+        collective_timeout: seconds that a rank waits for the others in a collective call before it fails.
     """
 
     node_rank: int | None = None
@@ -34,7 +34,7 @@ class LaunchSettings:
 
 @dataclass(frozen=True)
 class Command:
-    """What the user typed, to be printed again with other flags.
+    """What the user typed, to be printed with other flags.
 
     Example:
         >>> Command("python -m recipes.mnist", ["--num_nodes=2", "--lr", "0.1"]).using(num_nodes=4, node_rank="I")
@@ -45,7 +45,7 @@ class Command:
     args: Sequence[str]
 
     def using(self, program: str | None = None, **flags: Any) -> str:
-        """The command with these flags in place of what it says of them; None takes a flag out."""
+        """The command with these flags replaced; None removes a flag."""
         kept: list[str] = []
         skip = False
         for i, arg in enumerate(self.args):

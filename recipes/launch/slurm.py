@@ -1,4 +1,4 @@
-"""What Slurm tells a process of the job step that it belongs to."""
+"""The job step of this process, from the variables that Slurm sets."""
 
 import re
 from collections.abc import Mapping
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 __all__ = ["SlurmStep", "first_host", "slurm_step"]
 
-# Below the range from which systems hand out ports of their own.
+# Below the range of ephemeral ports.
 _FIRST_PORT, _PORTS = 15000, 17000
 
 
 @dataclass(frozen=True)
 class SlurmStep:
-    """The processes that one srun has started, and which of them this is.
+    """The processes that one srun has started, and the place of this one.
 
     Args:
         node: number of this node in the step.
         local: number of this process on its node.
-        port: a TCP port that follows from the job's and the step's number, so that every process knows it.
+        port: a TCP port computed from the numbers of the job and the step, so that all processes agree.
     """
 
     nodes: int
@@ -29,7 +29,7 @@ class SlurmStep:
 
 
 def first_host(nodes: str) -> str:
-    """The first of a list of hosts as Slurm writes it.
+    """The first host of a list in Slurm's notation.
 
     Example:
         >>> [first_host(text) for text in ("tux03", "tux[03-05,9],gpu1", "rack[1-2]n[7,8]", "a,b")]
@@ -40,7 +40,7 @@ def first_host(nodes: str) -> str:
 
 
 def slurm_step(env: Mapping[str, str]) -> SlurmStep | None:
-    """The job step of this process; None outside srun, as in a batch script itself or a shell on a login node."""
+    """The job step of this process; None outside srun, such as in a batch script or on a login node."""
     if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= env.keys():
         return None
 

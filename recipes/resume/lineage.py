@@ -1,6 +1,7 @@
-"""Runs that begin with a checkpoint which the user has named: from which, for which job, and what it leaves behind.
+"""Resume lineage: which job started its run from which checkpoint, and what becomes of later checkpoints.
 
-A job that is started again types the same ``--resume FILE`` again. The file is where it began, and not where it is.
+A job that is restarted runs the same command with ``--resume FILE`` again. The file is where the job
+started, and its own newest checkpoint is where it resumes.
 """
 
 import json
@@ -9,34 +10,34 @@ from pathlib import Path
 from datamodules.errors import UserError
 from recipes.resume.saved_run import read_run
 
-__all__ = ["has_begun", "mark_beginning", "set_aside"]
+__all__ = ["abandon_later_checkpoints", "record_start", "was_started_from"]
 
-_FILE = "beginnings.json"
+_FILE = "lineage.json"
 
 
-def _beginnings(folder: Path) -> dict[str, str]:
+def _lineage(folder: Path) -> dict[str, str]:
     try:
         return dict(json.loads((folder / _FILE).read_text()))
     except (OSError, ValueError, TypeError):
         return {}
 
 
-def has_begun(folder: Path, job: str, checkpoint: str) -> bool:
-    """Whether a job has begun its run in a folder with this checkpoint, so that it goes on from its own."""
-    return _beginnings(folder).get(job) == checkpoint
+def was_started_from(folder: Path, job: str, checkpoint: str) -> bool:
+    """Whether a job has started its run in a folder from this checkpoint; then it resumes from its own newest one."""
+    return _lineage(folder).get(job) == checkpoint
 
 
-def mark_beginning(folder: Path, job: str, checkpoint: str) -> None:
-    """Write down that a job begins its run in a folder with a checkpoint, as it was typed."""
+def record_start(folder: Path, job: str, checkpoint: str) -> None:
+    """Record that a job starts its run in a folder from a checkpoint, as it was typed."""
     beside = folder / f"{_FILE}.part"
-    beside.write_text(json.dumps(_beginnings(folder) | {job: checkpoint}, indent=2))
+    beside.write_text(json.dumps(_lineage(folder) | {job: checkpoint}, indent=2))
     beside.replace(folder / _FILE)
 
 
-def set_aside(folder: Path, checkpoint: Path) -> list[Path]:
-    """Rename the checkpoints that are farther on than one to which their run goes back.
+def abandon_later_checkpoints(folder: Path, checkpoint: Path) -> list[Path]:
+    """Rename the checkpoints with more updates than the one from which their run resumes.
 
-    Else they would be what ``--resume auto`` takes, until the run is as far again.
+    Otherwise ``--resume auto`` would take them until the run has made as many updates again.
 
     Args:
         folder: the run's ``checkpoints``.
@@ -49,7 +50,7 @@ def set_aside(folder: Path, checkpoint: Path) -> list[Path]:
         try:
             if read_run(path).updates <= updates:
                 continue
-        except UserError:  # Nobody goes on from it.
+        except UserError:  # No run resumes from it.
             continue
         number, target = 1, path.with_name(f"{path.name}.abandoned")
         while target.exists():

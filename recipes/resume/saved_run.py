@@ -1,7 +1,7 @@
-"""Runs that were saved: what a checkpoint says of its run, which one is good, and whether it is the same experiment."""
+"""Saved runs: settings and progress in a checkpoint, the newest valid checkpoint, and differences of settings."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -10,36 +10,35 @@ from typing import Any
 import torch
 
 from callbacks.checkpointing.verified_io import describe_damage
+from datamodules.contract import DataContract
 from datamodules.errors import UserError
 
-__all__ = ["SavedRun", "describe_differences", "find_last_good", "read_run"]
+__all__ = ["SavedRun", "describe_differences", "newest_valid_checkpoint", "read_run"]
 
-log = logging.getLogger("lightning_recipes.saved")
+log = logging.getLogger("lightning_recipes.resume")
 
-# Of how a run is split, watched and bounded, or of the machine: what it learns does not depend on them.
+# Settings of the Trainer and the run that do not change what it learns, or only for how long. Recipes and data modules
+# declare theirs as `free_parameters`.
 _FREE = {
-    *("accelerator", "strategy", "devices", "num_nodes", "precision", "num_workers", "cache_gb", "download", "fused"),
-    *("channels_last", "cache_features", "deterministic", "benchmark", "tune_allocator", "use_distributed_sampler"),
-    *("batch_size", "eval_batch_size", "max_tokens", "global_batch_size", "accumulate", "inference_mode", "barebones"),
+    *("accelerator", "strategy", "devices", "num_nodes", "precision", "deterministic", "benchmark", "tune_allocator"),
+    *("use_distributed_sampler", "global_batch_size", "accumulate", "inference_mode", "barebones", "lean_loop"),
     *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "save_every", "save_top_k", "model_registry"),
     *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "val_check_interval"),
     *("check_val_every_n_epoch", "num_sanity_val_steps", "log_every_n_steps", "enable_checkpointing"),
-    *("enable_progress_bar", "profiler", "detect_anomaly", "lean_loop"),
-    # The data set has a name of its own, see `SettledData`, and its folder may move.
-    *("data_dir", "top_k", "beam", "length_penalty", "nbest", "attention", "val_sentences"),
+    *("enable_progress_bar", "profiler", "detect_anomaly"),
 }
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What has to be known of a checkpoint before the Trainer reads it.
+    """The part of a checkpoint that is needed before the Trainer reads it.
 
     Args:
         config: the settings of the run.
-        updates: optimiser steps done.
-        epochs: whole epochs done.
-        devices: on how many it was trained; None in checkpoints of a plain Trainer.
-        global_batch_size: samples per update on all devices; None where that is not known.
+        updates: optimiser steps made.
+        epochs: epochs completed.
+        devices: number of devices it was trained on; None in checkpoints of a plain Trainer.
+        global_batch_size: samples per update on all devices; None where it is not known.
     """
 
     config: dict[str, Any]
@@ -49,7 +48,7 @@ class SavedRun:
     global_batch_size: int | None = None
 
     def is_finished(self, max_epochs: int | None, max_steps: int = -1) -> bool:
-        """Whether nothing is left to train up to these bounds; -1 and None are no bound."""
+        """Whether the run has reached these bounds; -1 and None are no bound."""
         by_epochs = max_epochs is not None and 0 < max_epochs <= self.epochs
         return by_epochs or 0 < max_steps <= self.updates
 
@@ -58,7 +57,7 @@ def read_run(path: str | Path) -> SavedRun:
     """The settings and the progress in a checkpoint, without running code from it; weights are not read.
 
     Raises:
-        UserError: there is none, it is cut off, or it is no checkpoint of a run.
+        UserError: the file is missing or damaged, or is not a checkpoint of a run.
     """
     if not Path(path).is_file():
         raise UserError(f"there is no checkpoint {path}")
@@ -72,14 +71,14 @@ def _read(path: str, changed: int, size: int) -> SavedRun:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         if problem := describe_damage(path):
-            raise UserError(f"{path} is no checkpoint: {problem}") from error
+            raise UserError(f"{path} is not a checkpoint: {problem}") from error
         reason = str(error).splitlines()[0]
         raise UserError(f"{path} is not a readable checkpoint: {reason}") from error
     if (
         not isinstance(checkpoint, dict)
         or not {"state_dict", "loops", "pytorch-lightning_version"} <= checkpoint.keys()
     ):
-        raise UserError(f"{path} is no checkpoint of a run, which holds its settings beside the weights")
+        raise UserError(f"{path} is not a checkpoint of a run, which holds settings beside the weights")
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
     # A plain Trainer saves the constructors' arguments only.
     saved = checkpoint.get("datamodule_hyper_parameters", {}) | checkpoint.get("hyper_parameters", {})
@@ -93,10 +92,10 @@ def _read(path: str, changed: int, size: int) -> SavedRun:
     )
 
 
-def find_last_good(folder: str | Path) -> Path | None:
-    """The checkpoint of a run that is farthest on and whole, or None; damaged ones on the way are named.
+def newest_valid_checkpoint(folder: str | Path) -> Path | None:
+    """The valid checkpoint of a run with the most updates, or None; damaged ones with more updates are reported.
 
-    Progress decides and not the clock, which may have been set back.
+    The number of updates decides, not the time of the file, since clocks may be set back.
 
     Args:
         folder: the run's ``checkpoints``.
@@ -110,16 +109,16 @@ def find_last_good(folder: str | Path) -> Path | None:
             damaged[path] = describe_damage(path) or str(error).removeprefix(f"{path} ")
         else:
             readable.append((run.updates, run.epochs, path.name == "last.ckpt", path))
-    good = None
+    valid = None
     for *_, path in sorted(readable, reverse=True):
         if problem := describe_damage(path):
             damaged[path] = problem
         else:
-            good = path
+            valid = path
             break
     for path, problem in damaged.items():
-        log.warning("warning: %s is passed over: %s", path, problem)
-    return good
+        log.warning("warning: %s is skipped: %s", path, problem)
+    return valid
 
 
 def _same(old: Any, new: Any) -> bool:
@@ -132,11 +131,16 @@ def _same(old: Any, new: Any) -> bool:
     return old == new
 
 
-def describe_differences(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Where settings ask for another experiment than the saved one: a line each, none where they are the same.
+def describe_differences(
+    saved: Mapping[str, Any], config: Mapping[str, Any], free: Collection[str] = DataContract.free_parameters
+) -> list[str]:
+    """A line for each setting that asks for another experiment than the saved one.
 
-    What a setting leaves open (None or "auto") the saved run has settled. Splits, devices, logging and bounds may
-    differ freely, see README.md; the global batch is compared by `fit_batch`, which knows the number of devices.
+    A setting that is left open (None or "auto") has been resolved in the saved run. The split, devices, logging and the
+    length of the run may differ; `recipes.resume.rebatch` compares the global batch.
+
+    Args:
+        free: parameters of the recipe and the data module that may differ, too.
 
     Example:
         >>> describe_differences({"seed": 1, "devices": 1, "lr": 0.1}, {"seed": 2, "devices": 4, "lr": None})
@@ -144,7 +148,7 @@ def describe_differences(saved: Mapping[str, Any], config: Mapping[str, Any]) ->
     """
     lines = []
     for name, new in config.items():
-        if name in _FREE or name not in saved or new in (None, "auto") or _same(saved[name], new):
+        if name in _FREE or name in free or name not in saved or new in (None, "auto") or _same(saved[name], new):
             continue
         lines.append(f"--{name.replace('_', '-')} is {new}, and {saved[name]} in the checkpoint")
     return lines

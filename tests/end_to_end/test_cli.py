@@ -127,7 +127,7 @@ def test_resuming_a_copied_checkpoint_leaves_the_folders_around_it_alone(trained
     assert type_in(tmp_path, *resume, "--batch-size", "5000")[0] == 2
     status, out, err = type_in(tmp_path, *resume, "--max-epochs", "2", "--name", "on")
     assert status == 0, err
-    assert "lies in no run's folder" in out
+    assert "is not in the folder of a run" in out
     assert (tmp_path / "runs" / "mnist" / "on" / "results.json").is_file()
     assert sorted(path.name for path in (tmp_path / "home").rglob("*")) == ["last.ckpt", "precious", "project"]
 
@@ -137,7 +137,7 @@ def test_a_checkpoint_of_another_network_or_another_kind_is_refused_in_a_line(tr
     torch.save({"weight": torch.zeros(2)}, folder / "weights.pt")
     status, _, err = type_in(folder, "test", "--ckpt", "weights.pt")
     assert (status, err.count("\n")) == (2, 1)
-    assert "is no checkpoint of a run" in err
+    assert "is not a checkpoint of a run" in err
     status, _, err = type_in(folder, "test", "--ckpt", "runs/mnist/first/checkpoints/best.ckpt", "--network", "classic")
     assert (status, err.count("\n")) == (2, 1)
     assert "holds another network" in err
@@ -189,7 +189,7 @@ def test_predict_reads_dark_and_light_pictures_and_writes_a_file(trained):
         (["test", "--ckpt", "no.ckpt"], "error: there is no checkpoint no.ckpt"),
         (["--optimizer", "sdg"], "error: no optimizer 'sdg' that fits here; expected one of"),
         (["--ckpt", "some.ckpt"], "error: fit begins with new weights; pass --resume FILE"),
-        (["test", "--resume", "some.ckpt"], "error: --resume goes on training; pass --ckpt FILE to test"),
+        (["test", "--resume", "some.ckpt"], "error: --resume continues training; pass --ckpt FILE to test"),
         (["test", "--ckpt", "a", "--output", "no/such.json"], "error: --output no/such.json: there is no folder no"),
         (["--dataset", "digits", "--batch-size", "5000"], "error: a batch of 5,000 is larger than the training set"),
         (["--dataset", "mnist", "--no-download", "--data-dir", "no"], "error: the folder no does not exist"),

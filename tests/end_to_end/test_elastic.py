@@ -1,4 +1,4 @@
-"""Runs under torchrun that lose a process, a node, or are told to end: they go on by themselves, to the same bits."""
+"""Runs under torchrun that lose a process, a node, or are told to end: they resume by themselves, bit for bit."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ def listens(port: int) -> bool:
 
 
 class Job:
-    """Agents that meet, in one folder."""
+    """Agents of one rendezvous, in one folder."""
 
     def __init__(self, folder: Path, nodes: str) -> None:
         self.folder = folder
@@ -57,7 +57,7 @@ def job(folder: Path, nodes: str) -> Iterator[Job]:
     """Two agents of a job, started; none is left behind."""
     made = Job(folder, nodes)
     try:
-        # The first keeps the rendezvous: torchrun cannot go on without the node that its endpoint names.
+        # The first keeps the rendezvous: torchrun cannot resume without the node that its endpoint names.
         made.start()
         wait_until(lambda: listens(made.port), "the first agent")
         made.start()
@@ -75,12 +75,12 @@ def test_a_killed_process_and_a_killed_node_that_comes_back_leave_no_trace_in_th
     with job(tmp_path, "2") as two:
         two.reaches(20)
         os.kill(two.agents[1].workers()[0], signal.SIGKILL)
-        wait_until(lambda: "going on from" in two.output(), "the restart")
+        wait_until(lambda: "resuming from" in two.output(), "the restart")
         two.reaches(60)
         two.agents[1].kill()
         two.start()
         assert [two.agents[0].wait(), two.agents[2].wait()] == [0, 0], two.output()
-        assert two.output().count("going on from") == 2
+        assert two.output().count("resuming from") == 2
     assert updates_done(two.last) == UPDATES
     assert weights_of(two.last) == weights_of(whole / RUN / "checkpoints" / "last.ckpt")
 

@@ -1,6 +1,6 @@
 """A run that is killed and resumed ends with the bits of the run that was never stopped, whatever callback it uses.
 
-Each life of a run is a fresh process (or two, over gloo) that is ended by SIGKILL; the next one goes on from the newest
+Each life of a run is a fresh process (or two, over gloo) that is ended by SIGKILL; the next one resumes from the newest
 file that Lightning's ModelCheckpoint wrote. Dropout is on, samples are augmented by addressed noise, the rate follows a
 schedule, AdamW keeps moments, every epoch is validated, accumulation windows are cut by the epoch's end. The answer of
 a run is the SHA-256 of its parameters and buffers, on every rank.
@@ -133,7 +133,7 @@ class End(NamedTuple):
 
 
 class Life(pl.Callback):
-    """Notes where a run goes on, and kills its processes at a place, once all of them are there."""
+    """Records where a run resumes, and kills its processes at a place, once all of them are there."""
 
     def __init__(self, dies_at: Place | None) -> None:
         self.dies_at = dies_at
@@ -199,7 +199,7 @@ def broken_runs(runs: list[tuple[Case, list[Place]]], world_size: int, folder: P
     """The runs whose final weights differ in any bit, on any rank, from those of the same run unstopped.
 
     Args:
-        runs: each with the places at which its lives end; the last life goes on to the run's end.
+        runs: each with the places at which its lives end; the last life trains to the run's end.
     """
     folders = [folder / f"{world_size} processes, run {number}" for number in range(len(runs))]
     for (case, places), home in zip(runs, folders, strict=True):
@@ -215,7 +215,7 @@ def broken_runs(runs: list[tuple[Case, list[Place]]], world_size: int, folder: P
         ends = run_ranks(live, world_size, case, world_size, home)
         epoch, batch = places[-1]
         for end in ends:
-            # Otherwise a run that begins anew each time would pass.
+            # Otherwise a run that starts fresh each time would pass.
             assert end.began > (0, 0)
             assert case.saves == "stock" or end.began[0] == epoch, f"{case} went on at {end.began}"
             assert case.saves != "updates" or batch - 3 < end.began[1] <= batch, f"{case} went on at {end.began}"

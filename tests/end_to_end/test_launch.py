@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 
 from datamodules.errors import UserError
 from recipes.failures import rendezvous
-from recipes.launch.plan import Command
+from recipes.launch.settings import Command
 from tests.support.nodes import Ended, Shell, start
 from tests.support.ranks import free_port
 
@@ -89,7 +89,7 @@ def test_slurms_processes_find_each_other_and_take_nodes_and_devices_from_it(tmp
     ("how", "status", "line"),
     [
         ("raise", 1, "error: rank 1 (node 0, {host}) failed: ValueError: a bad pixel"),
-        ("kill", 1, "error: rank 1 (node 0, {host}) ended without a word"),
+        ("kill", 1, "error: rank 1 (node 0, {host}) ended without a report"),
         ("interrupt", 130, ""),
     ],
 )
@@ -134,13 +134,13 @@ def test_a_taken_port_and_a_missing_rank_are_refused_with_the_command(tmp_path):
         port = taken.getsockname()[1]
         (ended,) = start(tmp_path, [([], by_torchrun(port)[0])])
     assert ended.status == 2
-    assert f"port {port} of this machine is taken" in ended.err
+    assert f"port {port} of this machine is in use" in ended.err
     assert f"--master-port {port + 1}" in ended.err
     zero, one, three = by_torchrun(free_port(), nodes=2)[:3]
     args = ["--rendezvous-timeout", "3"]
     all_ended = start(tmp_path, [(args, zero), (args, one), (args, three)])
     assert [ended.status for ended in all_ended] == [2, 2, 2]
-    assert "3 of 4 processes met within 3 s; missing: ranks 3 on node 1" in all_ended[0].err
+    assert "3 of 4 processes joined within 3 s; missing: ranks 3 on node 1" in all_ended[0].err
 
 
 def test_a_master_that_does_not_answer_is_named_within_the_timeout(tmp_path):
@@ -203,7 +203,7 @@ def test_nodes_that_do_not_share_the_runs_folder_are_refused_before_they_train(t
     assert "updates done is 0, on rank 0 16. Pass a --run-dir that all nodes share" in zero.err
 
 
-def test_restarts_on_several_nodes_without_a_name_never_begin_anew_in_silence(tmp_path):
+def test_restarts_on_several_nodes_without_a_name_never_start_fresh_silently(tmp_path):
     processes = [([], env | {"TORCHELASTIC_MAX_RESTARTS": "3"}) for env in by_torchrun(free_port(), 2, 1)]
     for ended in start(tmp_path, processes):
         assert ended.status == 2, ended
@@ -269,7 +269,7 @@ def test_two_nodes_of_two_started_by_hand_train_and_prepare_the_data_once_each(t
     port = free_port()
     zero, one = typed(tmp_path, *by_hand(port))
     assert (zero[0], one[0]) == (0, 0), (zero, one)
-    assert f"started by hand, 2 nodes x 2 devices, 127.0.0.1:{port}, gloo, 4 x" in zero[1]
+    assert f"started manually, 2 nodes x 2 devices, 127.0.0.1:{port}, gloo, 4 x" in zero[1]
     assert one[1] == ""
     assert {path.name for path in tmp_path.glob("prepared*")} == {"prepared-on-0-0", "prepared-on-1-0"}
 
@@ -304,7 +304,10 @@ def test_torchrun_starts_the_processes_again_without_further_settings(tmp_path):
     assert "epoch 2/2" in out
 
 
-def test_a_service_that_never_greets_is_no_run_of_this_program(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_GREETING", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(UserError, match="is no run of this program"):
+def test_a_service_that_never_answers_is_not_a_run_of_this_program(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_CONNECT_TIMEOUT", 0.5)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(UserError, match="is not a run of this program"),
+    ):
         rendezvous._join("127.0.0.1", silent.getsockname()[1], Command("python -m recipes.mnist", []))

@@ -1,4 +1,4 @@
-"""A run that ``max_steps`` has ended, in mid-epoch or at an epoch's end, goes on as if it had not."""
+"""A run that ``max_steps`` has ended, in mid-epoch or at an epoch's end, resumes as if it had not been."""
 
 from pathlib import Path
 from typing import Any

@@ -150,14 +150,14 @@ def test_a_requeued_job_does_not_go_back_to_the_file_it_began_with_nor_to_what_w
     with pytest.raises(AssertionError, match="status -9"):
         run_ranks(live, 1, typed, str(tmp_path), ("on_train_batch_start", 1, 7), env=job)
     out = run_ranks(live, 1, typed, str(tmp_path), env=job)[0]
-    assert "going on from runs/plain/slurm-9/checkpoints/last.ckpt" in out
+    assert "resuming from runs/plain/slurm-9/checkpoints/last.ckpt" in out
     assert (tmp_path / "began").read_text().split("\n")[1:3] == ["(0, 4)", "(1, 4)"]
     assert {path.name for path in runs.iterdir()} == {"first", "slurm-9"}
     (home / "last.ckpt").rename(home / "far.ckpt")
     shutil.copy(given, home / "best.ckpt")
     back, other = [*ARGS, "--resume", str(home / "best.ckpt")], job | {"SLURM_JOB_ID": "10"}
     out = run_ranks(live, 1, back, str(tmp_path), env=other)[0]
-    assert "far.ckpt.abandoned is farther on" in out
+    assert "far.ckpt.abandoned has more updates" in out
     assert read_run(home / "far.ckpt.abandoned").updates == 18
     assert "has finished" in run_ranks(live, 1, back, str(tmp_path), env=other)[0]
 
@@ -177,7 +177,7 @@ def test_a_run_on_two_devices_goes_on_after_kill_9_and_ends_with_the_same_bits(t
 
 @pytest.mark.slow
 def test_another_number_of_devices_keeps_the_global_batch_and_says_so(tmp_path):
-    """Two ranks with one micro-batch of 128 go on where one rank stopped that had two of them."""
+    """Two ranks with one micro-batch of 128 resume where one rank stopped that had two of them."""
     with pytest.raises(AssertionError, match="died with exit status -9"):
         run_ranks(live, 1, ranked(1), str(tmp_path), ("on_train_batch_start", 1, 7))
     args = [arg for arg in ranked(2) if arg not in ("--batch-size", "128")]

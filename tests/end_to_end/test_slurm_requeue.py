@@ -41,4 +41,4 @@ def test_no_process_leaves_before_slurm_has_answered_and_rank_0_says_how_to_go_o
     assert (tmp_path / "asked").read_text() == f"requeue {job}\n"
     assert [end.status for end in ended] == [138, 138]
     assert f"; requeued as job {job}" in ended[0].err
-    assert "go on with" in ended[0].out
+    assert "resume with" in ended[0].out

@@ -1,4 +1,4 @@
-"""A translation run in batches of words that goes on on another number of devices, as it is typed."""
+"""A translation run in batches of tokens, resumed on another number of devices by the command that a user types."""
 
 import contextlib
 import io

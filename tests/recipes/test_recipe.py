@@ -26,7 +26,7 @@ from datamodules.errors import UserError
 from datamodules.mnist.data_module import MNISTDataModule
 from recipes.classification import ClassificationScores
 from recipes.cli.settings import learning_rate_scale
-from recipes.launch.host import resolve_precision
+from recipes.launch.precision import resolve_precision
 from recipes.mnist import ClassicNet, MNISTClassifier, MNISTNet
 from recipes.optim import SCHEDULES, build_optimizer, parameter_groups
 from recipes.recipe import Recipe

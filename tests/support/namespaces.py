@@ -25,7 +25,7 @@ class Cable:
     addresses: tuple[str, str] = ("10.213.7.1", "10.213.7.2")
 
     def inside(self, node: int) -> list[str]:
-        """What a command has to begin with to run on a node."""
+        """The prefix of a command that runs on a node."""
         return ["ip", "netns", "exec", self.nodes[node]]
 
     def pull(self) -> None:

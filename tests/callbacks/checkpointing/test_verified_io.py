@@ -219,7 +219,7 @@ def test_one_failed_save_keeps_neither_later_files_for_good_nor_its_error_once_n
 def _log_on_a_full_disk(folder: str) -> str:
     from recipes.cli.run_folder import loggers
 
-    tensorboard, table = loggers(Path(folder), None, {})
+    tensorboard, table = loggers(Path(folder), None)
     tensorboard.log_metrics({"loss": 1.0}, step=0)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     for step in range(1, 400):

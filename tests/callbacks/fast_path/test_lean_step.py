@@ -110,7 +110,7 @@ def test_the_schedule_steps_as_lambda_lr_to_the_bit(as_tensor: bool) -> None:
 def test_without_a_gpu_adam_no_longer_searches_for_one_in_each_step() -> None:
     code = (
         "import os, lightning.pytorch, torch\n"
-        "from recipes.launch.host import stop_gpu_search\n"
+        "from recipes.launch.host_tuning import stop_gpu_search\n"
         "stop_gpu_search()\n"
         "opened = []\n"
         "import sys\n"

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from recipes.failures.messages import Strange, receive
-from recipes.failures.monitor import Watch
+from recipes.failures.monitor import FailureMonitor
+from recipes.failures.protocol import ProtocolError, receive
 from recipes.launch.plan import Launch
 from tests.support.ranks import run_ranks
 
 STRANGERS = [
     b"GET / HTTP/1.0\r\n\r\n",
-    b'{"kind": "raised", "line": "end", "status": 1}\n',
-    b'{"rank": 1, "node": 0, "host": "a", "token": "guessed"}\n{"kind": "raised", "line": "end", "status": 1}\n',
+    b'{"kind": "exception", "line": "end", "status": 1}\n',
+    b'{"rank": 1, "node": 0, "host": "a", "token": "guessed"}\n{"kind": "exception", "line": "end", "status": 1}\n',
     b'{"rank": 1, "node": 0, "host": "a", "token": 7}\n',
     b"[1]\n",
     b"\xff\xfe\x00\n",
@@ -39,8 +39,8 @@ def _closes(port: int, data: bytes) -> bool:
 
 def _watched_by_strangers() -> dict[str, Any]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    leader = Watch(Launch("hand", 2, 1, address="127.0.0.1", port=store.port), store, "127.0.0.1")
-    rank = Watch(Launch("hand", 2, 1, node_rank=1, address="127.0.0.1", port=store.port), store, "127.0.0.1")
+    leader = FailureMonitor(Launch("manual", 2, 1, address="127.0.0.1", port=store.port), store, "127.0.0.1")
+    rank = FailureMonitor(Launch("manual", 2, 1, node_rank=1, address="127.0.0.1", port=store.port), store, "127.0.0.1")
     port = leader.listener.getsockname()[1]
     closed = [_closes(port, data) for data in STRANGERS]
     before, alive = list(leader.reports), leader.thread.is_alive()
@@ -56,7 +56,7 @@ def test_whoever_else_connects_is_hung_up_on_and_the_ranks_are_heard_all_the_sam
     assert found["closed"] == [True] * len(STRANGERS)
     assert found["alive"]
     assert found["before"] == []
-    assert [(report.rank, report.kind, report.status) for report in found["after"]] == [(1, "left", 3)]
+    assert [(report.rank, report.kind, report.status) for report in found["after"]] == [(1, "exit", 3)]
 
 
 def test_messages_arrive_in_pieces_and_a_line_without_an_end_is_refused():
@@ -69,7 +69,7 @@ def test_messages_arrive_in_pieces_and_a_line_without_an_end_is_refused():
         there.sendall(message[50:] + b'{"bye"')
         assert receive(here, rest) == ([{"line": "ä" * 100}], b'{"bye"')
         there.sendall(b"x")
-        with pytest.raises(Strange):
+        with pytest.raises(ProtocolError):
             receive(here, b"x" * (1 << 16))
         there.close()
         with pytest.raises(EOFError):

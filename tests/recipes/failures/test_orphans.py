@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from recipes.failures.orphans import declare_parent, forget_strangers, parent_of_rank
+from recipes.failures.orphans import declare_parent, drop_inherited_variables, parent_of_rank
 from tests.support.agents import children_of, shell_environment, wait_until
 
 ARGS = ["--accelerator", "cpu", "--precision", "32", "--dataset", "digits", "--max-epochs", "2000", "--devices", "2"]
 
 GUARDED = """
 import os, time
-from recipes.failures.orphans import end_with_parent
+from recipes.failures.orphans import exit_with_parent
 
-end_with_parent(os.environ)
+exit_with_parent(os.environ)
 open("ready", "w").close()
 time.sleep(60)
 """
@@ -55,20 +55,20 @@ def test_the_parent_of_a_rank_is_the_process_that_said_so_and_not_that_process_i
 
 
 def test_what_a_process_that_is_no_parent_has_left_in_the_environment_is_forgotten():
-    left = {"LIGHTNING_RECIPES_START": "{}", "LIGHTNING_RECIPES_LAUNCHER": "hand", "LOCAL_RANK": "1"}
+    left = {"LIGHTNING_RECIPES_RESUME_POINT": "{}", "LIGHTNING_RECIPES_LAUNCHER": "manual", "LOCAL_RANK": "1"}
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         for pid, kept in ((os.getpid(), True), (os.getppid(), True), (stranger.pid, False)):
             env = left | {"LIGHTNING_RECIPES_PARENT": str(pid), "LIGHTNING_RECIPES_DATA": "/data"}
-            forget_strangers(env)
-            assert ("LIGHTNING_RECIPES_START" in env, "LIGHTNING_RECIPES_LAUNCHER" in env) == (kept, kept)
+            drop_inherited_variables(env)
+            assert ("LIGHTNING_RECIPES_RESUME_POINT" in env, "LIGHTNING_RECIPES_LAUNCHER" in env) == (kept, kept)
             assert {"LOCAL_RANK", "LIGHTNING_RECIPES_DATA"} <= env.keys()
     finally:
         stranger.kill()
         stranger.wait()
     # One that has died may have been the parent: its child is an orphan and has to know.
     env = left | {"LIGHTNING_RECIPES_PARENT": str(stranger.pid)}
-    forget_strangers(env)
+    drop_inherited_variables(env)
     assert parent_of_rank(env) == stranger.pid
 
 

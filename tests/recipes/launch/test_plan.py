@@ -6,7 +6,9 @@ import pytest
 
 from datamodules import UserError
 from recipes.launch.devices import Machine, devices_of
-from recipes.launch.plan import Command, Launch, LaunchSettings, check_precision, plan_launch
+from recipes.launch.plan import Launch, plan_launch
+from recipes.launch.precision import check_precision
+from recipes.launch.settings import Command, LaunchSettings
 from recipes.launch.slurm import first_host, slurm_step
 from tests.end_to_end.test_launch import by_slurm, by_torchrun
 
@@ -28,7 +30,7 @@ def test_one_process_and_local_processes_need_no_address():
 
 def test_flags_and_variables_both_serve_on_nodes_started_by_hand_and_flags_win():
     env = {"MASTER_ADDR": "head", "MASTER_PORT": "1234", "NODE_RANK": "1"}
-    expected = Launch("hand", 4, 8, 1, 0, "head", 1234, spawns=True)
+    expected = Launch("manual", 4, 8, 1, 0, "head", 1234, spawns=True)
     assert plan(env, 8, 4) == expected
     assert plan({}, 8, 4, node_rank=1, master_addr="head", master_port=1234) == expected
     assert plan(env, 8, 4, node_rank=3, master_port=9).rank == 24
@@ -78,9 +80,9 @@ def test_launcher_overrides_the_guess():
 
 
 def test_another_process_of_ours_is_told_where_it_belongs():
-    mark = {"LIGHTNING_RECIPES_LAUNCHER": "hand", "LOCAL_RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": "4"}
+    mark = {"LIGHTNING_RECIPES_LAUNCHER": "manual", "LOCAL_RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": "4"}
     env = mark | {"MASTER_ADDR": "head", "MASTER_PORT": "9"}
-    assert plan(env, 2, 2, launcher="local") == Launch("hand", 2, 2, 1, 1, "head", 9, joins=True)
+    assert plan(env, 2, 2, launcher="local") == Launch("manual", 2, 2, 1, 1, "head", 9, joins=True)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +98,12 @@ def test_another_process_of_ours_is_told_where_it_belongs():
         ({"MASTER_ADDR": "head"}, {"nodes": 2}, "I being 0 or 1"),
         ({}, {"nodes": 2, "node_rank": 2, "master_addr": "a"}, "node 2 of 2: nodes are counted from 0"),
         ({"NODE_RANK": "1"}, {}, "node 1 of 1"),
-        ({"NODE_RANK": "one"}, {"nodes": 2}, "NODE_RANK=one, which is no whole number"),
-        ({}, {"nodes": 2, "node_rank": 0, "master_addr": "a", "master_port": 70000}, "70000 is no TCP port"),
+        ({"NODE_RANK": "one"}, {"nodes": 2}, "NODE_RANK=one, which is not a whole number"),
+        ({}, {"nodes": 2, "node_rank": 0, "master_addr": "a", "master_port": 70000}, "70000 is not a TCP port"),
         ({}, {"devices": 8, "here": GPUS}, "this machine has 2 (cuda): python -m r --lr 0.1 --num_nodes 1 --devices 2"),
-        ({}, {"devices": 0}, "--devices 0 asks for none; pass 1 or more, auto, or indices such as 0,1"),
-        ({}, {"devices": "-2", "here": GPUS}, "--devices -2 asks for none"),
-        (by_torchrun(1)[0], {"devices": []}, "--devices [] asks for none"),
+        ({}, {"devices": 0}, "--devices 0 requests none; pass 1 or more, auto, or indices such as 0,1"),
+        ({}, {"devices": "-2", "here": GPUS}, "--devices -2 requests none"),
+        (by_torchrun(1)[0], {"devices": []}, "--devices [] requests none"),
         ({}, {"here": Machine("cuda", 0)}, "there is no cuda device here: python -m r --lr 0.1"),
         ({}, {"launcher": "torchrun", "devices": 2}, "torchrun --standalone --nproc-per-node 2 -m r --lr 0.1"),
         ({}, {"launcher": "slurm", "devices": 2}, "srun --nodes=1 --ntasks-per-node=2 python -m r --lr 0.1"),
@@ -114,7 +116,7 @@ def test_another_process_of_ours_is_told_where_it_belongs():
             {"devices": 2},
             "WORLD_SIZE=4 contradicts --num-nodes 1 x --devices 2 = 2 processes",
         ),
-        ({}, {"nodes": 2, "strategy": "ddp_spawn", "node_rank": 0, "master_addr": "a"}, "knows one node only"),
+        ({}, {"nodes": 2, "strategy": "ddp_spawn", "node_rank": 0, "master_addr": "a"}, "works on one node only"),
     ],
 )
 def test_what_cannot_succeed_is_refused_with_the_command_to_type(env, arguments, message):

@@ -1,4 +1,4 @@
-"""Lines of JSON over a connection, for the watch over a run: whoever connects may send anything."""
+"""Lines of JSON over a connection, for the failure monitor. Any process may connect and send anything."""
 
 import contextlib
 import errno
@@ -6,21 +6,21 @@ import json
 import socket
 from typing import Any
 
-__all__ = ["Strange", "end_of", "keep_alive", "listen", "receive", "send"]
+__all__ = ["ProtocolError", "connection_failure", "keep_alive", "listen", "receive", "send"]
 
-# A node that is cut off is noticed after 5 + 4 * 3 seconds, by the system: a busy interpreter answers all the same.
+# The kernel notices an unreachable node after 5 + 4 * 3 seconds; a busy interpreter does not delay the answers.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 17_000}
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-_LONGEST = 1 << 16  # Bytes of a message that has not ended.
-_LONGEST_TEXT = 10_000
+_MAX_MESSAGE = 1 << 16  # Bytes.
+_MAX_TEXT = 10_000
 
 
-class Strange(OSError):
-    """What has arrived is no message of ours."""
+class ProtocolError(OSError):
+    """The bytes that arrived are not a message of this protocol."""
 
 
 def keep_alive(connection: socket.socket) -> socket.socket:
-    """Have the system notice that the other end's node is cut off."""
+    """Have the kernel notice that the node at the other end is unreachable."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):
@@ -29,7 +29,7 @@ def keep_alive(connection: socket.socket) -> socket.socket:
 
 
 def listen(backlog: int) -> socket.socket:
-    """A listener at a free port, on all addresses of this machine, of both kinds where it has them."""
+    """A listener at a free port, on all IPv4 and IPv6 addresses of this machine."""
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
@@ -37,14 +37,14 @@ def listen(backlog: int) -> socket.socket:
 
 
 def receive(connection: socket.socket, rest: bytes) -> tuple[list[dict[str, Any]], bytes]:
-    """The messages that have arrived, and the beginning of the next.
+    """The messages that have arrived, and the start of the next one.
 
     Args:
-        rest: the beginning that the last call has returned.
+        rest: the start of a message that the last call returned.
 
     Raises:
-        EOFError: the connection has ended.
-        Strange: a line is no message, or does not end.
+        EOFError: the connection was closed.
+        ProtocolError: a line is not a message, or is too long.
     """
     if not (data := connection.recv(1 << 16)):
         raise EOFError
@@ -52,20 +52,20 @@ def receive(connection: socket.socket, rest: bytes) -> tuple[list[dict[str, Any]
     try:
         messages = [json.loads(line) for line in whole]
     except (ValueError, RecursionError) as error:
-        raise Strange("a line is no JSON") from error
-    if len(rest) > _LONGEST or not all(isinstance(message, dict) for message in messages):
-        raise Strange("a line is no message")
+        raise ProtocolError("a line is not JSON") from error
+    if len(rest) > _MAX_MESSAGE or not all(isinstance(message, dict) for message in messages):
+        raise ProtocolError("a line is not a message")
     return messages, rest
 
 
-def end_of(connection_error: OSError | EOFError) -> str:
-    """What became of the rank at the other end of a connection: lost, or cut off."""
+def connection_failure(connection_error: OSError | EOFError) -> str:
+    """How the rank at the other end of a connection ended: lost, or unreachable."""
     cut = isinstance(connection_error, TimeoutError) or getattr(connection_error, "errno", None) in _UNREACHABLE
-    return "cut off" if cut else "lost"
+    return "unreachable" if cut else "lost"
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Send a message, its texts cut to a length that is taken; who does not listen any more has ended already."""
-    short = {name: value[:_LONGEST_TEXT] if isinstance(value, str) else value for name, value in message.items()}
+    """Send a message, with texts cut to the accepted length; a connection that is closed already is ignored."""
+    short = {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in message.items()}
     with contextlib.suppress(OSError):
         connection.sendall(json.dumps(short).encode() + b"\n")

@@ -10,9 +10,10 @@ import torch
 
 from callbacks.checkpointing.verified_io import write_checkpoint
 from datamodules import UserError
-from recipes.resume.rebatch import Split, fit_batch, fit_tokens
-from recipes.resume.saved_run import SavedRun, describe_differences, find_last_good, read_run
-from recipes.resume.start import Start, begin_with, find_start, launch_name, locked
+from recipes.launch.job_name import launch_name
+from recipes.resume.rebatch import Rebatch, rebatch_samples, rebatch_tokens
+from recipes.resume.resume_point import ResumePoint, find_resume_point, locked, start_from
+from recipes.resume.saved_run import SavedRun, describe_differences, newest_valid_checkpoint, read_run
 from tests.support.ranks import run_ranks
 
 CONFIG = {"seed": 1, "lr": 0.1, "dataset": "digits", "batch_size": 64, "accumulate": 1, "max_epochs": 4}
@@ -45,27 +46,27 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_last_checkpoint_is_named_and_the_newest_good_one_is_taken(damage, tmp_path, caplog):
     best, last = save(tmp_path / "best.ckpt", 10), save(tmp_path / "last.ckpt", 12)
-    assert find_last_good(tmp_path) == last
+    assert newest_valid_checkpoint(tmp_path) == last
     DAMAGES[damage](last)
     caplog.clear()
-    assert find_last_good(tmp_path) == best
+    assert newest_valid_checkpoint(tmp_path) == best
     if damage != "missing":
-        assert f"{last} is passed over" in caplog.text
+        assert f"{last} is skipped" in caplog.text
 
 
 def test_progress_decides_which_checkpoint_is_the_newest_and_not_the_clock(tmp_path):
     save(tmp_path / "best.ckpt", 10)
     last = save(tmp_path / "last.ckpt", 12)
     os.utime(last, (0, 0))
-    assert find_last_good(tmp_path) == last
+    assert newest_valid_checkpoint(tmp_path) == last
 
 
 def test_of_two_at_the_same_update_the_last_is_taken_and_foreign_files_are_passed_over(tmp_path):
     save(tmp_path / "best.ckpt", 12)
     last = save(tmp_path / "last.ckpt", 12)
     torch.save({"weights": torch.ones(2)}, tmp_path / "zzz.ckpt")
-    assert find_last_good(tmp_path) == last
-    assert find_last_good(tmp_path / "nothing") is None
+    assert newest_valid_checkpoint(tmp_path) == last
+    assert newest_valid_checkpoint(tmp_path / "nothing") is None
 
 
 def test_differences_name_each_setting_and_leave_out_what_may_differ():
@@ -78,32 +79,32 @@ def test_differences_name_each_setting_and_leave_out_what_may_differ():
 @pytest.mark.parametrize(
     ("config", "devices", "expected"),
     [
-        ({}, 1, Split(64, 1)),
-        ({}, 4, Split(16, 1)),
-        ({"batch_size": 16}, 1, Split(16, 4)),
-        ({"batch_size": 16}, 2, Split(16, 2)),
-        ({"accumulate": 4}, 1, Split(16, 4)),
-        ({"accumulate": 2, "batch_size": 16}, 2, Split(16, 2)),
-        ({"global_batch_size": 64}, 8, Split(8, 1)),
+        ({}, 1, Rebatch(64, 1)),
+        ({}, 4, Rebatch(16, 1)),
+        ({"batch_size": 16}, 1, Rebatch(16, 4)),
+        ({"batch_size": 16}, 2, Rebatch(16, 2)),
+        ({"accumulate": 4}, 1, Rebatch(16, 4)),
+        ({"accumulate": 2, "batch_size": 16}, 2, Rebatch(16, 2)),
+        ({"global_batch_size": 64}, 8, Rebatch(8, 1)),
     ],
 )
 def test_the_global_batch_is_cut_for_the_devices_there_are(config, devices, expected):
-    assert fit_batch(SavedRun(CONFIG, 0, 0, 1, 64), CONFIG | config, devices) == expected
+    assert rebatch_samples(SavedRun(CONFIG, 0, 0, 1, 64), CONFIG | config, devices) == expected
 
 
 @pytest.mark.parametrize(
     ("config", "devices", "message"),
     [
-        ({"batch_size": 48}, 1, "--batch-size 48 on 1 devices makes no global batch of 64"),
+        ({"batch_size": 48}, 1, "--batch-size 48 on 1 devices does not divide the global batch of 64"),
         ({"global_batch_size": 128}, 1, "--global-batch-size is 128, and 64 in the checkpoint"),
-        ({"accumulate": 4, "batch_size": 32}, 1, "are no global batch of 64"),
+        ({"accumulate": 4, "batch_size": 32}, 1, "are not the global batch of 64"),
         ({}, 3, "3 devices cannot share the checkpoint's global batch of 64 equally: pass 2 or 4 devices"),
-        ({"accumulate": {0: 1, 5: 2}}, 2, "changes in its course"),
+        ({"accumulate": {0: 1, 5: 2}}, 2, "changes during the run"),
     ],
 )
 def test_another_global_batch_is_refused(config, devices, message):
     with pytest.raises(UserError, match=message):
-        fit_batch(SavedRun(CONFIG, 0, 0, 1, 64), CONFIG | config, devices)
+        rebatch_samples(SavedRun(CONFIG, 0, 0, 1, 64), CONFIG | config, devices)
 
 
 WORDS = {"batch_size": 64, "max_tokens": 4096, "accumulate": 2, "global_batch_size": None}
@@ -113,15 +114,15 @@ WORDS = {"batch_size": 64, "max_tokens": 4096, "accumulate": 2, "global_batch_si
     ("config", "devices", "expected"),
     [
         ({}, 2, None),
-        ({}, 1, Split(4096, 4)),
-        ({}, 4, Split(4096, 1)),
-        ({"max_tokens": 1024}, 8, Split(1024, 2)),
-        ({"max_tokens": 2048, "accumulate": 1}, 8, Split(2048, 1)),
-        ({"accumulate": 4}, 1, Split(4096, 4)),
+        ({}, 1, Rebatch(4096, 4)),
+        ({}, 4, Rebatch(4096, 1)),
+        ({"max_tokens": 1024}, 8, Rebatch(1024, 2)),
+        ({"max_tokens": 2048, "accumulate": 1}, 8, Rebatch(2048, 1)),
+        ({"accumulate": 4}, 1, Rebatch(4096, 4)),
     ],
 )
 def test_batches_of_words_are_shared_out_as_they_are(config, devices, expected):
-    assert fit_tokens(SavedRun(WORDS, 0, 0, 2, 34 * 4), WORDS | config, devices) == expected
+    assert rebatch_tokens(SavedRun(WORDS, 0, 0, 2, 34 * 4), WORDS | config, devices) == expected
 
 
 @pytest.mark.parametrize(
@@ -131,24 +132,24 @@ def test_batches_of_words_are_shared_out_as_they_are(config, devices, expected):
         ({"max_tokens": 2048}, 2, "pass --max-tokens 4096$"),
         ({"accumulate": 1}, 3, "pass --max-tokens 5461$"),
         ({"global_batch_size": 128}, 2, "--global-batch-size is 128, and None in the checkpoint"),
-        ({"accumulate": {0: 1, 5: 2}}, 2, "changes in its course"),
+        ({"accumulate": {0: 1, 5: 2}}, 2, "changes during the run"),
     ],
 )
 def test_another_global_batch_of_words_is_refused_with_the_flag(config, devices, message):
     with pytest.raises(UserError, match=message):
-        fit_tokens(SavedRun(WORDS, 0, 0, 2, 34 * 4), WORDS | config, devices)
+        rebatch_tokens(SavedRun(WORDS, 0, 0, 2, 34 * 4), WORDS | config, devices)
 
 
 def test_a_restart_with_the_same_flags_keeps_the_batches_of_a_run_that_was_cut_anew():
     """Two micro-batches on each of two devices, of which one was lost and came back."""
     shrunk = SavedRun(WORDS | {"batches_per_update": 4}, 0, 0, 1, 34 * 4)
-    assert fit_tokens(shrunk, WORDS, 1) == Split(4096, 4)
-    assert fit_tokens(shrunk, WORDS, 2) == Split(4096, 2)
+    assert rebatch_tokens(shrunk, WORDS, 1) == Rebatch(4096, 4)
+    assert rebatch_tokens(shrunk, WORDS, 2) == Rebatch(4096, 2)
 
 
 def test_batches_of_words_are_refused_where_those_of_the_checkpoint_are_of_sentences():
-    with pytest.raises(UserError, match="batches are of 64 sentences; leave it out"):
-        fit_tokens(SavedRun(WORDS | {"max_tokens": None}, 0, 0, 1, 64), WORDS, 1)
+    with pytest.raises(UserError, match="batches have 64 samples; leave it out"):
+        rebatch_tokens(SavedRun(WORDS | {"max_tokens": None}, 0, 0, 1, 64), WORDS, 1)
 
 
 def test_a_launch_that_restarts_has_a_name_of_its_own_and_others_have_none():
@@ -177,44 +178,44 @@ def test_a_job_of_several_nodes_that_restarts_without_a_name_is_refused_with_the
         outside.setenv(f"TORCHELASTIC_{name}", value)
     outside.setenv("GROUP_WORLD_SIZE", "2")
     with pytest.raises(UserError, match="add --rdzv-id NAME"):
-        find_start(resume, None, tmp_path, CONFIG)
+        find_resume_point(resume, None, tmp_path, CONFIG)
     path = make_run(tmp_path, "two")
-    assert find_start(resume, "two", tmp_path, CONFIG) == Start(str(tmp_path / "two"), str(path))
-    assert find_start("none", None, tmp_path, CONFIG) == Start()
+    assert find_resume_point(resume, "two", tmp_path, CONFIG) == ResumePoint(str(tmp_path / "two"), str(path))
+    assert find_resume_point("none", None, tmp_path, CONFIG) == ResumePoint()
     outside.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
-    assert find_start(None, None, tmp_path, CONFIG) == Start()
+    assert find_resume_point(None, None, tmp_path, CONFIG) == ResumePoint()
 
 
 @pytest.fixture
 def outside(monkeypatch):
     """No launcher's variables, whatever runs the tests."""
     for name in [*os.environ]:
-        if name.startswith(("SLURM", "TORCHELASTIC", "LIGHTNING_RECIPES_START")):
+        if name.startswith(("SLURM", "TORCHELASTIC", "LIGHTNING_RECIPES_RESUME_POINT")):
             monkeypatch.delenv(name)
     return monkeypatch
 
 
 def test_auto_goes_on_in_the_named_folder_and_begins_there_where_nothing_is_saved(outside, tmp_path):
-    assert find_start("auto", "a", tmp_path, CONFIG) == Start(str(tmp_path / "a"))
+    assert find_resume_point("auto", "a", tmp_path, CONFIG) == ResumePoint(str(tmp_path / "a"))
     path = make_run(tmp_path, "a")
-    assert find_start("auto", "a", tmp_path, CONFIG) == Start(str(tmp_path / "a"), str(path))
-    assert find_start(None, "a", tmp_path, CONFIG) == Start()
+    assert find_resume_point("auto", "a", tmp_path, CONFIG) == ResumePoint(str(tmp_path / "a"), str(path))
+    assert find_resume_point(None, "a", tmp_path, CONFIG) == ResumePoint()
 
 
 def test_auto_without_a_name_takes_the_newest_unfinished_run_of_the_same_experiment(outside, tmp_path):
-    assert find_start("auto", None, tmp_path, CONFIG) == Start()
+    assert find_resume_point("auto", None, tmp_path, CONFIG) == ResumePoint()
     path = make_run(tmp_path, "a")
     make_run(tmp_path, "finished", epochs=4)
     make_run(tmp_path, "other", config=CONFIG | {"lr": 7})
-    assert find_start("auto", None, tmp_path, CONFIG) == Start(str(tmp_path / "a"), str(path))
+    assert find_resume_point("auto", None, tmp_path, CONFIG) == ResumePoint(str(tmp_path / "a"), str(path))
 
 
 def test_a_finished_run_with_results_has_nothing_left_to_do(outside, tmp_path):
     make_run(tmp_path, "a", epochs=4)
-    assert not find_start("auto", "a", tmp_path, CONFIG).finished, "it was killed in the test"
+    assert not find_resume_point("auto", "a", tmp_path, CONFIG).finished, "it was killed in the test"
     (tmp_path / "a" / "results.json").touch()
-    assert find_start("auto", "a", tmp_path, CONFIG).finished
-    assert not find_start("auto", "a", tmp_path, CONFIG | {"max_epochs": 5}).finished
+    assert find_resume_point("auto", "a", tmp_path, CONFIG).finished
+    assert not find_resume_point("auto", "a", tmp_path, CONFIG | {"max_epochs": 5}).finished
 
 
 def test_a_requeued_slurm_job_finds_its_own_runs_and_no_other_jobs(outside, tmp_path):
@@ -223,10 +224,10 @@ def test_a_requeued_slurm_job_finds_its_own_runs_and_no_other_jobs(outside, tmp_
         outside.setenv("SLURM_JOB_ID", job)
         outside.setenv("SLURM_PROCID", "0")
         for config, name in ((CONFIG, f"slurm-{job}"), (other, f"slurm-{job}-2")):
-            assert find_start(None, None, tmp_path, config) == Start(str(tmp_path / name))
+            assert find_resume_point(None, None, tmp_path, config) == ResumePoint(str(tmp_path / name))
             path = make_run(tmp_path, name, config=config)
-            assert find_start(None, None, tmp_path, config) == Start(str(tmp_path / name), str(path))
-    assert find_start("none", None, tmp_path, CONFIG) == Start()
+            assert find_resume_point(None, None, tmp_path, config) == ResumePoint(str(tmp_path / name), str(path))
+    assert find_resume_point("none", None, tmp_path, CONFIG) == ResumePoint()
 
 
 def test_a_requeued_job_goes_on_where_its_data_have_moved(outside, tmp_path):
@@ -234,15 +235,15 @@ def test_a_requeued_job_goes_on_where_its_data_have_moved(outside, tmp_path):
         outside.setenv(f"SLURM_{key}", value)
     path = make_run(tmp_path, "slurm-7", config=CONFIG | {"data_dir": "/scratch/1"})
     moved = CONFIG | {"data_dir": "/scratch/2"}
-    assert find_start(None, None, tmp_path, moved) == Start(str(tmp_path / "slurm-7"), str(path))
+    assert find_resume_point(None, None, tmp_path, moved) == ResumePoint(str(tmp_path / "slurm-7"), str(path))
 
 
 def test_a_damaged_checkpoint_that_was_named_is_refused_with_the_newest_good_one(outside, tmp_path):
     last = make_run(tmp_path, "a")
     best = save(last.with_name("best.ckpt"), 3)
     DAMAGES["truncated"](last)
-    with pytest.raises(UserError, match=f"cut off.*the newest good one is {best}: pass --resume auto"):
-        find_start(str(last), None, tmp_path, CONFIG)
+    with pytest.raises(UserError, match=f"cut off.*the newest valid checkpoint is {best}: pass --resume auto"):
+        find_resume_point(str(last), None, tmp_path, CONFIG)
 
 
 @pytest.mark.parametrize("name", [None, "two"])
@@ -254,20 +255,20 @@ def test_a_job_that_began_with_a_file_goes_on_from_its_own_checkpoints_when_it_i
     for key, value in (("JOB_ID", "7"), ("PROCID", "0")):
         outside.setenv(f"SLURM_{key}", value)
 
-    def begins() -> Start:
-        return find_start(file, name, tmp_path / "runs", CONFIG)
+    def begins() -> ResumePoint:
+        return find_resume_point(file, name, tmp_path / "runs", CONFIG)
 
-    assert begins() == Start(str(folder), file)
+    assert begins() == ResumePoint(str(folder), file)
     folder.mkdir(parents=True)
-    assert begin_with(file, folder, name) == []
-    assert begins() == Start(str(folder), file), "it was stopped before it saved anything"
+    assert start_from(file, folder, name) == []
+    assert begins() == ResumePoint(str(folder), file), "it was stopped before it saved anything"
     own = make_run(tmp_path / "runs", folder.name, 4)
-    assert begins() == Start(str(folder), str(own))
+    assert begins() == ResumePoint(str(folder), str(own))
     Path(file).unlink()
-    assert begins() == Start(str(folder), str(own)), "where it began need not last"
+    assert begins() == ResumePoint(str(folder), str(own)), "where it began need not last"
     outside.setenv("SLURM_JOB_ID", "8")
     save(Path(file), 3)
-    assert begins() == Start(f"{folder}-2" if name else str(folder.with_name("slurm-8")), file)
+    assert begins() == ResumePoint(f"{folder}-2" if name else str(folder.with_name("slurm-8")), file)
 
 
 def test_going_back_in_a_run_sets_aside_what_is_farther_on_and_a_requeue_keeps_its_own_progress(outside, tmp_path):
@@ -275,24 +276,26 @@ def test_going_back_in_a_run_sets_aside_what_is_farther_on_and_a_requeue_keeps_i
     home = last.parent
     best = str(save(home / "best.ckpt", 10))
     torch.save({"weights": torch.ones(2)}, home / "foreign.ckpt")
-    assert begin_with(best, tmp_path / "a", None) == [home / "last.ckpt.abandoned"]
-    assert find_start("auto", "a", tmp_path, CONFIG).checkpoint == best
+    assert start_from(best, tmp_path / "a", None) == [home / "last.ckpt.abandoned"]
+    assert find_resume_point("auto", "a", tmp_path, CONFIG).checkpoint == best
     for key, value in (("JOB_ID", "7"), ("PROCID", "0")):
         outside.setenv(f"SLURM_{key}", value)
     save(last, 12)
-    assert find_start(best, None, tmp_path, CONFIG) == Start(str(tmp_path / "a"), best), "another job went there"
-    assert begin_with(best, tmp_path / "a", None) == [home / "last.ckpt-2.abandoned"]
+    assert find_resume_point(best, None, tmp_path, CONFIG) == ResumePoint(str(tmp_path / "a"), best), (
+        "another job went there"
+    )
+    assert start_from(best, tmp_path / "a", None) == [home / "last.ckpt-2.abandoned"]
     save(last, 11)
-    assert find_start(best, None, tmp_path, CONFIG) == Start(str(tmp_path / "a"), str(last))
+    assert find_resume_point(best, None, tmp_path, CONFIG) == ResumePoint(str(tmp_path / "a"), str(last))
     kept = {path.name: read_run(path).updates for path in home.glob("*.abandoned")}
     assert kept == {"last.ckpt.abandoned": 14, "last.ckpt-2.abandoned": 12}
     assert (home / "foreign.ckpt").exists()
 
 
 def _hold(folder: str) -> str:
-    from recipes.resume import start as resume
+    from recipes.resume import resume_point
 
-    resume._PATIENCE = 0.3
+    resume_point._LOCK_TIMEOUT = 0.3
     try:
         with locked(Path(folder)):
             return "held"

@@ -1,0 +1,178 @@
+"""The commands: fit, validate, test, predict and export."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import lightning.pytorch as pl
+import yaml
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from callbacks.checkpointing.guard import CheckpointGuard
+from callbacks.lib.signals import Preempted, requeue
+from datamodules.contract import data_contract
+from datamodules.errors import UserError
+from recipes.cli.experiment import Experiment, as_user_errors
+from recipes.cli.export import export
+from recipes.cli.report import Stopwatch, print_pairs, print_rows, report, shown, write_rows
+from recipes.cli.run_folder import run_folder
+from recipes.cli.settings import checkpoint_callbacks
+from recipes.cli.trainer import build_trainer
+from recipes.failures.monitor import exit_run
+from recipes.failures.shared_folder import SharedFolder
+from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
+from recipes.resume.resume_point import start_from
+from recipes.resume.saved_run import read_run
+
+__all__ = ["carry_out"]
+
+
+def carry_out(experiment: Experiment, program: str, started_at: float) -> None:
+    """Run a command.
+
+    Args:
+        program: what the user typed to start the program, for the commands to print.
+        started_at: `time.monotonic` at the start of the program.
+    """
+    command = experiment.settings.command
+    if command == "export":
+        _export(experiment)
+        return
+    with as_user_errors(MisconfigurationException):
+        if command != "fit":
+            _evaluate(experiment, program)
+        elif experiment.settings.trainer["fast_dev_run"]:
+            stopwatch = Stopwatch()
+            trainer = build_trainer(experiment, [stopwatch])
+            scores, best = _train_and_test(trainer, experiment, None, program)
+            if trainer.is_global_zero:
+                report(trainer, experiment, None, stopwatch, scores, best, program, time.monotonic() - started_at)
+        else:
+            _fit(experiment, program, started_at)
+
+
+def _export(experiment: Experiment) -> None:
+    run = experiment.settings.run
+    written = export(experiment.recipe, run.ckpt or "", run.format or "", run.output)
+    print_pairs({"written": shown(written.path), "checked": written.check})
+
+
+def _run_callbacks(experiment: Experiment, folder: Path) -> list[Callback]:
+    """The callbacks of a run with a folder."""
+    recipe, data, settings = experiment.recipe, experiment.data, experiment.settings
+    callbacks: list[Callback] = [SharedFolder(folder)]
+    if settings.trainer["enable_checkpointing"] is not False:
+        validates = is_overridden("validation_step", recipe) and is_overridden("val_dataloader", data)
+        monitor = recipe.monitor if validates and data_contract(data).validates else None
+        callbacks += checkpoint_callbacks(folder, monitor, recipe, settings.run)
+        callbacks.append(CheckpointGuard(settings.run.resume))
+    return callbacks
+
+
+def _fit(experiment: Experiment, program: str, started_at: float) -> None:
+    """Train in the run's folder, then test the best checkpoint."""
+    settings, stopwatch = experiment.settings, Stopwatch()
+    title, point = experiment.recipe.title, settings.resume_point
+    with run_folder(settings.run, title, point, worth_keeping=lambda: stopwatch.started) as folder:
+        trainer = build_trainer(experiment, [*_run_callbacks(experiment, folder), stopwatch], folder)
+        if is_rank_zero():
+            (folder / "config.yaml").write_text(yaml.safe_dump(dict(settings.config), sort_keys=False))
+        _prepare_resume(trainer, experiment, folder)
+        scores, best = _train_and_test(trainer, experiment, folder, program)
+        if trainer.is_global_zero:
+            report(trainer, experiment, folder, stopwatch, scores, best, program, time.monotonic() - started_at)
+
+
+def _prepare_resume(trainer: pl.Trainer, experiment: Experiment, folder: Path) -> None:
+    """Refuse a run that has finished, and record where this job starts."""
+    settings = experiment.settings
+    checkpoint = settings.run.resume
+    if not checkpoint or settings.resumes_by_itself:
+        return
+    saved = read_run(checkpoint)
+    if saved.is_finished(trainer.max_epochs):
+        raise UserError(
+            f"this run has finished its {saved.epochs} epochs; pass --max-epochs {2 * saved.epochs} to train longer"
+        )
+    for path in start_from(checkpoint, folder, settings.run.name):
+        rank_zero_print(f"{shown(path)} has more updates than the checkpoint to resume from, and is renamed")
+
+
+def _train_and_test(
+    trainer: pl.Trainer, experiment: Experiment, folder: Path | None, program: str
+) -> tuple[dict[str, float], str | None]:
+    """Train, and test the best checkpoint. Returns the scores and the checkpoint."""
+    recipe, data, resume = experiment.recipe, experiment.data, experiment.settings.run.resume
+    with _interruptible(trainer, folder, program):
+        trainer.fit(recipe, data, ckpt_path=resume, weights_only=True)
+    checkpoints = trainer.checkpoint_callback
+    best = getattr(checkpoints, "best_model_path", "") or None
+    if best is None and folder is not None and (last := folder / "checkpoints" / "last.ckpt").is_file():
+        best = str(last)
+    scores = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    best_score = getattr(checkpoints, "best_model_score", None)
+    if best and recipe.monitor in scores and best_score is not None:
+        # The score of the checkpoint that is tested, not of the last epoch.
+        scores = {k: v for k, v in scores.items() if not k.startswith("val/")}
+        scores[recipe.monitor] = float(best_score)
+    if is_overridden("test_step", recipe) and is_overridden("test_dataloader", data):
+        with _interruptible(trainer, folder, program):
+            final = trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
+            if not final and recipe.monitor in scores:  # There is no test set.
+                final = trainer.validate(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
+        scores |= final[0] if final else {}
+    return scores, best
+
+
+def _evaluate(experiment: Experiment, program: str) -> None:
+    """Validate, test or predict with a checkpoint."""
+    recipe, data, settings = experiment.recipe, experiment.data, experiment.settings
+    command, run = settings.command, settings.run
+    trainer = build_trainer(experiment)
+    rows: Sequence[dict[str, object]]
+    with _interruptible(trainer, None, program):
+        if command == "predict":
+            outputs = trainer.predict(recipe, data, ckpt_path=run.ckpt, weights_only=True)
+            rows = recipe.prediction_rows(outputs or [], data_contract(data).prediction_names)
+        else:
+            evaluate = trainer.validate if command == "validate" else trainer.test
+            rows = [dict(s) for s in evaluate(recipe, data, ckpt_path=run.ckpt, weights_only=True, verbose=False)]
+    if not rows:
+        raise UserError(f"there is nothing to {command}: the data have no such part, or it is empty")
+    if not trainer.is_global_zero:
+        return
+    if command == "predict":
+        print_rows(recipe.prediction_table(rows))
+    else:
+        print_pairs({name: f"{value:.4f}" for name, value in rows[0].items()})
+    if run.output:
+        write_rows(Path(run.output), list(rows) if command == "predict" else rows[0])
+
+
+@contextmanager
+def _interruptible(trainer: pl.Trainer, folder: Path | None, program: str) -> Iterator[None]:
+    """Where a signal has ended the run, print how to resume, and end the process."""
+    try:
+        yield
+    except Preempted as stopped:
+        why = f"\nended by {stopped.signal_name}"
+        if stopped.at_once and is_rank_zero():
+            why += requeue(stopped.signum)
+        last = folder / "checkpoints" / "last.ckpt" if folder else None
+        if last and not last.exists():
+            last = last.with_name("best.ckpt")
+        if last is None:
+            rank_zero_print(why)
+        elif not last.exists():
+            rank_zero_print(f"{why} before the first update, so nothing was saved")
+        elif stopped.trained or trainer.state.fn == "test":
+            rank_zero_print(f"{why}; the training is done, so test with\n  {program} test --ckpt {shown(last)}")
+        else:
+            rank_zero_print(f"{why}; resume with\n  {program} --resume {shown(last)}")
+        sys.stderr.flush()
+        # Loggers and processes are closed; a regular exit of the interpreter would take another second.
+        exit_run(int(stopped.code or 1))

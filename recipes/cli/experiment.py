@@ -1,0 +1,198 @@
+"""Settings are resolved once, then frozen, and everything is built from them.
+
+The values of the flags are completed in this order: the launch (which other processes there are), the global batch of a
+resumed run, what the recipe needs to know of the data, the defaults that the recipe's constructor computes, and what
+the data module finds out by itself, such as which data set "auto" is: rank 0 decides, and the others get its values.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.distributed import TCPStore
+
+from callbacks.seed_control import SeedControl
+from datamodules.contract import DataContract, data_contract
+from datamodules.errors import UserError
+from recipes.cli.settings import RunSettings, run_callbacks
+from recipes.failures.rendezvous import share
+from recipes.launch.plan import Launch
+from recipes.launch.rank_zero import rank_zero_print
+from recipes.recipe import Recipe
+from recipes.resume.rebatch import resumed_batch
+from recipes.resume.resume_point import ResumePoint
+from recipes.resume.saved_run import read_run
+
+__all__ = ["Classes", "Experiment", "Settings", "as_user_errors", "build_experiment"]
+
+
+@contextmanager
+def as_user_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn exceptions that the user's settings cause into `UserError`."""
+    try:
+        yield
+    except kinds as error:
+        raise error if isinstance(error, UserError) else UserError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The classes that a command line is made for.
+
+    Args:
+        recipe: what to train.
+        data: what to train on.
+        callbacks: makes further callbacks for the Trainer.
+    """
+
+    recipe: type[Recipe]
+    data: type[pl.LightningDataModule]
+    callbacks: Callable[[], Sequence[Callback]]
+
+    @property
+    def declared(self) -> type[DataContract]:
+        """Where the data module's class declares its parameters; the defaults for a stock LightningDataModule."""
+        return self.data if DataContract in self.data.__mro__ else DataContract  # type: ignore[return-value]
+
+    @property
+    def free_parameters(self) -> frozenset[str]:
+        """Parameters of recipe and data that do not make the experiment."""
+        return self.recipe.free_parameters | self.declared.free_parameters
+
+    @property
+    def call_parameters(self) -> frozenset[str]:
+        """Parameters of recipe and data that are not saved with a run."""
+        return self.recipe.call_parameters | self.declared.call_parameters
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of one command.
+
+    Args:
+        command: fit, validate, test, predict or export.
+        run: with the resolved precision and the checkpoint to resume from.
+        data: arguments of the data module's constructor.
+        recipe: arguments of the recipe's constructor.
+        trainer: arguments of the Trainer.
+        config: the settings that make the experiment, as plain values: what is saved with the run.
+        tokens_parameter: the setting that, where it is given, limits a batch by tokens.
+        launch: which process this is.
+        resume_point: where the run resumes.
+        resumes_by_itself: the checkpoint was found, not given by the user.
+        collective_timeout: seconds that a rank waits for the others in a collective call.
+        notes: for the run's first line, by what they explain: "precision" and "memory".
+    """
+
+    command: str
+    run: RunSettings
+    data: Mapping[str, Any]
+    recipe: Mapping[str, Any]
+    trainer: Mapping[str, Any]
+    config: Mapping[str, Any]
+    tokens_parameter: str | None
+    launch: Launch
+    resume_point: ResumePoint
+    resumes_by_itself: bool
+    collective_timeout: float
+    notes: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a command works with; its settings are resolved and read-only."""
+
+    settings: Settings
+    recipe: Recipe
+    data: pl.LightningDataModule
+    callbacks: Sequence[Callback]
+
+
+def _refuse_unless(resume_anyway: bool, error: UserError) -> None:
+    if not resume_anyway:
+        raise UserError(f"{error}; or pass --resume-anyway") from error
+    rank_zero_print(f"resuming anyway: {error}")
+
+
+def _with_global_batch(settings: Settings) -> Settings:
+    """Keep the global batch of the checkpoint on the devices of this launch."""
+    if settings.command != "fit" or not settings.run.resume:
+        return settings
+    try:
+        saved = read_run(settings.run.resume)
+        devices = settings.launch.world_size
+        batch = resumed_batch(saved, settings.config, devices, settings.tokens_parameter)
+    except UserError as error:
+        _refuse_unless(settings.run.resume_anyway, error)
+        return settings
+    if batch.line:
+        rank_zero_print(batch.line)
+    run = {name: value for name, value in batch.settings.items() if name in RunSettings.__dataclass_fields__}
+    data = {name: value for name, value in batch.settings.items() if name in settings.data}
+    config = {**settings.config, **batch.config}
+    return replace(settings, run=replace(settings.run, **run), data={**settings.data, **data}, config=config)
+
+
+def _is_open(value: Any) -> bool:
+    return value is None or value == "auto"
+
+
+def _fill(options: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with those that were left open replaced."""
+    filled = {name: value for name, value in found.items() if name in options and _is_open(options[name])}
+    return {**options, **{name: value for name, value in filled.items() if value is not None}}
+
+
+def _build_recipe(settings: Settings, classes: Classes, data: pl.LightningDataModule) -> Recipe:
+    options = settings.recipe
+    if settings.command == "fit" and not settings.run.resume:
+        options = _fill(options, classes.recipe.settings_from_data(data))
+    return classes.recipe(**options)
+
+
+def _resolved_data(
+    settings: Settings, classes: Classes, data: pl.LightningDataModule, store: TCPStore | None
+) -> Mapping[str, Any]:
+    """The arguments of the data module, with those that were left open decided on rank 0."""
+    if settings.command != "fit":
+        return settings.data
+    found: dict[str, Any] = {}
+    if settings.run.resume:
+        # Found again elsewhere, "auto" might be another data set.
+        found = _fill(settings.data, read_run(settings.run.resume).config)
+    elif store is None:
+        found = data_contract(data).resolve()
+    else:
+        resolve = data_contract(data).resolve
+        found = share(store, settings.launch, "settings of the data", resolve, settings.collective_timeout)
+    return _fill(settings.data, found)
+
+
+def build_experiment(settings: Settings, classes: Classes, store: TCPStore | None) -> Experiment:
+    """Complete what the flags left open, freeze the settings, and build from them.
+
+    Args:
+        store: of the rendezvous; None where the run is one process.
+
+    Raises:
+        UserError: a value is refused, the data cannot be read, or the devices cannot share the global batch.
+    """
+    settings = _with_global_batch(settings)
+    with as_user_errors(MisconfigurationException):
+        # First, because it seeds the initial weights.
+        seeds = SeedControl(settings.run.seed, settings.run.deterministic, settings.run.benchmark)
+        data = classes.data(**settings.data)
+        # Before the data are read, so that wrong flags are refused before a download.
+        recipe = _build_recipe(settings, classes, data)
+        if (resolved := _resolved_data(settings, classes, data, store)) != settings.data:
+            data = classes.data(**resolved)
+        # The constructors compute defaults that depend on other parameters.
+        config = MappingProxyType(_fill(settings.config, {**recipe.hparams, **resolved}))
+        recipe.run_config = dict(config)
+        callbacks = [*run_callbacks(settings.run, recipe, seeds), *classes.callbacks()]
+    return Experiment(replace(settings, data=resolved, config=config), recipe, data, callbacks)

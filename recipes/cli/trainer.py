@@ -1,0 +1,82 @@
+"""The Trainer of a command, and the first line of a run."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
+from callbacks.fast_path.no_profiler import NoProfiler
+from callbacks.lib.lightning_internals import set_collective_timeout
+from callbacks.run_progress import RunProgress
+from datamodules.errors import UserError
+from recipes.cli.experiment import Experiment, as_user_errors
+from recipes.cli.report import hardware
+from recipes.cli.run_folder import loggers
+from recipes.cli.settings import global_batch_text
+from recipes.failures.monitor import FailureReporter
+from recipes.launch.rank_zero import rank_zero_print
+from recipes.resume.saved_run import read_run
+
+__all__ = ["build_trainer"]
+
+
+def _backend(trainer: pl.Trainer) -> str:
+    """What carries collective calls: nccl, gloo or another."""
+    named = getattr(trainer.strategy, "process_group_backend", None)
+    device = trainer.strategy.root_device.type
+    return named or torch.distributed.Backend.default_device_backend_map.get(device, "gloo")
+
+
+def _print_first_line(trainer: pl.Trainer, experiment: Experiment) -> None:
+    settings = experiment.settings
+    run, notes = settings.run, settings.notes
+    launch = f"{settings.launch.describe()}, {_backend(trainer)}, " if trainer.world_size > 1 else ""
+    # On other devices than before another line has printed the global batch.
+    before = read_run(run.resume).devices if run.resume else None
+    same = settings.command == "fit" and before in (None, trainer.world_size)
+    batch = global_batch_text(run, settings.data, trainer, settings.tokens_parameter) if same else ""
+    memory = notes["memory"] if trainer.strategy.root_device.type == "cpu" else ""
+    precision = f"precision {run.precision}{notes['precision']}"
+    rank_zero_print(f"{experiment.recipe.title}: {launch}{hardware(trainer)}, {batch}{precision}{memory}")
+
+
+def build_trainer(experiment: Experiment, more: Sequence[Callback] = (), folder: Path | None = None) -> pl.Trainer:
+    """Build the Trainer of a command and print what it will use.
+
+    Args:
+        more: callbacks of this command.
+        folder: the run's folder, for logs.
+    """
+    settings = experiment.settings
+    options: dict[str, Any] = dict(settings.trainer)
+    if options["strategy"] == "fsdp2":
+        # Lightning has no short name for it. Checkpoints stay one file, which any strategy loads.
+        options["strategy"] = ModelParallelStrategy(save_distributed_checkpoint=False)
+    # DeepSpeed writes folders in its own format.
+    saving = [] if "deepspeed" in str(options["strategy"]).lower() else [VerifiedCheckpointIO()]
+    progress = [RunProgress()] if options["enable_progress_bar"] is not False else []
+    with as_user_errors(ValueError, TypeError, MisconfigurationException):
+        trainer = pl.Trainer(
+            **(options | {"profiler": options["profiler"] or NoProfiler()}),
+            precision=settings.run.precision,  # type: ignore[arg-type]
+            logger=loggers(folder, settings.run.resume) if folder else False,
+            callbacks=[FailureReporter(), *experiment.callbacks, *progress, *more],
+            plugins=[LightningEnvironment(), *saving],
+            default_root_dir=str(folder) if folder else None,
+            enable_autolog_hparams=False,
+            enable_model_summary=False,
+        )
+    if _backend(trainer) == "nccl" and trainer.strategy.root_device.type != "cuda":
+        raise UserError("NCCL needs NVIDIA GPUs, and this run is on the CPU; pass --strategy ddp, which uses gloo")
+    set_collective_timeout(trainer.strategy, timedelta(seconds=settings.collective_timeout))
+    if settings.command != "predict":
+        _print_first_line(trainer, experiment)
+    return trainer
