@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "callbacks.*": f"{_DATA} datamodules.loading callbacks.checkpointing callbacks.drawing callbacks.lib",
     "recipes": "",
     "recipes.__main__": "",
+    "recipes.version": "",
     "recipes.weights": "datamodules.errors",
     "recipes.pretrained": "datamodules.errors datamodules.loading recipes.weights",
     "recipes.optim": "datamodules.errors",

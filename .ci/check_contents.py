@@ -1,0 +1,36 @@
+"""Ends with status 1 where a wheel or an sdist lacks a file of the packages or holds another: ``FILE...``."""
+
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+PACKAGES = ("callbacks", "datamodules", "recipes")
+ROOT = Path(__file__).parents[1]
+
+
+def names_in(archive: Path) -> set[str]:
+    """Paths in the archive; those of an sdist without its top folder."""
+    if archive.suffix == ".whl":
+        return set(zipfile.ZipFile(archive).namelist())
+    with tarfile.open(archive) as tar:
+        return {member.name.partition("/")[2] for member in tar if member.isfile()}
+
+
+def main() -> None:
+    wanted = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.suffix in (".py", ".pyi") or path.name == "py.typed"
+    }
+    for archive in map(Path, sys.argv[1:]):
+        names = names_in(archive)
+        if missing := wanted - names:
+            sys.exit(f"{archive.name} lacks {sorted(missing)}")
+        if foreign := {name for name in names - wanted if name.endswith(".py") and name != "setup.py"}:
+            sys.exit(f"{archive.name} holds {sorted(foreign)}")
+
+
+if __name__ == "__main__":
+    main()
