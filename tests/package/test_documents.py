@@ -1,0 +1,35 @@
+"""What the documents name exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("recipes/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+_TOP = r"recipes|callbacks|datamodules|benchmarks|tests|\.ci"
+_PATH = re.compile(rf"(?<![\w/.-])(?:{_TOP})/[\w./*-]*[\w/]")
+_LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)[^)]*\)")
+_ANY = {"NAME", "RECIPE"}
+"""These stand for any name."""
+
+
+def _paths(document: Path) -> set[tuple[Path, str]]:
+    """Where each path starts, and the path: in text from the root, in links from the document."""
+    text = document.read_text()
+    return {(ROOT, path) for path in _PATH.findall(text)} | {(document.parent, path) for path in _LINK.findall(text)}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_path_that_a_document_names_exists(document: Path) -> None:
+    missing = [path for start, path in _paths(document) if not _ANY & {*path.split("/")} and not [*start.glob(path)]]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_module_that_a_document_runs_exists(document: Path) -> None:
+    modules = re.findall(rf"python -m ((?:{_TOP})[\w.]*\w)", document.read_text())
+    modules = [module for module in modules if not _ANY & {*module.split(".")}]
+    files = {module: ROOT.joinpath(*module.split(".")) for module in modules}
+    missing = [m for m, f in files.items() if not (f.with_suffix(".py").is_file() or (f / "__main__.py").is_file())]
+    assert missing == []
