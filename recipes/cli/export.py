@@ -1,4 +1,4 @@
-"""A checkpoint's network as a file for other programs, written only if it computes what the network does."""
+"""Export of a checkpoint's network to a file for other programs; the file is verified before it gets its name."""
 
 import importlib.util
 import json
@@ -29,15 +29,15 @@ _BATCHES = (2, 1, 5)
 
 @dataclass(frozen=True)
 class Exported:
-    """A file that was written, and how it was compared with the network."""
+    """A file that was written, and the result of comparing it with the network."""
 
     path: Path
     check: str
 
 
 def _load(recipe: Recipe, checkpoint_path: str) -> dict[str, Any]:
-    """Put a checkpoint into a recipe on the CPU, in the checkpoint's own type of numbers."""
-    checkpoint = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
+    """Load a checkpoint into a recipe on the CPU, in the dtype of the checkpoint."""
+    checkpoint: dict[str, Any] = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
     weights = checkpoint["state_dict"]
     kinds = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
     if len(kinds) == 1:
@@ -49,7 +49,7 @@ def _load(recipe: Recipe, checkpoint_path: str) -> dict[str, Any]:
 
 
 def _examples(recipe: Recipe) -> list[Tensor]:
-    """Inputs of several batch sizes, like the recipe's example."""
+    """Random inputs of several batch sizes, of the shape of the recipe's example."""
     example = recipe.example_input_array
     if not isinstance(example, Tensor):
         return []
@@ -59,13 +59,13 @@ def _examples(recipe: Recipe) -> list[Tensor]:
 
 
 def _metadata(checkpoint: dict[str, Any]) -> dict[str, str]:
-    """What a user of the weights needs to know, as text."""
+    """Settings and class names, as text, for users of the weights."""
     known = {key: checkpoint[key] for key in ("config", "class_names") if key in checkpoint}
     return {key: json.dumps(value, default=str) for key, value in known.items()}
 
 
 def _weights(network: nn.Module) -> dict[str, Tensor]:
-    # Tied weights are one tensor under two names, and safetensors wants each its own.
+    # Tied weights are one tensor under two names; safetensors needs a tensor for each.
     return {name: tensor.detach().clone().contiguous() for name, tensor in network.state_dict().items()}
 
 
@@ -79,7 +79,7 @@ def _write_weights(network: nn.Module, path: Path, metadata: dict[str, str]) -> 
 
 
 def _read_weights(recipe: Recipe, path: Path) -> Callable[[Tensor], Tensor]:
-    """A new network with the weights of a file, which must be the recipe's to the bit."""
+    """A new network with the weights of a file, which must equal those of the recipe bit by bit."""
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
@@ -97,17 +97,18 @@ def _read_weights(recipe: Recipe, path: Path) -> Callable[[Tensor], Tensor]:
 
 
 def _write_graph(network: nn.Module, example: Tensor, path: Path, kind: str) -> Callable[[Tensor], Tensor]:
-    """Write a network with its computation, for any batch size; the answer runs the file."""
+    """Write a network with its computation, for any batch size. Returns a function that runs the file."""
     if kind == "torchscript":
         torch.jit.save(torch.jit.trace(network, example), str(path))
-        return torch.jit.load(str(path))
+        loaded: Callable[[Tensor], Tensor] = torch.jit.load(str(path))
+        return loaded
     dynamic = ({0: torch.export.Dim("batch")},)
     if kind == "pt2":
         torch.export.save(torch.export.export(network, (example,), dynamic_shapes=dynamic), str(path))
         return torch.export.load(str(path)).module()
     size = sum(tensor.nbytes for tensor in network.state_dict().values())
     if size > _ONNX_LIMIT:
-        # The weights would go into a second file, which a rename leaves behind.
+        # The weights would be written to a second file, which a rename does not move.
         raise UserError(f"an onnx file holds 2 GB at most, and the weights are {size / 1e9:.1f} GB; pass --format pt2")
     options: dict[str, Any] = {"dynamo": True, "dynamic_shapes": dynamic, "external_data": False, "verbose": False}
     torch.onnx.export(network, (example,), str(path), **options)
@@ -119,7 +120,7 @@ def _write_graph(network: nn.Module, example: Tensor, path: Path, kind: str) -> 
 
 
 def _largest_error(recipe: Recipe, other: Callable[[Tensor], Tensor], inputs: list[Tensor]) -> float:
-    errors = []
+    errors: list[float] = []
     for batch in inputs:
         expected, found = recipe.network(batch), other(batch)
         errors.append((expected - found).abs().max().item() / max(1e-6, expected.abs().max().item()))
@@ -140,7 +141,7 @@ def _check_possible(recipe: Recipe, kind: str) -> None:
 
 @torch.no_grad()
 def export(recipe: Recipe, checkpoint_path: str, kind: str, output: str | None = None) -> Exported:
-    """Write the network of a checkpoint, and compare what the file computes with what the network does.
+    """Write the network of a checkpoint, and compare the outputs of the file with those of the network.
 
     Args:
         recipe: built with the checkpoint's settings.
@@ -149,7 +150,7 @@ def export(recipe: Recipe, checkpoint_path: str, kind: str, output: str | None =
         output: the file; by default beside the checkpoint.
 
     Raises:
-        UserError: the recipe or this installation cannot do it, or the file does not compute the same.
+        UserError: the recipe or this installation cannot write the format, or the file has other outputs.
     """
     _check_possible(recipe, kind)
     path = Path(output) if output else Path(checkpoint_path).with_suffix(_ENDINGS[kind])
@@ -170,11 +171,13 @@ def export(recipe: Recipe, checkpoint_path: str, kind: str, output: str | None =
                 other, tolerance = _write_graph(recipe.network, inputs[0], part, kind), 1e-4
         error = _largest_error(recipe, other, inputs) if inputs else 0.0
         if not error <= tolerance:
-            raise UserError(f"the {kind} file computes something else: its outputs differ by {error:.1e} of their size")
+            raise UserError(
+                f"the outputs of the {kind} file differ from the network's by {error:.1e}, relative to their size"
+            )
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
     if not inputs:
         return Exported(path, "every tensor equal to the checkpoint's")
     sizes = ", ".join(map(str, _BATCHES))
-    return Exported(path, f"outputs differ by {error:.1e} of their size at most, for batches of {sizes}")
+    return Exported(path, f"outputs differ by at most {error:.1e}, relative to their size, for batches of {sizes}")

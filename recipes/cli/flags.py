@@ -146,7 +146,7 @@ class FlagParser(ArgumentParser):
 
     def as_plain(self, namespace: Namespace) -> dict[str, Any]:
         """All settings as plain Python, as in a file of settings."""
-        return yaml.safe_load(self.dump(namespace, skip_none=False))
+        return dict(yaml.safe_load(self.dump(namespace, skip_none=False)))
 
     def select(self, config: dict[str, Any], title: str) -> dict[str, Any]:
         """The parameters of one group's class."""

@@ -54,8 +54,9 @@ class Stopwatch(pl.Callback):
         # Here, since frozen layers are unfrozen when the run has ended.
         self.trainable = count_parameters(pl_module)[1]
         batches = trainer.fit_loop.total_batch_idx - self._first_batch
+        loader: Any = trainer.train_dataloader
         # In full epochs: limit_train_batches shortens them.
-        self.epochs = batches / max(1, len(trainer.train_dataloader))  # type: ignore[arg-type]
+        self.epochs = batches / max(1, len(loader))
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -96,7 +97,7 @@ def flops_per_sample(module: pl.LightningModule) -> int | None:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         module(example[:1].to(module.device))
     module.train(training)
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
 
 
 def _with_unit(number: float) -> str:

@@ -85,11 +85,11 @@ class RunSettings:
     lean_loop: bool = True
 
 
-def learning_rate_scale(rule: str, optimizer: str) -> Scale | None:
+def learning_rate_scale(rule: Literal["auto", "none"] | Scale, optimizer: str) -> Scale | None:
     """The rule that "auto" stands for: linear for SGD (Goyal et al., 2017), square root for adaptive optimisers."""
     if rule == "auto":
         return "linear" if optimizer.lower() in _LINEAR else "sqrt"
-    return None if rule == "none" else rule  # type: ignore[return-value]
+    return None if rule == "none" else rule
 
 
 def global_batch_text(

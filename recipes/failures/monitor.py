@@ -162,8 +162,8 @@ class FailureMonitor:
 
         while not self.over:
             for key, _ in selector.select(_TICK):
-                if key.fileobj is not self.listener:
-                    read(key.fileobj)  # type: ignore[arg-type]
+                if isinstance(key.fileobj, socket.socket) and key.fileobj is not self.listener:
+                    read(key.fileobj)
                     continue
                 try:
                     connection = keep_alive(self.listener.accept()[0])

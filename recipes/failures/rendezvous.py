@@ -19,7 +19,8 @@ from torch.distributed import DistError, TCPStore
 
 from datamodules.errors import UserError
 from recipes.launch.interfaces import address_for_others
-from recipes.launch.plan import Command, Launch
+from recipes.launch.plan import Launch
+from recipes.launch.settings import Command
 
 __all__ = ["UPDATES_DONE", "Rendezvous", "describe_differences", "rendezvous", "share"]
 

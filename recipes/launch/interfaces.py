@@ -3,16 +3,9 @@
 import contextlib
 import ipaddress
 import socket
-import struct
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["address_for_others", "interface_towards", "own_address"]
 
-_SIOCGIFADDR = 0x8915  # Linux: get the address of an interface.
 _ELSEWHERE = "198.51.100.1"  # An address for documentation (RFC 5737), behind the default route.
 
 
@@ -41,28 +34,20 @@ def address_for_others(address: str, port: int = 1) -> str:
     return address if _is_loopback(own) else own
 
 
-def _address_of(interface: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError:  # The interface has no IPv4 address.
-            return None
-    return socket.inet_ntoa(answer[20:24])
-
-
 def interface_towards(address: str) -> str | None:
     """The interface on the route to another machine; None where it cannot be determined.
 
     For an address of this machine, the interface that has it. Where this machine's own name resolves to the loopback
     interface, the interface of the default route.
     """
-    if fcntl is None:
-        return None
+    import psutil  # Here, since only runs on several nodes need it.
+
     try:
         own = own_address(address)
         if _is_loopback(own) and not _is_loopback(address):
             own = own_address(_ELSEWHERE)
-        names = [name for _, name in socket.if_nameindex()]
     except OSError:
         return None
-    return next((name for name in names if _address_of(name) == own), None)
+    interfaces = psutil.net_if_addrs().items()
+    # An IPv6 address may be followed by % and its interface.
+    return next((name for name, found in interfaces if any(a.address.split("%")[0] == own for a in found)), None)

@@ -1,7 +1,8 @@
 """The rank of this process in the run: a function of environment, flags and devices.
 
 Every way to start a run is resolved here, before any process waits for another. A launch that cannot succeed is refused
-with the command to type instead.
+with the command to type instead. Lightning's environment classes do not serve here: they read ``os.environ`` one value
+at a time when a strategy asks, and do not compare the values with each other, the flags and the devices.
 """
 
 from collections.abc import Mapping

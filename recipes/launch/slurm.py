@@ -1,4 +1,8 @@
-"""The job step of this process, from the variables that Slurm sets."""
+"""The job step of this process, from the variables that Slurm sets.
+
+Lightning's `SLURMEnvironment` does not serve here: it finds "rack1" for the first host of "rack[1-2]n[7,8]", gives all
+steps of a job the same port, and reads and writes ``os.environ`` where a plan has to be a function of its arguments.
+"""
 
 import re
 from collections.abc import Mapping

@@ -128,7 +128,7 @@ def _same(old: Any, new: Any) -> bool:
         return {str(k): v for k, v in old.items()} == {str(k): v for k, v in new.items()}
     if isinstance(old, str) and isinstance(new, str) and old != new:
         return Path(old).expanduser().resolve() == Path(new).expanduser().resolve()
-    return old == new
+    return bool(old == new)
 
 
 def describe_differences(

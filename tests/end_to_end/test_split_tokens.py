@@ -38,7 +38,7 @@ def on(devices: int, folder: Path, *args: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_batches_of_words_make_the_same_updates_on_two_devices_or_say_what_to_type(tmp_path):
+def test_batches_of_tokens_make_the_same_updates_on_two_devices_or_say_what_to_type(tmp_path):
     whole, split = tmp_path / "whole", tmp_path / "split"
     for folder in (whole, split):
         folder.mkdir()
@@ -46,11 +46,13 @@ def test_batches_of_words_make_the_same_updates_on_two_devices_or_say_what_to_ty
     begin, more = ["--name", "run", "--accumulate", "2"], ["--resume", str(LAST), "--max-epochs", "4"]
     status, out = on(1, whole, *begin, "--max-epochs", "4")
     assert status == 0, out
-    assert "global batch 120 words = 1 x 1 x 60 words x 2, precision" in out
+    assert "global batch 120 tokens = 1 x 1 x 60 tokens x 2, precision" in out
     assert on(1, split, *begin, "--max-epochs", "2")[0] == 0
     status, out = on(2, split, *more)
     assert status == 0, out
-    assert "devices: 1 before, 2 now; the global batch stays (2 x 60 words x 1 micro-batches), and the order too" in out
+    assert (
+        "devices: 1 before, 2 now; the global batch stays (2 x 60 tokens x 1 micro-batches), and the order too" in out
+    )
     assert out.count("global batch") == 1
     found, expected = (torch.load(folder / LAST, weights_only=True) for folder in (split, whole))
     assert found["global_step"] == expected["global_step"]
