@@ -4,7 +4,7 @@ from .checkpointing.guard import CheckpointGuard as CheckpointGuard
 from .checkpointing.verified_io import VerifiedCheckpointIO as VerifiedCheckpointIO
 from .drawing.classification_images import ClassificationPictures as ClassificationPictures
 from .drawing.grad_cam import GradCAM as GradCAM
-from .drawing.translation_images import TranslationPictures as TranslationPictures
+from .drawing.translation_samples import TranslationSamples as TranslationSamples
 from .fast_path.lean_loop import LeanLoop as LeanLoop
 from .fast_path.no_profiler import NoProfiler as NoProfiler
 from .fast_path.unused_hooks import SkipUnusedHooks as SkipUnusedHooks

@@ -14,9 +14,9 @@ from typing_extensions import override
 from callbacks.drawing.classification_images import ClassificationPictures
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
-from recipes.recipe import MeanOverTargets, Recipe
+from recipes.recipe import MeanOverTargets, Recipe, RecipeParameters
 
-__all__ = ["ClassificationScores", "Classifier", "calibration_error", "macro_f1"]
+__all__ = ["ClassificationScores", "Classifier", "ClassifierParameters", "calibration_error", "macro_f1"]
 
 _BINS = 15
 # What float32 holds below 1. A sum of integers is the same in any order, and 2^39 samples fit.
@@ -141,6 +141,14 @@ def _classes_of(data: pl.LightningDataModule | None) -> tuple[int, Sequence[str]
     return count, names if len(names) == count else ()
 
 
+class ClassifierParameters(RecipeParameters):
+    """The parameters of a classifier, as ``self.hparams`` holds them."""
+
+    num_classes: int
+    label_smoothing: float
+    top_k: int
+
+
 class Classifier(Recipe):
     """The base of the classification recipes: batches are ``(images, labels)``.
 
@@ -158,6 +166,8 @@ class Classifier(Recipe):
     monitor_mode = "max"
     predict_example = "IMAGE.png"
     free_parameters: ClassVar[frozenset[str]] = Recipe.free_parameters | {"top_k"}
+
+    hparams: ClassifierParameters
 
     def __init__(
         self, num_classes: int | None = 10, label_smoothing: float = 0.0, top_k: int = 5, **kwargs: Any

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -25,7 +26,7 @@ from recipes.optim import (
     schedule_curve,
 )
 
-__all__ = ["MeanOverTargets", "Recipe"]
+__all__ = ["MeanOverTargets", "Recipe", "RecipeParameters"]
 
 
 class MeanOverTargets(Metric):
@@ -60,6 +61,22 @@ class MeanOverTargets(Metric):
     @override
     def compute(self) -> Tensor:
         return (self.total / self.count.clamp(min=1)).float()
+
+
+class RecipeParameters(AttributeDict):
+    """The parameters of a recipe, as ``self.hparams`` holds them, for type checkers.
+
+    A recipe with further parameters may declare them in a subclass, and ``hparams: MyParameters`` in its own; those
+    that are not declared have the type Any.
+    """
+
+    optimizer: str
+    lr: float
+    weight_decay: float
+    momentum: float
+    schedule: ScheduleName
+    fused: bool | None
+    channels_last: bool
 
 
 class Recipe(pl.LightningModule):
@@ -107,7 +124,7 @@ class Recipe(pl.LightningModule):
     no_graph = ""
     """Why the network cannot be exported with its computation, where that is so."""
 
-    hparams: Any  # type: ignore[assignment]
+    hparams: RecipeParameters
 
     def __init__(
         self,

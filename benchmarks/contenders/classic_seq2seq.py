@@ -51,10 +51,10 @@ class _ClassicDecoder(nn.Module):
 class ClassicTranslator:
     """A sentence, a word, a step; half of the sentences with teacher forcing."""
 
-    def __init__(self, source_words: int, target_words: int, hidden: int = 256, max_length: int = 10) -> None:
+    def __init__(self, source_vocab_size: int, target_vocab_size: int, hidden: int = 256, max_length: int = 10) -> None:
         self.hidden, self.max_length = hidden, max_length
-        self.embedding, self.encoder = nn.Embedding(source_words, hidden), nn.GRU(hidden, hidden)
-        self.decoder = _ClassicDecoder(target_words, hidden, max_length)
+        self.embedding, self.encoder = nn.Embedding(source_vocab_size, hidden), nn.GRU(hidden, hidden)
+        self.decoder = _ClassicDecoder(target_vocab_size, hidden, max_length)
         encoder_parameters = [*self.embedding.parameters(), *self.encoder.parameters()]
         self.optimizers = [
             torch.optim.SGD(parameters, lr=0.01) for parameters in (encoder_parameters, self.decoder.parameters())
@@ -129,11 +129,11 @@ class _PresentDecoder(nn.Module):
 class PresentTranslator:
     """Batches of 32, each sentence filled up to ten words, which all count in the loss; always teacher forcing."""
 
-    def __init__(self, source_words: int, target_words: int, hidden: int = 256, max_length: int = 10) -> None:
+    def __init__(self, source_vocab_size: int, target_vocab_size: int, hidden: int = 256, max_length: int = 10) -> None:
         self.max_length, self.batch_size = max_length, 32
-        self.embedding, self.dropout = nn.Embedding(source_words, hidden), nn.Dropout(0.1)
+        self.embedding, self.dropout = nn.Embedding(source_vocab_size, hidden), nn.Dropout(0.1)
         self.encoder = nn.GRU(hidden, hidden, batch_first=True)
-        self.decoder = _PresentDecoder(target_words, hidden)
+        self.decoder = _PresentDecoder(target_vocab_size, hidden)
         self.modules = nn.ModuleList((self.embedding, self.dropout, self.encoder, self.decoder))
         encoder_parameters = [*self.embedding.parameters(), *self.encoder.parameters()]
         self.optimizers = [

@@ -110,7 +110,9 @@ def fit(
 
 def make_recipe(data: TranslationDataModule, hidden: int) -> Seq2SeqTranslator:
     """The recipe with its defaults, but greedy."""
-    return Seq2SeqTranslator(**Seq2SeqTranslator.settings_from_data(data), hidden=hidden, embedding=hidden, beam=1)
+    return Seq2SeqTranslator(
+        **Seq2SeqTranslator.settings_from_data(data), hidden_size=hidden, embedding_size=hidden, beam=1
+    )
 
 
 def peak_memory() -> float:

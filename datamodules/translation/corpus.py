@@ -11,7 +11,15 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.translation.packed_sentences import PackedPairs, pack
 from datamodules.translation.parallel_corpus import Faults, SentencePairs
-from datamodules.translation.text import EOS, SOS, Normalisation, Vocabulary, choose_words, normalise, normalise_lines
+from datamodules.translation.text import (
+    EOS,
+    SOS,
+    Normalisation,
+    Vocabulary,
+    build_vocabulary,
+    normalise,
+    normalise_lines,
+)
 
 __all__ = ["TUTORIAL_PREFIXES", "Corpus", "CorpusFilter", "CorpusInfo", "prepare_corpus", "split_by_source"]
 
@@ -48,38 +56,40 @@ class CorpusFilter:
 
 @dataclass(frozen=True)
 class Corpus:
-    """All kept pairs, in numbers of their own words.
+    """All kept pairs, in numbers of their own tokens.
 
     Args:
         pairs: the sentences.
-        source_words, target_words: what the numbers mean.
+        source_tokens, target_tokens: what the numbers mean.
         rows: the rows of each part, int64: "train", "val" and "test".
         notes: what was left out, for the user.
     """
 
     info: CorpusInfo
     pairs: PackedPairs
-    source_words: list[str]
-    target_words: list[str]
+    source_tokens: list[str]
+    target_tokens: list[str]
     rows: dict[str, Tensor]
     notes: list[str] = field(default_factory=list)
 
-    def vocabularies(self, min_count: int, max_words: int | None) -> tuple[Vocabulary, Vocabulary]:
-        """The words of both sides, from the training part only; arguments as of `choose_words`.
+    def vocabularies(self, min_count: int, max_vocab_size: int | None) -> tuple[Vocabulary, Vocabulary]:
+        """The vocabularies of both sides, from the training part only; arguments as of `build_vocabulary`.
 
         Raises:
-            UserError: no word is frequent enough.
+            UserError: no token is frequent enough.
         """
         in_train = torch.zeros(self.info.kept, dtype=torch.bool)
         in_train[self.rows["train"]] = True
         chosen = []
-        sides = ((self.pairs.source, self.source_words), (self.pairs.target, self.target_words))
-        for name, (packed, words) in zip(("source", "target"), sides):
+        sides = ((self.pairs.source, self.source_tokens), (self.pairs.target, self.target_tokens))
+        for name, (packed, tokens) in zip(("source", "target"), sides):
             text = packed.tokens[torch.repeat_interleave(in_train, packed.lengths)]
-            vocabulary = choose_words(words, torch.bincount(text, minlength=len(words)).tolist(), min_count, max_words)
+            vocabulary = build_vocabulary(
+                tokens, torch.bincount(text, minlength=len(tokens)).tolist(), min_count, max_vocab_size
+            )
             if len(vocabulary) == len(Vocabulary.of(())) and len(text):
                 raise UserError(
-                    f"no {name} word occurs {min_count:,} times in the {len(self.rows['train']):,} training pairs of "
+                    f"no {name} token occurs {min_count:,} times in the {len(self.rows['train']):,} training pairs of "
                     f"{self.info.title}; pass a smaller --min-count"
                 )
             chosen.append(vocabulary)
@@ -88,19 +98,19 @@ class Corpus:
     def encoded(self, source: Vocabulary, target: Vocabulary) -> PackedPairs:
         """The pairs in the numbers of these vocabularies."""
         return PackedPairs(
-            self.pairs.source.renumbered(source.ids_of(self.source_words)),
-            self.pairs.target.renumbered(target.ids_of(self.target_words)),
+            self.pairs.source.renumbered(source.ids_of(self.source_tokens)),
+            self.pairs.target.renumbered(target.ids_of(self.target_tokens)),
         )
 
     def source_sentences(self, rows: Tensor) -> list[str]:
-        return [_spoken(self.pairs.source[row], self.source_words) for row in rows.tolist()]
+        return [_as_text(self.pairs.source[row], self.source_tokens) for row in rows.tolist()]
 
     def target_sentences(self, rows: Tensor) -> list[str]:
-        return [_spoken(self.pairs.target[row], self.target_words) for row in rows.tolist()]
+        return [_as_text(self.pairs.target[row], self.target_tokens) for row in rows.tolist()]
 
 
-def _spoken(tokens: list[int], words: list[str]) -> str:
-    return " ".join(words[token] for token in tokens if token not in (SOS, EOS))
+def _as_text(numbers: list[int], tokens: list[str]) -> str:
+    return " ".join(tokens[number] for number in numbers if number not in (SOS, EOS))
 
 
 def split_by_source(sources: Sequence[str], val: float, test: float, seed: int) -> dict[str, Tensor]:
@@ -130,7 +140,7 @@ def split_by_source(sources: Sequence[str], val: float, test: float, seed: int) 
 def starting_with(pairs: _Kept, prefixes: Sequence[str] | str, normalisation: Normalisation) -> _Kept:
     """The pairs of which one side begins so, which holds in either direction.
 
-    Apostrophes count as spaces, as the tutorial reads them; a space at a prefix's end asks for the end of a word.
+    Apostrophes count as spaces, as the tutorial reads them; a space at a prefix's end asks for the end of a token.
     """
 
     def plain(text: str) -> str:
@@ -179,8 +189,8 @@ def prepare_corpus(pairs: SentencePairs, title: str, keep: CorpusFilter, val: fl
     """Normalise, filter, split and pack; arguments as of `split_by_source`."""
     kept, notes = filter_pairs(pairs, keep)
     sources, targets = [a for _, a, _ in kept], [b for _, _, b in kept]
-    source, source_words = pack(sources)
-    target, target_words = pack(targets, start=True)
+    source, source_tokens = pack(sources)
+    target, target_tokens = pack(targets, start=True)
     info = CorpusInfo(title, pairs.read, len(kept), len(set(sources)))
     rows = split_by_source(sources, val, test, seed)
-    return Corpus(info, PackedPairs(source, target), source_words, target_words, rows, notes)
+    return Corpus(info, PackedPairs(source, target), source_tokens, target_tokens, rows, notes)

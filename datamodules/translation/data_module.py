@@ -33,7 +33,7 @@ _inform, _warn = rank_zero_only(log.info), rank_zero_only(log.warning)
 class TranslationDataModule(BaseDataModule):
     """Sentence pairs in batches of like length, exact on any number of devices.
 
-    Batches are `TranslationBatch`es of word numbers: PAD is 0, SOS 1, EOS 2, and UNK, a word not in the vocabulary, 3.
+    Batches are `TranslationBatch`es of token numbers: PAD is 0, SOS 1, EOS 2, and UNK, any other token, 3.
     Both vocabularies come from the training part and travel in the checkpoint. No source sentence is in two parts.
 
     Args:
@@ -42,18 +42,18 @@ class TranslationDataModule(BaseDataModule):
         source_file: source sentences, one per line; belongs with `target_file` and replaces `data_file`.
         target_file: their translations, line by line.
         reverse: translate from the second column into the first.
-        max_length: longest sentence kept, in words with the end mark, on both sides.
+        max_length: longest sentence kept, in tokens with the end mark, on both sides.
         prefixes: keep pairs of which one side begins with one of these; "tutorial" means the English beginnings of
             PyTorch's translation tutorial.
-        normalisation: "unicode" keeps every script and makes words of punctuation; "none" only splits at spaces;
+        normalisation: "unicode" keeps every script and makes tokens of punctuation; "none" only splits at spaces;
             "tutorial" and "tutorial-2017" leave a to z and some punctuation.
-        min_count: how often a word has to occur in the training part to be in the vocabulary.
-        max_words: words in each vocabulary at most, the most frequent ones.
+        min_count: how often a token has to occur in the training part to be in the vocabulary.
+        max_vocab_size: tokens in each vocabulary at most, the most frequent ones; the special ones are not counted.
         val_fraction: share of the source sentences held out for validation.
         test_fraction: share of them held out for the test.
         batch_size: sentences on one device in one forward pass.
         eval_batch_size: sentences in one forward pass of validation, test and prediction.
-        max_tokens: words on one device in one forward pass, both sides and padding counted; replaces `batch_size`.
+        max_tokens: tokens on one device in one forward pass, both sides and padding counted; replaces `batch_size`.
         bucket: put sentences of like length into a batch.
         on_bad_lines: stop at lines without a tab, with an empty side or not in UTF-8, or skip them.
         on_long_sentences: skip pairs over `max_length`, or stop at them.
@@ -77,7 +77,7 @@ class TranslationDataModule(BaseDataModule):
         prefixes: list[str] | str | None = None,
         normalisation: Normalisation = "unicode",
         min_count: int = 1,
-        max_words: int | None = None,
+        max_vocab_size: int | None = None,
         val_fraction: float = 0.05,
         test_fraction: float = 0.1,
         batch_size: int = 64,
@@ -99,11 +99,11 @@ class TranslationDataModule(BaseDataModule):
             if not 0 <= share <= 1:
                 raise UserError(f"{name}_fraction {share} is outside 0 to 1; pass --{name}-fraction 0.1")
         sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "max_tokens": max_tokens}
-        for name, size in {**sizes, "max_words": max_words, "min_count": min_count}.items():
+        for name, size in {**sizes, "max_vocab_size": max_vocab_size, "min_count": min_count}.items():
             if size is not None and size < 1:
                 raise UserError(f"--{name.replace('_', '-')} {size} is not 1 or greater")
         if max_length is not None and max_length < 2:
-            raise UserError(f"--max-length {max_length} leaves no room for a word and the end mark; pass 10, say")
+            raise UserError(f"--max-length {max_length} leaves no room for a token and the end mark; pass 10, say")
         if max_tokens and not bucket:
             raise UserError("batches of --max-tokens are made of like lengths; pass --batch-size with --no-bucket")
         # Refuses an unknown name here.
@@ -151,12 +151,12 @@ class TranslationDataModule(BaseDataModule):
 
     @property
     def source_vocabulary(self) -> Vocabulary:
-        """The words of the source; before `setup`, this reads the corpus."""
+        """The tokens of the source; before `setup`, this reads the corpus."""
         return self.vocabularies()[0]
 
     @property
     def target_vocabulary(self) -> Vocabulary:
-        """The words of the target; before `setup`, this reads the corpus."""
+        """The tokens of the target; before `setup`, this reads the corpus."""
         return self.vocabularies()[1]
 
     def _read(self) -> SentencePairs:
@@ -196,7 +196,7 @@ class TranslationDataModule(BaseDataModule):
     def vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
         """The vocabularies of source and target; before `setup`, this reads the corpus."""
         if self._vocabularies is None:
-            self._vocabularies = self._load().vocabularies(self.hparams.min_count, self.hparams.max_words)
+            self._vocabularies = self._load().vocabularies(self.hparams.min_count, self.hparams.max_vocab_size)
         return self._vocabularies
 
     @property
@@ -242,7 +242,7 @@ class TranslationDataModule(BaseDataModule):
         source, target = map(len, self.vocabularies())
         _inform(
             f"{corpus.info.title}: {corpus.info.read:,} pairs read, {corpus.info.kept:,} kept; {source:,} source and "
-            f"{target:,} target words; {share:.1%} of a batch is padding, {random_share:.1%} without sorting by length"
+            f"{target:,} target tokens; {share:.1%} of a batch is padding, {random_share:.1%} without sorting by length"
         )
         if self.trainer is not None:
             for logger in self.trainer.loggers:
@@ -279,49 +279,49 @@ class TranslationDataModule(BaseDataModule):
     @property
     @override
     def prediction_names(self) -> list[str]:
-        """The sentences that `predict_dataloader` yields, with words that the network does not know in [brackets]."""
+        """The sentences that `predict_dataloader` yields, with tokens outside the vocabulary in [brackets]."""
         return [self.source_vocabulary.mark_unknown(sentence) for sentence in self._sentences_to_predict()]
 
     @override
     def predict_dataloader(self) -> SentenceEvaluationLoader:
         """The sentences of ``predict_inputs`` in their order, with nothing but marks for a target."""
         sentences = self._sentences_to_predict()
-        source, words = pack(sentences)
+        source, tokens = pack(sentences)
         count = len(sentences)
         target = PackedSentences(torch.tensor([SOS, EOS]).repeat(count).int(), torch.arange(count + 1) * 2)
-        pairs = PackedPairs(source.renumbered(self.source_vocabulary.ids_of(words)), target)
+        pairs = PackedPairs(source.renumbered(self.source_vocabulary.ids_of(tokens)), target)
         size = self.hparams.eval_batch_size
         return SentenceEvaluationLoader(pairs, torch.arange(count), size, self._rank, self._world_size, bucket=False)
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move the words; lengths and numbers stay, since packing sequences would wait for them on the CPU."""
+        """Move the tokens; lengths and numbers stay, since packing sequences would wait for them on the CPU."""
         if not isinstance(batch, TranslationBatch):
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
         source, target = (side.to(device, non_blocking=True) for side in (batch.source, batch.target))
         return batch._replace(source=source, target=target)
 
     def source_sentences(self, numbers: Tensor) -> list[str]:
-        """The source sentences with these numbers (of train, val and test batches), unknown words as they are."""
+        """The source sentences with these numbers (of train, val and test batches), with unknown words as they are."""
         return self._load().source_sentences(numbers)
 
     def target_sentences(self, numbers: Tensor) -> list[str]:
-        """The translations to compare with: their unknown words are not UNK, which a network could say by chance."""
+        """The translations to compare with; unknown words are not UNK, which a network could predict by chance."""
         return self._load().target_sentences(numbers)
 
     @override
     def state_dict(self) -> dict[str, Any]:
         """What the network's numbers mean, so that it translates without the corpus."""
         source, target = self.vocabularies()
-        return {"source_words": source.words, "target_words": target.words, "normalisation": self.normalisation}
+        return {"source_tokens": source.tokens, "target_tokens": target.tokens, "normalisation": self.normalisation}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = Vocabulary(state_dict["source_words"]), Vocabulary(state_dict["target_words"])
+        saved = Vocabulary(state_dict["source_tokens"]), Vocabulary(state_dict["target_tokens"])
         if self.normalisation != state_dict["normalisation"]:
             # Lightning sets up before it reads the checkpoint: what was read in another form is of no use.
             self.normalisation, self._corpus = state_dict["normalisation"], None
             _warn(f"note: going on with the checkpoint's {self.normalisation} normalisation")
         elif self._vocabularies not in (None, saved):
-            _warn("note: the training part has other words than when the checkpoint was made, whose words are kept")
+            _warn("note: the vocabularies of the checkpoint are used, which are not those of the training part")
         self._vocabularies, self._pairs = saved, None

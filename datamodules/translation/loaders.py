@@ -54,7 +54,7 @@ def cut_by_tokens(source_lengths: Tensor, target_lengths: Tensor, max_tokens: in
     """
     if (longest := int((source_lengths + target_lengths).max())) > max_tokens:
         raise UserError(
-            f"--max-tokens {max_tokens} is less than the longest pair of sentences has, {longest} words with their "
+            f"--max-tokens {max_tokens} is less than the longest pair of sentences has, {longest} tokens with their "
             f"marks; pass --max-tokens {longest} or more, or leave long sentences out with --max-length"
         )
     bounds, first, source_width, target_width = [0], 0, 0, 0
@@ -80,7 +80,7 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         rows: int64, the numbers of those to train on.
         batch_size: sentences on one rank in one forward pass.
         seed: of the order.
-        max_tokens: words on one rank in one forward pass, of both sides with their padding; replaces `batch_size`.
+        max_tokens: tokens on one rank in one forward pass, of both sides with their padding; replaces `batch_size`.
         bucket: False takes sentences of any length together.
         shuffle: False has each epoch as the first one.
         micro_batches: how many make an update, asked for when an epoch begins.

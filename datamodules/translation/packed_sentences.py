@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from datamodules.translation.text import EOS, SOS, SPECIAL_WORDS
+from datamodules.translation.text import EOS, SOS, SPECIAL_TOKENS
 
 __all__ = ["PackedPairs", "PackedSentences", "TranslationBatch", "pack", "padding_share"]
 
@@ -19,9 +19,9 @@ class TranslationBatch(NamedTuple):
     """Sentence pairs as numbers; shorter sentences are filled up with 0.
 
     Args:
-        source: int64 of shape (batch, source_time): the words, then EOS.
+        source: int64 of shape (batch, source_time): the tokens, then EOS.
         source_lengths: int64 of shape (batch,), EOS counted.
-        target: int64 of shape (batch, target_time): SOS, the words, EOS.
+        target: int64 of shape (batch, target_time): SOS, the tokens, EOS.
         target_lengths: int64 of shape (batch,), SOS and EOS counted.
         numbers: int64 of shape (batch,): which sentences these are, to put outputs back in order.
     """
@@ -32,13 +32,27 @@ class TranslationBatch(NamedTuple):
     target_lengths: Tensor
     numbers: Tensor | None = None
 
+    def select(self, places: Tensor) -> "TranslationBatch":
+        """The sentences at these places of the batch, int64 of shape (any,)."""
+
+        def chosen(part: Tensor) -> Tensor:
+            return part[places.to(part.device)]
+
+        return TranslationBatch(
+            chosen(self.source),
+            chosen(self.source_lengths),
+            chosen(self.target),
+            chosen(self.target_lengths),
+            None if self.numbers is None else chosen(self.numbers),
+        )
+
 
 @dataclass(frozen=True)
 class PackedSentences:
     """Sentences one behind the other.
 
     Args:
-        tokens: int32 of shape (all words,).
+        tokens: int32 of shape (all tokens,).
         offsets: int64 of shape (sentences + 1,): where each begins, and the last one's end.
     """
 
@@ -91,35 +105,35 @@ class PackedPairs:
 
 
 def pack(lines: Sequence[str], start: bool = False) -> tuple[PackedSentences, list[str]]:
-    """Sentences as numbers of their own words, which are the second result; `EOS` ends each.
+    """Sentences as numbers of their own tokens, which are the second result; `EOS` ends each.
 
     Args:
         lines: normalised, none empty.
         start: put `SOS` in front of each.
 
     Example:
-        >>> sentences, words = pack(["le chat", "le chien"])
-        >>> sentences.tokens.tolist(), words[4:]
+        >>> sentences, tokens = pack(["le chat", "le chien"])
+        >>> sentences.tokens.tolist(), tokens[4:]
         ([4, 5, 2, 4, 6, 2], ['le', 'chat', 'chien'])
     """
-    # Marks that no normalised sentence holds, so that one pass over all words numbers them and finds the ends.
+    # Marks that no normalised sentence holds, so that one pass over all tokens numbers them and finds the ends.
     between = "\x03 \x02" if start else "\x03"
-    words = f" {between} ".join(lines).split(" ")
-    words = [*(["\x02"] if start else []), *words, "\x03"]
-    numbers: defaultdict[str, int] = defaultdict(itertools.count(len(SPECIAL_WORDS)).__next__)
+    tokens = f" {between} ".join(lines).split(" ")
+    tokens = [*(["\x02"] if start else []), *tokens, "\x03"]
+    numbers: defaultdict[str, int] = defaultdict(itertools.count(len(SPECIAL_TOKENS)).__next__)
     numbers |= {"\x02": SOS, "\x03": EOS}
-    tokens = torch.tensor(list(map(numbers.__getitem__, words)), dtype=torch.int32)
-    ends = (tokens == EOS).nonzero().flatten() + 1
+    packed = torch.tensor(list(map(numbers.__getitem__, tokens)), dtype=torch.int32)
+    ends = (packed == EOS).nonzero().flatten() + 1
     offsets = torch.cat((torch.zeros(1, dtype=torch.int64), ends))
-    return PackedSentences(tokens, offsets), [*SPECIAL_WORDS, *list(numbers)[2:]]
+    return PackedSentences(packed, offsets), [*SPECIAL_TOKENS, *list(numbers)[2:]]
 
 
 def padding_share(pairs: PackedPairs, order: Tensor, starts: list[int]) -> float:
     """The share of padding in the batches that begin at `starts` of an order, both sides together."""
-    words, places = 0, 0
+    tokens, places = 0, 0
     sizes = np.diff([*starts, len(order)])
     for side in (pairs.source, pairs.target):
         lengths = side.lengths[order].numpy()
-        words += int(lengths.sum())
+        tokens += int(lengths.sum())
         places += int((np.maximum.reduceat(lengths, starts) * sizes).sum())
-    return 1 - words / places
+    return 1 - tokens / places

@@ -1,4 +1,4 @@
-"""Sentences as words and words as numbers: normalising, splitting and vocabularies.
+"""Text to tokens and tokens to numbers: normalisation, tokenisation and vocabularies.
 
 Whole files are normalised at once by character tables (`str.translate`), which is several times faster than regular
 expressions sentence by sentence.
@@ -19,18 +19,18 @@ __all__ = [
     "EOS",
     "PAD",
     "SOS",
-    "SPECIAL_WORDS",
+    "SPECIAL_TOKENS",
     "UNK",
     "Normalisation",
     "Vocabulary",
-    "choose_words",
+    "build_vocabulary",
     "normalise",
     "normalise_lines",
 ]
 
 PAD, SOS, EOS, UNK = range(4)
-"""Padding, start of a sentence, its end, and any word that the vocabulary lacks."""
-SPECIAL_WORDS = ("<pad>", "<sos>", "<eos>", "<unk>")
+"""Padding, start of a sentence, its end, and any token outside the vocabulary."""
+SPECIAL_TOKENS = ("<pad>", "<sos>", "<eos>", "<unk>")
 
 Normalisation = Literal["unicode", "none", "tutorial", "tutorial-2017"]
 
@@ -88,7 +88,7 @@ _TABLES = {
 
 
 def _split_at_apostrophes(text: str) -> str:
-    """An apostrophe ends its word, or is one where no word precedes it: ``j'ai`` becomes ``j'`` and ``ai``."""
+    """An apostrophe ends its token, or is a token where none precedes it: ``j'ai`` becomes ``j'`` and ``ai``."""
     pieces = text.split("'")
     out = [pieces[0]]
     for before, after in pairwise(pieces):
@@ -97,11 +97,11 @@ def _split_at_apostrophes(text: str) -> str:
 
 
 def normalise_lines(lines: Sequence[str], how: Normalisation = "unicode") -> list[str]:
-    """Sentences as words with single spaces between them.
+    """Sentences as tokens with single spaces between them.
 
     Args:
         lines: sentences, none with a line break.
-        how: "unicode" keeps every script with its accents, in lower case (NFC), and makes words of punctuation;
+        how: "unicode" keeps every script with its accents, in lower case (NFC), and makes tokens of punctuation;
             "none" only splits at spaces, for text that is split already; "tutorial" leaves a to z, ! and ?, as
             PyTorch's translation tutorial does today, and "tutorial-2017" the full stop too, as it did before.
 
@@ -134,13 +134,13 @@ def normalise(sentence: str, how: Normalisation = "unicode") -> str:
 
 
 class Vocabulary:
-    """The words that a network knows, by number; the first four are `SPECIAL_WORDS`.
+    """The tokens of one side, by number; the first four are `SPECIAL_TOKENS`.
 
     Args:
-        words: all of them, with the special ones in front.
+        tokens: all of them, with the special ones in front.
 
     Raises:
-        UserError: the list does not begin with the special words, or has a word twice.
+        UserError: the list does not begin with the special tokens, or has a token twice.
 
     Example:
         >>> vocabulary = Vocabulary.of(["chat", "le"])
@@ -150,75 +150,75 @@ class Vocabulary:
         'le chat'
     """
 
-    def __init__(self, words: Iterable[str]) -> None:
-        self.words = list(words)
-        different = len(set(self.words))
-        if tuple(self.words[:4]) != SPECIAL_WORDS or different != len(self.words):
+    def __init__(self, tokens: Iterable[str]) -> None:
+        self.tokens = list(tokens)
+        different = len(set(self.tokens))
+        if tuple(self.tokens[:4]) != SPECIAL_TOKENS or different != len(self.tokens):
             raise UserError(
-                f"a vocabulary is a list of different words that begins with {' '.join(SPECIAL_WORDS)}, "
-                f"found {len(self.words):,} words, {different:,} of them different: {' '.join(self.words[:5])}"
+                f"a vocabulary is a list of distinct tokens that begins with {' '.join(SPECIAL_TOKENS)}, "
+                f"found {len(self.tokens):,} tokens, {different:,} of them distinct: {' '.join(self.tokens[:5])}"
             )
-        # A text that says "<pad>" does not mean padding: no text has the special words.
-        self._ids = {word: number for number, word in enumerate(self.words) if number >= len(SPECIAL_WORDS)}
+        # A "<pad>" in a text is not padding: no text has the special tokens.
+        self._ids = {token: number for number, token in enumerate(self.tokens) if number >= len(SPECIAL_TOKENS)}
 
     @classmethod
-    def of(cls, words: Iterable[str]) -> "Vocabulary":
-        """A vocabulary of ordinary words; the special ones are put in front, and left out of `words`."""
-        return cls([*SPECIAL_WORDS, *(word for word in words if word not in SPECIAL_WORDS)])
+    def of(cls, tokens: Iterable[str]) -> "Vocabulary":
+        """A vocabulary of ordinary tokens; the special ones are put in front, and left out of `tokens`."""
+        return cls([*SPECIAL_TOKENS, *(token for token in tokens if token not in SPECIAL_TOKENS)])
 
     def __len__(self) -> int:
-        return len(self.words)
+        return len(self.tokens)
 
-    def __contains__(self, word: object) -> bool:
-        return word in self._ids
+    def __contains__(self, token: object) -> bool:
+        return token in self._ids
 
     @override
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Vocabulary) and self.words == other.words
+        return isinstance(other, Vocabulary) and self.tokens == other.tokens
 
-    __hash__ = None  # type: ignore[assignment]
+    def id_of(self, token: str) -> int:
+        """The number of a token; `UNK` where it is outside the vocabulary."""
+        return self._ids.get(token, UNK)
 
-    def id_of(self, word: str) -> int:
-        """The number of a word; `UNK` where it is not known."""
-        return self._ids.get(word, UNK)
-
-    def ids_of(self, words: Sequence[str]) -> Tensor:
-        """The numbers of a list of words, special ones in front, as int64 of shape (len(words),)."""
-        return torch.tensor([*range(len(SPECIAL_WORDS)), *map(self.id_of, words[len(SPECIAL_WORDS) :])])
+    def ids_of(self, tokens: Sequence[str]) -> Tensor:
+        """The numbers of a list of tokens, special ones in front, as int64 of shape (len(tokens),)."""
+        return torch.tensor([*range(len(SPECIAL_TOKENS)), *map(self.id_of, tokens[len(SPECIAL_TOKENS) :])])
 
     def encode(self, sentence: str) -> list[int]:
-        """The numbers of a normalised sentence's words, and `EOS`."""
-        return [*(self.id_of(word) for word in sentence.split()), EOS]
+        """The numbers of a normalised sentence's tokens, and `EOS`."""
+        return [*(self.id_of(token) for token in sentence.split()), EOS]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The words of numbers up to the first `EOS`, without padding and start marks."""
-        words = []
+        """The tokens of numbers up to the first `EOS`, without padding and start marks."""
+        tokens = []
         for number in map(int, ids):
             if number == EOS:
                 break
             if number not in (PAD, SOS):
-                words.append(self.words[number])
-        return " ".join(words)
+                tokens.append(self.tokens[number])
+        return " ".join(tokens)
 
     def mark_unknown(self, sentence: str) -> str:
-        """A normalised sentence with its unknown words in square brackets.
+        """A normalised sentence with the tokens outside the vocabulary in square brackets.
 
         Example:
             >>> Vocabulary.of(["le", "chat"]).mark_unknown("le chat dort")
             'le chat [dort]'
         """
-        return " ".join(word if word in self else f"[{word}]" for word in sentence.split())
+        return " ".join(token if token in self else f"[{token}]" for token in sentence.split())
 
 
-def choose_words(words: Sequence[str], counts: Sequence[int], min_count: int, max_words: int | None) -> Vocabulary:
-    """The vocabulary of a text: the most frequent words first, equally frequent ones by the alphabet.
+def build_vocabulary(
+    tokens: Sequence[str], counts: Sequence[int], min_count: int, max_vocab_size: int | None
+) -> Vocabulary:
+    """The vocabulary of a text: the most frequent tokens first, equally frequent ones by the alphabet.
 
     Args:
-        words: all of them, special ones in front.
+        tokens: all of them, special ones in front.
         counts: how often each occurs.
-        min_count: how often a word has to occur.
-        max_words: how many there may be, without the special ones.
+        min_count: how often a token has to occur.
+        max_vocab_size: how many there may be, not counting the special ones.
     """
-    ordinary = range(len(SPECIAL_WORDS), len(words))
-    chosen = sorted((n for n in ordinary if counts[n] >= max(1, min_count)), key=lambda n: (-counts[n], words[n]))
-    return Vocabulary.of(words[n] for n in chosen[:max_words])
+    ordinary = range(len(SPECIAL_TOKENS), len(tokens))
+    chosen = sorted((n for n in ordinary if counts[n] >= max(1, min_count)), key=lambda n: (-counts[n], tokens[n]))
+    return Vocabulary.of(tokens[n] for n in chosen[:max_vocab_size])

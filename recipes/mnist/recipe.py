@@ -6,10 +6,16 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from recipes.classification import Classifier
+from recipes.classification import Classifier, ClassifierParameters
 from recipes.mnist.network import ClassicNet, MNISTNet
 
 __all__ = ["MNISTClassifier"]
+
+
+class MNISTParameters(ClassifierParameters):
+    """The parameters of `MNISTClassifier`, as ``self.hparams`` holds them."""
+
+    network: Literal["default", "classic"]
 
 
 class MNISTClassifier(Classifier):
@@ -22,6 +28,7 @@ class MNISTClassifier(Classifier):
     title = "mnist"
     trainer_defaults: ClassVar[dict[str, Any]] = {"max_epochs": 10}
 
+    hparams: MNISTParameters
     example_input_array: Tensor
 
     def __init__(
@@ -37,5 +44,5 @@ class MNISTClassifier(Classifier):
     @override
     def build_network(self) -> nn.Module:
         """Maps floats of shape (batch, 1, 28, 28) to logits of shape (batch, num_classes)."""
-        build = {"default": MNISTNet, "classic": ClassicNet}[self.hparams.network]
-        return build(num_classes=self.hparams.num_classes)
+        networks: dict[str, type[MNISTNet] | type[ClassicNet]] = {"default": MNISTNet, "classic": ClassicNet}
+        return networks[self.hparams.network](num_classes=self.hparams.num_classes)

@@ -13,13 +13,30 @@ from callbacks.freeze_layers import FreezeLayers
 from callbacks.group_table import GroupTable
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
-from recipes.classification import Classifier
+from recipes.classification import Classifier, ClassifierParameters
 from recipes.optim import layer_groups
 from recipes.pretrained import load_pretrained
 from recipes.resnet.feature_cache import FeatureCache
 from recipes.resnet.network import Stage, build_resnet, resnet_stages, run_stages
 
 __all__ = ["ResNetFineTuner"]
+
+
+class ResNetParameters(ClassifierParameters):
+    """The parameters of `ResNetFineTuner`, as ``self.hparams`` holds them."""
+
+    arch: str
+    image_size: int
+    weights: str
+    weights_min_share: float
+    small_images: bool
+    freeze_until: str | None
+    freeze_patterns: Sequence[str]
+    unfreeze: dict[str, int | str] | None
+    bn: Literal["train", "eval"]
+    head_lr_factor: float
+    layer_lr_decay: float
+    cache_features: bool
 
 
 class ResNetFineTuner(Classifier):
@@ -54,6 +71,7 @@ class ResNetFineTuner(Classifier):
     last_block = "layer4"
     """What trains beside the head unless told otherwise, and where Grad-CAM looks."""
 
+    hparams: ResNetParameters
     example_input_array: Tensor
 
     def __init__(

@@ -12,9 +12,9 @@ AttentionName = Literal["additive", "general", "dot"]
 
 
 class Attention(nn.Module):
-    """Weighs the encoder's states for each query; a subclass says how a query and a state are scored.
+    """Weighted means of the encoder's states for each query; a subclass defines the score of a query and a state.
 
-    All queries of a sentence are answered at once: with one query it is a decoder's step, with all of them the whole
+    All queries of a sentence are computed at once: with one query it is a decoder's step, with all of them the whole
     sequence in one batched product.
     """
 
@@ -32,9 +32,9 @@ class Attention(nn.Module):
 
         Args:
             queries: of shape (batch, time, hidden).
-            keys: what `keys` made of the memory.
+            keys: what `keys` returns for the memory.
             memory: of shape (batch, source, size).
-            mask: True where the source has a word, of shape (batch, source).
+            mask: True where the source has a token, of shape (batch, source).
 
         Returns:
             Contexts of shape (batch, time, size), and weights of shape (batch, time, source): float32 at least, exactly
@@ -50,7 +50,7 @@ class Attention(nn.Module):
 class DotAttention(Attention):
     """The inner product of query and state (Luong et al., 2015)."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden_size: int) -> None:
         super().__init__()
 
     @override
@@ -61,13 +61,14 @@ class DotAttention(Attention):
 class GeneralAttention(DotAttention):
     """The inner product of the query with a linear map of the state (Luong et al., 2015)."""
 
-    def __init__(self, hidden: int) -> None:
-        super().__init__(hidden)
-        self.key = nn.Linear(hidden, hidden, bias=False)
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size)
+        self.key = nn.Linear(hidden_size, hidden_size, bias=False)
 
     @override
     def keys(self, memory: Tensor) -> Tensor:
-        return self.key(memory)
+        keys: Tensor = self.key(memory)
+        return keys
 
 
 class AdditiveAttention(Attention):
@@ -76,22 +77,24 @@ class AdditiveAttention(Attention):
     Over a whole sequence it holds (batch, time, source, hidden) numbers, where the others hold (batch, time, source).
     """
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.query = nn.Linear(hidden, hidden, bias=False)
-        self.key = nn.Linear(hidden, hidden)
-        self.energy = nn.Linear(hidden, 1, bias=False)
+        self.query = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.key = nn.Linear(hidden_size, hidden_size)
+        self.energy = nn.Linear(hidden_size, 1, bias=False)
 
     @override
     def keys(self, memory: Tensor) -> Tensor:
-        return self.key(memory)
+        keys: Tensor = self.key(memory)
+        return keys
 
     @override
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
-        return self.energy(torch.tanh(self.query(queries).unsqueeze(2) + keys.unsqueeze(1))).squeeze(3)
+        energies: Tensor = self.energy(torch.tanh(self.query(queries).unsqueeze(2) + keys.unsqueeze(1)))
+        return energies.squeeze(3)
 
 
-ATTENTIONS: dict[str, type[Attention]] = {
+ATTENTIONS: dict[str, type[AdditiveAttention] | type[DotAttention]] = {
     "additive": AdditiveAttention,
     "general": GeneralAttention,
     "dot": DotAttention,

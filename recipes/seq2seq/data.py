@@ -21,7 +21,7 @@ class VocabularyData(Protocol):
 
 @runtime_checkable
 class SentenceData(Protocol):
-    """A data module that keeps its sentences as text, with the words that the vocabularies lack."""
+    """A data module that keeps its sentences as text, with the words outside the vocabularies."""
 
     def source_sentences(self, numbers: Tensor) -> list[str]:
         """The source sentences with these numbers, int64 of shape (batch,)."""

@@ -1,7 +1,7 @@
 """Beam search over whole batches; a beam of one is greedy search.
 
-Rows are hypotheses, of all sentences together. A hypothesis that says EOS gives up its row and its place in the beam,
-so that the work shrinks with every end, and a sentence whose last place is gone costs nothing more.
+Rows are hypotheses, of all sentences together. A hypothesis that ends with EOS frees its row and its place in the beam,
+so that the work shrinks as hypotheses end, and a sentence whose last hypothesis has ended takes no more work.
 """
 
 from typing import NamedTuple
@@ -19,32 +19,32 @@ class Translations(NamedTuple):
     """The best translations of each sentence, the likeliest first.
 
     Args:
-        words: int64 of shape (batch, nbest, time): words, EOS, padding.
+        tokens: int64 of shape (batch, nbest, time): tokens, EOS, padding.
         scores: log-probability over length penalty, of shape (batch, nbest); -inf where there is no such translation.
     """
 
-    words: Tensor
+    tokens: Tensor
     scores: Tensor
 
 
 def length_penalty(lengths: Tensor, alpha: float) -> Tensor:
-    """What a log-probability is divided by (Wu et al., 2016, equation 14), so that length alone does no harm.
+    """What a log-probability is divided by (Wu et al., 2016, equation 14), so that longer translations are not worse.
 
     Args:
-        lengths: words said, EOS counted.
-        alpha: 0 leaves log-probabilities as they are, 1 is nearly a mean over the words.
+        lengths: tokens of the translations, EOS counted.
+        alpha: 0 leaves log-probabilities as they are, 1 is nearly a mean over the tokens.
     """
     return ((5 + lengths) / 6) ** alpha
 
 
 def length_limits(source_lengths: Tensor) -> Tensor:
-    """Words that a translation may have, EOS counted: a function of its own source, not of its neighbours."""
+    """Tokens that a translation may have, EOS counted: a function of its own source, not of the rest of the batch."""
     return 2 * source_lengths + 10
 
 
 def _log_probabilities(network: Seq2SeqNet, readouts: Tensor, last: Tensor) -> Tensor:
-    """Of the next word: never PAD or SOS, and nothing but EOS where `last` is True. Shape (rows, words)."""
-    logits = network.output(readouts)
+    """Of the next token: never PAD or SOS, and nothing but EOS where `last` is True. Shape (rows, vocabulary)."""
+    logits = network.logits(readouts)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits[:, [PAD, SOS]] = -torch.inf
     log_probabilities = logits.log_softmax(1)
@@ -65,16 +65,16 @@ def beam_search(
 ) -> Translations:
     """Translate a batch; the network has to be in evaluation mode.
 
-    Each step keeps the likeliest continuations of a sentence, as many as it has places; each that ends takes one away
-    (as in Bahdanau et al., 2015). With a place for every possible sentence the search is exhaustive.
+    Each step keeps the likeliest continuations of a sentence, as many as it has places; each that ends takes one place
+    away (as in Bahdanau et al., 2015). With a place for every possible sentence the search is exhaustive.
 
     Args:
-        source: words of shape (batch, source), then padding.
+        source: tokens of shape (batch, source), then padding.
         lengths: of shape (batch,).
         beam: places of each sentence.
         nbest: translations of each sentence, at most `beam`.
         alpha: of `length_penalty`, which ranks the finished translations.
-        limits: words that each may have, EOS counted, of shape (batch,).
+        limits: tokens that each translation may have, EOS counted, of shape (batch,).
     """
     device, batch = source.device, len(source)
     limits = (length_limits(lengths) if limits is None else limits).to(device)
@@ -87,14 +87,14 @@ def beam_search(
     done = torch.zeros(batch, dtype=torch.int64, device=device)
     finished = torch.full((batch, beam, longest), PAD, device=device)
     scores = torch.full((batch, beam), -torch.inf, dtype=dtype, device=device)
-    # Of each row: its sentence, its place in the beam, its log-probability, its last word, and all that it said.
+    # Of each row: its sentence, its place in the beam, its log-probability, its last token, and all its tokens.
     sentence, place = torch.arange(batch, device=device), torch.zeros(batch, dtype=torch.int64, device=device)
     total = torch.zeros(batch, dtype=dtype, device=device)
-    words = torch.full((batch,), SOS, device=device)
-    said = torch.full((batch, longest), PAD, device=device)
-    here = encoded
+    tokens = torch.full((batch,), SOS, device=device)
+    hypotheses = torch.full((batch, longest), PAD, device=device)
+    rows_encoded = encoded
     for time in range(longest):
-        readouts, state, _ = network.step(words, state, here)
+        readouts, state, _ = network.step(tokens, state, rows_encoded)
         log_probabilities = _log_probabilities(network, readouts, last=limits[sentence] == time + 1)
         # The best of a sentence are among the best of its rows.
         values, choices = (total.unsqueeze(1) + log_probabilities).topk(min(beam, log_probabilities.shape[1]))
@@ -110,9 +110,9 @@ def beam_search(
 
         of, rank = ends.nonzero(as_tuple=True)
         slot = (done.unsqueeze(1) + ends.cumsum(1) - 1)[of, rank]
-        said_by = said[parents[of, rank]]
-        said_by[:, time] = EOS
-        finished[of, slot] = said_by
+        ended = hypotheses[parents[of, rank]]
+        ended[:, time] = EOS
+        finished[of, slot] = ended
         scores[of, slot] = values[of, rank] / length_penalty(torch.tensor(time + 1), alpha)
         done, places = done + ends.sum(1), places - ends.sum(1)
 
@@ -120,9 +120,10 @@ def beam_search(
         if len(sentence) == 0:
             break
         rows = parents[sentence, place]
-        total, words, said, state = values[sentence, place], chosen[sentence, place], said[rows], state.select(rows)
-        said[:, time] = words
-        here = encoded.select(sentence)
+        total, tokens = values[sentence, place], chosen[sentence, place]
+        hypotheses, state = hypotheses[rows], state.select(rows)
+        hypotheses[:, time] = tokens
+        rows_encoded = encoded.select(sentence)
     scores, order = scores.topk(nbest)
     time = int((finished != PAD).sum(2).max())
     at = torch.arange(batch, device=device).unsqueeze(1)
@@ -130,23 +131,23 @@ def beam_search(
 
 
 @torch.no_grad()
-def attention_weights(network: Seq2SeqNet, source: Tensor, lengths: Tensor, words: Tensor) -> Tensor:
-    """What each word of a translation looked at; the network has to be in evaluation mode.
+def attention_weights(network: Seq2SeqNet, source: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
+    """The attention weights of each token of a translation; the network has to be in evaluation mode.
 
-    A search that kept this for all it tries would take gigabytes beside one long sentence.
+    A search that kept the weights of all its hypotheses would take gigabytes beside one long sentence.
 
     Args:
-        source: words of shape (batch, source), then padding.
+        source: tokens of shape (batch, source), then padding.
         lengths: of shape (batch,).
-        words: the translation, of shape (batch, time).
+        tokens: the translation, of shape (batch, time).
 
     Returns:
         Weights of shape (batch, time, source).
     """
     encoded, state = network.encode(source, lengths)
-    given = torch.cat((torch.full_like(words[:, :1], SOS), words[:, :-1]), 1)
-    seen = []
-    for column in given.unbind(1):
-        _, state, weights = network.step(column, state, encoded)
-        seen.append(weights)
-    return torch.stack(seen, 1)
+    inputs = torch.cat((torch.full_like(tokens[:, :1], SOS), tokens[:, :-1]), 1)
+    weights = []
+    for column in inputs.unbind(1):
+        _, state, step_weights = network.step(column, state, encoded)
+        weights.append(step_weights)
+    return torch.stack(weights, 1)

@@ -1,8 +1,8 @@
-"""An encoder that reads a sentence both ways, and a decoder with attention that writes another (Luong et al., 2015).
+"""A bidirectional encoder, and a decoder with attention (Luong et al., 2015).
 
 Attention comes after the decoder's recurrent layer, so with the target known in advance all of its positions are
-computed at once: one recurrent call, one batched attention, one projection. Where a word depends on the step before
-(input feeding, scheduled sampling, translating) the same modules go step by step; both ways give the same numbers.
+computed at once: one recurrent call, one batched attention, one projection. Where a token depends on the step before
+(input feeding, scheduled sampling, translating) the same modules run step by step; both ways give the same numbers.
 """
 
 from typing import Literal, NamedTuple
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from recipes.seq2seq.attention import ATTENTIONS, AttentionName
+from recipes.seq2seq.attention import ATTENTIONS, Attention, AttentionName
 from recipes.seq2seq.encoder import Encoder
 
-__all__ = ["CellName", "Encoded", "Seq2SeqNet", "State", "position_mask", "spoken_positions"]
+__all__ = ["CellName", "Encoded", "Seq2SeqNet", "State", "position_mask", "target_positions"]
 
 CellName = Literal["gru", "lstm"]
 _CELLS: dict[str, type[nn.GRU] | type[nn.LSTM]] = {"gru": nn.GRU, "lstm": nn.LSTM}
@@ -25,11 +25,11 @@ def position_mask(lengths: Tensor, time: int) -> Tensor:
     return torch.arange(time, device=lengths.device) < lengths.unsqueeze(1)
 
 
-def spoken_positions(target: Tensor, target_lengths: Tensor) -> Tensor:
-    """Which of the flattened targets but the first of each sentence are words to be said, not padding.
+def target_positions(target: Tensor, target_lengths: Tensor) -> Tensor:
+    """The positions of the tokens to predict, without padding, in the flattened ``target[:, 1:]``.
 
     Example:
-        >>> spoken_positions(torch.tensor([[1, 4, 2], [1, 2, 0]]), torch.tensor([3, 2]))
+        >>> target_positions(torch.tensor([[1, 4, 2], [1, 2, 0]]), torch.tensor([3, 2]))
         tensor([0, 1, 2])
     """
     mask = position_mask(target_lengths - 1, target.shape[1] - 1)
@@ -37,7 +37,7 @@ def spoken_positions(target: Tensor, target_lengths: Tensor) -> Tensor:
 
 
 class State(NamedTuple):
-    """Where the decoder stands in each sentence.
+    """The state of the decoder for each sentence.
 
     Args:
         hidden: of shape (layers, batch, hidden).
@@ -50,19 +50,19 @@ class State(NamedTuple):
     readout: Tensor | None
 
     def select(self, rows: Tensor) -> "State":
-        """The state of these sentences, each as often as it is named."""
+        """The state of these sentences, which may repeat."""
         cell = None if self.cell is None else self.cell[:, rows]
         readout = None if self.readout is None else self.readout[rows]
         return State(self.hidden[:, rows], cell, readout)
 
 
 class Encoded(NamedTuple):
-    """What the decoder looks at.
+    """The encoder's output, which the decoder attends to.
 
     Args:
         memory: the encoder's states, of shape (batch, source, hidden).
         keys: what the attention compares queries with.
-        mask: True where there is a word, of shape (batch, source).
+        mask: True where there is a token, of shape (batch, source).
     """
 
     memory: Tensor
@@ -70,7 +70,7 @@ class Encoded(NamedTuple):
     mask: Tensor
 
     def select(self, rows: Tensor) -> "Encoded":
-        """These sentences, each as often as it is named."""
+        """The output for these sentences, which may repeat."""
         return Encoded(self.memory[rows], self.keys[rows], self.mask[rows])
 
 
@@ -78,65 +78,70 @@ class Seq2SeqNet(nn.Module):
     """Bidirectional encoder, attention, recurrent decoder.
 
     Args:
-        source_words: size of the source vocabulary.
-        target_words: size of the target vocabulary.
-        hidden: width of the decoder and of the encoder's two directions together; even.
-        embedding: width of the word vectors.
-        layers: recurrent layers of encoder and decoder.
+        source_vocab_size: tokens in the source vocabulary.
+        target_vocab_size: tokens in the target vocabulary.
+        hidden_size: width of the decoder, and of the encoder's two directions together; even.
+        embedding_size: width of the token embeddings.
+        num_layers: recurrent layers of encoder and decoder.
         cell: kind of the recurrent layers.
-        attention: additive (Bahdanau et al., 2015), general or dot (Luong et al., 2015).
+        attention_type: additive (Bahdanau et al., 2015), general or dot (Luong et al., 2015).
         dropout: share of the inputs and outputs of the recurrent layers that is dropped.
-        tied: the output layer's weights are the target words' vectors (Press and Wolf, 2017).
-        input_feeding: the decoder sees its last attentional vector (Luong et al., 2015), which takes a step per word.
+        tie_embeddings: the output layer shares its weights with the target embedding (Press and Wolf, 2017).
+        input_feeding: the decoder's input includes its last attentional vector (Luong et al., 2015), which takes a step
+            per token.
 
     Example:
-        >>> network = Seq2SeqNet(source_words=9, target_words=7, hidden=8, embedding=4)
+        >>> network = Seq2SeqNet(source_vocab_size=9, target_vocab_size=7, hidden_size=8, embedding_size=4)
         >>> source, lengths = torch.tensor([[4, 5, 2], [6, 2, 0]]), torch.tensor([3, 2])
-        >>> target, spoken = torch.tensor([[1, 4, 2], [1, 2, 0]]), torch.tensor([0, 1, 2])
-        >>> network(source, lengths, target, spoken).shape  # a row for each word to be said: "4 2" and "2"
+        >>> target, positions = torch.tensor([[1, 4, 2], [1, 2, 0]]), torch.tensor([0, 1, 2])
+        >>> network(source, lengths, target, positions).shape  # a row for each token to predict: "4 2" and "2"
         torch.Size([3, 7])
     """
 
     def __init__(
         self,
-        source_words: int,
-        target_words: int,
-        hidden: int = 256,
-        embedding: int = 256,
-        layers: int = 1,
+        source_vocab_size: int,
+        target_vocab_size: int,
+        hidden_size: int = 256,
+        embedding_size: int = 256,
+        num_layers: int = 1,
         cell: CellName = "gru",
-        attention: AttentionName = "dot",
+        attention_type: AttentionName = "dot",
         dropout: float = 0.3,
-        tied: bool = True,
+        tie_embeddings: bool = True,
         input_feeding: bool = False,
     ) -> None:
         super().__init__()
-        readout = embedding if tied else hidden
-        recurrent, between = _CELLS[cell], dropout if layers > 1 else 0.0
+        readout = embedding_size if tie_embeddings else hidden_size
+        recurrent, between = _CELLS[cell], dropout if num_layers > 1 else 0.0
         self.input_feeding = input_feeding
         self.dropout = nn.Dropout(dropout)
-        self.source_embedding = nn.Embedding(source_words, embedding)
-        self.target_embedding = nn.Embedding(target_words, embedding)
-        self.encoder = Encoder(recurrent, embedding, hidden, layers, dropout)
-        self.bridge = nn.Linear(hidden, hidden)
-        self.cell_bridge = nn.Linear(hidden, hidden) if cell == "lstm" else None
+        self.source_embedding = nn.Embedding(source_vocab_size, embedding_size)
+        self.target_embedding = nn.Embedding(target_vocab_size, embedding_size)
+        self.encoder = Encoder(recurrent, embedding_size, hidden_size, num_layers, dropout)
+        self.bridge = nn.Linear(hidden_size, hidden_size)
+        self.cell_bridge = nn.Linear(hidden_size, hidden_size) if cell == "lstm" else None
         self.decoder = recurrent(
-            embedding + (readout if input_feeding else 0), hidden, layers, batch_first=True, dropout=between
+            embedding_size + (readout if input_feeding else 0),
+            hidden_size,
+            num_layers,
+            batch_first=True,
+            dropout=between,
         )
-        self.attention = ATTENTIONS[attention](hidden)
-        self.combine = nn.Linear(2 * hidden, readout)
-        self.output = nn.Linear(readout, target_words)
-        for vectors in (self.source_embedding, self.target_embedding):
-            nn.init.normal_(vectors.weight, std=embedding**-0.5)
-        if tied:
+        self.attention: Attention = ATTENTIONS[attention_type](hidden_size)
+        self.combine = nn.Linear(2 * hidden_size, readout)
+        self.output = nn.Linear(readout, target_vocab_size)
+        for embedding in (self.source_embedding, self.target_embedding):
+            nn.init.normal_(embedding.weight, std=embedding_size**-0.5)
+        if tie_embeddings:
             self.output.weight = self.target_embedding.weight
 
     def encode(self, source: Tensor, lengths: Tensor) -> tuple[Encoded, State]:
-        """Read sentences.
+        """The encoder's output, and the state in which the decoder starts.
 
         Args:
-            source: words of shape (batch, source), then padding.
-            lengths: words of each sentence, of shape (batch,), on any device.
+            source: tokens of shape (batch, source), then padding.
+            lengths: tokens of each sentence, of shape (batch,), on any device.
         """
         lengths = lengths.to(source.device, non_blocking=True)
         memory, ends = self.encoder(self.dropout(self.source_embedding(source)), lengths)
@@ -158,19 +163,25 @@ class Seq2SeqNet(nn.Module):
         return outputs, hidden, cell
 
     def _read_out(self, outputs: Tensor, contexts: Tensor) -> Tensor:
-        return self.dropout(torch.tanh(self.combine(torch.cat((outputs, contexts), -1))))
+        readouts: Tensor = self.dropout(torch.tanh(self.combine(torch.cat((outputs, contexts), -1))))
+        return readouts
 
-    def step(self, words: Tensor, state: State, encoded: Encoded) -> tuple[Tensor, State, Tensor]:
-        """Say one word more.
+    def logits(self, readouts: Tensor) -> Tensor:
+        """The output layer: readouts of shape (..., readout) to logits of shape (..., target_vocab_size)."""
+        logits: Tensor = self.output(readouts)
+        return logits
+
+    def step(self, tokens: Tensor, state: State, encoded: Encoded) -> tuple[Tensor, State, Tensor]:
+        """Decode one token.
 
         Args:
-            words: the last word of each sentence, of shape (batch,).
+            tokens: the last token of each sentence, of shape (batch,).
 
         Returns:
-            The readouts of the next word, of shape (batch, readout), for `output`; the state after it; and the
-            attention, of shape (batch, source).
+            The readouts of the next token, of shape (batch, readout), for `logits`; the state after it; and the
+            attention weights, of shape (batch, source).
         """
-        inputs = self.dropout(self.target_embedding(words))
+        inputs = self.dropout(self.target_embedding(tokens))
         if state.readout is not None:
             inputs = torch.cat((inputs, state.readout.to(inputs.dtype)), 1)
         outputs, hidden, cell = self._recur(inputs.unsqueeze(1), state)
@@ -184,39 +195,39 @@ class Seq2SeqNet(nn.Module):
         source: Tensor,
         source_lengths: Tensor,
         target: Tensor,
-        spoken: Tensor,
-        forced: Tensor | None = None,
+        target_positions: Tensor,
+        teacher_forced: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the target's words after the first, given those before them.
+        """Logits of the target's tokens after the first, given those before them.
 
         Args:
             source: of shape (batch, source).
             source_lengths: of shape (batch,).
             target: of shape (batch, target), beginning with SOS.
-            spoken: what `spoken_positions` says, of shape (words,).
-            forced: where the decoder is given the true word; elsewhere it is given its own, the likeliest. Of shape
-                (batch, target - 1); by default True everywhere.
+            target_positions: what the function `target_positions` returns, of shape (tokens,).
+            teacher_forced: where the decoder's input is the true token; elsewhere it is its own prediction, the
+                likeliest token. Of shape (batch, target - 1); by default True everywhere.
 
         Returns:
-            Of shape (words, target_words), for the positions without padding only, sentence by sentence: nobody reads
-            the others, and in batches of mixed lengths they are a quarter of the work.
+            Of shape (tokens, target_vocab_size), for the positions without padding only, sentence by sentence: the
+            others are not used, and in batches of mixed lengths they are a quarter of the work.
         """
         encoded, state = self.encode(source, source_lengths)
         inputs = target[:, :-1]
-        if forced is None and not self.input_feeding:
+        if teacher_forced is None and not self.input_feeding:
             outputs, _, _ = self._recur(self.dropout(self.target_embedding(inputs)), state)
             contexts, _ = self.attention(outputs, encoded.keys, encoded.memory, encoded.mask)
-            outputs, contexts = outputs.flatten(0, 1)[spoken], contexts.flatten(0, 1)[spoken]
-            return self.output(self._read_out(outputs, contexts))
+            outputs, contexts = (part.flatten(0, 1)[target_positions] for part in (outputs, contexts))
+            return self.logits(self._read_out(outputs, contexts))
         readouts: list[Tensor] = []
-        words = inputs[:, 0]
+        tokens = inputs[:, 0]
         for position in range(inputs.shape[1]):
             if position > 0:
-                words = inputs[:, position]
-                if forced is not None:
+                tokens = inputs[:, position]
+                if teacher_forced is not None:
                     with torch.no_grad():
-                        own = self.output(readouts[-1]).argmax(1)
-                    words = torch.where(forced[:, position], words, own)
-            readout, state, _ = self.step(words, state, encoded)
+                        predicted = self.logits(readouts[-1]).argmax(1)
+                    tokens = torch.where(teacher_forced[:, position], tokens, predicted)
+            readout, state, _ = self.step(tokens, state, encoded)
             readouts.append(readout)
-        return self.output(torch.stack(readouts, 1).flatten(0, 1)[spoken])
+        return self.logits(torch.stack(readouts, 1).flatten(0, 1)[target_positions])

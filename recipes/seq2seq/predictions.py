@@ -1,4 +1,4 @@
-"""What the predict command shows of translations: rows of a table, and the picture of their attention."""
+"""The output of the predict command for translations: rows of a table, and an image of the attention weights."""
 
 import logging
 import math
@@ -8,28 +8,28 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 
-from callbacks.drawing.translation_images import Translation, attention_figure
+from callbacks.drawing.translation_samples import Translation, attention_figure
 from datamodules.errors import UserError
 from recipes.seq2seq.attention import ATTENTIONS
 
-__all__ = ["MOST_PANELS", "check_picture", "draw_attention", "translation_rows"]
+__all__ = ["MOST_PANELS", "check_image_file", "draw_attention", "translation_rows"]
 
 log = logging.getLogger("lightning_recipes")
 
 MOST_PANELS = 12
-"""Sentences in one picture at most."""
+"""Sentences in one image at most."""
 
 
-def check_picture(file: str | None) -> None:
-    """Refuse a picture that could not be drawn, before anything is computed."""
+def check_image_file(file: str | None) -> None:
+    """Refuse a file that could not be written, before anything is computed."""
     if file is None:
         return
     if file in ATTENTIONS:
-        raise UserError(f"--attention names the picture to draw; the kind of attention is --attention-type {file}")
+        raise UserError(f'`attention` is the image file to write; the kind of attention is attention_type="{file}"')
     if Path(file).suffix not in (".png", ".pdf", ".svg"):
-        raise UserError(f"--attention {file}: expected a name that ends in .png, .pdf or .svg")
+        raise UserError(f'attention="{file}": expected a name that ends in .png, .pdf or .svg')
     if not Path(file).parent.is_dir():
-        raise UserError(f"--attention {file}: there is no folder {Path(file).parent}")
+        raise UserError(f'attention="{file}": there is no folder {Path(file).parent}')
 
 
 def _by_sentence(outputs: Iterable[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
@@ -50,12 +50,12 @@ def translation_rows(
     Args:
         outputs: of `Seq2SeqTranslator.predict_step`.
         names: the sentences, by number.
-        decode: makes words of numbers.
+        decode: makes text of token numbers.
     """
     return [
-        {"sentence": names[number], "rank": rank, "translation": decode(words), "score": score}
+        {"sentence": names[number], "rank": rank, "translation": decode(tokens), "score": score}
         for number, found in _by_sentence(outputs)
-        for rank, (words, score) in enumerate(zip(found["words"].tolist(), found["scores"].tolist()), 1)
+        for rank, (tokens, score) in enumerate(zip(found["tokens"].tolist(), found["scores"].tolist()), 1)
         # Where there are fewer translations than were asked for.
         if score > -math.inf
     ]
@@ -65,10 +65,10 @@ def translation_rows(
 def draw_attention(
     file: str, outputs: Iterable[dict[str, Any]], names: Sequence[str], decode: Callable[[list[int]], str]
 ) -> None:
-    """Draw what each word of the best translations looked at; arguments as in `translation_rows`."""
+    """Draw the attention weights of the best translations; arguments as in `translation_rows`."""
     sentences = _by_sentence(outputs)
     samples = [
-        Translation(names[number], decode(found["words"][0].tolist()), None, found["attention"])
+        Translation(names[number], decode(found["tokens"][0].tolist()), None, found["attention"])
         for number, found in sentences[:MOST_PANELS]
     ]
     if len(sentences) > MOST_PANELS:

@@ -1,367 +1,53 @@
 """The translation recipe as a LightningModule."""
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+import inspect
+from typing import Any, ClassVar
 
-import lightning.pytorch as pl
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 from typing_extensions import override
 
-from callbacks.drawing.translation_images import TranslationPictures
-from datamodules.contract import data_contract
 from datamodules.errors import UserError
-from datamodules.loading.randomness import uniform
-from datamodules.translation.packed_sentences import TranslationBatch
-from datamodules.translation.text import PAD, SPECIAL_WORDS, UNK, Normalisation, Vocabulary, normalise_lines
-from recipes.recipe import Recipe
 from recipes.seq2seq.attention import AttentionName
-from recipes.seq2seq.data import SentenceData, VocabularyData
-from recipes.seq2seq.decoding import Translations, attention_weights, beam_search
-from recipes.seq2seq.network import CellName, Seq2SeqNet, spoken_positions
-from recipes.seq2seq.predictions import MOST_PANELS, check_picture, draw_attention, translation_rows
-from recipes.seq2seq.scores import TranslationScores
+from recipes.seq2seq.network import CellName, Seq2SeqNet
+from recipes.seq2seq.translator import Translator
 
-__all__ = ["Seq2SeqTranslator", "teacher_forcing_share"]
-
-ForcingSchedule = Literal["constant", "linear"]
-
-_SENTENCES_AT_ONCE = 256
-
-_NETWORK_SETTINGS = (
-    "source_words", "target_words", "hidden", "embedding", "layers", "cell", "dropout", "tied", "input_feeding",
-)  # fmt: skip
+__all__ = ["Seq2SeqTranslator"]
 
 
-def teacher_forcing_share(final: float, schedule: ForcingSchedule, progress: float) -> float:
-    """The share of its input words that the decoder is given, in a run that is `progress` done.
-
-    Example:
-        >>> teacher_forcing_share(0.5, "linear", progress=0.5)
-        0.75
-    """
-    return final if schedule == "constant" else 1 - (1 - final) * min(1.0, progress)
-
-
-class Seq2SeqTranslator(Recipe):
+class Seq2SeqTranslator(Translator):
     """Translates with a recurrent encoder and a decoder with attention; override `build_network` to train your own.
 
-    Batches are `TranslationBatch`es. Validation translates greedily, the test and `predict` by beam search.
-
     Args:
-        source_words: size of the source vocabulary; by default that of the data.
-        target_words: size of the target vocabulary; by default that of the data.
-        hidden: width of the decoder, and of the encoder's two directions together.
-        embedding: width of the word vectors.
-        layers: recurrent layers of encoder and decoder.
+        hidden_size: width of the decoder, and of the encoder's two directions together; even.
+        embedding_size: width of the token embeddings.
+        num_layers: recurrent layers of encoder and decoder.
         cell: kind of the recurrent layers.
-        attention_type: how a word looks at the source: additive (Bahdanau et al., 2015), general or dot (Luong et al.,
-            2015).
-        dropout: share of word vectors and of what the recurrent layers say that is dropped in training.
-        tied: the output layer's weights are the target words' vectors (Press and Wolf, 2017).
-        input_feeding: the decoder sees what it attended to last (Luong et al., 2015); a step per word, so slower.
-        label_smoothing: share of the target spread over all words (Szegedy et al., 2016).
-        teacher_forcing: share of the true words that the decoder is given in training; for the rest it is given its own
-            (scheduled sampling, Bengio et al., 2015). Below 1 it takes a step per word, so it is slower.
-        forcing_schedule: "linear" goes from 1 to `teacher_forcing` over the run.
-        val_sentences: how many sentences each validation translates, about; a fixed random choice.
-        beam: width of the beam search, in test and predict; 1 is greedy.
-        length_penalty: how far length is made up for in a beam, from 0, not at all, to 1 (Wu et al., 2016).
-        nbest: how many translations predict prints of each sentence.
-        attention: picture that predict draws of what each word looked at, such as out.png.
+        attention_type: additive (Bahdanau et al., 2015), general or dot (Luong et al., 2015).
+        dropout: share of the inputs and outputs of the recurrent layers that is dropped in training.
+        tie_embeddings: the output layer shares its weights with the target embedding (Press and Wolf, 2017).
+        input_feeding: the decoder's input includes its last attentional vector (Luong et al., 2015); it takes a step
+            per token, so it is slower.
     """
 
     title = "seq2seq"
     trainer_defaults: ClassVar[dict[str, Any]] = {"max_epochs": 24}
-    monitor = "val/bleu"
-    monitor_mode = "max"
-    base_batch_size = 64
-    predict_example = '"SENTENCE"'
-    free_parameters: ClassVar[frozenset[str]] = Recipe.free_parameters | {
-        *("beam", "length_penalty", "nbest", "val_sentences"),
-    }
-    call_parameters: ClassVar[frozenset[str]] = frozenset({"attention"})
-    no_graph = "translating is a search whose length depends on the words, and no fixed graph"
-
-    network: Seq2SeqNet
 
     def __init__(
         self,
-        source_words: int | None = None,
-        target_words: int | None = None,
-        hidden: int = 256,
-        embedding: int = 256,
-        layers: int = 1,
+        hidden_size: int = 256,
+        embedding_size: int = 256,
+        num_layers: int = 1,
         cell: CellName = "gru",
         attention_type: AttentionName = "dot",
         dropout: float = 0.3,
-        tied: bool = True,
+        tie_embeddings: bool = True,
         input_feeding: bool = False,
-        label_smoothing: float = 0.1,
-        teacher_forcing: float = 1.0,
-        forcing_schedule: ForcingSchedule = "linear",
-        val_sentences: int = 2000,
-        beam: int = 5,
-        length_penalty: float = 0.6,
-        nbest: int = 1,
-        attention: str | None = None,
-        lr: float = 0.002,
-        weight_decay: float = 0.0,
         **kwargs: Any,
     ) -> None:
-        if source_words is None or target_words is None:
-            raise UserError(
-                "the network has to know both vocabularies' sizes; pass "
-                "source_words=len(data.source_vocabulary), target_words=len(data.target_vocabulary)"
-            )
-        if hidden < 2 or hidden % 2:
-            raise UserError(f"--hidden {hidden} cannot be halved between two directions; pass an even number")
-        if not 0 <= teacher_forcing <= 1:
-            raise UserError(f"--teacher-forcing {teacher_forcing} is no share of the words; pass 0.5, say")
-        if not 1 <= nbest <= beam:
-            raise UserError(
-                f"a beam of {beam} has no {nbest} translations; pass --beam {max(1, nbest)} --nbest {nbest}"
-            )
-        check_picture(attention)
-        super().__init__(lr=lr, weight_decay=weight_decay, **kwargs)
-        self.val_scores, self.test_scores = TranslationScores(), TranslationScores()
-        self.vocabularies: tuple[Vocabulary, Vocabulary] | None = None
-        self.normalisation: Normalisation = "unicode"
-
-    @classmethod
-    def settings_from_data(cls, data: pl.LightningDataModule) -> dict[str, Any]:
-        """The sizes of the vocabularies, where the data has them."""
-        if not isinstance(data, VocabularyData):
-            return {}
-        return dict(zip(("source_words", "target_words"), map(len, data.vocabularies()), strict=True))
+        if hidden_size < 2 or hidden_size % 2:
+            raise UserError(f"hidden_size={hidden_size} cannot be halved between two directions; pass an even number")
+        super().__init__(**kwargs)
 
     @override
     def build_network(self) -> Seq2SeqNet:
-        return Seq2SeqNet(
-            **{name: self.hparams[name] for name in _NETWORK_SETTINGS}, attention=self.hparams.attention_type
-        )
-
-    @override
-    def configure_callbacks(self) -> list[pl.Callback]:
-        return [*super().configure_callbacks(), TranslationPictures()]
-
-    @override
-    def headline(self, scores: dict[str, float]) -> dict[str, str]:
-        rows = {}
-        for part, how in (("val", "greedy"), ("test", f"beam {self.hparams.beam}")):
-            if f"{part}/bleu" in scores:
-                rows[f"{part} BLEU"] = f"{scores[f'{part}/bleu']:.2f} ({how})"
-        shown = {"test chrF": "test/chrf", "test perplexity": "test/perplexity"}
-        rows |= {title: f"{scores[name]:.2f}" for title, name in shown.items() if name in scores}
-        if "test/exact_match" in scores:
-            rows["test exact match"] = f"{100 * scores['test/exact_match']:.1f} %"
-        return rows
-
-    # Words
-
-    @override
-    def setup(self, stage: str) -> None:
-        """Take the vocabularies from the data; those of a checkpoint, which is read afterwards, replace them."""
-        super().setup(stage)
-        data = self.data_module()
-        if (stage == "fit" or (stage != "predict" and self.vocabularies is None)) and isinstance(data, VocabularyData):
-            self.vocabularies, self.normalisation = data.vocabularies(), data.normalisation
-
-    def _check_vocabularies(self) -> None:
-        if self.vocabularies is None:
-            return
-        sizes = self.hparams.source_words, self.hparams.target_words
-        for vocabulary, size, side in zip(self.vocabularies, sizes, ("source", "target"), strict=True):
-            if len(vocabulary) != size:
-                raise UserError(
-                    f"the network knows {size:,} {side} words, and the data have {len(vocabulary):,}; pass the data "
-                    f"and the settings that it was trained with, or --{side}-words {len(vocabulary)} for a new network"
-                )
-
-    on_fit_start = on_validation_start = on_test_start = _check_vocabularies
-
-    def _words(self) -> tuple[Vocabulary, Vocabulary]:
-        if self.vocabularies is None:
-            raise UserError(
-                "the network has no words yet; train it on a TranslationDataModule, load a checkpoint, or set "
-                "recipe.vocabularies = (source, target)"
-            )
-        return self.vocabularies
-
-    @override
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        if self.vocabularies is not None:
-            checkpoint["vocabularies"] = [list(vocabulary.words) for vocabulary in self.vocabularies]
-            checkpoint["normalisation"] = self.normalisation
-
-    @override
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        if "vocabularies" in checkpoint:
-            source, target = checkpoint["vocabularies"]
-            self.vocabularies = Vocabulary(source), Vocabulary(target)
-            self.normalisation = checkpoint["normalisation"]
-
-    # Training
-
-    def _given_words(self, batch: TranslationBatch) -> Tensor | None:
-        """Where the decoder is given the true word, or None for everywhere: a function of epoch and sentence."""
-        settings = self.hparams
-        progress = self.global_step / self.updates_in_run()
-        share = teacher_forcing_share(settings.teacher_forcing, settings.forcing_schedule, progress)
-        if share == 1:
-            return None
-        size = batch.target.shape[1] - 1
-        if batch.numbers is None:
-            return torch.rand(len(batch.target), size, device=batch.target.device) < share
-        seed = data_contract(self.data_module()).seed
-        draws = uniform(seed, "teacher forcing", self.current_epoch, batch.numbers, size)
-        return (draws < share).to(batch.target.device)
-
-    def _logits(self, batch: TranslationBatch, forced: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits of shape (words, target_words) and targets of shape (words,), without padding."""
-        spoken = spoken_positions(batch.target, batch.target_lengths)
-        logits = self.network(batch.source, batch.source_lengths, batch.target, spoken, forced)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)), batch.target[:, 1:].flatten()[spoken]
-
-    @override
-    def training_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
-        if not len(batch.source):
-            return {"loss": self._loss_of_nothing(), "count": 0}
-        logits, targets = self._logits(batch, self._given_words(batch) if self.hparams.teacher_forcing < 1 else None)
-        loss = F.cross_entropy(logits, targets, label_smoothing=self.hparams.label_smoothing)
-        return {"loss": loss, "count": len(targets)}
-
-    def _loss_of_nothing(self) -> Tensor:
-        """Zero that reaches every parameter: a rank without sentences takes part in the reduction of gradients."""
-        return sum((p.sum() * 0 for p in self.network.parameters()), torch.zeros((), device=self.device))
-
-    # Evaluation
-
-    def _evaluation_step(
-        self, scores: TranslationScores, batch: TranslationBatch, beam: int, chosen: Tensor | None = None
-    ) -> dict[str, Any]:
-        """Score a batch; its sentences, or those at `chosen`, are translated, too."""
-        if not len(batch.source):
-            return {}
-        logits, targets = self._logits(batch)
-        scores.loss.update(F.cross_entropy(logits, targets, reduction="sum"), len(targets))
-        if chosen is not None:
-            parts = [None if part is None else part[chosen.to(part.device)] for part in batch]
-            batch = TranslationBatch(*parts)  # type: ignore[arg-type]
-        if not len(batch.source):
-            return {}
-        found = self._search(batch.source, batch.source_lengths, beam)
-        translations = [self._words()[1].decode(row) for row in found.words[:, 0].tolist()]
-        sources, references = self._sentences(batch)
-        scores.texts.update(translations, references)
-
-        def attention(i: int) -> Tensor:
-            return self._attention(batch, found, i)
-
-        return {"sources": sources, "translations": translations, "references": references, "attention": attention}
-
-    def _attention(self, batch: TranslationBatch, found: Translations, i: int) -> Tensor:
-        """What the best translation of sentence `i` looked at, of shape (time, source)."""
-        one = slice(i, i + 1)
-        return attention_weights(self.network, batch.source[one], batch.source_lengths[one], found.words[one, 0])[0]
-
-    def _sentences(self, batch: TranslationBatch) -> tuple[list[str], list[str]]:
-        """The sources and the references of a batch as text, unknown words as they are where the data tell."""
-        data = self.data_module()
-        if batch.numbers is not None and isinstance(data, SentenceData):
-            return data.source_sentences(batch.numbers), data.target_sentences(batch.numbers)
-        sides = zip(self._words(), (batch.source, batch.target), strict=True)
-        sources, references = ([words.decode(row) for row in side.tolist()] for words, side in sides)
-        # No translation matches a word that the vocabulary lacks, not even one that says <unk>.
-        return sources, [text.replace(SPECIAL_WORDS[UNK], "\ufffd") for text in references]
-
-    def _log_scores(self, prefix: str, scores: TranslationScores) -> None:
-        values = {f"{prefix}/{name}": value.float() for name, value in scores.compute().items()}
-        # Equal on all ranks already: the maximum keeps the last digit, where a mean over ranks would round again.
-        self.log_dict(values, sync_dist=True, reduce_fx="max")
-        scores.reset()
-
-    @override
-    def validation_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
-        share = self.hparams.val_sentences / max(1, data_contract(self.data_module()).sizes.get("val", 0))
-        chosen = None
-        if batch.numbers is not None and share < 1:
-            # By the sentence's number, so that the choice is the same on any number of ranks.
-            chosen = (uniform(0, "validated sentences", 0, batch.numbers).squeeze(1) < share).nonzero().squeeze(1)
-        return self._evaluation_step(self.val_scores, batch, beam=1, chosen=chosen)
-
-    @override
-    def on_validation_epoch_end(self) -> None:
-        self._log_scores("val", self.val_scores)
-
-    @override
-    def test_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
-        return self._evaluation_step(self.test_scores, batch, self.hparams.beam)
-
-    @override
-    def on_test_epoch_end(self) -> None:
-        self._log_scores("test", self.test_scores)
-
-    # Translating
-
-    def _search(self, source: Tensor, lengths: Tensor, beam: int, nbest: int = 1) -> Translations:
-        return beam_search(self.network, source, lengths, beam, nbest, self.hparams.length_penalty)
-
-    @override
-    def forward(self, source: Tensor) -> Tensor:
-        """Words of shape (batch, time) for sources of shape (batch, source), by beam search."""
-        lengths = (source != PAD).sum(1)
-        return self._search(source, lengths, self.hparams.beam).words[:, 0]
-
-    @override
-    def predict_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
-        """The sentences' numbers, and of each its best translations and their scores.
-
-        For a picture, the first sentences' attention comes with them.
-        """
-        found = self._search(batch.source, batch.source_lengths, self.hparams.beam, self.hparams.nbest)
-        numbers = (torch.arange(len(batch.source)) if batch.numbers is None else batch.numbers).tolist()
-        output = {"numbers": numbers, "words": found.words, "scores": found.scores}
-        if self.hparams.attention is not None:
-            output["attention"] = [
-                self._attention(batch, found, i).cpu() if number < MOST_PANELS else None
-                for i, number in enumerate(numbers)
-            ]
-        return output
-
-    @override
-    def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
-        """A row for each translation, in the order of the sentences; draws the picture that was asked for.
-
-        Args:
-            names: the sentences, as words, with marks at those that are unknown.
-        """
-        decode = self._words()[1].decode
-        if self.hparams.attention is not None:
-            draw_attention(self.hparams.attention, outputs, names, decode)
-        return translation_rows(outputs, names, decode)
-
-    @torch.no_grad()
-    def translate(self, sentences: Sequence[str]) -> list[str]:
-        """Translate sentences as they are typed, with what a checkpoint holds.
-
-        Args:
-            sentences: in the source language; those without a word become empty.
-        """
-        source_words, target_words = self._words()
-        lines = normalise_lines([sentence.replace("\n", " ") for sentence in sentences], self.normalisation)
-        translations = [""] * len(lines)
-        by_length = sorted((i for i, line in enumerate(lines) if line), key=lambda i: lines[i].count(" "))
-        training = self.training
-        self.eval()
-        for start in range(0, len(by_length), _SENTENCES_AT_ONCE):
-            chosen = by_length[start : start + _SENTENCES_AT_ONCE]
-            rows = [torch.tensor(source_words.encode(lines[i])) for i in chosen]
-            source = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
-            for i, words in zip(chosen, self(source.to(self.device)).tolist(), strict=True):
-                translations[i] = target_words.decode(words)
-        self.train(training)
-        return translations
+        """Returns the network, whose parameters are those of the recipe of the same names."""
+        return Seq2SeqNet(**{name: self.hparams[name] for name in inspect.signature(Seq2SeqNet).parameters})

@@ -1,4 +1,4 @@
-"""Beam search against exhaustive search and a loop written by hand; scores of texts against torchmetrics."""
+"""Beam search against exhaustive search and a plain loop; scores of texts against torchmetrics."""
 
 import itertools
 from typing import Any
@@ -15,16 +15,16 @@ from recipes.seq2seq.scores import TextScores
 from tests.support.ranks import run_ranks
 
 SETTINGS: list[dict[str, Any]] = [
-    {"cell": "gru", "attention": "dot"},
-    {"cell": "lstm", "attention": "additive", "layers": 2, "tied": False},
-    {"cell": "gru", "attention": "general", "input_feeding": True},
+    {"cell": "gru", "attention_type": "dot"},
+    {"cell": "lstm", "attention_type": "additive", "num_layers": 2, "tie_embeddings": False},
+    {"cell": "gru", "attention_type": "general", "input_feeding": True},
 ]
 
 
-def network(target_words: int, **settings: Any) -> Seq2SeqNet:
-    """A network with decided opinions: weights large enough that its choices depend on the source."""
+def network(target_vocab_size: int, **settings: Any) -> Seq2SeqNet:
+    """A network whose weights are large enough that its output depends on the source."""
     torch.manual_seed(5)
-    net = Seq2SeqNet(12, target_words, **({"hidden": 8, "embedding": 6} | settings)).double().eval()
+    net = Seq2SeqNet(12, target_vocab_size, **({"hidden_size": 8, "embedding_size": 6} | settings)).double().eval()
     for parameter in net.parameters():
         parameter.data.mul_(2.5)
     return net
@@ -33,17 +33,17 @@ def network(target_words: int, **settings: Any) -> Seq2SeqNet:
 def sources(n: int, longest: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(6)
     lengths = 1 + torch.arange(n) * 3 % longest
-    words = torch.randint(3, 12, (n, longest), generator=generator)
-    words[torch.arange(n), lengths - 1] = EOS
-    return words.masked_fill(torch.arange(longest) >= lengths[:, None], PAD)[:, : int(lengths.max())], lengths
+    tokens = torch.randint(3, 12, (n, longest), generator=generator)
+    tokens[torch.arange(n), lengths - 1] = EOS
+    return tokens.masked_fill(torch.arange(longest) >= lengths[:, None], PAD)[:, : int(lengths.max())], lengths
 
 
-def log_probability(net: Seq2SeqNet, source: torch.Tensor, words: tuple[int, ...]) -> float:
-    """Of saying these words, by teacher forcing; PAD and SOS are never said."""
-    target = torch.tensor([[SOS, *words]])
-    logits = net(source, torch.tensor([source.shape[1]]), target, torch.arange(len(words)))
+def log_probability(net: Seq2SeqNet, source: torch.Tensor, tokens: tuple[int, ...]) -> float:
+    """Of these tokens, by teacher forcing; PAD and SOS are never predicted."""
+    target = torch.tensor([[SOS, *tokens]])
+    logits = net(source, torch.tensor([source.shape[1]]), target, torch.arange(len(tokens)))
     logits[:, [PAD, SOS]] = -torch.inf
-    each = F.log_softmax(logits, 1)[torch.arange(len(words)), torch.tensor(words)]
+    each = F.log_softmax(logits, 1)[torch.arange(len(tokens)), torch.tensor(tokens)]
     return float(each.sum())
 
 
@@ -56,34 +56,34 @@ def test_a_beam_with_a_place_for_every_sentence_finds_what_exhaustive_search_fin
     for i, limit in enumerate(limits.tolist()):
         everything = {}
         for size in range(limit):
-            for words in itertools.product((3, 4, 5), repeat=size):
-                said = (*words, EOS)
-                total = log_probability(net, source[i : i + 1, : lengths[i]], said)
-                everything[said] = total / float(length_penalty(torch.tensor(len(said)), alpha))
+            for tokens in itertools.product((3, 4, 5), repeat=size):
+                translated = (*tokens, EOS)
+                total = log_probability(net, source[i : i + 1, : lengths[i]], translated)
+                everything[translated] = total / float(length_penalty(torch.tensor(len(translated)), alpha))
         ranked = sorted(everything.items(), key=lambda item: -item[1])
         kept = found.scores[i] > -torch.inf
-        assert [tuple(w for w in row if w != PAD) for row in found.words[i][kept].tolist()] == [w for w, _ in ranked]
+        assert [tuple(w for w in row if w != PAD) for row in found.tokens[i][kept].tolist()] == [w for w, _ in ranked]
         torch.testing.assert_close(
             found.scores[i][kept], torch.tensor([s for _, s in ranked], dtype=torch.float64), atol=1e-10, rtol=0
         )
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_a_beam_of_one_says_the_likeliest_word_each_time(settings):
+def test_a_beam_of_one_takes_the_likeliest_token_each_time(settings):
     net, (source, lengths) = network(15, **settings), sources(9)
     found = beam_search(net, source, lengths, beam=1)
-    said = []
+    translated = []
     for i in range(len(source)):
         with torch.no_grad():
             encoded, state = net.encode(source[i : i + 1, : lengths[i]], lengths[i : i + 1])
-            words = [SOS]
-            while words[-1] != EOS:
-                readout, state, _ = net.step(torch.tensor(words[-1:]), state, encoded)
+            tokens = [SOS]
+            while tokens[-1] != EOS:
+                readout, state, _ = net.step(torch.tensor(tokens[-1:]), state, encoded)
                 allowed = net.output(readout)[0].index_fill(0, torch.tensor([PAD, SOS]), -torch.inf)
-                words.append(int(allowed.argmax()) if len(words) < length_limits(lengths[i]) else EOS)
-        said.append(words[1:])
-    assert [[w for w in row if w != PAD] for row in found.words[:, 0].tolist()] == said
-    assert len({len(words) for words in said}) > 2, "sentences have to end at different times"
+                tokens.append(int(allowed.argmax()) if len(tokens) < length_limits(lengths[i]) else EOS)
+        translated.append(tokens[1:])
+    assert [[w for w in row if w != PAD] for row in found.tokens[:, 0].tolist()] == translated
+    assert len({len(tokens) for tokens in translated}) > 2, "sentences have to end at different times"
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -94,7 +94,7 @@ def test_a_wider_beam_never_finds_less_likely_first_translations_than_a_greedy_o
     assert (wide.scores[:, 0] >= greedy.scores[:, 0] - 1e-12).all()
     assert (wide.scores[:, 0] > greedy.scores[:, 0] + 1e-6).any()
     assert (wide.scores.diff(dim=1) <= 0).all()
-    for rows in wide.words:
+    for rows in wide.tokens:
         assert len({tuple(row) for row in rows.tolist()}) == 6
 
 
@@ -104,29 +104,29 @@ def test_translations_do_not_depend_on_what_else_is_in_the_batch(settings):
     together = beam_search(net, source, lengths, beam=4, nbest=3)
     for i, length in enumerate(lengths.tolist()):
         alone = beam_search(net, source[i : i + 1, :length], lengths[i : i + 1], beam=4, nbest=3)
-        time = alone.words.shape[2]
-        assert torch.equal(together.words[i, :, :time], alone.words[0])
-        assert (together.words[i, :, time:] == PAD).all()
+        time = alone.tokens.shape[2]
+        assert torch.equal(together.tokens[i, :, :time], alone.tokens[0])
+        assert (together.tokens[i, :, time:] == PAD).all()
         torch.testing.assert_close(together.scores[i], alone.scores[0], atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_each_word_said_has_attention_that_sums_to_one_and_does_not_depend_on_the_batch(settings):
+def test_each_token_has_attention_that_sums_to_one_and_does_not_depend_on_the_batch(settings):
     net, (source, lengths) = network(15, **settings), sources(9)
-    words = beam_search(net, source, lengths, beam=3).words[:, 0]
-    together = attention_weights(net, source, lengths, words)
-    assert together.shape == (9, words.shape[1], source.shape[1])
+    tokens = beam_search(net, source, lengths, beam=3).tokens[:, 0]
+    together = attention_weights(net, source, lengths, tokens)
+    assert together.shape == (9, tokens.shape[1], source.shape[1])
     torch.testing.assert_close(together.sum(2), torch.ones_like(together[:, :, 0]))
     for i, length in enumerate(lengths.tolist()):
         assert (together[i, :, length:] == 0).all()
-        alone = attention_weights(net, source[i : i + 1, :length], lengths[i : i + 1], words[i : i + 1])
+        alone = attention_weights(net, source[i : i + 1, :length], lengths[i : i + 1], tokens[i : i + 1])
         torch.testing.assert_close(together[i, :, :length], alone[0], atol=1e-10, rtol=0)
 
 
 def test_a_batch_without_sentences_has_no_translations_and_scores_of_nothing_are_zero():
     nothing = torch.zeros(0, 2, dtype=torch.int64)
     found = beam_search(network(15), nothing, nothing[:, 0], beam=3, nbest=2)
-    assert found.words.shape == (0, 2, 0)
+    assert found.tokens.shape == (0, 2, 0)
     scores = TextScores()
     scores.update([], [])
     assert {name: float(value) for name, value in scores.compute().items()} == {

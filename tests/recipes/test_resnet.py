@@ -298,7 +298,7 @@ def _read_damaged(folder: str) -> str:
     data.setup("fit")
     rank_zero_only.rank = rank  # As the strategy of a Trainer does.
     with contextlib.redirect_stderr(err):
-        console.quiet()
+        console.configure_logging()
         list(data._evaluation_loader("train", rank, 2))
     return err.getvalue()
 

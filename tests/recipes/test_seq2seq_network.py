@@ -9,27 +9,27 @@ from torch import Tensor
 
 from datamodules.translation.text import EOS, PAD, SOS
 from recipes.seq2seq.decoding import beam_search
-from recipes.seq2seq.network import Seq2SeqNet, spoken_positions
+from recipes.seq2seq.network import Seq2SeqNet, target_positions
 
 EVERY_KIND: list[dict[str, Any]] = [
-    {"cell": cell, "attention": attention, **more}
+    {"cell": cell, "attention_type": attention, **more}
     for cell in ("gru", "lstm")
     for attention in ("additive", "general", "dot")
-    for more in ({}, {"layers": 2, "tied": False}, {"input_feeding": True})
+    for more in ({}, {"num_layers": 2, "tie_embeddings": False}, {"input_feeding": True})
 ]
 NAMES = ["-".join(map(str, settings.values())) for settings in EVERY_KIND]
-# Sources and targets of 1 to 6 words with their ends; the last sentence is the longest on neither side.
+# Sources and targets of 1 to 6 tokens with their ends; the last sentence is the longest on neither side.
 LENGTHS = [(2, 5), (6, 2), (1, 3), (4, 6), (3, 4)]
 
 
 def network(**settings: Any) -> Seq2SeqNet:
     torch.manual_seed(7)
-    return Seq2SeqNet(11, 13, hidden=8, embedding=6, **({"dropout": 0.0} | settings)).double()
+    return Seq2SeqNet(11, 13, hidden_size=8, embedding_size=6, **({"dropout": 0.0} | settings)).double()
 
 
-def sentence(words: int, time: int, vocabulary: int, first: list[int]) -> Tensor:
-    """A sentence that is a function of its length: `first`, words, EOS, padding."""
-    middle = [4 + (3 * words + 5 * i) % (vocabulary - 4) for i in range(words - 1)]
+def sentence(tokens: int, time: int, vocabulary: int, first: list[int]) -> Tensor:
+    """A sentence that is a function of its length: `first`, tokens, EOS, padding."""
+    middle = [4 + (3 * tokens + 5 * i) % (vocabulary - 4) for i in range(tokens - 1)]
     row = [*first, *middle, EOS]
     return torch.tensor(row + [PAD] * (time - len(row)))
 
@@ -47,9 +47,9 @@ def loss_and_gradients(
     net: Seq2SeqNet, source: Tensor, source_lengths: Tensor, target: Tensor, target_lengths: Tensor, **more: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The summed loss of a batch, and its gradient for each parameter."""
-    spoken = spoken_positions(target, target_lengths)
-    logits = net(source, source_lengths, target, spoken, **more)
-    loss = F.cross_entropy(logits, target[:, 1:].flatten()[spoken], reduction="sum", label_smoothing=0.1)
+    positions = target_positions(target, target_lengths)
+    logits = net(source, source_lengths, target, positions, **more)
+    loss = F.cross_entropy(logits, target[:, 1:].flatten()[positions], reduction="sum", label_smoothing=0.1)
     net.zero_grad()
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
@@ -77,8 +77,8 @@ def test_a_sentence_is_translated_alike_alone_and_beside_a_longer_one(settings):
     together = beam_search(net, source, lengths, beam=3, nbest=2)
     for i in range(len(LENGTHS)):
         alone = beam_search(net, *batch([i])[:2], beam=3, nbest=2)
-        time = alone.words.shape[2]
-        assert torch.equal(together.words[i, :, :time], alone.words[0])
+        time = alone.tokens.shape[2]
+        assert torch.equal(together.tokens[i, :, :time], alone.tokens[0])
         torch.testing.assert_close(together.scores[i], alone.scores[0], atol=1e-10, rtol=0)
 
 
@@ -86,14 +86,14 @@ def test_a_sentence_is_translated_alike_alone_and_beside_a_longer_one(settings):
 def test_the_whole_sequence_at_once_gives_what_step_by_step_gives(settings):
     net, sentences = network(**settings), batch(list(range(len(LENGTHS))))
     given = torch.ones(len(LENGTHS), sentences[2].shape[1] - 1, dtype=torch.bool)
-    whole, steps = loss_and_gradients(net, *sentences), loss_and_gradients(net, *sentences, forced=given)
+    whole, steps = loss_and_gradients(net, *sentences), loss_and_gradients(net, *sentences, teacher_forced=given)
     torch.testing.assert_close(whole[0], steps[0], atol=1e-10, rtol=0)
     for name, gradient in whole[1].items():
         torch.testing.assert_close(gradient, steps[1][name], atol=1e-10, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("settings", [{"cell": "gru"}, {"cell": "lstm", "input_feeding": True}], ids=str)
-def test_words_that_are_not_given_are_the_decoders_own(settings):
+def test_tokens_that_are_not_teacher_forced_are_the_decoders_own(settings):
     net = network(**settings)
     source, lengths, target, _ = batch([3])
     everything = torch.arange(target.shape[1] - 1)
@@ -102,7 +102,7 @@ def test_words_that_are_not_given_are_the_decoders_own(settings):
         own[0, position] = net(source, lengths, own, everything)[position - 1].argmax()
     assert not torch.equal(own[:, :-1], target[:, :-1])
     nothing = torch.zeros(1, target.shape[1] - 1, dtype=torch.bool)
-    found = net(source, lengths, target, everything, forced=nothing)
+    found = net(source, lengths, target, everything, teacher_forced=nothing)
     torch.testing.assert_close(found, net(source, lengths, own, everything), atol=1e-10, rtol=0)
 
 
@@ -116,21 +116,21 @@ def test_attention_never_falls_on_padding_and_sums_to_one():
         assert (weights[~encoded.mask] == 0).all()
 
 
-def test_input_feeding_changes_what_is_said():
+def test_input_feeding_changes_the_logits():
     sentences = batch([0, 3])
-    spoken = spoken_positions(sentences[2], sentences[3])
+    positions = target_positions(sentences[2], sentences[3])
     net = network(input_feeding=True)
-    before = net(*sentences[:3], spoken)
+    before = net(*sentences[:3], positions)
     with torch.no_grad():
-        net.decoder.weight_ih_l0[:, 6:] = 0  # The columns behind the word vector's.
-    after = net(*sentences[:3], spoken)
-    first = torch.tensor([0, 5])  # The first word of each has nothing fed but zeros.
+        net.decoder.weight_ih_l0[:, 6:] = 0  # The columns behind the embedding's.
+    after = net(*sentences[:3], positions)
+    first = torch.tensor([0, 5])  # The first token of each is fed zeros.
     torch.testing.assert_close(before[first], after[first])
     assert ((before - after).abs().amax(1)[1:5] > 1e-6).all()
 
 
-def test_tied_networks_share_the_target_words_vectors_and_others_do_not():
-    tied, untied = network(tied=True), network(tied=False)
+def test_tied_embeddings_share_the_weights_of_the_output_layer_and_others_do_not():
+    tied, untied = network(tie_embeddings=True), network(tie_embeddings=False)
     assert tied.output.weight is tied.target_embedding.weight
     assert untied.output.weight is not untied.target_embedding.weight
     assert untied.output.weight.shape == (13, 8)

@@ -1,5 +1,6 @@
-"""The translation recipe with real Trainers: splits, interruptions, scores, checkpoints, predictions, pictures."""
+"""The translation recipe with real Trainers: splits, interruptions, scores, checkpoints, predictions, figures."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,20 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.drawing.translation_images import Translation, attention_figure, translations_table
+from callbacks.drawing.translation_samples import Translation, attention_figure, translations_table
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.text import Vocabulary
-from recipes.seq2seq.recipe import Seq2SeqTranslator, teacher_forcing_share
+from recipes.seq2seq.network import Seq2SeqNet
+from recipes.seq2seq.recipe import Seq2SeqTranslator
+from recipes.seq2seq.translator import teacher_forcing_share
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, on_ranks, silence
 
-TINY: dict[str, Any] = {"hidden": 16, "embedding": 12, "lr": 0.01}
+TINY: dict[str, Any] = {"hidden_size": 16, "embedding_size": 12, "lr": 0.01}
 SUBJECTS = [("je", "i"), ("tu", "you"), ("il", "he"), ("elle", "she"), ("nous", "we")]
 VERBS = [("vois", "see"), ("veux", "want"), ("mange", "eat")]
 OBJECTS = [
@@ -98,7 +101,7 @@ class Stop(pl.Callback):
 def exact_run(file: str, folder: Path, *callbacks: pl.Callback, ckpt: Path | None = None) -> dict[str, torch.Tensor]:
     seeds = SeedControl(seed=1)
     module = data(file, batch_size=4)
-    recipe = translator(module, dropout=0.3, teacher_forcing=0.5, layers=2)
+    recipe = translator(module, dropout=0.3, teacher_forcing=0.5, num_layers=2)
     saves = ExactCheckpoint(folder, save_last=True, every_n_train_steps=1)
     run = trainer(GradientAccumulation(2), seeds, saves, *callbacks, max_epochs=2, enable_checkpointing=True)
     run.fit(recipe, module, ckpt_path=str(ckpt) if ckpt else None, weights_only=True)
@@ -121,7 +124,7 @@ def learned(tmp_path_factory) -> tuple[str, Path, dict[str, float]]:
     file = corpus(folder)
     SeedControl(seed=3)
     module = data(file, batch_size=8)
-    recipe = translator(module, hidden=32, embedding=24)
+    recipe = translator(module, hidden_size=32, embedding_size=24)
     run = trainer(max_epochs=36, logger=TensorBoardLogger(str(folder), name="", version=""), check_val_every_n_epoch=12)
     run.fit(recipe, module)
     run.save_checkpoint(folder / "a.ckpt")
@@ -138,7 +141,7 @@ def test_it_learns_a_small_grammar_and_translates_sentences_that_it_has_not_seen
 
 def evaluated(file: str, checkpoint: str, world_size: int) -> list[dict[str, float]]:
     module = data(file, val_fraction=0.4, test_fraction=0.3)
-    recipe = translator(data(file.replace("free", "pairs")), hidden=32, embedding=24, val_sentences=13)
+    recipe = translator(data(file.replace("free", "pairs")), hidden_size=32, embedding_size=24, val_sentences=13)
     run = trainer(world_size=world_size)
     return [
         run.validate(recipe, module, ckpt_path=checkpoint, weights_only=True, verbose=False)[0],
@@ -173,7 +176,7 @@ def test_a_bare_checkpoint_translates_typed_sentences(learned):
 
 def test_many_typed_sentences_come_back_in_their_order_some_at_a_time(learned, monkeypatch):
     recipe = Seq2SeqTranslator.load_from_checkpoint(learned[1] / "a.ckpt", map_location="cpu", weights_only=True)
-    monkeypatch.setattr("recipes.seq2seq.recipe._SENTENCES_AT_ONCE", 3)
+    monkeypatch.setattr("recipes.seq2seq.translator._SENTENCES_AT_ONCE", 3)
     rows = []
     recipe.network.encoder.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
     sentences = ["elle mange du pain noir", "tu veux cela", "", "je vois le chat", "il vois cela"] * 2
@@ -183,11 +186,11 @@ def test_many_typed_sentences_come_back_in_their_order_some_at_a_time(learned, m
     assert rows == [3, 3, 2]
 
 
-def test_predict_keeps_no_attention_that_nobody_draws(learned):
+def test_predict_computes_attention_only_where_it_is_drawn(learned):
     file, folder, _ = learned
     sentences = ["elle mange du pain noir", "tu veux cela"]
     module = data(file, predict_inputs=sentences)
-    recipe = translator(data(file), hidden=32, embedding=24)
+    recipe = translator(data(file), hidden_size=32, embedding_size=24)
     outputs = trainer().predict(recipe, module, ckpt_path=str(folder / "a.ckpt"), weights_only=True)
     assert not any("attention" in batch for batch in outputs)
     rows = recipe.prediction_rows(outputs, module.prediction_names)
@@ -198,8 +201,8 @@ def test_predict_gives_the_best_translations_in_order_marks_unknown_words_and_dr
     file, folder, _ = learned
     sentences = ["elle mange du pain noir", "je vois le chien", "nous mange la grande maison", "tu veux cela"]
     module = data(file, predict_inputs=sentences, eval_batch_size=3)
-    picture = tmp_path / "out.png"
-    recipe = translator(data(file), hidden=32, embedding=24, beam=4, nbest=3, attention=str(picture))
+    image = tmp_path / "out.png"
+    recipe = translator(data(file), hidden_size=32, embedding_size=24, beam=4, nbest=3, attention=str(image))
     outputs = trainer().predict(recipe, module, ckpt_path=str(folder / "a.ckpt"), weights_only=True)
     rows = recipe.prediction_rows(outputs, module.prediction_names)
     assert [row["rank"] for row in rows] == [1, 2, 3] * 4
@@ -212,7 +215,7 @@ def test_predict_gives_the_best_translations_in_order_marks_unknown_words_and_dr
     for i in range(0, 12, 3):
         assert rows[i]["score"] > rows[i + 1]["score"] > rows[i + 2]["score"]
         assert len({row["translation"] for row in rows[i : i + 3]}) == 3
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert image.read_bytes().startswith(b"\x89PNG")
 
 
 def test_tensorboard_shows_texts_and_attention(learned):
@@ -227,7 +230,7 @@ def test_tensorboard_shows_texts_and_attention(learned):
     assert table.count("\n|") == 7, "six validated sentences below the rule"
 
 
-def test_attention_pictures_have_the_words_on_their_axes():
+def test_attention_figures_have_the_tokens_on_their_axes():
     sample = Translation("il dort [bien] .", "he sleeps .", None, torch.rand(6, 7))
     figure = attention_figure([sample, sample], columns=1)
     for axes in figure.axes:
@@ -242,14 +245,14 @@ def test_texts_survive_markdown():
 
 
 def test_unknown_words_of_a_reference_are_matched_by_nothing():
-    recipe = Seq2SeqTranslator(source_words=5, target_words=5, **TINY)
+    recipe = Seq2SeqTranslator(source_vocab_size=5, target_vocab_size=5, **TINY)
     recipe.vocabularies = Vocabulary.of(["a"]), Vocabulary.of(["b"])
     batch = TranslationBatch(*(torch.tensor(x) for x in ([[4, 2]], [2], [[1, 4, 3, 2]], [4])))
     assert recipe._sentences(batch) == (["a"], ["b \ufffd"])
 
 
 def test_a_batch_without_sentences_reaches_every_parameter_with_zero():
-    recipe = Seq2SeqTranslator(source_words=5, target_words=5, **TINY)
+    recipe = Seq2SeqTranslator(source_vocab_size=5, target_vocab_size=5, **TINY)
     empty = torch.zeros(0, 2, dtype=torch.int64)
     none = torch.zeros(0, dtype=torch.int64)
     out = recipe.training_step(TranslationBatch(empty, none, empty, none, none), 0)
@@ -258,22 +261,29 @@ def test_a_batch_without_sentences_reaches_every_parameter_with_zero():
     assert all(p.grad is not None and not p.grad.any() for p in recipe.parameters())
 
 
+def test_the_recipe_and_its_network_have_the_same_parameters_and_defaults():
+    recipe = inspect.signature(Seq2SeqTranslator).parameters
+    network = dict(inspect.signature(Seq2SeqNet).parameters)
+    del network["source_vocab_size"], network["target_vocab_size"]  # Of the base, which takes them from the data.
+    assert {name: recipe[name] for name in recipe if name != "kwargs"} == network
+
+
 def test_teacher_forcing_falls_to_its_final_share_over_the_run():
     assert [teacher_forcing_share(0.4, "linear", p) for p in (0.0, 0.5, 1.0, 2.0)] == pytest.approx([1, 0.7, 0.4, 0.4])
     assert teacher_forcing_share(0.4, "constant", 0.0) == 0.4
 
 
-SIZES = {"source_words": 9, "target_words": 9}
+SIZES = {"source_vocab_size": 9, "target_vocab_size": 9}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, r"source_words=len\(data.source_vocabulary\)"),
-        (SIZES | {"hidden": 7}, "pass an even number"),
-        (SIZES | {"teacher_forcing": 1.5}, "--teacher-forcing 1.5 is no share"),
-        (SIZES | {"beam": 2, "nbest": 3}, "--beam 3 --nbest 3"),
-        (SIZES | {"attention": "dot"}, "--attention-type dot"),
+        ({}, "pass `source_vocab_size` and `target_vocab_size`"),
+        (SIZES | {"hidden_size": 7}, "pass an even number"),
+        (SIZES | {"teacher_forcing": 1.5}, "teacher_forcing=1.5 is outside 0 to 1"),
+        (SIZES | {"beam": 2, "nbest": 3}, "pass beam=3 nbest=3"),
+        (SIZES | {"attention": "dot"}, 'attention_type="dot"'),
         (SIZES | {"attention": "out.txt"}, "ends in .png"),
         (SIZES | {"attention": "nowhere/out.png"}, "no folder nowhere"),
     ],
@@ -283,13 +293,13 @@ def test_mistakes_are_answered_with_what_to_type(options, message):
         Seq2SeqTranslator(**options)
 
 
-def test_data_with_other_words_are_refused(tmp_path):
+def test_data_with_other_vocabularies_is_refused(tmp_path):
     module = data(corpus(tmp_path))
-    recipe = Seq2SeqTranslator(source_words=99, target_words=99, **TINY)
-    with pytest.raises(UserError, match="the network knows 99 source words, and the data have"):
+    recipe = Seq2SeqTranslator(source_vocab_size=99, target_vocab_size=99, **TINY)
+    with pytest.raises(UserError, match="the network has 99 source tokens, and the data has"):
         trainer(max_epochs=1).fit(recipe, module)
 
 
-def test_a_translator_without_words_says_where_words_come_from():
-    with pytest.raises(UserError, match="no words yet"):
+def test_a_translator_without_vocabularies_names_the_ways_to_get_them():
+    with pytest.raises(UserError, match="no vocabularies yet"):
         Seq2SeqTranslator(**SIZES, **TINY).translate(["bonjour"])

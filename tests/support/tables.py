@@ -13,7 +13,7 @@ from callbacks.bn_recalibration import BNRecalibration
 from callbacks.checkpointing.guard import CheckpointGuard
 from callbacks.drawing.classification_images import ClassificationPictures
 from callbacks.drawing.grad_cam import GradCAM
-from callbacks.drawing.translation_images import TranslationPictures
+from callbacks.drawing.translation_samples import TranslationSamples
 from callbacks.fast_path.lean_loop import LeanLoop
 from callbacks.fast_path.unused_hooks import SkipUnusedHooks
 from callbacks.finite_weights import FiniteWeights
@@ -48,7 +48,7 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "RunProgress": lambda: RunProgress(),
     "TrainLoss": lambda: TrainLoss(),
     "Preemption": lambda: Preemption(),
-    "TranslationPictures": lambda: TranslationPictures(samples=2),
+    "TranslationSamples": lambda: TranslationSamples(samples=2),
     "SkipUnusedHooks": lambda: SkipUnusedHooks(),
     "LeanLoop": lambda: LeanLoop(),
     "CheckpointGuard": lambda: CheckpointGuard(),
@@ -70,7 +70,7 @@ TOGETHER = (
     "RunProgress",
     "TrainLoss",
     "Preemption",
-    "TranslationPictures",
+    "TranslationSamples",
     "SkipUnusedHooks",
     "LeanLoop",
     "CheckpointGuard",

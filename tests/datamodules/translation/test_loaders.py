@@ -16,7 +16,7 @@ N = 53
 
 
 def _sentences(purpose: str, longest: int) -> PackedSentences:
-    """Sentences of 1 to `longest` words and an end mark, no two alike."""
+    """Sentences of 1 to `longest` tokens and an end mark, no two alike."""
     lengths = random_bits(1, purpose, 0, torch.arange(2 * N)).squeeze(1) % longest + 2
     offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
     tokens = torch.arange(4, 4 + int(offsets[-1]), dtype=torch.int32)
@@ -51,10 +51,10 @@ def _updates(world_size: int, micro_batches: int, epochs: int = 2, **options) ->
     return found
 
 
-def test_sentences_are_packed_as_numbers_of_their_own_words() -> None:
+def test_sentences_are_packed_as_numbers_of_their_own_tokens() -> None:
     lines = ["a b a", "c", "b <eos> a"]
     for start in (False, True):
-        packed, words = pack(lines, start=start)
+        packed, tokens = pack(lines, start=start)
         assert len(packed) == 3
         first, last = (1, 2)
         for row, line in enumerate(lines):
@@ -62,9 +62,9 @@ def test_sentences_are_packed_as_numbers_of_their_own_words() -> None:
             if start:
                 assert rest.pop(0) == first
             assert end == last
-            assert [words[number] for number in rest] == line.split()
+            assert [tokens[number] for number in rest] == line.split()
     # The text's own word "<eos>" is no end mark.
-    assert words[4:] == ["a", "b", "c", "<eos>"]
+    assert tokens[4:] == ["a", "b", "c", "<eos>"]
 
 
 def test_a_batch_holds_the_sentences_of_its_rows_and_zeros() -> None:
@@ -170,8 +170,8 @@ def test_padding_shares_are_what_counting_finds() -> None:
         loaders = [_loader(rank=rank, world_size=3, **options) for rank in range(3)]
         batches = [batch for loader in loaders for batch in loader]
         places = sum(batch.source.numel() + batch.target.numel() for batch in batches if len(batch.source))
-        words = sum(int((batch.source_lengths + batch.target_lengths).sum()) for batch in batches)
-        assert loaders[0].padding_share == pytest.approx(1 - words / places)
+        tokens = sum(int((batch.source_lengths + batch.target_lengths).sum()) for batch in batches)
+        assert loaders[0].padding_share == pytest.approx(1 - tokens / places)
         if options.get("bucket", True):
             assert loaders[0].padding_share < loaders[0].random_padding_share * 0.75
         else:
@@ -264,7 +264,7 @@ def _with(**options) -> Callable[[], SentenceTrainLoader]:
         (lambda: SentenceTrainLoader(PAIRS, ROWS[:0], 4, 1), "the training set is empty"),
         (_with(batch_size=0), "a batch holds one sentence at least, found 0"),
         (_with(batch_size=54), "a batch of 54 is larger than the training set of 53 sentences; pass --batch-size 53"),
-        (_with(max_tokens=10), "--max-tokens 10 is less than the longest pair of sentences has, 2. words"),
+        (_with(max_tokens=10), "--max-tokens 10 is less than the longest pair of sentences has, 2. tokens"),
         (_with(max_tokens=100, bucket=False), "pass --batch-size with --no-bucket"),
         (lambda: SentenceEvaluationLoader(PAIRS, ROWS, 0), "a batch holds one sentence at least, found 0"),
     ],

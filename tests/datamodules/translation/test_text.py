@@ -11,10 +11,10 @@ from datamodules.translation.text import (
     EOS,
     PAD,
     SOS,
-    SPECIAL_WORDS,
+    SPECIAL_TOKENS,
     UNK,
     Vocabulary,
-    choose_words,
+    build_vocabulary,
     normalise,
     normalise_lines,
 )
@@ -48,7 +48,7 @@ def test_normalising_twice_changes_nothing(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "tokens"),
     [
         ("Élan, NAÏVE!", "élan , naïve !"),
         ("cafe\u0301", "café"),
@@ -66,8 +66,8 @@ def test_normalising_twice_changes_nothing(line: str) -> None:
         ("  ", ""),
     ],
 )
-def test_unicode_keeps_all_scripts_and_makes_words_of_punctuation(text: str, words: str) -> None:
-    assert normalise(text) == words
+def test_unicode_keeps_all_scripts_and_makes_tokens_of_punctuation(text: str, tokens: str) -> None:
+    assert normalise(text) == tokens
 
 
 def test_none_only_splits_at_spaces() -> None:
@@ -85,43 +85,43 @@ def test_an_unknown_normalisation_is_refused() -> None:
         normalise("a", "ascii")  # type: ignore[arg-type]
 
 
-def test_a_vocabulary_numbers_the_special_words_first_and_turns_strangers_into_unk() -> None:
+def test_a_vocabulary_numbers_the_special_tokens_first_and_maps_others_to_unk() -> None:
     vocabulary = Vocabulary.of(["le", "chat", "<eos>"])
-    assert vocabulary.words == [*SPECIAL_WORDS, "le", "chat"]
+    assert vocabulary.tokens == [*SPECIAL_TOKENS, "le", "chat"]
     assert (len(vocabulary), PAD, SOS, EOS, UNK) == (6, 0, 1, 2, 3)
     assert vocabulary.encode("le chien chat") == [4, UNK, 5, EOS]
     assert vocabulary.decode(torch.tensor([SOS, 4, UNK, 5, EOS, 5, PAD])) == "le <unk> chat"
-    assert vocabulary.ids_of([*SPECIAL_WORDS, "chat", "chien"]).tolist() == [0, 1, 2, 3, 5, 3]
+    assert vocabulary.ids_of([*SPECIAL_TOKENS, "chat", "chien"]).tolist() == [0, 1, 2, 3, 5, 3]
     assert vocabulary.mark_unknown("le chien") == "le [chien]"
     assert "chat" in vocabulary
-    assert vocabulary == Vocabulary(vocabulary.words)
+    assert vocabulary == Vocabulary(vocabulary.tokens)
     assert vocabulary != Vocabulary.of(["chat", "le"])
 
 
 def test_a_text_that_spells_a_special_word_does_not_get_its_meaning() -> None:
     vocabulary = Vocabulary.of(["le", "chat", "<pad>"])
     assert vocabulary.encode("<pad> chat <eos>") == [UNK, 5, UNK, EOS]
-    assert vocabulary.ids_of([*SPECIAL_WORDS, "<sos>", "le"]).tolist() == [0, 1, 2, 3, UNK, 4]
+    assert vocabulary.ids_of([*SPECIAL_TOKENS, "<sos>", "le"]).tolist() == [0, 1, 2, 3, UNK, 4]
     assert vocabulary.mark_unknown("<eos> le") == "[<eos>] le"
 
 
-@pytest.mark.parametrize("words", [["le", "chat"], [*SPECIAL_WORDS, "le", "le"], []])
-def test_a_list_that_is_no_vocabulary_is_refused(words: list[str]) -> None:
-    with pytest.raises(UserError, match=f"begins with <pad> <sos> <eos> <unk>, found {len(words)} words"):
-        Vocabulary(words)
+@pytest.mark.parametrize("tokens", [["le", "chat"], [*SPECIAL_TOKENS, "le", "le"], []])
+def test_a_list_that_is_no_vocabulary_is_refused(tokens: list[str]) -> None:
+    with pytest.raises(UserError, match=f"begins with <pad> <sos> <eos> <unk>, found {len(tokens)} tokens"):
+        Vocabulary(tokens)
 
 
 @given(st.lists(st.text("abcd", min_size=1, max_size=2), max_size=60))
-def test_a_vocabulary_does_not_depend_on_the_order_of_the_text(words: list[str]) -> None:
+def test_a_vocabulary_does_not_depend_on_the_order_of_the_text(tokens: list[str]) -> None:
     def vocabulary(text: list[str]) -> Vocabulary:
-        distinct = [*SPECIAL_WORDS, *dict.fromkeys(text)]
-        return choose_words(distinct, [text.count(word) for word in distinct], min_count=2, max_words=3)
+        distinct = [*SPECIAL_TOKENS, *dict.fromkeys(text)]
+        return build_vocabulary(distinct, [text.count(word) for word in distinct], min_count=2, max_vocab_size=3)
 
-    chosen = vocabulary(words)
-    assert chosen == vocabulary(sorted(words)) == vocabulary(words[::-1])
-    counts = [words.count(word) for word in chosen.words[4:]]
+    chosen = vocabulary(tokens)
+    assert chosen == vocabulary(sorted(tokens)) == vocabulary(tokens[::-1])
+    counts = [tokens.count(word) for word in chosen.tokens[4:]]
     assert counts == sorted(counts, reverse=True)
     assert len(counts) <= 3
     assert all(count >= 2 for count in counts)
-    left_out = {word for word in words if word not in chosen}
-    assert len(counts) == 3 or all(words.count(word) < 2 for word in left_out)
+    left_out = {word for word in tokens if word not in chosen}
+    assert len(counts) == 3 or all(tokens.count(word) < 2 for word in left_out)

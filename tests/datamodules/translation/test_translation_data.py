@@ -20,7 +20,7 @@ from datamodules.translation.bundled_corpus import bundled_pairs
 from datamodules.translation.corpus import split_by_source
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.loaders import TranslationBatch
-from datamodules.translation.text import SPECIAL_WORDS, UNK, normalise
+from datamodules.translation.text import SPECIAL_TOKENS, UNK, normalise
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET
 
@@ -29,7 +29,7 @@ ENGLISH = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 
 
 def _lines(count: int = 60) -> list[str]:
-    """Pairs of 1 to 7 words, all different."""
+    """Pairs of 1 to 7 tokens, all different."""
     numbers = [[int(digit) for digit in f"{i:o}" * (1 + i % 3)] for i in range(count)]
     return [
         " ".join(WORDS[n] for n in number) + "\t" + " ".join(ENGLISH[n] for n in number) + "\n" for number in numbers
@@ -74,8 +74,8 @@ def test_the_tutorials_figures_come_out_of_the_real_file(
     )  # fmt: skip
     data.setup("fit")
     assert (data.info.title, data.info.read, data.info.kept) == ("eng-fra.txt.zip", 135_842, kept)
-    # The tutorial counts SOS and EOS among the words, of all pairs, as here without a held-out part.
-    counted = [len(v) - len(SPECIAL_WORDS) + 2 for v in (data.source_vocabulary, data.target_vocabulary)]
+    # The tutorial counts SOS and EOS among the tokens, of all pairs, as here without a held-out part.
+    counted = [len(v) - len(SPECIAL_TOKENS) + 2 for v in (data.source_vocabulary, data.target_vocabulary)]
     assert counted == [french, english]
     batches = list(data.train_dataloader())
     assert sum(len(batch.source) for batch in batches) == kept
@@ -264,7 +264,7 @@ def test_sentences_over_the_limit_are_skipped_with_a_count_or_refused(tmp_path: 
         (b"a b c\td\n", {"max_length": 3}, "none of 1 pairs is left after --max-length 3"),
         (b"a\tb\n", {"prefixes": ["c"]}, r"none of 1 pairs is left after --prefixes \['c'\]"),
         (b"a\tb\n" * 9, {}, "nothing is left for the train part of 9 pairs.* 1 of these sentences are different"),
-        (b"a\tb\nc\td\ne\tf\n", {"min_count": 2}, "no source word occurs 2 times in the 1 training pairs"),
+        (b"a\tb\nc\td\ne\tf\n", {"min_count": 2}, "no source token occurs 2 times in the 1 training pairs"),
     ],
 )
 def test_a_file_that_leaves_nothing_to_train_on_is_refused(
@@ -343,15 +343,15 @@ def test_vocabularies_come_from_the_training_part_only(tmp_path: Path) -> None:
     lines = [f"s{i}\tt{i} t\n" for i in range(100)]
     data = _data(tmp_path, *lines)
     train, test = _sentences(data, "train"), _sentences(data, "test")
-    assert set(data.source_vocabulary.words[4:]) == {source for source, _ in train}
-    assert data.target_vocabulary.words[4] == "t"
+    assert set(data.source_vocabulary.tokens[4:]) == {source for source, _ in train}
+    assert data.target_vocabulary.tokens[4] == "t"
     assert len(test) == 10
     batch = next(iter(data.test_dataloader()))
     # What was held out is unknown to the network, and known to who scores it.
     assert batch.source[:, 0].eq(UNK).all()
     assert batch.target[:, 1].eq(UNK).all()
     assert sorted(zip(data.source_sentences(batch.numbers), data.target_sentences(batch.numbers))) == sorted(test)
-    small = _data(tmp_path, *lines, max_words=7, min_count=1)
+    small = _data(tmp_path, *lines, max_vocab_size=7, min_count=1)
     assert len(small.source_vocabulary) == len(small.target_vocabulary) == 11
 
 
@@ -371,8 +371,8 @@ def test_batches_spell_the_sentences_of_the_file(tmp_path: Path) -> None:
 # In a Trainer
 
 
-class Speaker(pl.LightningModule):
-    """Learns from means over target words; notes which sentences each update saw."""
+class BagOfTokens(pl.LightningModule):
+    """Learns from means over target tokens; notes which sentences each update saw."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -397,7 +397,7 @@ def _train(
     file: str, world_size: int, micro_batches: int, batch_size: int, max_tokens: int | None, **trainer: Any
 ) -> tuple[list[tuple[int, int, list[int]]], Tensor]:
     data = TranslationDataModule(file, batch_size=batch_size, max_tokens=max_tokens, val_fraction=0)
-    model = Speaker()
+    model = BagOfTokens()
     ckpt_path = trainer.pop("ckpt_path", None)
     callbacks = [GradientAccumulation(micro_batches), *trainer.pop("callbacks", [])]
     strategy = "ddp" if world_size > 1 else "auto"
@@ -440,7 +440,7 @@ def test_a_run_resumed_in_mid_epoch_is_exact(tmp_path: Path, max_tokens: int | N
     first, _ = _train(file, 1, 2, 5, max_tokens, max_steps=3, default_root_dir=str(tmp_path), callbacks=[saving])
     (path,) = (tmp_path / "ckpt").glob("*step=3.ckpt")
     state = torch.load(path, weights_only=True)
-    assert state["TranslationDataModule"]["source_words"][:4] == list(SPECIAL_WORDS)
+    assert state["TranslationDataModule"]["source_tokens"][:4] == list(SPECIAL_TOKENS)
     second, resumed = _train(file, 1, 2, 5, max_tokens, ckpt_path=str(path))
     assert first + second == whole
     assert torch.equal(resumed, weights)
@@ -512,7 +512,7 @@ def test_without_a_validation_part_it_says_that_it_does_not_validate(tmp_path: P
     assert _data(tmp_path, val_fraction=0.1).validates
 
 
-def test_a_checkpoints_words_and_normalisation_win_over_those_of_the_corpus(tmp_path: Path) -> None:
+def test_a_checkpoints_vocabularies_and_normalisation_win_over_those_of_the_corpus(tmp_path: Path) -> None:
     old = _data(tmp_path, normalisation="tutorial")
     other = ["Un neuf!\tone nine\n", "deux.\ttwo\n", "six\tsix\n"]
     new = TranslationDataModule(_file(tmp_path, *other), test_fraction=1)

@@ -69,7 +69,7 @@ def test_weights_in_another_type_of_numbers_keep_it(tmp_path):
 
 
 def test_a_translator_exports_its_weights_and_refuses_a_graph_with_the_reason(tmp_path):
-    sizes = {"source_words": 11, "target_words": 12, "hidden": 8, "embedding": 8}
+    sizes = {"source_vocab_size": 11, "target_vocab_size": 12, "hidden_size": 8, "embedding_size": 8}
     torch.manual_seed(1)
     recipe = Seq2SeqTranslator(**sizes)
     torch.save({"state_dict": recipe.state_dict()}, tmp_path / "best.ckpt")
@@ -78,7 +78,7 @@ def test_a_translator_exports_its_weights_and_refuses_a_graph_with_the_reason(tm
     assert weights.keys() == recipe.network.state_dict().keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in recipe.network.state_dict().items())
     for kind in ("torchscript", "onnx", "pt2"):
-        with pytest.raises(UserError, match="a search whose length depends on the words.*--format safetensors"):
+        with pytest.raises(UserError, match="a search whose length depends on the tokens.*--format safetensors"):
             export(Seq2SeqTranslator(**sizes), str(tmp_path / "best.ckpt"), kind)
 
 

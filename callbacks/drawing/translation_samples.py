@@ -1,4 +1,4 @@
-"""What a translator says and what it looks at, in TensorBoard: texts after each validation, heat maps at the end."""
+"""Sample translations in TensorBoard: texts after each validation, attention weights at the end."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Translation", "TranslationPictures", "attention_figure", "translations_table"]
+__all__ = ["Translation", "TranslationSamples", "attention_figure", "translations_table"]
 
 _END = "<eos>"
 
 
 class Translation(NamedTuple):
-    """A sentence, what was made of it, what it should be, and the attention of shape (time, source), if known."""
+    """A sentence, its translation, the reference, and the attention weights of shape (time, source), where known."""
 
     source: str
     translation: str
@@ -28,7 +28,7 @@ class Translation(NamedTuple):
 
 
 def translations_table(samples: Sequence[Translation]) -> str:
-    """Samples as a table in Markdown, with a tick at those that are right.
+    """Samples as a table in Markdown, with a tick at those that equal the reference.
 
     Example:
         >>> print(translations_table([Translation("il dort .", "he sleeps .", "he sleeps .")]))
@@ -44,21 +44,21 @@ def translations_table(samples: Sequence[Translation]) -> str:
     )
 
 
-def _draw_attention(axes: "Axes", sample: Translation, source: list[str], words: list[str]) -> None:
+def _draw_attention(axes: "Axes", sample: Translation, source: list[str], tokens: list[str]) -> None:
     weights = sample.attention
     assert weights is not None
-    axes.imshow(weights[: len(words), : len(source)].float().numpy(), cmap="Blues", vmin=0, vmax=1, aspect="equal")
+    axes.imshow(weights[: len(tokens), : len(source)].float().numpy(), cmap="Blues", vmin=0, vmax=1, aspect="equal")
     axes.set_xticks(range(len(source)), source, rotation=90)
-    axes.set_yticks(range(len(words)), words)
+    axes.set_yticks(range(len(tokens)), tokens)
     axes.xaxis.tick_top()
     axes.set_xticks([i - 0.5 for i in range(1, len(source))], minor=True)
-    axes.set_yticks([i - 0.5 for i in range(1, len(words))], minor=True)
+    axes.set_yticks([i - 0.5 for i in range(1, len(tokens))], minor=True)
     axes.grid(which="minor", color="white", linewidth=0.5)
     axes.tick_params(which="both", length=0, labelsize=9)
 
 
 def attention_figure(samples: Sequence[Translation], title: str | None = None, columns: int = 3) -> "Figure":
-    """Heat maps: a row for each word said, a column for each word read, the darker the more it was looked at.
+    """Heat maps of the attention weights: a row for each target token, a column for each source token.
 
     Args:
         samples: each with its attention.
@@ -66,38 +66,38 @@ def attention_figure(samples: Sequence[Translation], title: str | None = None, c
     """
     from matplotlib.figure import Figure
 
-    words = [([*s.source.split(), _END], [*s.translation.split(), _END]) for s in samples]
+    tokens = [([*s.source.split(), _END], [*s.translation.split(), _END]) for s in samples]
     columns = min(columns, len(samples))
     rows = -(-len(samples) // columns)
-    longest = max(len(word) for pair in words for side in pair for word in side)
-    # Inches: a third for each word, and room for the longest beside them.
-    width = 0.33 * max(len(source) for source, _ in words) + 0.1 * longest + 0.3
-    height = 0.33 * max(len(said) for _, said in words) + 0.1 * longest + 0.3
+    longest = max(len(token) for pair in tokens for side in pair for token in side)
+    # Inches: a third for each token, and room for the longest beside them.
+    width = 0.33 * max(len(source) for source, _ in tokens) + 0.1 * longest + 0.3
+    height = 0.33 * max(len(target) for _, target in tokens) + 0.1 * longest + 0.3
     size = max(2.0, columns * width), max(2.0, rows * height + (0.4 if title else 0.0))
     figure = Figure(figsize=size, layout="constrained")
     if title:
         figure.suptitle(title)
     panels = figure.subplots(rows, columns, squeeze=False).flat
-    for axes, sample, (source, said) in zip(panels, samples, words):
-        _draw_attention(axes, sample, source, said)
+    for axes, sample, (source, target) in zip(panels, samples, tokens):
+        _draw_attention(axes, sample, source, target)
     for axes in list(figure.axes)[len(samples) :]:
         axes.set_axis_off()
     return figure
 
 
-class TranslationPictures(EvaluationSamples, pl.Callback):
-    """Shows sample translations as text after each validation, and their attention when training or a test ends.
+class TranslationSamples(EvaluationSamples, pl.Callback):
+    """Logs sample translations as text after each validation, and their attention when training or a test ends.
 
     Runs on: every validation and test batch, of which it keeps a few sentences, and the end of each validation, of
     training and of a test, on rank 0. It needs a module whose evaluation steps return lists of ``sources``,
-    ``translations`` and ``references``, and may add ``attention``, a function from a sentence's place in the batch to
+    ``translations`` and ``references``, and may add ``attention``, a function from a sentence's index in the batch to
     weights of shape (time, source).
 
     Args:
         samples: sentences to show.
 
     Example:
-        >>> trainer = pl.Trainer(callbacks=[TranslationPictures(samples=6)], logger=False, accelerator="cpu")
+        >>> trainer = pl.Trainer(callbacks=[TranslationSamples(samples=6)], logger=False, accelerator="cpu")
     """
 
     def __init__(self, samples: int = 12) -> None:
@@ -113,7 +113,7 @@ class TranslationPictures(EvaluationSamples, pl.Callback):
         if not isinstance(outputs, dict) or not outputs.get("translations"):
             return
         texts = outputs["translations"]
-        # From all batches: sentences of one are of like length.
+        # From all batches: the sentences of one batch are of similar length.
         wanted = min(-(-self.samples // max(1, int(min(sum(batches), self.samples)))), self.samples - len(self._shown))
         attention = outputs.get("attention")
         for i in range(0, len(texts), max(1, len(texts) // max(1, wanted)))[:wanted]:
@@ -123,7 +123,7 @@ class TranslationPictures(EvaluationSamples, pl.Callback):
     @override
     def _figures(self, pl_module: pl.LightningModule, stage: str) -> "dict[str, Figure]":
         maps = [sample for sample in self._shown if sample.attention is not None]
-        return {f"{stage}/attention": attention_figure(maps, f"{stage}: what each word looked at")} if maps else {}
+        return {f"{stage}/attention": attention_figure(maps, f"{stage}: attention weights")} if maps else {}
 
     def _write(self, trainer: pl.Trainer, stage: str) -> None:
         if not self._shown or not trainer.is_global_zero:
