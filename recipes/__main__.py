@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from runpy import run_module
 
+from recipes.version import __version__
+
 __all__ = ["find_recipes", "main"]
 
 
@@ -20,30 +22,47 @@ def find_recipes() -> dict[str, str]:
 
 
 def _print_list(program: str) -> None:
-    print(f"usage: {program} RECIPE [fit|validate|test|predict|export] [flags]\n")  # noqa: T201
+    print(f"usage: {program} RECIPE [fit|validate|test|predict|export] [flags]")  # noqa: T201
+    print(f"       {program} list | completion bash|zsh | --version\n")  # noqa: T201
     for name, summary in find_recipes().items():
         print(f"{name}: {summary}")  # noqa: T201
         print(f"  lightning-recipes {name} --help  or  python -m recipes.{name} --help")  # noqa: T201
 
 
+def _print_completion(shells: list[str]) -> None:
+    if shells not in (["bash"], ["zsh"]):
+        sys.exit(_error(f"completion needs a shell, bash or zsh; got {' '.join(shells) or 'none'}"))
+    from recipes.cli.completion import completion_script
+
+    print(completion_script(shells[0], find_recipes()))  # noqa: T201
+
+
+def _error(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)  # noqa: T201
+    return 2
+
+
 def main() -> None:
-    """Run what the command line of this process names: a recipe with its flags, or ``list``."""
+    """Run what the command line of this process names: a recipe with its flags, or ``list``, which is the default."""
     program, args = "python -m recipes", sys.argv[1:]
     if __name__ != "__main__":
         program = "lightning-recipes"
-        # Python leaves the current folder out of the path of a console command; the processes that it starts do, too.
+        # A console command does not import from the current folder; nor do the processes that it starts.
         os.environ["PYTHONSAFEPATH"] = "1"
     name = args[0] if args else "list"
     if name in ("list", "-h", "--help"):
         _print_list(program)
+    elif name == "--version":
+        print(f"lightning-recipes {__version__}")  # noqa: T201
+    elif name == "completion":
+        _print_completion(args[1:])
     elif name in (recipes := find_recipes()):
         del sys.argv[1]
         run_module(f"recipes.{name}", {"PROGRAM": f"{program} {name}"}, run_name="__main__", alter_sys=True)
     else:
-        close = difflib.get_close_matches(name, ["list", *recipes], n=1)
+        close = difflib.get_close_matches(name, ["list", "completion", *recipes], n=1)
         hint = f"did you mean {close[0]}?" if close else f"{program} list shows them"
-        print(f"error: there is no recipe {name!r}; {hint}", file=sys.stderr)  # noqa: T201
-        sys.exit(2)
+        sys.exit(_error(f"there is no recipe {name!r}; {hint}"))
 
 
 if __name__ == "__main__":

@@ -92,6 +92,9 @@ def run(
     if parent_of_rank(os.environ) is None:
         declare_parent(os.environ)
     program = _CommandLine(Classes(recipe_class, data_class, callbacks), sys.argv[1:] if args is None else args)
+    if take_parser := getattr(sys.modules["__main__"], "TAKE_PARSER", None):  # `recipes/cli/completion.py` asks for it.
+        take_parser(program.parser, _COMMANDS)
+        return
     try:
         with monitored(program.parser.as_flags), ending_on_signals(*SIGNALS):
             program.main()

@@ -135,6 +135,10 @@ class FlagParser(ArgumentParser):
         action = self._flags[name]
         return getattr(action, "_typehint", None) or action.type
 
+    def types(self) -> dict[str, Any]:
+        """The type of every flag."""
+        return {name: self._type(name) for name in self._flags}
+
     def set_known_defaults(self, values: dict[str, Any]) -> None:
         """Take defaults from other settings, such as those of a checkpoint.
 
