@@ -134,7 +134,7 @@ class ClassificationScores(torch.nn.Module):
 
 
 def _classes_of(data: pl.LightningDataModule | None) -> tuple[int, Sequence[str]]:
-    """How many classes a data module has, and their names; 0 and none where it does not say."""
+    """How many classes a data module has, and their names; 0 and none where they are not known."""
     contract = data_contract(data)
     names = contract.class_names
     count = contract.num_classes or len(names)
@@ -159,7 +159,7 @@ class Classifier(Recipe):
     Args:
         num_classes: labels are 0 to this less one; null takes the data's.
         label_smoothing: share of the target spread over all classes (Szegedy et al., 2016).
-        top_k: how many classes ``predict`` names for each picture, the likeliest first.
+        top_k: how many classes ``predict`` names for each image, the likeliest first.
     """
 
     monitor = "val/accuracy"
@@ -173,11 +173,13 @@ class Classifier(Recipe):
         self, num_classes: int | None = 10, label_smoothing: float = 0.0, top_k: int = 5, **kwargs: Any
     ) -> None:
         if num_classes is None:
-            raise UserError("how many classes there are was neither given nor found in the data; pass --num-classes 10")
+            raise UserError(
+                "the number of classes was neither given nor found in the data; pass one such as num_classes=10"
+            )
         if num_classes < 2:
-            raise UserError(f"{num_classes} classes cannot be told apart; pass --num-classes 2 or more")
+            raise UserError(f"num_classes={num_classes} leaves nothing to classify; pass num_classes=2 or more")
         if top_k < 1:
-            raise UserError(f"cannot name {top_k} classes for a picture; pass --top-k 1 or more")
+            raise UserError(f"top_k={top_k} names no class of an image; pass top_k=1 or more")
         super().__init__(**kwargs)
         self.label_smoothing = label_smoothing
         self.top_k = top_k
@@ -231,7 +233,7 @@ class Classifier(Recipe):
 
     @override
     def setup(self, stage: str) -> None:
-        """Refuse data with another number of classes. Pictures to predict need no classes."""
+        """Refuse data with another number of classes. Images to predict need no classes."""
         super().setup(stage)
         if stage == "predict":
             return
@@ -239,14 +241,14 @@ class Classifier(Recipe):
         if count and count != len(self.class_names):
             listed = f" ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})" if names else ""
             raise UserError(
-                f"the data has {count} classes{listed}, the network {len(self.class_names)}; pass --num-classes {count}"
+                f"the data has {count} classes{listed}, the network {len(self.class_names)}; pass num_classes={count}"
                 ", or data with the classes that the network was trained on"
             )
 
     def _name_classes(self) -> None:
         """Take the names of the classes from the data, where it has them.
 
-        Later than `setup`: which data set a data module stands for may have been in the checkpoint.
+        Later than `setup`: the checkpoint may have settled which data set the data module reads.
 
         Raises:
             UserError: the checkpoint has other names.

@@ -1,7 +1,7 @@
 """Parameter groups, optimisers by name, and learning-rate schedules as closed forms of progress.
 
 A schedule here is a pure function from the share of the run that is done to a factor on the learning rate. It keeps no
-state, so a resumed, extended or differently split run is exactly where it should be.
+state, so a resumed, extended or differently split run has exactly the right rate.
 """
 
 import inspect
@@ -116,7 +116,7 @@ def layer_groups(
     return [group for part in reversed(groups) for group in part]
 
 
-# They need a closure that is called again, sparse gradients, or matrices only.
+# These need a closure that is called again, sparse gradients, or matrices only.
 _NEED_MORE = {"lbfgs", "sparseadam", "muon"}
 
 
@@ -142,8 +142,8 @@ def build_optimizer(
 ) -> Optimizer:
     """An optimiser by name over parameter groups.
 
-    A checkpoint restores its moments only: rates, decay and kernels stay those that are asked for here, so a resumed
-    run can change them, or the device.
+    A checkpoint restores its moments only: rates, decay and kernels are those of the arguments, so a resumed run can
+    change them, or the device.
 
     Args:
         momentum: for those that have it (SGD then uses Nesterov's); for the others it is ignored.
@@ -216,7 +216,7 @@ def build_scheduler(optimizer: Optimizer, shape: str, total: Callable[[], float]
 
     Args:
         shape: a key of `SCHEDULES`.
-        total: the number of updates in the run. Called from the second update on: before training nobody knows it.
+        total: the number of updates in the run. Called from the second update on: it is not known before training.
 
     Raises:
         UserError: there is no such schedule.
@@ -227,7 +227,7 @@ def build_scheduler(optimizer: Optimizer, shape: str, total: Callable[[], float]
         if update == 0:
             return curve(0.0)
         updates = total()
-        # A run without an end has no place on the curve, and past the end it stays where it ended.
+        # A run without an end has no progress; past the end the factor stays.
         return 1.0 if math.isinf(updates) else curve(min(1.0, update / max(1.0, updates)))
 
     return Schedule(optimizer, factor)

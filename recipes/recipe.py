@@ -97,10 +97,10 @@ class Recipe(pl.LightningModule):
     """
 
     title = "recipe"
-    """Names the run's folder: runs/<title>/."""
+    """The name of the folder of its runs: runs/<title>/."""
 
     trainer_defaults: ClassVar[dict[str, Any]] = {}
-    """What this recipe's command line sets in the Trainer unless told otherwise, such as ``max_epochs``."""
+    """Defaults of the Trainer's parameters on this recipe's command line, such as ``max_epochs``."""
 
     monitor = "val/loss"
     """The score that decides which checkpoint is the best, and whether more is better."""
@@ -119,7 +119,7 @@ class Recipe(pl.LightningModule):
     """Parameters of the constructor that belong to one call, such as an output file, and are not saved with a run."""
 
     predict_example = "FILE"
-    """What stands behind the options of the predict command that the final table shows."""
+    """The arguments of the predict command that the final table shows."""
 
     no_graph = ""
     """Why the network cannot be exported with its computation, where that is so."""
@@ -141,7 +141,7 @@ class Recipe(pl.LightningModule):
         optimizer_class(optimizer)
         schedule_curve(schedule)
         if not lr > 0 or math.isinf(lr):
-            raise UserError(f"learning rate {lr} is not a positive number; pass --lr 0.01, say")
+            raise UserError(f"lr={lr} is not a positive number; pass one such as lr=0.01")
         self.save_hyperparameters()
         self.network = self.build_network()
         if channels_last:
@@ -154,7 +154,8 @@ class Recipe(pl.LightningModule):
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.network(inputs)
+        outputs: Tensor = self.network(inputs)
+        return outputs
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
@@ -162,12 +163,12 @@ class Recipe(pl.LightningModule):
         return [TrainLoss()]
 
     def headline(self, scores: dict[str, float]) -> dict[str, str]:
-        """The rows of the final table that say how good the run is, from all logged scores."""
+        """The rows of the final table with the main scores, from all logged scores."""
         return {name: f"{value:.4f}" for name, value in scores.items()}
 
     @classmethod
     def settings_from_data(cls, data: pl.LightningDataModule) -> dict[str, Any]:  # noqa: ARG003
-        """What the constructor needs to know of the data, such as ``num_classes``.
+        """The arguments of the constructor that depend on the data, such as ``num_classes``.
 
         The command line passes it on where the user has given no value, and saves it with the settings.
         """

@@ -1,6 +1,6 @@
 """An artificial French-English corpus from a small grammar, for runs without a file: ``bundled_pairs()``.
 
-It is no sample of either language. Its sentences agree in gender, number and person, elide (j'ai, l'homme, d'orange)
+It is not a sample of either language. Its sentences agree in gender, number and person, elide (j'ai, l'homme, d'orange)
 and contract (au, du), so that a network has something to learn, and nearly every word of it occurs in many sentences.
 """
 

@@ -1,6 +1,7 @@
 """From sentence pairs as written to packed numbers: normalise, filter, split without leaks."""
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -90,7 +91,7 @@ class Corpus:
             if len(vocabulary) == len(Vocabulary.of(())) and len(text):
                 raise UserError(
                     f"no {name} token occurs {min_count:,} times in the {len(self.rows['train']):,} training pairs of "
-                    f"{self.info.title}; pass a smaller --min-count"
+                    f"{self.info.title}; pass a smaller `min_count`"
                 )
             chosen.append(vocabulary)
         return chosen[0], chosen[1]
@@ -114,7 +115,7 @@ def _as_text(numbers: list[int], tokens: list[str]) -> str:
 
 
 def split_by_source(sources: Sequence[str], val: float, test: float, seed: int) -> dict[str, Tensor]:
-    """The rows of each part; all rows with the same source sentence are in one, so no answer is seen in training.
+    """The rows of each part; rows with the same source sentence are in one, so no held-out source is trained on.
 
     Sentences are ordered by a hash of (seed, sentence): the first make up the test part, the next validation. So the
     split does not depend on the order of the file, and hardly changes when sentences are added.
@@ -164,23 +165,23 @@ def filter_pairs(pairs: SentencePairs, keep: CorpusFilter) -> tuple[_Kept, list[
     faults.add(f"with an empty side in {keep.normalisation} normalisation", empty)
     hints = {
         "not in UTF-8": "; save the file as UTF-8",
-        "without a tab": "; expected SOURCE<tab>TARGET (two files are --source-file and --target-file)",
+        "without a tab": "; expected SOURCE<tab>TARGET (two files are `source_file` and `target_file`)",
     }
     hint = "".join(text for reason, text in hints.items() if reason in faults.lines)
-    notes = [faults.settle(keep.on_bad_lines, pairs.where, pairs.read, "--on-bad-lines", hint)]
+    notes = [faults.settle(keep.on_bad_lines, pairs.where, pairs.read, "on_bad_lines", hint)]
     kept = [(number, a, b) for number, a, b in zip(pairs.numbers, *sides) if a and b]
     if keep.max_length is not None:
         # Words are separated by single spaces, and the end mark is one more.
         widths = [max(a.count(" "), b.count(" ")) + 2 for _, a, b in kept]
         long = [number for (number, _, _), width in zip(kept, widths) if width > keep.max_length]
-        faults = Faults({f"over --max-length {keep.max_length}": long} if long else {})
-        notes.append(faults.settle(keep.on_long_sentences, pairs.where, pairs.read, "--on-long-sentences"))
+        faults = Faults({f"over max_length={keep.max_length}": long} if long else {})
+        notes.append(faults.settle(keep.on_long_sentences, pairs.where, pairs.read, "on_long_sentences"))
         kept = [pair for pair, width in zip(kept, widths) if width <= keep.max_length]
     if keep.prefixes:
         kept = starting_with(kept, keep.prefixes, keep.normalisation)
     if not kept:
-        filters = {"--max-length": keep.max_length, "--prefixes": keep.prefixes, "--normalisation": keep.normalisation}
-        named = ", ".join(f"{flag} {value}" for flag, value in filters.items() if value)
+        filters = {"max_length": keep.max_length, "prefixes": keep.prefixes, "normalisation": keep.normalisation}
+        named = ", ".join(f"{name}={json.dumps(value)}" for name, value in filters.items() if value)
         raise UserError(f"{pairs.where}: none of {pairs.read:,} pairs is left after {named}")
     return kept, [note for note in notes if note]
 

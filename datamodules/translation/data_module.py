@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
@@ -30,16 +31,38 @@ log = logging.getLogger("lightning_recipes")
 _inform, _warn = rank_zero_only(log.info), rank_zero_only(log.warning)
 
 
+class TranslationDataParameters(AttributeDict):
+    """The parameters of `TranslationDataModule`, as ``hparams`` holds them."""
+
+    data_file: str | None
+    source_file: str | None
+    target_file: str | None
+    reverse: bool
+    max_length: int | None
+    prefixes: list[str] | str | None
+    min_count: int
+    max_vocab_size: int | None
+    val_fraction: float
+    test_fraction: float
+    eval_batch_size: int
+    max_tokens: int | None
+    bucket: bool
+    on_bad_lines: Choice
+    on_long_sentences: Choice
+    seed: int
+    predict_inputs: Sequence[str] | None
+
+
 class TranslationDataModule(BaseDataModule):
-    """Sentence pairs in batches of like length, exact on any number of devices.
+    """Sentence pairs in batches of similar length, exact on any number of devices.
 
     Batches are `TranslationBatch`es of token numbers: PAD is 0, SOS 1, EOS 2, and UNK, any other token, 3.
-    Both vocabularies come from the training part and travel in the checkpoint. No source sentence is in two parts.
+    Both vocabularies come from the training part and are saved in the checkpoint. No source sentence is in two parts.
 
     Args:
         data_file: pairs, one per line with a tab between; text, .gz or .zip. Without any file a small artificial
-            French-English corpus is made up.
-        source_file: source sentences, one per line; belongs with `target_file` and replaces `data_file`.
+            French-English corpus is generated.
+        source_file: source sentences, one per line; goes with `target_file` and replaces `data_file`.
         target_file: their translations, line by line.
         reverse: translate from the second column into the first.
         max_length: longest sentence kept, in tokens with the end mark, on both sides.
@@ -54,10 +77,10 @@ class TranslationDataModule(BaseDataModule):
         batch_size: sentences on one device in one forward pass.
         eval_batch_size: sentences in one forward pass of validation, test and prediction.
         max_tokens: tokens on one device in one forward pass, both sides and padding counted; replaces `batch_size`.
-        bucket: put sentences of like length into a batch.
+        bucket: put sentences of similar length into a batch.
         on_bad_lines: stop at lines without a tab, with an empty side or not in UTF-8, or skip them.
         on_long_sentences: skip pairs over `max_length`, or stop at them.
-        seed: of the split and the order.
+        seed: of the split and the shuffle order.
         predict_inputs: sentences to translate; "-" reads standard input, "@FILE" and names of .txt files their lines.
 
     Raises:
@@ -66,6 +89,8 @@ class TranslationDataModule(BaseDataModule):
 
     free_parameters = DataContract.free_parameters | {"max_tokens"}
     tokens_parameter = "max_tokens"
+
+    hparams: TranslationDataParameters
 
     def __init__(
         self,
@@ -92,20 +117,24 @@ class TranslationDataModule(BaseDataModule):
         super().__init__()
         if (source_file is None) != (target_file is None):
             given, other = ("source", "target") if source_file else ("target", "source")
-            raise UserError(f"--{given}-file needs the file of its translations; pass --{other}-file too")
+            raise UserError(f"`{given}_file` needs the file of its translations; pass `{other}_file` too")
         if data_file is not None and source_file is not None:
-            raise UserError("found both --data-file and --source-file; pass one file of pairs, or two aligned files")
+            raise UserError("found both `data_file` and `source_file`; pass one file of pairs, or two aligned files")
         for name, share in (("val", val_fraction), ("test", test_fraction)):
             if not 0 <= share <= 1:
-                raise UserError(f"{name}_fraction {share} is outside 0 to 1; pass --{name}-fraction 0.1")
+                raise UserError(f"{name}_fraction={share} is outside 0 to 1; pass {name}_fraction=0.1")
         sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "max_tokens": max_tokens}
         for name, size in {**sizes, "max_vocab_size": max_vocab_size, "min_count": min_count}.items():
             if size is not None and size < 1:
-                raise UserError(f"--{name.replace('_', '-')} {size} is not 1 or greater")
+                raise UserError(f"{name}={size} is not 1 or greater")
         if max_length is not None and max_length < 2:
-            raise UserError(f"--max-length {max_length} leaves no room for a token and the end mark; pass 10, say")
+            raise UserError(
+                f"max_length={max_length} leaves no room for a token and the end mark; pass one such as max_length=10"
+            )
         if max_tokens and not bucket:
-            raise UserError("batches of --max-tokens are made of like lengths; pass --batch-size with --no-bucket")
+            raise UserError(
+                "`max_tokens` needs sentences of similar length in a batch; pass `batch_size` with bucket=False"
+            )
         # Refuses an unknown name here.
         normalise("", normalisation)
         data_file, source_file, target_file = (
@@ -163,10 +192,10 @@ class TranslationDataModule(BaseDataModule):
         options = self.hparams
         if options.data_file:
             pairs = read_pairs(Path(options.data_file))
-        elif options.source_file:
+        elif options.source_file and options.target_file:
             pairs = read_aligned(Path(options.source_file), Path(options.target_file))
         else:
-            _warn(f"note: no --data-file: going on with {len(bundled_pairs()):,} {BUNDLED_TITLE}")
+            _warn(f"note: `data_file` is not given: training on {len(bundled_pairs()):,} {BUNDLED_TITLE}")
             made = bundled_pairs()
             numbers = list(range(1, len(made) + 1))
             pairs = SentencePairs(
@@ -218,7 +247,7 @@ class TranslationDataModule(BaseDataModule):
             raise UserError(
                 f"{corpus.info.title}: nothing is left for the {part} part of {corpus.info.kept:,} pairs: all pairs "
                 f"with the same source go into one part, and {corpus.info.sources:,} of these sentences are different; "
-                f"pass more sentences, or --val-fraction 0 --test-fraction 0"
+                f"pass more sentences, or val_fraction=0 and test_fraction=0"
             )
         if stage == "fit":
             self.vocabularies()
@@ -284,7 +313,7 @@ class TranslationDataModule(BaseDataModule):
 
     @override
     def predict_dataloader(self) -> SentenceEvaluationLoader:
-        """The sentences of ``predict_inputs`` in their order, with nothing but marks for a target."""
+        """The sentences of ``predict_inputs`` in their order, with empty targets."""
         sentences = self._sentences_to_predict()
         source, tokens = pack(sentences)
         count = len(sentences)
@@ -311,7 +340,7 @@ class TranslationDataModule(BaseDataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """What the network's numbers mean, so that it translates without the corpus."""
+        """The vocabularies and the normalisation, so that the network translates without the corpus."""
         source, target = self.vocabularies()
         return {"source_tokens": source.tokens, "target_tokens": target.tokens, "normalisation": self.normalisation}
 
@@ -319,9 +348,9 @@ class TranslationDataModule(BaseDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = Vocabulary(state_dict["source_tokens"]), Vocabulary(state_dict["target_tokens"])
         if self.normalisation != state_dict["normalisation"]:
-            # Lightning sets up before it reads the checkpoint: what was read in another form is of no use.
+            # Lightning calls `setup` before it reads the checkpoint: the corpus has to be normalised again.
             self.normalisation, self._corpus = state_dict["normalisation"], None
-            _warn(f"note: going on with the checkpoint's {self.normalisation} normalisation")
+            _warn(f"note: the normalisation of the checkpoint is used: {self.normalisation}")
         elif self._vocabularies not in (None, saved):
             _warn("note: the vocabularies of the checkpoint are used, which are not those of the training part")
         self._vocabularies, self._pairs = saved, None

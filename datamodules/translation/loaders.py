@@ -54,8 +54,8 @@ def cut_by_tokens(source_lengths: Tensor, target_lengths: Tensor, max_tokens: in
     """
     if (longest := int((source_lengths + target_lengths).max())) > max_tokens:
         raise UserError(
-            f"--max-tokens {max_tokens} is less than the longest pair of sentences has, {longest} tokens with their "
-            f"marks; pass --max-tokens {longest} or more, or leave long sentences out with --max-length"
+            f"max_tokens={max_tokens} is less than the longest pair of sentences has, {longest} tokens with their "
+            f"marks; pass max_tokens={longest} or more, or leave long sentences out with `max_length`"
         )
     bounds, first, source_width, target_width = [0], 0, 0, 0
     for position, (source, target) in enumerate(zip(source_lengths.tolist(), target_lengths.tolist())):
@@ -105,9 +105,11 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         if not len(rows):
             raise UserError("there is no sentence to train on: the training set is empty")
         if batch_size < 1:
-            raise UserError(f"a batch holds one sentence at least, found {batch_size}; pass --batch-size 64")
+            raise UserError(f"a batch holds one sentence at least, found {batch_size}; pass batch_size=64")
         if max_tokens and not bucket:
-            raise UserError("batches of --max-tokens are made of like lengths; pass --batch-size with --no-bucket")
+            raise UserError(
+                "`max_tokens` needs sentences of similar length in a batch; pass `batch_size` with bucket=False"
+            )
         self.pairs, self.rows, self.seed = pairs, rows, seed
         self.bucket, self.shuffle, self.micro_batches = bucket, shuffle, micro_batches
         self._source_lengths, self._target_lengths = pairs.source.lengths[rows], pairs.target.lengths[rows]
@@ -123,7 +125,7 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         elif batch_size > len(rows):
             raise UserError(
                 f"a batch of {batch_size:,} is larger than the training set of {len(rows):,} sentences; "
-                f"pass --batch-size {len(rows)} or less"
+                f"pass batch_size={len(rows)} or less"
             )
         self.batch_size = batch_size
         """Sentences that one rank takes at a time; with `max_tokens` about so many."""
@@ -176,7 +178,7 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
             kind = "sentences" if self._bounds is None else "batches"
             raise UserError(
                 f"the checkpoint lies in the middle of an epoch of {state['items']:,} sentences or batches, found "
-                f"{self._items:,} {kind}; resume with the same data and the same --max-tokens"
+                f"{self._items:,} {kind}; resume with the same data and the same `max_tokens`"
             )
         super().load_state_dict(state)
         self._unit = state["unit"]
@@ -224,7 +226,7 @@ class SentenceEvaluationLoader:
         bucket: bool = True,
     ) -> None:
         if batch_size < 1:
-            raise UserError(f"a batch holds one sentence at least, found {batch_size}; pass --eval-batch-size 256")
+            raise UserError(f"a batch holds one sentence at least, found {batch_size}; pass eval_batch_size=256")
         self.pairs, self.batch_size, self.rank, self.world_size = pairs, batch_size, rank, world_size
         if bucket and len(rows):
             lengths = pairs.source.lengths[rows], pairs.target.lengths[rows]

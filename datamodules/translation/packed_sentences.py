@@ -16,7 +16,7 @@ __all__ = ["PackedPairs", "PackedSentences", "TranslationBatch", "pack", "paddin
 
 
 class TranslationBatch(NamedTuple):
-    """Sentence pairs as numbers; shorter sentences are filled up with 0.
+    """Sentence pairs as numbers; shorter sentences are padded with 0.
 
     Args:
         source: int64 of shape (batch, source_time): the tokens, then EOS.
@@ -49,7 +49,7 @@ class TranslationBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedSentences:
-    """Sentences one behind the other.
+    """Concatenated sentences.
 
     Args:
         tokens: int32 of shape (all tokens,).
@@ -74,11 +74,11 @@ class PackedSentences:
         return self.tokens[int(self.offsets[row]) : int(self.offsets[row + 1])].tolist()
 
     def padded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Some sentences as int64 of shape (batch, time), filled up with 0, and their lengths of shape (batch,)."""
+        """Some sentences as int64 of shape (batch, time), padded with 0, and their lengths of shape (batch,)."""
         starts = self.offsets.index_select(0, rows)
         lengths = self.offsets.index_select(0, rows + 1) - starts
         if not len(rows):
-            # Networks that drop a column (the targets' last) shall find one left.
+            # One column is left for networks that drop one (the targets' last).
             return rows.new_zeros(0, 2), lengths
         columns = torch.arange(int(lengths.max()))
         positions = (starts.unsqueeze(1) + columns).clamp_(max=len(self.tokens) - 1)
@@ -116,7 +116,7 @@ def pack(lines: Sequence[str], start: bool = False) -> tuple[PackedSentences, li
         >>> sentences.tokens.tolist(), tokens[4:]
         ([4, 5, 2, 4, 6, 2], ['le', 'chat', 'chien'])
     """
-    # Marks that no normalised sentence holds, so that one pass over all tokens numbers them and finds the ends.
+    # Marks that occur in no normalised sentence, so that one pass over all tokens numbers them and finds the ends.
     between = "\x03 \x02" if start else "\x03"
     tokens = f" {between} ".join(lines).split(" ")
     tokens = [*(["\x02"] if start else []), *tokens, "\x03"]

@@ -44,13 +44,13 @@ class Faults:
             parts.append(f"{len(numbers):,} {reason} (line{'s' if len(numbers) > 1 else ''} {first})")
         return "; ".join(parts)
 
-    def settle(self, choice: Literal["error", "skip"], where: str, total: int, flag: str, more: str = "") -> str:
+    def settle(self, choice: Literal["error", "skip"], where: str, total: int, parameter: str, more: str = "") -> str:
         """A line to tell the user about what is left out, or nothing where there is no fault.
 
         Args:
             where: the file.
             total: lines read.
-            flag: what chooses between "error" and "skip" on the command line.
+            parameter: whose values are "error" and "skip".
             more: a further hint for the error.
 
         Raises:
@@ -61,7 +61,7 @@ class Faults:
         if choice == "error":
             raise UserError(
                 f"{where}: {len(self):,} of {total:,} lines cannot be used: {self.describe()}{more}; "
-                f"mend them, or pass {flag} skip to leave them out"
+                f'mend them, or pass {parameter}="skip" to leave them out'
             )
         return f"{where}: left out {len(self):,} of {total:,} lines: {self.describe()}"
 

@@ -19,7 +19,7 @@ class MNISTParameters(ClassifierParameters):
 
 
 class MNISTClassifier(Classifier):
-    """Classifies 28 x 28 grey pictures; override `build_network` to train your own network.
+    """Classifies 28 x 28 grey images; override `build_network` to train your own network.
 
     Args:
         network: "default" is small, fast and exact; "classic" is the two-convolution network of the tutorials.

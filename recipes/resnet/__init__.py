@@ -1,4 +1,4 @@
-"""ResNet fine-tuning: torchvision's ResNets on folders of pictures, with freezing that stays frozen."""
+"""ResNet fine-tuning: torchvision's ResNets on folders of images, with layers that stay frozen."""
 
 from lazy_loader import attach_stub
 

@@ -117,7 +117,7 @@ class FeatureCache(pl.Callback):
         if _images_of(trainer).augments:
             raise UserError(
                 "cached features need the same images in every epoch, and these are augmented; "
-                "pass --augment none, or leave --cache-features out"
+                'pass augment="none", or leave `cache_features` out'
             )
         for callback in _callbacks_of(trainer):
             if isinstance(callback, FreezeLayers):
@@ -126,7 +126,7 @@ class FeatureCache(pl.Callback):
                     if start.unit != "epochs" or start.value != int(start.value):
                         raise UserError(
                             f"cached features change between epochs only, and {name} is unfrozen at {when!r}; "
-                            f'write it in whole epochs, as in "2 epochs", or leave --cache-features out'
+                            f'write it in whole epochs, as in "2 epochs", or leave `cache_features` out'
                         )
 
     @override

@@ -1,4 +1,4 @@
-"""torchvision's ResNets, cut into the stages that freezing, learning rates per layer and cached features go by."""
+"""torchvision's ResNets, cut into the stages that freezing, learning rates per layer and cached features refer to."""
 
 from collections.abc import Sequence
 
@@ -42,12 +42,12 @@ def build_resnet(arch: str, num_classes: int, small_images: bool = False) -> Res
     if small_images:
         network.conv1 = nn.Conv2d(3, network.conv1.out_channels, 3, padding=1, bias=False)
         nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")
-        network.maxpool = nn.Identity()  # type: ignore[assignment]
+        network.maxpool = nn.Identity()
     return network
 
 
 def resnet_stages(network: ResNet) -> list[Stage]:
-    """The network from the pictures to the logits: run one after the other they are its forward pass."""
+    """The network from the images to the logits: run one after the other they are its forward pass."""
     return [
         ("stem", [network.conv1, network.bn1, network.relu, network.maxpool]),
         *((name, [getattr(network, name)]) for name in ("layer1", "layer2", "layer3", "layer4")),

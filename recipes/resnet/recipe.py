@@ -40,7 +40,7 @@ class ResNetParameters(ClassifierParameters):
 
 
 class ResNetFineTuner(Classifier):
-    """Fine-tunes a torchvision ResNet on pictures; override `build_network` for another network.
+    """Fine-tunes a torchvision ResNet on images; override `build_network` for another network.
 
     Batches are ``(images, labels)``: normalised floats of shape (batch, 3, height, width), and int64 of shape (batch,)
     or, mixed, probabilities of shape (batch, classes).
@@ -48,10 +48,10 @@ class ResNetFineTuner(Classifier):
     Args:
         arch: resnet18 to resnet152, resnext or wide_resnet, by torchvision's name.
         num_classes: labels are 0 to this less one; by default as many as the data has.
-        image_size: pixels of a side; by default the data's.
+        image_size: side of the images in pixels; by default the data's.
         weights: imagenet, a file (.pt, .pth, .ckpt, .safetensors) or none; by default none for the bundled digits.
         weights_min_share: refuse weights of which less than this share of the tensors fits.
-        small_images: begin without skipping pixels, for pictures of about 32 pixels.
+        small_images: no stride and no pooling in the first layer, for images of about 32 pixels.
         freeze_until: freeze what comes before this layer, or none; by default layer4, and none without weights.
         freeze_patterns: freeze layers and parameters by name too, as in '["*.bn*"]'.
         unfreeze: when layers begin to train, as in '{layer4: "1 epochs", layer3: "3 epochs"}'.
@@ -59,7 +59,7 @@ class ResNetFineTuner(Classifier):
         lr: peak learning rate of layer4; by default 0.0003, and 0.001 without weights.
         head_lr_factor: how much faster the head learns; by default 10, and 1 without weights.
         layer_lr_decay: how much slower each layer learns than the one above it, as in 0.5.
-        cache_features: compute what frozen layers say once, and train on that; needs --augment none.
+        cache_features: compute the output of the frozen layers once, and train on that; needs ``augment="none"``.
     """
 
     title = "resnet"
@@ -69,7 +69,7 @@ class ResNetFineTuner(Classifier):
     free_parameters: ClassVar[frozenset[str]] = Classifier.free_parameters | {"cache_features"}
 
     last_block = "layer4"
-    """What trains beside the head unless told otherwise, and where Grad-CAM looks."""
+    """The block that trains beside the head by default, and whose activations Grad-CAM shows."""
 
     hparams: ResNetParameters
     example_input_array: Tensor
@@ -121,18 +121,21 @@ class ResNetFineTuner(Classifier):
     @override
     def build_network(self) -> nn.Module:
         """Maps floats of shape (batch, 3, height, width) to logits of shape (batch, num_classes)."""
-        return build_resnet(self.hparams.arch, self.hparams.num_classes, self.hparams.small_images)
+        options = self.hparams
+        network: nn.Module = build_resnet(options.arch, options.num_classes, options.small_images)
+        return network
 
     def stages(self) -> list[Stage]:
-        """The network in parts, from the pictures to the head: learning rates and cached features go by them."""
-        return resnet_stages(self.network)  # type: ignore[arg-type]
+        """The network in parts, from the images to the head: the units of learning rates and cached features."""
+        return resnet_stages(self.network)
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of pictures, or of what the stages before `first_stage` made of them."""
+        """Logits of images, or of the output of the stages before `first_stage`."""
         if self.first_stage:
             return run_stages(self.stages()[self.first_stage :], inputs)
-        return self.network(inputs)
+        logits: Tensor = self.network(inputs)
+        return logits
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
@@ -142,9 +145,9 @@ class ResNetFineTuner(Classifier):
             if "1 value per channel" not in str(error):
                 raise
             raise UserError(
-                f"a batch of {len(batch[0])} picture on a device comes to one pixel in {self.last_block}, and BatchNorm"
-                " cannot train on a single value; pass another --batch-size, --drop-last, --small-images, a larger"
-                " --image-size, or --bn eval"
+                f"a batch of {len(batch[0])} image on a device has one pixel in {self.last_block}, and BatchNorm cannot"
+                " train on a single value; pass another `batch_size`, drop_last=True, small_images=True, a larger"
+                ' `image_size`, or bn="eval"'
             ) from error
 
     @override

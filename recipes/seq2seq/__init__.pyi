@@ -1,3 +1,4 @@
 from .decoding import beam_search as beam_search
 from .network import Seq2SeqNet as Seq2SeqNet
 from .recipe import Seq2SeqTranslator as Seq2SeqTranslator
+from .translator import Translator as Translator

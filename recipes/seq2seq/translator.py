@@ -109,7 +109,9 @@ class Translator(Recipe):
                 " `target_vocab_size`, the lengths of data.source_vocabulary and data.target_vocabulary"
             )
         if not 0 <= teacher_forcing <= 1:
-            raise UserError(f"teacher_forcing={teacher_forcing} is outside 0 to 1; pass teacher_forcing=0.5, say")
+            raise UserError(
+                f"teacher_forcing={teacher_forcing} is outside 0 to 1; pass one such as teacher_forcing=0.5"
+            )
         if not 1 <= nbest <= beam:
             raise UserError(
                 f"a beam search with beam={beam} does not find nbest={nbest} translations; "

@@ -58,7 +58,7 @@ def test_the_calibration_error_is_the_one_of_its_definition():
     assert expected > 0.01
 
 
-def test_a_network_that_says_how_often_it_is_right_is_calibrated():
+def test_a_network_whose_confidence_equals_its_accuracy_is_calibrated():
     logits = torch.tensor([[0.75, 0.25]]).log().repeat(400, 1)
     right = torch.arange(400) % 4 == 3
     assert scores_of(logits, right.long())[0]["ece"] < 1e-7
@@ -115,7 +115,7 @@ def test_one_and_three_ranks_agree_to_the_last_digit():
 
 
 class Small(Classifier):
-    """A linear network over pictures of 8 x 8."""
+    """A linear network over images of 8 x 8."""
 
     def __init__(self, num_classes: int | None = 3, **kwargs: Any) -> None:
         super().__init__(num_classes=num_classes, **kwargs)
@@ -125,7 +125,7 @@ class Small(Classifier):
 
 
 class Data(pl.LightningDataModule):
-    """Random pictures of named classes; soft labels in training on request."""
+    """Random images of named classes; soft labels in training on request."""
 
     def __init__(self, names: tuple[str, ...] = ("ant", "bee", "wasp"), soft: bool = False, shape=(1, 8, 8)) -> None:
         super().__init__()
@@ -218,14 +218,14 @@ def test_the_headline_is_of_the_test_where_there_is_one():
 def test_the_number_of_classes_comes_from_the_data_or_is_asked_for():
     assert Small.settings_from_data(Data()) == {"num_classes": 3}
     assert Small.settings_from_data(pl.LightningDataModule()) == {}
-    with pytest.raises(UserError, match="neither given nor found in the data; pass --num-classes"):
+    with pytest.raises(UserError, match="neither given nor found in the data; pass one such as num_classes=10"):
         Small(num_classes=None)
-    with pytest.raises(UserError, match="cannot name 0 classes for a picture; pass --top-k 1"):
+    with pytest.raises(UserError, match="top_k=0 names no class of an image; pass top_k=1"):
         Small(top_k=0)
 
 
 def test_data_with_another_number_of_classes_is_refused(checkpoint: Path):
-    message = r"the data has 2 classes \(ant, bee\), the network 3; pass --num-classes 2"
+    message = r"the data has 2 classes \(ant, bee\), the network 3; pass num_classes=2"
     with pytest.raises(UserError, match=message):
         trainer().fit(Small(), Data(("ant", "bee")))
     with pytest.raises(UserError, match=message):
@@ -245,7 +245,7 @@ def test_data_whose_classes_have_other_names_or_another_order_is_refused(checkpo
     trainer(max_epochs=2).fit(Small(), Data(), ckpt_path=checkpoint, weights_only=True)
 
 
-def test_inputs_that_are_no_pictures_leave_the_confusion_matrix(tmp_path: Path):
+def test_inputs_that_are_no_images_leave_the_confusion_matrix(tmp_path: Path):
     from lightning.pytorch.loggers import TensorBoardLogger
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

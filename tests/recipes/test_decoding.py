@@ -1,6 +1,7 @@
 """Beam search against exhaustive search and a plain loop; scores of texts against torchmetrics."""
 
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torchmetrics.text import BLEUScore
 
+from datamodules.translation.bundled_corpus import bundled_pairs
 from datamodules.translation.text import EOS, PAD, SOS
 from recipes.seq2seq.decoding import attention_weights, beam_search, length_limits, length_penalty
 from recipes.seq2seq.network import Seq2SeqNet
@@ -165,6 +167,22 @@ def test_bleu_and_chrf_are_those_of_sacrebleu():
     assert found["bleu"] == pytest.approx(45.180100180492246, abs=1e-4)
     assert found["chrf"] == pytest.approx(69.64906313905716, abs=1e-4)
     assert found["exact_match"] == pytest.approx(0.2)
+
+
+def test_scores_of_a_corpus_in_parts_are_those_of_sacrebleu_in_one():
+    from sacrebleu.metrics import BLEU, CHRF
+
+    references = [target for _, target in bundled_pairs()[:300]]
+    generator = random.Random(1)
+    hypotheses = [" ".join(word for word in text.split() if generator.random() < 0.8) for text in references]
+    scores = TextScores()
+    for i in range(0, 300, 64):
+        scores.update(hypotheses[i : i + 64], references[i : i + 64])
+    found = scores.compute()
+    bleu = BLEU(tokenize="none", smooth_method="none").corpus_score(hypotheses, [references])
+    assert float(found["bleu"]) == pytest.approx(bleu.score, abs=1e-4)
+    assert float(found["chrf"]) == pytest.approx(CHRF().corpus_score(hypotheses, [references]).score, abs=1e-4)
+    assert 20 < bleu.score < 90
 
 
 def test_bleu_is_that_of_torchmetrics():

@@ -232,7 +232,7 @@ def test_a_resumed_run_takes_the_settings_it_is_given_and_the_moments_of_the_che
 
 
 @pytest.mark.parametrize("network", [MNISTNet, ClassicNet])
-def test_networks_map_pictures_to_logits_in_either_layout(network):
+def test_networks_map_images_to_logits_in_either_layout(network):
     net = network().eval()
     images = torch.randn(3, 1, 28, 28)
     expected = net(images)
@@ -322,9 +322,9 @@ def test_the_classes_work_in_lightnings_own_command_line(tmp_path):
     [
         ({"optimizer": "sdg"}, "no optimizer 'sdg' that fits here"),
         ({"schedule": "cosin"}, "no schedule 'cosin'; expected one of one_cycle, cosine, linear, constant"),
-        ({"lr": 0.0}, "learning rate 0.0 is not a positive number"),
-        ({"lr": math.inf}, "learning rate inf is not a positive number"),
-        ({"num_classes": 1}, "1 classes cannot be told apart"),
+        ({"lr": 0.0}, "lr=0.0 is not a positive number"),
+        ({"lr": math.inf}, "lr=inf is not a positive number"),
+        ({"num_classes": 1}, "num_classes=1 leaves nothing to classify"),
     ],
 )
 def test_wrong_settings_are_refused_at_once(options, message):

@@ -1,4 +1,4 @@
-"""The ResNet recipe: its parts in a plain Trainer, and the command line on folders of pictures."""
+"""The ResNet recipe: its parts in a plain Trainer, and the command line on folders of images."""
 
 import contextlib
 import io
@@ -30,7 +30,7 @@ SIZE = 32
 
 
 def draw(folder: Path, count: int, seed: int) -> None:
-    """Noisy pictures whose class is the direction of their stripes."""
+    """Noisy images whose class is the direction of their stripes."""
     generator = np.random.default_rng(seed)
     for direction, name in enumerate(("across", "down")):
         (folder / name).mkdir(parents=True)
@@ -114,7 +114,7 @@ def test_every_resnet_of_torchvision_is_offered_and_another_name_is_refused():
         ResNetFineTuner(arch="resnet19", num_classes=2)
 
 
-def test_small_pictures_keep_their_pixels():
+def test_small_images_keep_their_pixels():
     trunk = resnet_stages(build_resnet("resnet18", num_classes=2, small_images=True))[:5]
     assert run_stages(trunk, torch.zeros(1, 3, 32, 32)).shape == (1, 512, 4, 4)
 
@@ -127,7 +127,7 @@ def test_freezing_and_rates_follow_from_the_weights():
 
 
 def test_a_number_of_classes_is_needed():
-    with pytest.raises(UserError, match="num-classes"):
+    with pytest.raises(UserError, match="num_classes=10"):
         ResNetFineTuner()
 
 
@@ -243,7 +243,7 @@ def test_features_are_not_cached_where_they_could_not_be_exact(stripes, pretrain
 @pytest.mark.parametrize(
     "options",
     [
-        # The first validation, and with it its loader, comes after the features of the training pictures.
+        # The first validation, and with it its loader, comes after the features of the training images.
         {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0},
         {"reload_dataloaders_every_n_epochs": 1},
     ],
@@ -263,7 +263,7 @@ def test_loaders_that_are_made_later_yield_features_too(stripes, pretrained, opt
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
-def test_pictures_come_in_the_precision_of_the_weights(stripes, precision):
+def test_images_come_in_the_precision_of_the_weights(stripes, precision):
     recipe = ResNetFineTuner(num_classes=2, weights="none", fused=False)
     data = ImageFolderDataModule(data_dir=str(stripes), image_size=SIZE, batch_size=8, mixup=0.2)
     options: dict[str, Any] = {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False}
@@ -272,12 +272,12 @@ def test_pictures_come_in_the_precision_of_the_weights(stripes, precision):
     assert float(trainer.callback_metrics["val/loss"]) > 0
 
 
-def test_a_last_batch_of_one_small_picture_says_what_to_do(stripes):
+def test_a_last_batch_of_one_small_image_says_what_to_do(stripes):
     recipe = ResNetFineTuner(num_classes=2, weights="none", fused=False)
-    # 24 pictures leave one.
+    # 24 images leave one.
     data = ImageFolderDataModule(data_dir=str(stripes), image_size=SIZE, batch_size=23, augment="none")
     options: dict[str, Any] = {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False}
-    with pytest.raises(UserError, match="another --batch-size, --drop-last"):
+    with pytest.raises(UserError, match="another `batch_size`, drop_last=True"):
         pl.Trainer(**QUIET, **options).fit(recipe, data)
 
 
@@ -307,7 +307,7 @@ def test_the_rank_that_meets_a_damaged_file_names_it(tmp_path):
     draw(tmp_path / "train", 12, seed=3)
     draw(tmp_path / "val", 1, seed=4)
     for name in ("across/000.png", "down/011.png"):
-        (tmp_path / "train" / name).write_bytes(b"no picture")
+        (tmp_path / "train" / name).write_bytes(b"no image")
     first, second = run_ranks(_read_damaged, 2, str(tmp_path))
     assert "000.png" in first
     assert "011.png" in second
@@ -367,12 +367,12 @@ def test_predictions_carry_the_names_of_classes_without_the_data(trained, stripe
     folder, _, _ = trained
     status, _, err = type_in(
         folder,
-        *("predict", "--ckpt", "runs/resnet/first/checkpoints/last.ckpt", "--output", "answers.json"),
+        *("predict", "--ckpt", "runs/resnet/first/checkpoints/last.ckpt", "--output", "predictions.json"),
         *("--data-dir", "nowhere", "--weights", "gone.pt"),
         *(str(stripes / "val"), str(stripes / "train" / "down" / "003.png")),
     )
     assert status == 0, err
-    rows = json.loads((folder / "answers.json").read_text())
+    rows = json.loads((folder / "predictions.json").read_text())
     assert len(rows) == 11
     assert {row["class"] for row in rows} <= {"across", "down"}
     assert rows[-1]["file"].endswith("down/003.png")
@@ -402,7 +402,7 @@ def test_weights_of_a_run_with_other_classes_begin_the_next(trained, stripes, tm
         for kind in ("across", "down"):
             (tmp_path / name / kind).symlink_to(stripes / name / kind)
     (tmp_path / "train" / "down2").mkdir()  # an empty class
-    (tmp_path / "train" / "third" / "broken.jpg").write_bytes(b"\xff\xd8 no picture")
+    (tmp_path / "train" / "third" / "broken.jpg").write_bytes(b"\xff\xd8 no image")
     args = ["--data-dir", str(tmp_path), "--weights", str(folder / "runs/resnet/first/checkpoints/best.ckpt")]
     args += ["--image-size", str(SIZE), "--max-epochs", "1", "--batch-size", "8", "--num-workers", "0"]
     status, _, err = type_in(tmp_path, *args)
@@ -416,7 +416,7 @@ def test_weights_of_a_run_with_other_classes_begin_the_next(trained, stripes, tm
     assert "down2" in err
 
 
-def test_augmented_pictures_are_not_cached_as_features(stripes, pretrained, tmp_path):
+def test_augmented_images_are_not_cached_as_features(stripes, pretrained, tmp_path):
     args = ["--data-dir", str(stripes), "--weights", str(pretrained), "--image-size", str(SIZE), "--cache-features"]
     status, _, err = type_in(tmp_path, *args)
     assert status == 2

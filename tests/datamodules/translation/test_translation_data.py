@@ -149,7 +149,8 @@ def test_without_a_file_the_bundled_sentences_are_used_and_that_is_said_in_one_l
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
         data.setup("fit")
     assert [r.message for r in caplog.records] == [
-        f"note: no --data-file: going on with {len(bundled_pairs()):,} bundled artificial French-English sentences"
+        f"note: `data_file` is not given: training on {len(bundled_pairs()):,} bundled artificial French-English "
+        "sentences"
     ]
     assert data.info.title == "bundled artificial French-English sentences"
     assert sum(data.sizes.values()) == len(bundled_pairs())
@@ -200,7 +201,7 @@ def test_a_faulty_line_is_named_and_refused_or_skipped(tmp_path: Path, line: str
     with pytest.raises(UserError) as refusal:
         _data(tmp_path, *lines)
     assert f"pairs.tsv: 1 of 61 lines cannot be used: {reason} (line 10)" in str(refusal.value)
-    assert "pass --on-bad-lines skip" in str(refusal.value)
+    assert 'pass on_bad_lines="skip"' in str(refusal.value)
     skipping = _data(tmp_path, *lines, on_bad_lines="skip")
     assert f"pairs.tsv: left out 1 of 61 lines: {reason} (line 10)" in caplog.text
     assert _everything(skipping) == _everything(_data(tmp_path))
@@ -237,11 +238,11 @@ def test_unequal_line_counts_are_named_and_the_surplus_is_left_out_by_choice(tmp
 def test_sentences_over_the_limit_are_skipped_with_a_count_or_refused(tmp_path: Path, caplog: Any) -> None:
     lines = ["un deux\tone two\n", "un deux trois\tone\n", "un\tone two three\n", *(f"a{i}\tb\n" for i in range(8))]
     data = _data(tmp_path, *lines, max_length=3)
-    assert "left out 2 of 11 lines: 2 over --max-length 3 (lines 2, 3)" in caplog.text
+    assert "left out 2 of 11 lines: 2 over max_length=3 (lines 2, 3)" in caplog.text
     assert data.info.kept == 9
     assert max(int(batch.source_lengths.max()) for batch in data.train_dataloader()) <= 3
     with pytest.raises(
-        UserError, match=r"2 over --max-length 3 \(lines 2, 3\); mend them, or pass --on-long-sentences sk"
+        UserError, match=r'2 over max_length=3 \(lines 2, 3\); mend them, or pass on_long_sentences="sk'
     ):
         _data(tmp_path, *lines, max_length=3, on_long_sentences="error")
 
@@ -261,8 +262,8 @@ def test_sentences_over_the_limit_are_skipped_with_a_count_or_refused(tmp_path: 
             {"normalisation": "tutorial", "on_bad_lines": "skip"},
             "none of 1 pairs is left af",
         ),
-        (b"a b c\td\n", {"max_length": 3}, "none of 1 pairs is left after --max-length 3"),
-        (b"a\tb\n", {"prefixes": ["c"]}, r"none of 1 pairs is left after --prefixes \['c'\]"),
+        (b"a b c\td\n", {"max_length": 3}, "none of 1 pairs is left after max_length=3"),
+        (b"a\tb\n", {"prefixes": ["c"]}, r'none of 1 pairs is left after prefixes=\["c"\]'),
         (b"a\tb\n" * 9, {}, "nothing is left for the train part of 9 pairs.* 1 of these sentences are different"),
         (b"a\tb\nc\td\ne\tf\n", {"min_count": 2}, "no source token occurs 2 times in the 1 training pairs"),
     ],
@@ -281,14 +282,14 @@ def test_a_file_that_leaves_nothing_to_train_on_is_refused(
     [
         ({"data_file": "missing.tsv"}, "there is no file missing.tsv"),
         ({"data_file": "."}, "is a folder"),
-        ({"source_file": "a"}, "pass --target-file too"),
-        ({"data_file": "a", "source_file": "a", "target_file": "b"}, "found both --data-file and --source-file"),
+        ({"source_file": "a"}, "pass `target_file` too"),
+        ({"data_file": "a", "source_file": "a", "target_file": "b"}, "found both `data_file` and `source_file`"),
         ({"val_fraction": 1.5}, "outside 0 to 1"),
-        ({"batch_size": 0}, "--batch-size 0 is not 1 or greater"),
-        ({"max_tokens": -1}, "--max-tokens -1 is not 1 or greater"),
+        ({"batch_size": 0}, "batch_size=0 is not 1 or greater"),
+        ({"max_tokens": -1}, "max_tokens=-1 is not 1 or greater"),
         ({"max_length": 1}, "leaves no room"),
         ({"normalisation": "ascii"}, "no normalisation 'ascii'"),
-        ({"max_tokens": 100, "bucket": False}, "--no-bucket"),
+        ({"max_tokens": 100, "bucket": False}, "bucket=False"),
     ],
 )
 def test_wrong_settings_are_refused_with_what_to_type(options: dict[str, Any], reason: str) -> None:
