@@ -28,7 +28,7 @@ def _imagenet_url(arch: str) -> str:
         raise UserError(f"torchvision has no architecture {arch!r}; did you mean {some_names(close)}?")
     weights = getattr(torchvision.models.get_model_weights(arch), "DEFAULT", None)
     if weights is None:
-        raise UserError(f"torchvision has no ImageNet weights for {arch}; pass --weights FILE, or --weights none")
+        raise UserError(f"torchvision has no ImageNet weights for {arch}; pass weights='FILE', or weights='none'")
     return str(weights.url)
 
 
@@ -51,7 +51,7 @@ def download_weights(url: str, timeout: float = 30.0) -> Path:
             download([url], path, digest, timeout, "sha256")
         except (DownloadError, OSError) as error:
             raise UserError(
-                f"{error}; pass --weights FILE, or --weights none to train everything from scratch"
+                f"{error}; pass weights='FILE', or weights='none' to train everything from scratch"
             ) from error
     if digest and not (found := digest_of(path, "sha256")).startswith(digest):
         raise UserError(
@@ -70,7 +70,7 @@ def imagenet_weights(arch: str) -> dict[str, Tensor]:
 
 
 def load_pretrained(module: nn.Module, weights: str, arch: str, min_share: float = 0.5) -> WeightsReport | None:
-    """Start a module from what ``--weights`` names, and say in one line what came of it.
+    """Load pretrained weights into a module, and log in one line which tensors were loaded.
 
     Args:
         weights: "imagenet", "none", or a file for `read_weights`.

@@ -45,9 +45,11 @@ def _check_file(path: Path) -> None:
     if path.is_dir():
         inside = [file for kind in _KINDS for at in ("", "checkpoints/") for file in path.glob(f"{at}*{kind}")]
         example = min(inside, default=path / "weights.pt")
-        raise UserError(f"{path} is a folder; name a file in it, such as --weights {example}")
+        raise UserError(f"{path} is a folder; name a file in it, such as weights={str(example)!r}")
     if not path.is_file():
-        raise UserError(f"there is no file {path}; pass --weights FILE ({', '.join(_KINDS)}), imagenet or none")
+        raise UserError(
+            f"there is no file {path}; pass weights='FILE' ({', '.join(_KINDS)}), weights='imagenet' or weights='none'"
+        )
     try:
         with path.open("rb") as file:
             start = file.read(64)
@@ -73,7 +75,7 @@ def _read_torch(path: Path) -> Any:
             raise UserError(f"{path} is damaged, or was not written by torch.save(); fetch it again") from error
         raise UserError(
             f"{path} is refused: reading it would run code ({code[code.lastindex or 0]}), which can do anything. "
-            "If you trust who made it, keep its tensors alone and pass --weights weights.pt:\n"
+            "If you trust who made it, keep its tensors alone and pass weights='weights.pt':\n"
             f'python -c \'import torch; x = torch.load("{path}", weights_only=False); '
             'x = x.get("state_dict", x.get("model", x)) if isinstance(x, dict) else x; '
             'torch.save(dict(x if isinstance(x, dict) else x.state_dict()), "weights.pt")\''
@@ -256,15 +258,13 @@ def _refuse_too_few(report: WeightsReport, min_share: float) -> None:
     share = len(report.loaded) / max(1, total)
     if report.loaded and share >= min_share:
         return
-    take_it = (
-        f", or pass --weights-min-share {math.floor(share * 100) / 100} to load what fits" if report.loaded else ""
-    )
+    take_it = f", or pass min_share={math.floor(share * 100) / 100} to load what fits" if report.loaded else ""
     skipped = [f"{name} {reason}" for name, reason in report.skipped.items()]
     raise UserError(
         f"weights from {report.source}: {len(report.loaded)} of the network's {total} tensors match by name and shape, "
         f"expected at least {min_share:.0%}. Not in the file: {some_names(report.new)}. "
         f"Not taken: {some_names(skipped)}. "
-        f"Check that both are of the same architecture{take_it}; --weights none trains from scratch"
+        f"Check that both are of the same architecture{take_it}; weights='none' trains from scratch"
     )
 
 
@@ -286,7 +286,7 @@ def load_weights(
         UserError: fewer match, or none, or a matching one has NaN or infinite values. The module is untouched then.
     """
     if not 0 <= min_share <= 1:
-        raise UserError(f"min_share is {min_share}, expected a share from 0 to 1, such as 0.5")
+        raise UserError(f"min_share={min_share}: expected a share from 0 to 1, such as 0.5")
     everything = module.state_dict(keep_vars=True)
     targets = {name: value for name, value in everything.items() if torch.is_tensor(value)}
     fitting, report = _compare(state, targets, source_name)

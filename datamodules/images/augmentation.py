@@ -20,6 +20,8 @@ from datamodules.loading.worker_loaders import Answer, Request
 
 __all__ = ["AUGMENTATIONS", "Augmentation", "BatchReader", "Mixing", "build_augmentation", "centre_square"]
 
+Transform = Callable[[Tensor], Tensor]
+
 # Where every pixel counts, evaluation keeps the whole short side, and crops are mild.
 _SMALL = 64
 _KEPT = 7 / 8
@@ -28,7 +30,8 @@ _KEPT = 7 / 8
 def _resized_square(image: Tensor, top: int, left: int, side: int, size: int) -> Tensor:
     from torchvision.transforms.v2.functional import resized_crop
 
-    return resized_crop(image, top, left, side, side, [size, size], antialias=True)
+    resized: Tensor = resized_crop(image, top, left, side, side, [size, size], antialias=True)
+    return resized
 
 
 def _side_kept(image: Tensor, size: int) -> int:
@@ -61,7 +64,7 @@ def _shifted_square(image: Tensor, size: int) -> Tensor:
     return _resized_square(image, top, left, side, size)
 
 
-def _light(size: int) -> list[Callable]:
+def _light(size: int) -> list[Transform]:
     from torchvision.transforms import v2
 
     if size < _SMALL:
@@ -70,26 +73,28 @@ def _light(size: int) -> list[Callable]:
     return [lambda image: _shifted_square(image, size)]
 
 
-def _random_resized_crop(size: int, least: float) -> Callable:
+def _random_resized_crop(size: int, least: float) -> Transform:
     from torchvision.transforms import v2
 
-    return v2.RandomResizedCrop(size, scale=(max(least, 0.64) if size < _SMALL else least, 1.0), antialias=True)
+    scale = (max(least, 0.64) if size < _SMALL else least, 1.0)
+    crop: Transform = v2.RandomResizedCrop(size, scale=scale, antialias=True)
+    return crop
 
 
-def _standard(size: int) -> list[Callable]:
+def _standard(size: int) -> list[Transform]:
     from torchvision.transforms import v2
 
     # A quarter of the area at least: the usual 0.08 is for runs of a hundred epochs.
     return [_random_resized_crop(size, 0.25), v2.ColorJitter(brightness=0.2, contrast=0.2, saturation=0.2)]
 
 
-def _randaugment(size: int) -> list[Callable]:
+def _randaugment(size: int) -> list[Transform]:
     from torchvision.transforms import v2
 
     return [_random_resized_crop(size, 0.08), v2.RandAugment(num_ops=2, magnitude=9)]
 
 
-_RECIPES: dict[str, Callable[[int], list[Callable]]] = {
+_RECIPES: dict[str, Callable[[int], list[Transform]]] = {
     "light": _light,
     "standard": _standard,
     "randaugment": _randaugment,
@@ -97,7 +102,7 @@ _RECIPES: dict[str, Callable[[int], list[Callable]]] = {
 AUGMENTATIONS = ("none", *_RECIPES)
 
 
-def build_augmentation(name: str, size: int, flip: bool = True) -> Callable[[Tensor], Tensor]:
+def build_augmentation(name: str, size: int, flip: bool = True) -> Transform:
     """A transform of uint8 images of shape (3, height, width) to (3, size, size) that draws from torch's generator.
 
     Args:
@@ -134,11 +139,11 @@ class Augmentation:
     size: int
     seed: int
     flip: bool = True
-    _transform: Callable[[Tensor], Tensor] | None = field(default=None, init=False, repr=False)
+    _transform: Transform | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.name not in AUGMENTATIONS:
-            raise UserError(f"no augmentation {self.name!r}; pass --augment {' or '.join(AUGMENTATIONS)}")
+            raise UserError(f"augment={self.name!r}: expected one of {', '.join(AUGMENTATIONS)}")
         self._key = derive_seed(self.seed, "augmentation")
 
     def __getstate__(self) -> dict[str, Any]:

@@ -102,26 +102,26 @@ class ImageFolderDataModule(BaseDataModule):
         for name, value, allowed in (
             ("dataset", dataset, ("auto", *IMAGE_SETS)),
             ("augment", augment, AUGMENTATIONS),
-            ("on-corrupt", on_corrupt, ("error", "skip")),
+            ("on_corrupt", on_corrupt, ("error", "skip")),
         ):
             if value not in allowed:
-                raise UserError(f"--{name} {value}: expected one of {', '.join(allowed)}")
-        for name, share in (("val-fraction", val_fraction), ("test-fraction", test_fraction)):
+                raise UserError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
+        for name, share in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
             if not 0 <= share < 1:
-                raise UserError(f"--{name} {share} is outside 0 to 1; pass --{name} 0.1")
+                raise UserError(f"{name}={share} is outside 0 to 1; pass {name}=0.1")
         if val_fraction + test_fraction >= 1:
-            raise UserError("--val-fraction and --test-fraction leave nothing to train on; pass 0.1 for each")
+            raise UserError("`val_fraction` and `test_fraction` leave nothing to train on; pass 0.1 for each")
         for name, size, least in (
-            ("batch-size", batch_size, 1),
-            ("eval-batch-size", eval_batch_size, 1),
-            ("image-size", image_size, 8),
+            ("batch_size", batch_size, 1),
+            ("eval_batch_size", eval_batch_size, 1),
+            ("image_size", image_size, 8),
             ("mixup", mixup, 0),
             ("cutmix", cutmix, 0),
-            ("num-workers", num_workers, 0),
-            ("cache-gb", cache_gb, 0),
+            ("num_workers", num_workers, 0),
+            ("cache_gb", cache_gb, 0),
         ):
             if size is not None and size < least:
-                raise UserError(f"--{name} {size}: expected {least} or more")
+                raise UserError(f"{name}={size}: expected {least} or more")
         # A Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
         data_dir = str(Path(data_dir).expanduser()) if data_dir is not None else None
         predict_inputs = [str(name) for name in predict_inputs] if predict_inputs is not None else None
@@ -212,8 +212,8 @@ class ImageFolderDataModule(BaseDataModule):
         if self.dataset == "digits" and self.hparams.dataset == "auto" and not self._fallback_noted:
             self._fallback_noted = True
             _warn(
-                "no --data-dir: going on with the 1,797 digits bundled with scikit-learn as small colour "
-                "images; pass --data-dir FOLDER for your own",
+                "no `data_dir`: going on with the 1,797 digits bundled with scikit-learn as small colour "
+                "images; pass data_dir='FOLDER' for your own",
             )
 
     def normalise(self, images: Tensor) -> Tensor:
@@ -273,14 +273,14 @@ class ImageFolderDataModule(BaseDataModule):
             reason = f"could not be downloaded ({self._no_download})" if self._no_download else str(error)
             title = self._info.title
             raise UserError(
-                f"{title} is not in {self._folder}, and {reason}; pass --data-dir with torchvision's copy of it, "
-                f"or your own class folders with --dataset folder"
+                f"{title} is not in {self._folder}, and {reason}; pass the `data_dir` of torchvision's copy of "
+                f"it, or your own class folders with dataset='folder'"
             ) from error
 
     def _scan(self) -> None:
         """List the images of a folder, and settle its classes."""
         if self.hparams.data_dir is None:
-            raise UserError("--dataset folder needs --data-dir, a folder with a folder of images for each class")
+            raise UserError("dataset='folder' needs `data_dir`, a folder with a folder of images for each class")
         tree = scan_tree(self.hparams.data_dir)
         for note in tree.notes:
             _warn(f"note: {note}")
@@ -345,7 +345,7 @@ class ImageFolderDataModule(BaseDataModule):
             else:
                 found.append(name)
         if not found:
-            raise UserError("no image to predict; type the names of image files or folders after the options")
+            raise UserError("no image to predict; pass the names of image files or folders")
         return found
 
     # Loaders
@@ -353,7 +353,7 @@ class ImageFolderDataModule(BaseDataModule):
     @property
     def _workers(self) -> int:
         if self.hparams.num_workers is not None:
-            return self.hparams.num_workers
+            return int(self.hparams.num_workers)
         # A process costs more than the digits do, and beside training on the CPU it takes cores away: bf16 kernels with
         # AMX wait for each other in a loop, and one thread without a core makes a step many times slower.
         if self.dataset == "digits" or self._device.type == "cpu":
@@ -461,12 +461,12 @@ class ImageFolderDataModule(BaseDataModule):
             self._info = replace(IMAGE_SETS[saved], num_classes=len(classes), classes=classes)
             return
         if saved != self.dataset:
-            how = f"--dataset {saved}" if saved != "folder" else "--data-dir FOLDER"
+            how = f"dataset={saved!r}" if saved != "folder" else "data_dir='FOLDER'"
             raise UserError(f"the checkpoint was trained on {saved}, found {self.dataset}; pass {how}")
         if classes != self._info.classes:
             raise UserError(
                 f"the checkpoint was trained on the classes {_named(classes)}, found {_named(self._info.classes)}; "
-                f"pass the --data-dir that it was trained on"
+                f"pass the `data_dir` that it was trained on"
             )
 
 

@@ -168,7 +168,7 @@ class ImageFiles:
                 for _ in pool.map(self._keep, rows, starts, rooms):
                     if not said and time.monotonic() - began > 2:
                         said = True
-                        size = f"{total / 2**30:.2f} GiB; --cache-gb says how much at most"
+                        size = f"{total / 2**30:.2f} GiB; `cache_gb` is the limit"
                         _say(f"keeping {len(rows):,} of {len(self):,} images decoded in memory ({size})")
             except BaseException:
                 pool.shutdown(cancel_futures=True)

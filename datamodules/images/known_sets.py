@@ -1,6 +1,7 @@
 """The sets of images that are known by name: CIFAR, Oxford Pets and Flowers through torchvision, bundled digits."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ IMAGE_SETS = {
         "Oxford Flowers 102",
         102,
         torchvision_name="Flowers102",
-        splits=tuple((part, {"split": part}) for part in ("train", "val", "test")),
+        # Its loader gives the file's name instead of decoding it.
+        splits=tuple((part, {"split": part, "loader": str}) for part in ("train", "val", "test")),
     ),
     "digits": ImageSetInfo(
         "scikit-learn digits", 10, tuple("0123456789"), image_size=32, flip=False, splits=(("train", {}), ("test", {}))
@@ -75,14 +77,23 @@ def read_torchvision(name: str, part: str, data_dir: str, download: bool) -> tup
     info = IMAGE_SETS[name]
     assert info.torchvision_name is not None
     source = getattr(torchvision.datasets, info.torchvision_name)
-    found = source(data_dir, download=download, **dict(info.splits)[part])
-    if hasattr(found, "data"):
+    arguments = dict(info.splits)[part]
+    found = source(data_dir, download=download, **arguments)
+    if name.startswith("cifar"):
         samples = Samples(torch.from_numpy(found.data).permute(0, 3, 1, 2), list(found.targets))
+    elif name == "pets":
+        samples = _read_pets(Path(data_dir), arguments["split"])
     else:
-        # The public way to them would decode every image.
-        files = found._images if hasattr(found, "_images") else found._image_files
-        samples = Samples([str(file) for file in files], [int(label) for label in found._labels])
+        files, labels = zip(*(found[row] for row in range(len(found))))
+        samples = Samples(list(files), list(labels))
     return samples, tuple(found.classes)
+
+
+def _read_pets(data_dir: Path, split: str) -> Samples:
+    """Files and classes from the set's own lists: torchvision's class would decode every image to tell its class."""
+    folder = data_dir / "oxford-iiit-pet"
+    rows = [line.split() for line in (folder / "annotations" / f"{split}.txt").read_text().splitlines()]
+    return Samples([str(folder / "images" / f"{row[0]}.jpg") for row in rows], [int(row[1]) - 1 for row in rows])
 
 
 def read_digits(part: str) -> Samples:

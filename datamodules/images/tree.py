@@ -84,7 +84,7 @@ def _expected(folder: Path) -> str:
     for inner in _folders(folder):
         # Archives often hold a folder of their own name.
         if sum(bool(_folders(part)) or bool(images_below(part)[0]) for part in _folders(inner)) > 1:
-            return f"did you mean --data-dir {inner}?"
+            return f"did you mean data_dir={str(inner)!r}?"
     return "expected a folder of images for each class, such as ants/1.jpg, in it or in its folders train and val"
 
 
@@ -97,7 +97,7 @@ def scan_tree(folder: str | Path) -> ImageTree:
     folder = Path(folder)
     if not folder.is_dir():
         what = "is a file; unpack it, and pass its folder" if folder.exists() else "does not exist; pass a folder"
-        raise UserError(f"--data-dir {folder} {what} that holds a folder of images for each class")
+        raise UserError(f"data_dir={str(folder)!r} {what} that holds a folder of images for each class")
     found: dict[str, dict[str, list[str]]] = {}
     ignored: list[str] = []
     notes: list[str] = []

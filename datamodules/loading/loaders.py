@@ -34,7 +34,7 @@ class _SampleLoader(ABC):
 
 def _check_batch_size(batch_size: int) -> None:
     if batch_size < 1:
-        raise UserError(f"a batch holds one sample at least, found {batch_size}; pass --batch-size 64")
+        raise UserError(f"a batch holds one sample at least, found {batch_size}; pass batch_size=64")
 
 
 class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
@@ -52,7 +52,7 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
             split = f" ({batch_size:,} on each of {world_size} ranks)" if at_once > batch_size else ""
             raise UserError(
                 f"a batch of {at_once:,}{split} is larger than the training set of {len(rows):,} samples; "
-                f"pass --batch-size {max(1, len(rows) * batch_size // at_once)} or less"
+                f"pass batch_size={max(1, len(rows) * batch_size // at_once)} or less"
             )
         super().__init__(len(rows), batch_size, rank, world_size, drop_last)
         self.rows, self.batch_size, self.seed, self.shuffle = rows, batch_size, seed, shuffle

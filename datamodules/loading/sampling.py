@@ -36,7 +36,7 @@ def split_indices(n: int, held_out: int, seed: int) -> tuple[Tensor, Tensor]:
     if not 0 <= held_out < n:
         raise UserError(
             f"cannot hold {held_out:,} of {n:,} samples out for validation: expected 0 to {n - 1:,}; "
-            f"pass a smaller --val-fraction"
+            f"pass a smaller `val_fraction`"
         )
     order = permutation(n, seed, "split")
     return order[held_out:].sort().values, order[:held_out].sort().values

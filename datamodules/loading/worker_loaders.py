@@ -7,11 +7,11 @@ are or how far they are ahead.
 import logging
 import signal
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationSampling, TrainSampling
@@ -73,7 +73,7 @@ def _start_worker(number: int) -> None:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
-def _as_it_is(answer: Answer) -> Answer:
+def _as_it_is(answer: Any) -> Any:
     return answer
 
 
@@ -84,7 +84,7 @@ class _Workers:
         self.reader, self.num_workers = reader, num_workers
         self.pin_memory, self.skip_unreadable = pin_memory, skip_unreadable
         self._requests = _Requests()
-        self._loader: DataLoader | None = None
+        self._loader: DataLoader[Answer] | None = None
         self._skipped: set[int] = set()
         self._features: tuple[Tensor, Tensor] | None = None
 
@@ -110,7 +110,8 @@ class _Workers:
     def close(self) -> None:
         """End the workers; iterating again starts others."""
         loader, self._loader = self._loader, None
-        # What Lightning calls on a DataLoader; there is no public way, and a reference somewhere would keep them alive.
+        # torch has no public way to end them, and Lightning calls the same; a reference to the iterator, as in the
+        # traceback of an error, would keep them alive.
         if loader is not None and loader._iterator is not None:
             loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
 
@@ -151,11 +152,12 @@ class _Workers:
         self._requests.waiting = requests
         if self._loader is None:
             self._loader = DataLoader(
-                self.reader,  # type: ignore[arg-type]
+                # Of a data set the loader only asks for its items.
+                cast("Dataset[Answer]", self.reader),
                 batch_size=None,
-                sampler=self._requests,  # type: ignore[arg-type]
+                sampler=self._requests,
                 num_workers=self.num_workers,
-                collate_fn=_as_it_is,  # type: ignore[arg-type]
+                collate_fn=_as_it_is,
                 pin_memory=self.pin_memory,
                 worker_init_fn=_start_worker,
                 # Its own: each iterator draws a number, from the generator that dropout uses unless told otherwise.
@@ -168,7 +170,7 @@ class _Workers:
     def _meet_unreadable(self, row: int, message: str, count: int) -> None:
         if not self.skip_unreadable:
             self.close()
-            raise UserError(f"{message}; replace or remove the file, or leave such files out with --on-corrupt skip")
+            raise UserError(f"{message}; replace or remove the file, or pass on_corrupt='skip' to leave such files out")
         if row in self._skipped:
             return
         self._skipped.add(row)

@@ -123,7 +123,7 @@ def _refuse_another_sets_files(name: str, files: dict[str, tuple[Path, Path]]) -
         if checksum in (md5 for _, md5 in _torchvision_source(other).resources):
             raise UserError(
                 f"{labels} belongs to {DATASETS[other].title}, expected {DATASETS[name].title}; "
-                f"pass --dataset {other} or another --data-dir"
+                f"pass dataset={other!r} or another `data_dir`"
             )
 
 
@@ -192,10 +192,10 @@ class MNISTDataModule(BaseDataModule):
         if dataset not in ("auto", *DATASETS):
             raise UserError(f"no data set {dataset!r}; expected one of auto, {', '.join(DATASETS)}")
         if not 0 <= val_fraction < 1:
-            raise UserError(f"val_fraction {val_fraction} is outside 0 to 1; pass --val-fraction 0.08")
-        for name, size in (("batch-size", batch_size), ("eval-batch-size", eval_batch_size)):
+            raise UserError(f"val_fraction={val_fraction} is outside 0 to 1; pass val_fraction=0.08")
+        for name, size in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
             if size < 1:
-                raise UserError(f"--{name} {size}: a batch holds one sample at least; pass --{name} 256")
+                raise UserError(f"{name}={size}: a batch holds one sample at least; pass {name}=256")
         # A Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
         data_dir = str(Path(data_dir).expanduser())
         self.save_hyperparameters()
@@ -280,11 +280,11 @@ class MNISTDataModule(BaseDataModule):
             chosen = self.trainer.strategy.broadcast(chosen)
         if chosen == "digits" and self.hparams.data_dir != "data" and not Path(self.hparams.data_dir).is_dir():
             # Only the default folder may be missing: this one was given.
-            raise UserError(f"{self._missing('mnist')}; pass a folder that exists, or --dataset digits")
+            raise UserError(f"{self._missing('mnist')}; pass a folder that exists, or dataset='digits'")
         if chosen == "digits":
             _warn(
                 "warning: %s: going on with the 1,797 digits bundled with scikit-learn; "
-                "pass --data-dir FOLDER for MNIST",
+                "pass data_dir='FOLDER' for MNIST",
                 self._missing("mnist"),
             )
         self.dataset = chosen
@@ -297,8 +297,8 @@ class MNISTDataModule(BaseDataModule):
             files = find_files(self.dataset, self.hparams.data_dir)
             if files is None:
                 raise UserError(
-                    f"{self._missing(self.dataset)}; pass --data-dir FOLDER with {_FILES['train'][0]}[.gz] "
-                    f"and its three companions, or --dataset digits"
+                    f"{self._missing(self.dataset)}; pass data_dir='FOLDER' with {_FILES['train'][0]}[.gz] "
+                    f"and its three companions, or dataset='digits'"
                 )
             _refuse_another_sets_files(self.dataset, files)
             source = (str(files[part][0]), str(files[part][1]))
@@ -423,7 +423,7 @@ class MNISTDataModule(BaseDataModule):
         saved = state_dict["dataset"]
         if self.hparams.dataset not in ("auto", saved):
             raise UserError(
-                f"the checkpoint was trained on {saved}, found --dataset {self.dataset}; pass --dataset {saved}"
+                f"the checkpoint was trained on {saved}, found dataset={self.dataset!r}; pass dataset={saved!r}"
             )
         if self.dataset not in ("auto", saved):
             # Lightning sets up before it reads the checkpoint, so "auto" had settled on what is found here and now.

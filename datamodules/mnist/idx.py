@@ -79,5 +79,5 @@ def check_images_and_labels(
         row, largest = int(outside[0]), int(labels.max())
         raise UserError(
             f"label {int(labels[row])} at row {row} of {labels_from} is outside 0..{num_classes - 1} "
-            f"({len(outside):,} of {len(labels):,} labels are); pass --num-classes {largest + 1} or fix the file"
+            f"({len(outside):,} of {len(labels):,} labels are); pass num_classes={largest + 1} or fix the file"
         )

@@ -74,7 +74,7 @@ def load_images(files: Sequence[str]) -> Tensor:
         UserError: no file was given, or one is missing or not an image.
     """
     if not files:
-        raise UserError("no image to predict; type the names of PNG or JPEG files after the options")
+        raise UserError("no image to predict; pass the names of PNG or JPEG files")
     images = []
     for file in files:
         try:

@@ -58,8 +58,8 @@ class Mean(Recipe):
 
 
 def _trainer() -> pl.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return pl.Trainer(accelerator="cpu", max_epochs=1, enable_checkpointing=False, **quiet)  # type: ignore[arg-type]
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return pl.Trainer(accelerator="cpu", max_epochs=1, enable_checkpointing=False, **quiet)
 
 
 def test_a_stock_data_module_is_answered_for_with_the_defaults():

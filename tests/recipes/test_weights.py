@@ -159,18 +159,18 @@ def test_what_is_no_file_of_weights_is_named(tmp_path: Path, name: str, content:
 
 def test_a_missing_file_says_what_could_have_been_typed(tmp_path: Path):
     with pytest.raises(
-        UserError, match=r"there is no file .*imagnet; pass --weights FILE \(.*\.safetensors.*imagenet or"
+        UserError, match=r"there is no file .*imagnet; pass weights='FILE' \(.*\.safetensors.*imagenet' or"
     ):
         read_weights(tmp_path / "imagnet")
 
 
 def test_a_folder_names_the_file_in_it(tmp_path: Path):
-    with pytest.raises(UserError, match=r"is a folder; name a file in it, such as --weights .*weights\.pt"):
+    with pytest.raises(UserError, match=r"is a folder; name a file in it, such as weights='.*weights\.pt"):
         read_weights(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last.ckpt").touch()
     (tmp_path / "checkpoints" / "best.ckpt").touch()
-    with pytest.raises(UserError, match=r"such as --weights .*checkpoints.best\.ckpt"):
+    with pytest.raises(UserError, match=r"such as weights='.*checkpoints.best\.ckpt"):
         read_weights(tmp_path)
 
 
@@ -397,13 +397,13 @@ def test_what_trains_and_where_the_tensors_live_stays_as_it_is():
         (
             {"conv1.weight": torch.ones(4, 1, 3, 3)},
             0.5,
-            r"1 of the network's 7 tensors.*least 50%.*pass --weights-min-share 0.14",
+            r"1 of the network's 7 tensors.*least 50%.*pass min_share=0.14",
         ),
         ({"layers.0.weight": torch.ones(4)}, 0.5, r"0 of the network's 7.*Not taken: layers.0.weight is not in"),
         ({"layers.0.weight": torch.ones(4)}, 0.0, r"0 of the network's 7"),
         ({}, 0.0, r"0 of the network's 7 tensors.*Not taken: nothing"),
         ({name: value for name, value in _state().items() if "fc" not in name}, 0.8, r"5 of the.*least 80%"),
-        (_state(), 1.5, "min_share is 1.5, expected a share from 0 to 1"),
+        (_state(), 1.5, "min_share=1.5: expected a share from 0 to 1"),
     ],
 )
 def test_too_few_matches_are_refused_and_nothing_is_touched(state: dict[str, Tensor], min_share: float, message: str):
@@ -416,7 +416,7 @@ def test_too_few_matches_are_refused_and_nothing_is_touched(state: dict[str, Ten
 
 def test_the_share_that_a_refusal_names_is_accepted():
     state = {name: value for name, value in _state().items() if "fc" not in name}
-    with pytest.raises(UserError, match=r"pass --weights-min-share 0\.71 to load what fits"):
+    with pytest.raises(UserError, match=r"pass min_share=0\.71 to load what fits"):
         load_weights(Net(), state, "a.pt", 0.8)
     assert len(load_weights(Net(), state, "a.pt", 0.71).loaded) == 5
 
@@ -552,7 +552,7 @@ def test_a_failed_download_says_why_and_what_to_pass_and_leaves_nothing_behind(
     start = time.monotonic()
     with pytest.raises(
         UserError,
-        match=rf"could not download net-\w+\.pth \(127.0.0.1:\d+: {reason}.*\); pass --weights FILE, or --weights none",
+        match=rf"could not download net-\w+\.pth \(127.0.0.1:\d+: {reason}.*\); pass weights='FILE', or weights='none'",
     ):
         download_weights(server.address(kind, digest), timeout=0.5)
     assert time.monotonic() - start < 10
@@ -627,7 +627,7 @@ def test_without_a_network_imagenet_says_what_else_to_pass(cache: Path, monkeypa
     monkeypatch.setattr(ResNet18_Weights.DEFAULT.value, "url", f"http://127.0.0.1:{free_port()}/resnet18-f37072fd.pth")
     with pytest.raises(
         UserError,
-        match=r"could not download resnet18.*\(.*refused.*\); pass --weights FILE, or --weights none to train every",
+        match=r"could not download resnet18.*\(.*refused.*\); pass weights='FILE', or weights='none' to train every",
     ):
         imagenet_weights("resnet18")
 

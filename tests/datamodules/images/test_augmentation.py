@@ -123,7 +123,7 @@ def test_images_are_mirrored_unless_flipping_is_off(name, size):
 
 
 def test_an_unknown_augmentation_is_refused():
-    with pytest.raises(UserError, match="no augmentation 'heavy'; pass --augment none or light or standard"):
+    with pytest.raises(UserError, match="augment='heavy': expected one of none, light, standard"):
         Augmentation("heavy", 64, 1)
 
 

@@ -347,7 +347,7 @@ def _one_level_up(folder: Path) -> str:
     for part in ("train", "val"):
         write_class(folder / "insects" / part / "ant", 1)
         write_class(folder / "insects" / part / "bee", 1)
-    return "did you mean --data-dir .*/insects?"
+    return "did you mean data_dir='.*/insects'?"
 
 
 def _no_images(folder: Path) -> str:
@@ -384,10 +384,10 @@ def test_a_folder_that_cannot_be_trained_on_is_refused_with_what_to_do(tmp_path,
 
 
 def test_a_missing_folder_and_a_file_are_refused(tmp_path):
-    with pytest.raises(UserError, match="nowhere does not exist; pass a folder"):
+    with pytest.raises(UserError, match="nowhere' does not exist; pass a folder"):
         _data(tmp_path / "nowhere")
     zipfile.ZipFile(tmp_path / "x.zip", "w").close()
-    with pytest.raises(UserError, match=r"x.zip is a file; unpack it"):
+    with pytest.raises(UserError, match=r"x.zip' is a file; unpack it"):
         _data(tmp_path / "x.zip")
 
 
@@ -465,7 +465,7 @@ def test_prediction_leaves_out_what_it_cannot_read_and_keeps_the_numbers(tree, n
 
 
 def test_nothing_to_predict_is_an_error(tree):
-    with pytest.raises(UserError, match="no image to predict; type the names"):
+    with pytest.raises(UserError, match="no image to predict; pass the names"):
         _data(None, "predict")
     data = _data(None, "predict", predict_inputs=[str(tree / "nowhere.jpg")])
     with pytest.raises(UserError, match="none of the 1 images can be read"):
@@ -588,8 +588,8 @@ def test_without_a_folder_the_bundled_digits_are_used_and_said(notes):
     assert (data.dataset, data.image_size, data.augments) == ("digits", 32, True)
     assert data.sizes == {"train": 1295, "val": 142, "test": 360}
     assert _messages(notes) == [
-        "no --data-dir: going on with the 1,797 digits bundled with scikit-learn as small colour images; "
-        "pass --data-dir FOLDER for your own"
+        "no `data_dir`: going on with the 1,797 digits bundled with scikit-learn as small colour images; "
+        "pass data_dir='FOLDER' for your own"
     ]
     images, _ = next(iter(data.train_dataloader()))
     assert images.shape == (100, 3, 32, 32)
@@ -685,14 +685,14 @@ def test_flowers_are_read_from_torchvisions_files(tmp_path, monkeypatch):
 def test_a_set_that_cannot_be_downloaded_is_refused_with_what_to_type(tmp_path, monkeypatch):
     from torchvision.datasets import CIFAR10
 
-    with pytest.raises(UserError, match=r"CIFAR-10 is not in .*, and .*not found.*; pass --data-dir"):
+    with pytest.raises(UserError, match=r"CIFAR-10 is not in .*, and .*not found.*; pass the `data_dir`"):
         _data(tmp_path, dataset="cifar10", download=False)
     # An address that surely does not answer.
     monkeypatch.setattr(CIFAR10, "url", (tmp_path / "nowhere.tar.gz").as_uri())
     data = ImageFolderDataModule("cifar10", str(tmp_path))
     data.prepare_data()
     with pytest.raises(
-        UserError, match=r"CIFAR-10 is not in .*, and could not be downloaded \(.*nowhere.*pass --data-dir"
+        UserError, match=r"CIFAR-10 is not in .*, and could not be downloaded \(.*nowhere.*pass the `data_dir`"
     ):
         data.setup("fit")
 
@@ -707,10 +707,10 @@ def test_a_checkpoint_of_other_classes_is_refused_and_prediction_takes_its_names
     shutil.move(tree / "train" / "cow", tree / "train" / "dog")
     shutil.move(tree / "val" / "cow", tree / "val" / "dog")
     with pytest.raises(
-        UserError, match="trained on the classes ant, bee, cow, found ant, bee, dog; pass the --data-dir"
+        UserError, match="trained on the classes ant, bee, cow, found ant, bee, dog; pass the `data_dir`"
     ):
         _data(tree).load_state_dict(state)
-    with pytest.raises(UserError, match="trained on folder, found digits; pass --data-dir"):
+    with pytest.raises(UserError, match="trained on folder, found digits; pass data_dir="):
         _data(None).load_state_dict(state)
     data = _data(None, "predict", predict_inputs=[str(tree / "val")], image_size=None)
     data.load_state_dict(state)
@@ -721,14 +721,14 @@ def test_a_checkpoint_of_other_classes_is_refused_and_prediction_takes_its_names
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"dataset": "imagenet"}, "--dataset imagenet: expected one of auto, folder"),
-        ({"augment": "heavy"}, "--augment heavy: expected one of none, light"),
-        ({"on_corrupt": "ignore"}, "--on-corrupt ignore: expected one of error, skip"),
-        ({"val_fraction": 1.0}, "--val-fraction 1.0 is outside"),
+        ({"dataset": "imagenet"}, "dataset='imagenet': expected one of auto, folder"),
+        ({"augment": "heavy"}, "augment='heavy': expected one of none, light"),
+        ({"on_corrupt": "ignore"}, "on_corrupt='ignore': expected one of error, skip"),
+        ({"val_fraction": 1.0}, "val_fraction=1.0 is outside"),
         ({"val_fraction": 0.5, "test_fraction": 0.5}, "leave nothing to train on"),
-        ({"batch_size": 0}, "--batch-size 0: expected 1 or more"),
-        ({"mixup": -0.1}, "--mixup -0.1: expected 0 or more"),
-        ({"image_size": 0}, "--image-size 0: expected 8 or more"),
+        ({"batch_size": 0}, "batch_size=0: expected 1 or more"),
+        ({"mixup": -0.1}, "mixup=-0.1: expected 0 or more"),
+        ({"image_size": 0}, "image_size=0: expected 8 or more"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(options, reason):
@@ -737,7 +737,7 @@ def test_settings_that_make_no_sense_are_refused(options, reason):
 
 
 def test_a_folder_is_asked_for_where_only_a_folder_will_do():
-    with pytest.raises(UserError, match="--dataset folder needs --data-dir"):
+    with pytest.raises(UserError, match="dataset='folder' needs `data_dir`"):
         _data(None, dataset="folder")
 
 

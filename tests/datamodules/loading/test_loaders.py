@@ -167,14 +167,14 @@ def test_batches_use_no_random_generator():
 @pytest.mark.parametrize(
     ("rows", "batch_size", "options", "reason"),
     [
-        (23, 24, {}, "a batch of 24 is larger than the training set of 23 samples; pass --batch-size 23 or less"),
+        (23, 24, {}, "a batch of 24 is larger than the training set of 23 samples; pass batch_size=23 or less"),
         (0, 1, {}, "the training set is empty"),
         (23, 0, {}, "a batch holds one sample at least, found 0"),
         (
             23,
             8,
             {"world_size": 3, "drop_last": True},
-            r"a batch of 24 \(8 on each of 3 ranks\) is larger than .* 23 samples; pass --batch-size 7 or less",
+            r"a batch of 24 \(8 on each of 3 ranks\) is larger than .* 23 samples; pass batch_size=7 or less",
         ),
     ],
 )

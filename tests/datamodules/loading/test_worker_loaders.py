@@ -233,7 +233,9 @@ def test_partners_are_those_of_the_epochs_order_however_it_is_split():
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_unreadable_sample_is_an_error_that_names_it(num_workers):
     loader = _loader(reader=Numbers(unreadable=(7,)), num_workers=num_workers)
-    with pytest.raises(UserError, match=r"^7.jpg cannot be read; replace or remove .* --on-corrupt skip$") as caught:
+    with pytest.raises(
+        UserError, match=r"^7.jpg cannot be read; replace or remove .* on_corrupt='skip' to leave .*$"
+    ) as caught:
         _targets(loader)
     assert "Traceback" not in str(caught.value)
 

@@ -80,8 +80,8 @@ def test_good_images_and_labels_pass(num_classes: int):
     ("images", "labels", "num_classes", "reason"),
     [
         (IMAGES, LABELS[:4], 10, "^images holds 5 images and labels 4 labels$"),
-        (IMAGES, LABELS, 5, r"^label 5 at row 4 of labels is outside 0\.\.4 \(1 of 5 labels are\).*--num-classes 6"),
-        (IMAGES, LABELS, 4, r"^label 4 at row 2 of labels is outside 0\.\.3 \(2 of 5 .*--num-classes 6"),
+        (IMAGES, LABELS, 5, r"^label 5 at row 4 of labels is outside 0\.\.4 \(1 of 5 labels are\).*num_classes=6"),
+        (IMAGES, LABELS, 4, r"^label 4 at row 2 of labels is outside 0\.\.3 \(2 of 5 .*num_classes=6"),
         (IMAGES[:, :27], LABELS, 10, "^images holds images of 27 x 28, expected 28 x 28$"),
     ],
 )

@@ -152,9 +152,9 @@ def test_the_other_sets_have_their_own_folders(tmp_path: Path):
 
 
 def test_a_missing_folder_is_refused_with_what_to_type(tmp_path: Path):
-    with pytest.raises(UserError, match=r"the folder .*nowhere does not exist.* pass --data-dir .*--dataset digits"):
+    with pytest.raises(UserError, match=r"the folder .*nowhere does not exist.* pass data_dir=.*dataset='digits'"):
         _data(tmp_path / "nowhere").setup("fit")
-    with pytest.raises(UserError, match="has no MNIST files; pass --data-dir"):
+    with pytest.raises(UserError, match="has no MNIST files; pass data_dir="):
         _data(tmp_path).setup("test")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file is a file, expected the folder of the MNIST files"):
@@ -196,7 +196,7 @@ def _break(path: Path, how: str) -> None:
         (
             FILES[1],
             "label 11",
-            r"label 11 at row 17 of .*{file} is outside 0\.\.9 .*pass --num-classes 12 or fix",
+            r"label 11 at row 17 of .*{file} is outside 0\.\.9 .*pass num_classes=12 or fix",
         ),
     ],
 )
@@ -235,10 +235,10 @@ def test_only_what_the_stage_needs_is_read(tiny: Path):
     ("options", "reason"),
     [
         ({"dataset": "mnits"}, "no data set 'mnits'; expected one of auto, mnist, fashion-mnist, kmnist, digits"),
-        ({"val_fraction": 1.0}, "--val-fraction"),
-        ({"val_fraction": -0.1}, "--val-fraction"),
-        ({"batch_size": 0}, "--batch-size 0: a batch holds one sample at least"),
-        ({"eval_batch_size": -1}, "--eval-batch-size -1"),
+        ({"val_fraction": 1.0}, "val_fraction=1.0"),
+        ({"val_fraction": -0.1}, "val_fraction=-0.1"),
+        ({"batch_size": 0}, "batch_size=0: a batch holds one sample at least"),
+        ({"eval_batch_size": -1}, "eval_batch_size=-1"),
     ],
 )
 def test_a_wrong_setting_is_refused_at_once(tmp_path: Path, options: dict[str, Any], reason: str):
@@ -247,7 +247,7 @@ def test_a_wrong_setting_is_refused_at_once(tmp_path: Path, options: dict[str, A
 
 
 def test_a_split_that_leaves_nothing_to_train_on_is_refused(tiny: Path):
-    with pytest.raises(UserError, match=r"cannot hold 50 of 50 samples out .* pass a smaller --val-fraction"):
+    with pytest.raises(UserError, match=r"cannot hold 50 of 50 samples out .* pass a smaller `val_fraction`"):
         _data(tiny, val_fraction=0.999).setup("fit")
 
 
@@ -467,14 +467,14 @@ def test_auto_goes_on_with_the_digits_and_says_why_in_one_line(tmp_path: Path, c
         _trainer(fast_dev_run=1).test(Watcher(), datamodule=data)
     assert [record.getMessage() for record in caplog.records if record.name == "lightning_recipes"] == [
         f"warning: {tmp_path} has no MNIST files: going on with the 1,797 digits bundled with scikit-learn; "
-        f"pass --data-dir FOLDER for MNIST"
+        f"pass data_dir='FOLDER' for MNIST"
     ]
     assert data.info.title == "scikit-learn digits"
     assert data.sizes == {"train": 1437 - 287, "val": 287, "test": 360}
 
 
 def test_auto_refuses_a_folder_that_somebody_typed_and_that_does_not_exist(tmp_path: Path):
-    with pytest.raises(UserError, match="nowhere does not exist.*pass a folder that exists, or --dataset digits"):
+    with pytest.raises(UserError, match="nowhere does not exist.*pass a folder that exists, or dataset='digits'"):
         _data(tmp_path / "nowhere", dataset="auto").setup("fit")
 
 
@@ -501,7 +501,7 @@ def test_a_failed_download_is_the_reason_of_auto_and_the_error_of_mnist(
     assert "\n" not in line
     assert "could not download train-images-idx3-ubyte.gz (127.0.0.1:9: [Errno 111] Connection refused)" in line
     assert data.dataset == "digits"
-    with pytest.raises(UserError, match=r"could not download .*Connection refused.*pass --data-dir FOLDER"):
+    with pytest.raises(UserError, match=r"could not download .*Connection refused.*pass data_dir='FOLDER'"):
         _trainer(fast_dev_run=1).fit(Watcher(), datamodule=_data(tmp_path, download=True))
 
 
@@ -572,7 +572,7 @@ def test_auto_follows_the_checkpoint_wherever_the_files_are(tiny: Path, tmp_path
 
 def test_a_checkpoint_of_another_set_than_the_one_named_is_refused(tiny: Path, tmp_path: Path):
     mnist = _checkpoint(_data(tiny), tmp_path / "mnist.ckpt")
-    with pytest.raises(UserError, match="trained on mnist, found --dataset digits; pass --dataset mnist"):
+    with pytest.raises(UserError, match="trained on mnist, found dataset='digits'; pass dataset='mnist'"):
         _trainer().test(Watcher(), datamodule=_data(tiny, dataset="digits"), ckpt_path=str(mnist), weights_only=True)
 
 
@@ -595,7 +595,7 @@ def test_the_real_files_are_read_in_a_moment_and_are_what_torchvision_reads(shar
 
 
 def test_mnist_under_the_name_of_a_relative_is_refused(shared_data: Path, tmp_path: Path):
-    with pytest.raises(UserError, match=r"belongs to MNIST, expected Fashion-MNIST; pass --dataset mnist"):
+    with pytest.raises(UserError, match=r"belongs to MNIST, expected Fashion-MNIST; pass dataset='mnist'"):
         _data(shared_data / "mnist", dataset="fashion-mnist").setup("fit")
     # Unpacked as torchvision does it: the archive still stands beside.
     for stem in FILES:

@@ -149,7 +149,7 @@ def test_what_is_no_image_is_refused_with_its_name(tmp_path: Path):
     _damaged(tmp_path / "flipped.png")
     (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "folder.png").mkdir()
-    with pytest.raises(UserError, match="type the names"):
+    with pytest.raises(UserError, match="pass the names"):
         load_images([])
     with pytest.raises(UserError, match="nothing.png does not exist"):
         load_images([str(good), str(tmp_path / "nothing.png")])
