@@ -1,7 +1,7 @@
-"""Weights from anywhere into a model: read without running code, matched by name and shape, reported in one line.
+"""Load weights of any origin into a module: read without running code, matched by name and shape, reported in a line.
 
-A file of weights is either a mistake (the wrong file, half a file, another network) or it fits in most places and not
-in the head. The first is refused before anything is touched, the second is loaded and said.
+A file is either wrong (another file, half a file, another network), or most of its tensors fit and those of the head do
+not. The first is refused before the module changes; of the second, the tensors that fit are loaded.
 """
 
 import itertools
@@ -27,7 +27,7 @@ __all__ = [
     "some_names",
 ]
 
-# Averaged weights first, as in timm: where a file has both, its published scores are theirs.
+# Averaged weights first, as in timm: where a file has both, the published scores are of the averaged ones.
 _CONTAINERS = (
     *("state_dict_ema", "model_ema", "params_ema", "state_dict", "model_state_dict", "model_state"),
     *("model", "module", "network", "net", "weights", "params"),
@@ -36,12 +36,12 @@ _KINDS = (".ckpt", ".safetensors", ".pt", ".pth")
 
 # Attributes that hold a whole network: a file and a module may have different ones, or none.
 _WRAPPERS = {"module", "model", "network", "net", "backbone", "trunk", "_forward_module"}
-# torch's own wrappers stand anywhere in a name, and are nobody's choice.
+# torch's own wrappers stand anywhere in a name.
 _INNER_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 def _check_file(path: Path) -> None:
-    """Refuse what is no file of weights whatever its name says."""
+    """Refuse files that hold no weights, whatever their suffix."""
     if path.is_dir():
         inside = [file for kind in _KINDS for at in ("", "checkpoints/") for file in path.glob(f"{at}*{kind}")]
         example = min(inside, default=path / "weights.pt")
@@ -56,13 +56,13 @@ def _check_file(path: Path) -> None:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     if not start:
-        raise UserError(f"{path} is empty; fetch it again")
+        raise UserError(f"{path} is empty; download it again")
     if start.lstrip().startswith(b"<"):
-        raise UserError(f"{path} is a web page, not weights: the address wanted a log-in or a click; fetch it again")
+        raise UserError(f"{path} is a web page, not weights: its address needs a log-in or a click; download it again")
     if start.startswith(b"version https://git-lfs"):
         raise UserError(f"{path} is a pointer of Git LFS, not weights; run git lfs pull in its folder")
     if start.startswith(b"PK") and not zipfile.is_zipfile(path):
-        raise UserError(f"{path} is damaged: it ends too early; fetch it again")
+        raise UserError(f"{path} is damaged: it ends too early; download it again")
 
 
 def _read_torch(path: Path) -> Any:
@@ -72,7 +72,7 @@ def _read_torch(path: Path) -> Any:
     except Exception as error:  # a damaged pickle raises anything
         code = re.search(r"GLOBAL (\S+) was not", str(error)) or re.search(r"TorchScript", str(error))
         if code is None:
-            raise UserError(f"{path} is damaged, or was not written by torch.save(); fetch it again") from error
+            raise UserError(f"{path} is damaged, or was not written by torch.save(); download it again") from error
         raise UserError(
             f"{path} is refused: reading it would run code ({code[code.lastindex or 0]}), which can do anything. "
             "If you trust who made it, keep its tensors alone and pass weights='weights.pt':\n"
@@ -89,7 +89,7 @@ def _read_safetensors(path: Path) -> Any:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is damaged, or no safetensors file ({error}); fetch it again") from error
+        raise UserError(f"{path} is damaged, or no safetensors file ({error}); download it again") from error
 
 
 def _tensors_in(content: Any, depth: int = 3) -> dict[str, Tensor]:
@@ -110,7 +110,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
             or another dict with a state dict in one of the usual places. Large files are mapped, not copied.
 
     Raises:
-        UserError: there is no such file, it is damaged, holds no tensors, or wants to run code.
+        UserError: there is no such file, it is damaged, holds no tensors, or would run code.
     """
     path = Path(path).expanduser()
     _check_file(path)
@@ -159,7 +159,7 @@ def _bare_names(names: Iterable[str], lead: tuple[str, ...]) -> dict[str, str]:
         parts = name.split(".")
         shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(parts[:-1], lead)))
         bare[name] = ".".join(parts[shared:])
-    # Of two that become one, such as a network and its copy, that with the longer lead is meant: it comes last.
+    # Of two that become one, such as a network and its copy, the one with the longer lead is used: it comes last.
     return {bare[name]: name for name in sorted(bare, key=lambda name: len(name) - len(bare[name]))}
 
 
@@ -190,10 +190,10 @@ def match_names(state: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> d
 
 
 def _misfit(value: Tensor, target: Tensor) -> str:
-    """Why a tensor cannot take another's place, or nothing."""
+    """Why a tensor cannot replace another; empty where it can."""
     if value.shape != target.shape:
         return f"{tuple(value.shape)} instead of {tuple(target.shape)}"
-    # Quantised integers are no weights without their scales.
+    # Quantised integers are not weights without their scales.
     if (value.is_floating_point(), value.is_complex()) != (target.is_floating_point(), target.is_complex()):
         return f"{value.dtype} instead of {target.dtype}".replace("torch.", "")
     return ""
@@ -201,16 +201,16 @@ def _misfit(value: Tensor, target: Tensor) -> str:
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """What became of the weights of a file; the counters of BatchNorm (``num_batches_tracked``) are left out.
+    """Which weights of a file were loaded; the counters of BatchNorm (``num_batches_tracked``) are left out.
 
     >>> print(WeightsReport("a.pt", ["conv.weight"], {"fc.bias": "(9,) instead of (2,)"}, ["fc.bias"]))
     weights from a.pt: 1 loaded, 1 skipped (fc.bias (9,) instead of (2,)), 1 new (fc.bias)
 
     Attributes:
         source: where they came from.
-        loaded: names in the module whose values are the file's now.
-        skipped: what the file has and the module did not take, and why.
-        new: names in the module that the file has no value for: they keep the one they had.
+        loaded: names in the module that got the file's values.
+        skipped: names in the file that were not loaded, and why.
+        new: names in the module that keep their values.
     """
 
     source: str
@@ -283,7 +283,7 @@ def load_weights(
         min_share: the least share of the module's tensors that has to match; tensors are counted, not elements.
 
     Raises:
-        UserError: fewer match, or none, or a matching one has NaN or infinite values. The module is untouched then.
+        UserError: fewer match, or none, or a matching one has NaN or infinite values. The module is not changed then.
     """
     if not 0 <= min_share <= 1:
         raise UserError(f"min_share={min_share}: expected a share from 0 to 1, such as 0.5")
@@ -292,10 +292,10 @@ def load_weights(
     fitting, report = _compare(state, targets, source_name)
     _refuse_too_few(report, min_share)
     for name, value in fitting.items():
-        # A mask of minus infinities is as the module made it.
+        # A mask of minus infinities may be part of the module.
         if not value.to(targets[name].dtype).isfinite().all() and targets[name].isfinite().all():
             raise UserError(f"weights from {source_name}: {name} has NaN or infinite values; pass another file")
-    # With what the module keeps, under its own version numbers: nothing is taken for an older format and converted.
+    # With the values that the module keeps, and its version numbers, so that nothing is converted from an older format.
     everything.update(fitting)
     module.load_state_dict(everything, strict=False)
     return report

@@ -16,7 +16,7 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.images.files import UnreadableImage
 from datamodules.loading.randomness import derive_seed, derive_seed_at
-from datamodules.loading.worker_loaders import Answer, Request
+from datamodules.loading.worker_loaders import BatchRequest, LoadedBatch
 
 __all__ = ["AUGMENTATIONS", "Augmentation", "BatchReader", "Mixing", "build_augmentation", "centre_square"]
 
@@ -132,7 +132,7 @@ def build_augmentation(name: str, size: int, flip: bool = True) -> Transform:
 class Augmentation:
     """A named augmentation whose random numbers are a function of (seed, epoch, sample).
 
-    Call it where torch's generator may be seeded at will, as in `BatchReader`.
+    It seeds torch's global generator, so its caller restores that, as `BatchReader` does.
     """
 
     name: str
@@ -173,7 +173,7 @@ class Mixing:
     """MixUp (Zhang et al., 2018) and CutMix (Yun et al., 2019) of a sample and the one before it in the epoch's order.
 
     A batch-wise permutation would depend on how the batch was split; the whole epoch's order does not, and only one
-    image more than the batch has to be read. With both on, each sample takes one of them by a toss.
+    image more than the batch has to be read. With both on, each sample takes one of them at random.
 
     Args:
         mixup: alpha of MixUp's beta distribution; 0 is off.
@@ -225,7 +225,7 @@ class Mixing:
 
 @contextmanager
 def _like_a_worker() -> Iterator[None]:
-    """One thread, since sums in several parts may round differently, and a generator that may be seeded."""
+    """One thread, since sums in several parts may round differently, and the global generator restored afterwards."""
     threads, state = torch.get_num_threads(), torch.default_generator.get_state()
     torch.set_num_threads(1)
     try:
@@ -249,7 +249,7 @@ class BatchReader:
     Args:
         images: uint8 of shape (3, height, width) by sample number.
         targets: int64 of shape (n,).
-        augmentation: what is done to each image.
+        augmentation: applied to each image.
         mixing: makes mixtures and soft targets of shape (batch, classes). A sample whose partner cannot be read stays
             as it is.
     """
@@ -262,12 +262,12 @@ class BatchReader:
         self.mixes = bool(mixing)
 
     def prepare(self) -> None:
-        """Decode what is to be kept in memory."""
+        """Decode the images that are kept in memory."""
         prepare = getattr(self.images, "prepare", None)
         if prepare is not None:
             prepare()
 
-    def __getitem__(self, request: Request) -> Answer:
+    def __getitem__(self, request: BatchRequest) -> LoadedBatch:
         epoch, rows, partners = request
         images: dict[int, Tensor] = {}
         unreadable: list[tuple[int, str]] = []
@@ -297,4 +297,4 @@ class BatchReader:
                     place.copy_(image)
                     soft.append(target)
                 targets = torch.stack(soft) if soft else torch.zeros(0, self.mixing.num_classes)
-        return Answer(inputs, targets, index, unreadable)
+        return LoadedBatch(inputs, targets, index, unreadable)

@@ -39,8 +39,8 @@ def _cores() -> int:
 
 @lru_cache(maxsize=4)
 def _statistics(means: tuple[float, ...], stds: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """What bytes are multiplied with and what is added, each of shape (3, 1, 1)."""
-    # They outlive the validation, in inference mode, that may be the first to ask.
+    """The factor and the summand that normalise bytes, each of shape (3, 1, 1)."""
+    # They outlive the validation, in inference mode, that may be the first to need them.
     with torch.inference_mode(False):
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (means, stds))
         return (1 / (255 * std)).to(device), (-mean / std).to(device)
@@ -61,19 +61,20 @@ class ImageFolderDataModule(BaseDataModule):
         eval_batch_size: samples in one forward pass of validation, test and prediction.
         val_fraction: share of each class held out for validation, where there is no folder val.
         test_fraction: share of each class held out for testing, where there is no folder test.
-        augment: how training images vary: not at all, by crops and mirroring, also in colour, or by RandAugment.
+        augment: augmentation of training images: none, crops and mirroring, these and colours, or RandAugment.
         mixup: alpha of MixUp (Zhang et al., 2018), such as 0.2; 0 is off.
         cutmix: alpha of CutMix (Yun et al., 2019), such as 1.0; 0 is off.
-        num_workers: processes that read images ahead; by default one for two cores, 8 at most; none on a CPU.
-        cache_gb: memory for images that are then decoded once, shared by the processes on a machine.
-        on_corrupt: what to do about a file that cannot be read: end with an error, or skip it and say so.
-        seed: of the split, the order and the augmentation.
-        drop_last: leave the incomplete last batch of an epoch out.
-        download: fetch missing files of the known sets.
+        num_workers: worker processes that read images; by default half the cores per device, 8 at most, and on a CPU
+            none.
+        cache_gb: memory for decoded images, in GiB, shared by the processes on a machine.
+        on_corrupt: what to do about a file that cannot be read: end with an error, or skip it with a warning.
+        seed: seed of the split, the shuffling and the augmentation.
+        drop_last: drop the incomplete last batch of an epoch.
+        download: download missing files of the known sets.
         predict_inputs: images, and folders of images, that `predict` reads.
 
     Raises:
-        UserError: for settings that make no sense, and at set-up for a folder that cannot be trained on.
+        UserError: for invalid parameters, and at set-up for a folder that cannot be trained on.
     """
 
     free_parameters = DataContract.free_parameters | {"cache_gb", "download"}
@@ -135,10 +136,8 @@ class ImageFolderDataModule(BaseDataModule):
         self._no_download: Exception | None = None
         self._fallback_noted = False
         self._budget = MemoryBudget(0)
-        # Weak: a loader that nobody uses any more, as where they are made anew in each epoch, ends its workers itself.
+        # Weak: a loader that is no longer used, as where each epoch makes a new one, ends its workers by itself.
         self._loaders: weakref.WeakSet[WorkerTrainLoader | WorkerEvaluationLoader] = weakref.WeakSet()
-
-    # What others may ask
 
     @property
     def info(self) -> ImageSetInfo:
@@ -153,7 +152,7 @@ class ImageFolderDataModule(BaseDataModule):
     @property
     @override
     def num_classes(self) -> int:
-        """How many classes there are; a folder is looked through for them."""
+        """The number of classes; a folder is scanned for them."""
         if not self._info.num_classes:
             self._scan()
         return self._info.num_classes
@@ -184,7 +183,7 @@ class ImageFolderDataModule(BaseDataModule):
     @property
     @override
     def validates(self) -> bool:
-        """Whether there is a part to validate on, once it has been read."""
+        """Whether there is a part to validate on; a folder is scanned for it."""
         if self.dataset == "folder" and not self._sources:
             self._scan()
         return "val" in self._sources or "val" in dict(self._info.splits) or bool(self.hparams.val_fraction)
@@ -208,7 +207,7 @@ class ImageFolderDataModule(BaseDataModule):
         return {name: value for name, value in found.items() if self.hparams[name] in (None, "auto")}
 
     def _note_fallback(self) -> None:
-        """Say once that there are no images of the user's."""
+        """Log once that the bundled digits are used."""
         if self.dataset == "digits" and self.hparams.dataset == "auto" and not self._fallback_noted:
             self._fallback_noted = True
             _warn(
@@ -230,9 +229,9 @@ class ImageFolderDataModule(BaseDataModule):
         """
         loader = self._evaluation_loader(part, rank, world_size)
         try:
-            for answer in loader.answers():
-                images = self.normalise(answer.inputs.to(self._device, non_blocking=True))
-                yield images, answer.targets.to(self._device), answer.rows.to(self._device)
+            for batch in loader.loaded_batches():
+                images = self.normalise(batch.inputs.to(self._device, non_blocking=True))
+                yield images, batch.targets.to(self._device), batch.rows.to(self._device)
         finally:
             loader.close()
             self._loaders.discard(loader)
@@ -240,8 +239,6 @@ class ImageFolderDataModule(BaseDataModule):
     @property
     def _processes_here(self) -> int:
         return max(1, self.trainer.num_devices) if self.trainer else 1
-
-    # Reading
 
     @property
     def _mixing(self) -> bool:
@@ -255,7 +252,7 @@ class ImageFolderDataModule(BaseDataModule):
     def prepare_data(self) -> None:
         """Download what is missing. Lightning calls this in one process per node.
 
-        A failure is kept for `setup`, which every process reaches: raised here, the others would wait for this one.
+        A failure is raised in `setup`, which every process reaches: raised here, the other processes would wait.
         """
         predicting = self.trainer is not None and self.trainer.state.fn == "predict"
         if self._info.torchvision_name is None or not self.hparams.download or predicting:
@@ -278,7 +275,7 @@ class ImageFolderDataModule(BaseDataModule):
             ) from error
 
     def _scan(self) -> None:
-        """List the images of a folder, and settle its classes."""
+        """List the images of a folder and its classes."""
         if self.hparams.data_dir is None:
             raise UserError("dataset='folder' needs `data_dir`, a folder with a folder of images for each class")
         tree = scan_tree(self.hparams.data_dir)
@@ -289,7 +286,7 @@ class ImageFolderDataModule(BaseDataModule):
         self._sources = {part: Samples(files, targets) for part, (files, targets) in tree.parts.items()}
 
     def _read(self, part: str) -> Samples:
-        """A part that the set itself has."""
+        """A part of the set as it is published."""
         if part not in self._sources:
             if self.dataset == "digits":
                 self._note_fallback()
@@ -347,8 +344,6 @@ class ImageFolderDataModule(BaseDataModule):
         if not found:
             raise UserError("no image to predict; pass the names of image files or folders")
         return found
-
-    # Loaders
 
     @property
     def _workers(self) -> int:
@@ -416,7 +411,7 @@ class ImageFolderDataModule(BaseDataModule):
     @override
     def predict_dataloader(self) -> WorkerEvaluationLoader:
         """The images named by ``predict_inputs`` and their numbers, without those that cannot be read."""
-        # Not at set-up: a checkpoint that is read after it may say how large images are.
+        # Not at set-up: a checkpoint that is read later may hold the size of the images.
         self._add("predict", Samples(self._predict_files, list(range(len(self._predict_files)))))
         return self._evaluation_loader("predict", self._rank, self._world_size)
 
@@ -445,18 +440,16 @@ class ImageFolderDataModule(BaseDataModule):
         """End the worker processes, also after Ctrl-C."""
         self._close()
 
-    # Checkpoints
-
     @override
     def state_dict(self) -> dict[str, Any]:
-        """What the classes are, so that a checkpoint is not continued or tested on others."""
+        """The data set and its classes, so that a checkpoint is not resumed or tested on others."""
         return {"dataset": self.dataset, "classes": list(self._info.classes)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved, classes = state_dict["dataset"], tuple(state_dict["classes"])
         if not self._sources:
-            # Prediction needs no data set; the names of the classes, and what an image is scaled to, are the run's.
+            # Prediction needs no data set: the class names and the size of an image are those of the run.
             self.dataset = saved
             self._info = replace(IMAGE_SETS[saved], num_classes=len(classes), classes=classes)
             return

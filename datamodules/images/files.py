@@ -88,7 +88,7 @@ def load_image(path: str | Path, short_side: int) -> Tensor:
         reason = "the file is empty" if empty else "its content is not an image"
     except OSError as error:
         reason = error.strerror or str(error)
-    # On damaged files Pillow's decoders raise whatever their parsing stumbles over, from SyntaxError to zlib.error.
+    # On damaged files Pillow's decoders raise exceptions of many kinds, from SyntaxError to zlib.error.
     except Exception as error:
         reason = str(error) or type(error).__name__
     raise UnreadableImage(f"{path} cannot be read as an image: {reason}")
@@ -109,8 +109,8 @@ class ImageFiles:
     Args:
         files: their paths.
         short_side: of the decoded images, at most.
-        budget: memory for decoded images; without it each is decoded whenever it is asked for.
-        threads: that decode at the same time.
+        budget: memory for decoded images; without it each is decoded whenever it is read.
+        threads: how many decode at the same time.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class ImageFiles:
         return load_image(self.files[row], self.short_side)
 
     def prepare(self) -> None:
-        """Decode what fits into the budget, the first time; the headers of the files tell how much that is."""
+        """Decode what fits into the budget, the first time; the headers of the files say how much that is."""
         if self.budget is None:
             return
         budget, self.budget = self.budget, None
@@ -149,7 +149,7 @@ class ImageFiles:
                 with Image.open(file) as image:
                     width, height = _reduced(image.size, self.short_side)
             except Exception:
-                # Whatever is wrong with it is said when it is decoded.
+                # The error is reported when it is decoded.
                 width = height = 0
             room = 3 * width * height
             if total + room > budget.left:
@@ -159,17 +159,17 @@ class ImageFiles:
             rooms.append(room)
             total += room
         budget.left -= total
-        # The first need may be a validation in inference mode, and tensors made there cannot be written to elsewhere.
+        # The first call may come from a validation, in inference mode, whose tensors cannot be written to elsewhere.
         with torch.inference_mode(False):
             self._kept = torch.empty(total, dtype=torch.uint8)
-        began, said = time.monotonic(), False
+        began, logged = time.monotonic(), False
         with ThreadPoolExecutor(self.threads) as pool:
             try:
                 for _ in pool.map(self._keep, rows, starts, rooms):
-                    if not said and time.monotonic() - began > 2:
-                        said = True
+                    if not logged and time.monotonic() - began > 2:
+                        logged = True
                         size = f"{total / 2**30:.2f} GiB; `cache_gb` is the limit"
-                        _say(f"keeping {len(rows):,} of {len(self):,} images decoded in memory ({size})")
+                        _log(f"keeping {len(rows):,} of {len(self):,} images decoded in memory ({size})")
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -186,7 +186,7 @@ class ImageFiles:
             self._places[row] = (start, pixels.shape[0], pixels.shape[1])
 
 
-def _say(message: str) -> None:
+def _log(message: str) -> None:
     # Workers that are started afresh import this module, and would pay seconds for Lightning.
     from lightning.pytorch.utilities import rank_zero_only
 

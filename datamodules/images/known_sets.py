@@ -1,4 +1,4 @@
-"""The sets of images that are known by name: CIFAR, Oxford Pets and Flowers through torchvision, bundled digits."""
+"""Image data sets by name: CIFAR, Oxford Pets and Flowers through torchvision, and the bundled digits."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ __all__ = ["IMAGE_SETS", "ImageSetInfo", "Samples", "read_digits", "read_torchvi
 
 @dataclass(frozen=True)
 class ImageSetInfo:
-    """What is fixed about a set: its names, and the statistics (0..1) that its images are normalised with.
+    """The names of a set, and the statistics (0..1) that its images are normalised with.
 
     The statistics are ImageNet's, which the published weights expect. `classes` is empty until the set has been read,
     save where the names are known.

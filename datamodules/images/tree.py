@@ -21,8 +21,8 @@ class ImageTree:
 
     Attributes:
         classes: names of the classes that have images to train on, sorted.
-        parts: the files, sorted, and their classes' numbers: of "train", and of "val" and "test" where there are such.
-        notes: what a user should know, a line each.
+        parts: the files, sorted, and their classes' numbers: of "train", and of "val" and "test" where they exist.
+        notes: remarks for the user, a line each.
     """
 
     classes: tuple[str, ...]
@@ -40,16 +40,16 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """The visible files in a folder and its subfolders, links followed, but not round in circles."""
-    waiting, seen = [folder], set()
-    while waiting:
-        here = waiting.pop()
+    """The visible files in a folder and its subfolders, through links too, each folder once."""
+    stack, seen = [folder], set()
+    while stack:
+        here = stack.pop()
         if (real := os.path.realpath(here)) in seen:
             continue
         seen.add(real)
         for entry in _visible(here):
             if entry.is_dir():
-                waiting.append(entry)
+                stack.append(entry)
             else:
                 yield entry
 
@@ -80,7 +80,7 @@ def _find_parts(folder: Path) -> dict[str, Path]:
 
 
 def _expected(folder: Path) -> str:
-    """What to type instead of a folder that holds no classes."""
+    """What to pass instead of a folder that holds no classes."""
     for inner in _folders(folder):
         # Archives often hold a folder of their own name.
         if sum(bool(_folders(part)) or bool(images_below(part)[0]) for part in _folders(inner)) > 1:
@@ -92,7 +92,7 @@ def scan_tree(folder: str | Path) -> ImageTree:
     """The images in FOLDER/train/CLASS, FOLDER/val/CLASS and FOLDER/test/CLASS, or in FOLDER/CLASS.
 
     Raises:
-        UserError: there is no such folder, there are fewer than two classes, or one to evaluate that is not trained.
+        UserError: there is no such folder, there are fewer than two classes, or val or test has one that train lacks.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -119,9 +119,9 @@ def scan_tree(folder: str | Path) -> ImageTree:
     if len(classes) == 1:
         raise UserError(f"{folder} holds images of one class only, {classes[0]}; {_expected(folder)}")
     for part, by_class in found.items():
-        if strangers := sorted(set(by_class) - set(classes)):
+        if unknown := sorted(set(by_class) - set(classes)):
             raise UserError(
-                f"{part} holds classes that train has no image of: {', '.join(strangers)}; "
+                f"{part} holds classes that train has no image of: {', '.join(unknown)}; "
                 f"expected only {', '.join(classes[:10])}{', ...' * (len(classes) > 10)}"
             )
         if missing := sorted(set(classes) - set(by_class)):
@@ -141,7 +141,7 @@ def split_by_class(
     """Sorted sample numbers of "train" and of each part in `fractions`, which takes its share of every class.
 
     A function of the seed, the classes' names and the order of their samples. A class with two samples or more is in
-    each part, as far as they go round; training keeps one at least.
+    each part, as far as they suffice; training keeps one at least.
     """
     parts: dict[str, list[int]] = {"train": [], **{part: [] for part in fractions}}
     members: dict[int, list[int]] = {}

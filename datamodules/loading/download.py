@@ -2,7 +2,7 @@
 
 pooch does not replace this: it has no lock between processes and no list of mirrors, compares complete digests where
 torchvision's file names hold the first eight digits, overwrites a file that differs, and leaves what a killed download
-has written under a random name.
+has written under a random name. Its HTTP downloader needs requests, and would replace twenty lines.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _CHUNK = 1 << 18
 
 
 class DownloadError(UserError):
-    """No address delivered the file, or what came was not the file."""
+    """No address delivered the file with the expected digest."""
 
 
 def digest_of(path: Path, algorithm: str = "md5") -> str:
@@ -56,7 +56,7 @@ def _fetch(url: str, part: Path, digest: str | None, algorithm: str, timeout: fl
         os.fsync(file.fileno())
     if received < length:
         raise OSError(f"it ended after {received:,} of {length:,} bytes")
-    # Of what is on the disk, not of what came: that is what will be read.
+    # Of the file on the disk, which is what will be read.
     if digest and not (found := digest_of(part, algorithm)).startswith(digest):
         raise OSError(f"its {algorithm.upper()} is {found}, expected {digest}")
 
@@ -64,9 +64,9 @@ def _fetch(url: str, part: Path, digest: str | None, algorithm: str, timeout: fl
 def download(
     urls: Sequence[str], path: Path, digest: str | None, timeout: float = 10.0, algorithm: str = "md5"
 ) -> None:
-    """Fetch a file from the first address that delivers it, unless it is there already.
+    """Download a file from the first address that delivers it, unless it exists.
 
-    Processes that ask at the same time take turns, and the later ones find the file. It appears under its name only
+    Processes that call it at the same time take turns, and the later ones find the file. It appears under its name only
     when it is complete; nothing else stays behind, save after a kill a hidden part that the next download overwrites.
 
     Args:
@@ -102,7 +102,7 @@ def download(
                     return
         finally:
             part.unlink(missing_ok=True)
-            # While it is held, so that who comes next makes a new one; Windows removes it by itself.
+            # While it is held, so that the next process makes a new one; Windows removes it by itself.
             with contextlib.suppress(OSError):
                 lock.unlink()
     with contextlib.suppress(OSError):

@@ -38,7 +38,7 @@ def _check_batch_size(batch_size: int) -> None:
 
 
 class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
-    """Every epoch in its own order, from a position in it on."""
+    """Every epoch in its own shuffle order, from a position in it on."""
 
     def __init__(
         self, rows: Tensor, batch_size: int, seed: int, rank: int, world_size: int, drop_last: bool, shuffle: bool
@@ -122,10 +122,10 @@ class TrainLoader(TrainSampling, _Tensors):
         targets: of shape (n, ...).
         rows: int64, the numbers of those samples to train on.
         batch_size: samples on one rank in one forward pass.
-        seed: of the order.
+        seed: seed of the shuffling.
         transform: makes the network's inputs of a batch, on `device`.
         device: where batches go; by default where `inputs` are.
-        drop_last: leave an incomplete last step out; which samples that are depends on the number of ranks.
+        drop_last: drop an incomplete last step; which samples that drops depends on the number of ranks.
         shuffle: False keeps the order of `rows` in every epoch.
 
     Raises:
@@ -163,7 +163,7 @@ class EvaluationLoader(EvaluationSampling, _Tensors):
         targets: of shape (n, ...).
         rows: int64, the numbers of those samples to evaluate.
         batch_size: samples in one forward pass.
-        transform: makes the network's inputs of a batch, on `device`; it is told epoch 0.
+        transform: makes the network's inputs of a batch, on `device`; it gets epoch 0.
         device: where batches go; by default where `inputs` are.
 
     Example:

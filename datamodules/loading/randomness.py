@@ -1,8 +1,8 @@
-"""Random numbers with an address.
+"""Counter-based random numbers.
 
-A drawn stream depends on how often somebody drew before: on the worker, the device, the interruption. Here a
-number is a pure function of ``(seed, purpose, epoch, index)``, so it is the same wherever and whenever it is asked
-for. The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), in wrapping int64
+The numbers of a generator depend on how many were drawn before, and so on the workers, the devices and interruptions.
+Here a number is a pure function of its address, ``(seed, purpose, epoch, index)``, the same wherever and whenever it is
+computed. The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), in wrapping int64
 arithmetic, which gives the same bits on every device.
 """
 
@@ -39,7 +39,7 @@ def derive_seed(seed: int, *address: int | str) -> int:
 
     Args:
         seed: the run's seed.
-        address: what the numbers are for and where, such as ``("dropout", rank, update, micro_batch)``.
+        address: the purpose of the numbers and their place, such as ``("dropout", rank, update, micro_batch)``.
 
     Returns:
         A non-negative integer below 2**63, the same on every machine and Python version.
@@ -55,9 +55,9 @@ def derive_seed(seed: int, *address: int | str) -> int:
 
 
 def derive_seed_at(seed: int, *numbers: int) -> int:
-    """A further seed below a derived one, for places that are asked for thousands of times a second.
+    """A further seed below a derived one, for places that need thousands of them a second.
 
-    `derive_seed` hashes text, in 10 microseconds where it is called now and then; this mixes integers, in 1.
+    `derive_seed` hashes text, in 10 microseconds; this mixes integers, in 1.
 
     Example:
         >>> key = derive_seed(1, "step", 0)

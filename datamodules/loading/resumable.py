@@ -24,7 +24,7 @@ class ResumableLoader(ABC, Generic[Batch]):
     Args:
         items: how many an epoch has: samples, or batches that were cut before.
         items_at_once: how many of them one rank takes in a step.
-        drop_last: leave an incomplete last step out.
+        drop_last: drop an incomplete last step.
     """
 
     def __init__(self, items: int, items_at_once: int, rank: int, world_size: int, drop_last: bool = False) -> None:

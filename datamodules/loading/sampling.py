@@ -1,4 +1,4 @@
-"""Which sample when: pure functions from (seed, epoch, batch size, rank) to sample numbers.
+"""Which samples make which batch: pure functions from (seed, epoch, batch size, rank) to sample numbers.
 
 One global order serves any number of ranks and micro-batches: step j of the epoch consumes the j-th slice of
 ``batch_size * world_size`` samples and every rank takes its part of that slice. So an update over k micro-batches
@@ -16,7 +16,7 @@ __all__ = ["epoch_order", "evaluation_spans", "num_training_steps", "split_indic
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
-    """The order of n samples in an epoch, int64 of shape (n,).
+    """The shuffle order of n samples in an epoch, int64 of shape (n,).
 
     Example:
         >>> epoch_order(5, seed=1, epoch=0).tolist() == epoch_order(5, seed=1, epoch=1).tolist()
@@ -76,8 +76,8 @@ def training_spans(
 def evaluation_spans(n: int, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[int, int]]:
     """This rank's batches of an evaluation, as positions ``[start, stop)``; together the ranks visit each once.
 
-    Whole batches are dealt to the ranks in turn, so a batch holds the same samples on any number of ranks and its
-    result is the same to the bit. A rank left without one gets an empty span: each takes part in the reductions.
+    Whole batches go to the ranks in turn, so a batch holds the same samples on any number of ranks and its
+    result is the same to the bit. A rank without a batch gets an empty span: each takes part in the reductions.
 
     Example:
         >>> [list(evaluation_spans(5, 2, rank, 2)) for rank in (0, 1)]

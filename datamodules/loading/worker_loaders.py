@@ -1,7 +1,7 @@
 """Loaders over samples that have to be read and augmented: worker processes make whole batches.
 
-The orders, the position and its state are those of the loaders over tensors, so it does not show how many workers there
-are or how far they are ahead.
+The shuffle orders and the state are those of the loaders over tensors, so batches do not depend on the number of
+workers or on how far they prefetch.
 """
 
 import logging
@@ -17,13 +17,13 @@ from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationSampling, TrainSampling
 from datamodules.loading.resumable import Spans
 
-__all__ = ["Answer", "Request", "SampleReader", "WorkerEvaluationLoader", "WorkerTrainLoader"]
+__all__ = ["BatchRequest", "LoadedBatch", "SampleReader", "WorkerEvaluationLoader", "WorkerTrainLoader"]
 
 log = logging.getLogger("lightning_recipes")
 
 
-class Request(NamedTuple):
-    """A batch to make."""
+class BatchRequest(NamedTuple):
+    """A batch to load."""
 
     epoch: int
     rows: Sequence[int]
@@ -31,7 +31,7 @@ class Request(NamedTuple):
     """For each row the sample before it in the epoch's order, where the reader mixes samples."""
 
 
-class Answer(NamedTuple):
+class LoadedBatch(NamedTuple):
     """A batch, without those of its samples that cannot be read."""
 
     inputs: Tensor
@@ -42,7 +42,7 @@ class Answer(NamedTuple):
 
 
 class SampleReader(Protocol):
-    """What makes batches; it is copied into the workers."""
+    """Makes batches; it is copied into the workers."""
 
     targets: Tensor
     """Of all samples, of shape (n,)."""
@@ -52,18 +52,18 @@ class SampleReader(Protocol):
     def prepare(self) -> None:
         """Called in the main process before each epoch, and before workers start."""
 
-    def __getitem__(self, request: Request) -> Answer:
-        """Make a batch, as a function of the request and of nothing else."""
+    def __getitem__(self, request: BatchRequest) -> LoadedBatch:
+        """Make a batch, as a function of the request alone."""
 
 
 class _Requests:
-    """What the workers are asked for next: a sampler, as DataLoader calls it, that is refilled for each epoch."""
+    """The batches that workers make next: a sampler of a DataLoader that is refilled for each epoch."""
 
     def __init__(self) -> None:
-        self.waiting: list[Request] = []
+        self.pending: list[BatchRequest] = []
 
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self.waiting)
+    def __iter__(self) -> Iterator[BatchRequest]:
+        return iter(self.pending)
 
 
 def _start_worker(number: int) -> None:
@@ -73,8 +73,8 @@ def _start_worker(number: int) -> None:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
-def _as_it_is(answer: Any) -> Any:
-    return answer
+def _identity(batch: Any) -> Any:
+    return batch
 
 
 class _Workers:
@@ -84,7 +84,7 @@ class _Workers:
         self.reader, self.num_workers = reader, num_workers
         self.pin_memory, self.skip_unreadable = pin_memory, skip_unreadable
         self._requests = _Requests()
-        self._loader: DataLoader[Answer] | None = None
+        self._loader: DataLoader[LoadedBatch] | None = None
         self._skipped: set[int] = set()
         self._features: tuple[Tensor, Tensor] | None = None
 
@@ -123,8 +123,8 @@ class _Workers:
             self.close()
             yield from self._feature_batches(*self._features, order, spans)
             return
-        for answer in self._answers(epoch, order, spans):
-            yield answer.inputs, answer.targets
+        for batch in self._load_batches(epoch, order, spans):
+            yield batch.inputs, batch.targets
 
     def _feature_batches(
         self, features: Tensor, position: Tensor, order: Tensor, spans: Spans
@@ -139,25 +139,25 @@ class _Workers:
                 here, classes = here[known], classes[known]
             yield features.index_select(0, here), classes
 
-    def _answers(self, epoch: int, order: Tensor, spans: Spans) -> Iterator[Answer]:
+    def _load_batches(self, epoch: int, order: Tensor, spans: Spans) -> Iterator[LoadedBatch]:
         self.reader.prepare()
         before = order.roll(1) if self.reader.mixes else order[:0]
-        requests = [Request(epoch, order[a:b].tolist(), before[a:b].tolist()) for a, b in spans]
-        for answer in self._in_workers(requests) if self.num_workers else map(self.reader.__getitem__, requests):
-            for row, message in answer.unreadable:
-                self._meet_unreadable(row, message, len(order))
-            yield answer
+        requests = [BatchRequest(epoch, order[a:b].tolist(), before[a:b].tolist()) for a, b in spans]
+        for batch in self._in_workers(requests) if self.num_workers else map(self.reader.__getitem__, requests):
+            for row, message in batch.unreadable:
+                self._handle_unreadable(row, message, len(order))
+            yield batch
 
-    def _in_workers(self, requests: list[Request]) -> Iterator[Answer]:
-        self._requests.waiting = requests
+    def _in_workers(self, requests: list[BatchRequest]) -> Iterator[LoadedBatch]:
+        self._requests.pending = requests
         if self._loader is None:
             self._loader = DataLoader(
                 # Of a data set the loader only asks for its items.
-                cast("Dataset[Answer]", self.reader),
+                cast("Dataset[LoadedBatch]", self.reader),
                 batch_size=None,
                 sampler=self._requests,
                 num_workers=self.num_workers,
-                collate_fn=_as_it_is,
+                collate_fn=_identity,
                 pin_memory=self.pin_memory,
                 worker_init_fn=_start_worker,
                 # Its own: each iterator draws a number, from the generator that dropout uses unless told otherwise.
@@ -167,14 +167,14 @@ class _Workers:
             )
         yield from self._loader
 
-    def _meet_unreadable(self, row: int, message: str, count: int) -> None:
+    def _handle_unreadable(self, row: int, message: str, count: int) -> None:
         if not self.skip_unreadable:
             self.close()
             raise UserError(f"{message}; replace or remove the file, or pass on_corrupt='skip' to leave such files out")
         if row in self._skipped:
             return
         self._skipped.add(row)
-        # Said by whichever rank meets it, also where others are silenced.
+        # Logged by the rank that finds it, also where other ranks are silenced.
         log.warning("warning: %s; it is left out", message, extra={"any_rank": True})
         if len(self._skipped) == count:
             self.close()
@@ -182,21 +182,21 @@ class _Workers:
 
 
 class WorkerTrainLoader(_Workers, TrainSampling):
-    """`TrainLoader` over samples that are made by workers: same orders, same state.
+    """`TrainLoader` over samples that are made by workers: same shuffle orders, same state.
 
     Args:
         reader: makes batches; each has to be a function of the request alone.
         rows: int64, the numbers of the samples to train on.
         batch_size: samples on one rank in one forward pass.
-        seed: of the order.
-        num_workers: processes that make batches ahead; 0 makes each when it is asked for.
-        pin_memory: hand batches over in memory from which a GPU copies faster.
+        seed: seed of the shuffling.
+        num_workers: worker processes; 0 makes each batch in this process.
+        pin_memory: put batches into pinned memory, from which a GPU copies faster.
         skip_unreadable: leave samples that cannot be read out of their batches, in place of an error.
-        drop_last: leave an incomplete last step out.
+        drop_last: drop an incomplete last step.
         shuffle: False keeps the order of `rows` in every epoch.
 
     Raises:
-        UserError: the set is empty, a batch is larger than the set, or, when it is met, a sample cannot be read.
+        UserError: the set is empty, a batch is larger than the set, or a sample cannot be read.
     """
 
     def __init__(
@@ -234,6 +234,6 @@ class WorkerEvaluationLoader(_Workers, EvaluationSampling):
         super().__init__(rows, batch_size, rank, world_size)
         self._set_reader(reader, min(num_workers, len(self)), pin_memory, skip_unreadable)
 
-    def answers(self) -> Iterator[Answer]:
-        """Its batches with their sample numbers, read anew whatever features there are."""
-        yield from self._answers(0, self.rows, self._spans())
+    def loaded_batches(self) -> Iterator[LoadedBatch]:
+        """Its batches with their sample numbers, read again, whether there are features or not."""
+        yield from self._load_batches(0, self.rows, self._spans())

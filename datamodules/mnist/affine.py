@@ -1,4 +1,4 @@
-"""Shift, rotate and scale a batch of images: one small affine map per sample, its numbers addressed."""
+"""Shift, rotate and scale a batch of images: one small affine map per sample, with counter-based random numbers."""
 
 import math
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ def affine_matrices(
         index: sample numbers, int64 of shape (n,).
         shift: pixels at most, each way.
         rotation: degrees at most, each way.
-        scale: factor at most, as in 0.1 for 0.9 to 1.1.
+        scale: change of scale at most, as in 0.1 for 0.9 to 1.1.
         size: the image's side in pixels.
 
     Returns:
@@ -40,7 +40,7 @@ def affine_matrices(
 def _epoch_matrices(
     seed: int, epoch: int, count: int, shift: float, rotation: float, scale: float, size: int, device: torch.device
 ) -> Tensor:
-    """The maps of a whole set, in milliseconds; a batch at a time, the dozens of small operations cost more."""
+    """The maps of a whole set, in milliseconds; for each batch, dozens of small operations would cost more."""
     index = torch.arange(count, device=device)
     return affine_matrices(seed, epoch, index, shift, rotation, scale, size)
 
@@ -71,13 +71,13 @@ def warp(images: Tensor, matrices: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RandomAffine:
-    """A random affine map per sample and epoch, the same on whatever device, rank or worker it is asked for.
+    """A random affine map per sample and epoch, the same on every device, rank and worker.
 
     Args:
         seed: the run's seed.
         shift: pixels at most, each way.
         rotation: degrees at most, each way.
-        scale: share at most, as in 0.1 for 0.9 to 1.1.
+        scale: change of scale at most, as in 0.1 for 0.9 to 1.1.
         count: samples in the set, whose maps are then made once per epoch; 0 makes those of each batch.
 
     Example:

@@ -33,7 +33,7 @@ _warn = rank_zero_only(log.warning)
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What is fixed about a data set: its names, statistics of the training pixels (0..1), and where it comes from."""
+    """The names of a data set, the statistics of its training pixels (0..1), and its class in torchvision."""
 
     title: str
     classes: tuple[str, ...]
@@ -68,7 +68,7 @@ _FILES = {
 
 
 def _torchvision_source(name: str) -> Any:
-    """The torchvision class of a data set: its addresses and checksums are kept there, not here."""
+    """The torchvision class of a data set, which holds its addresses and checksums."""
     import torchvision.datasets
 
     class_name = DATASETS[name].torchvision_name
@@ -76,12 +76,12 @@ def _torchvision_source(name: str) -> Any:
     return getattr(torchvision.datasets, class_name)
 
 
-def _places(name: str, data_dir: Path) -> list[Path]:
-    """Folders to look in, torchvision's last: downloads go there."""
+def _candidate_folders(name: str, data_dir: Path) -> list[Path]:
+    """Folders that may hold the files, torchvision's last: downloads go there."""
     return [data_dir, data_dir / name, data_dir / str(DATASETS[name].torchvision_name) / "raw"]
 
 
-def _look_in(folder: Path) -> dict[str, Path]:
+def _files_in(folder: Path) -> dict[str, Path]:
     """Those of the four files that a folder holds, by name without suffix."""
     stems = [stem for pair in _FILES.values() for stem in pair]
     return {stem: p for stem in stems for p in (folder / f"{stem}.gz", folder / stem) if p.is_file()}
@@ -89,29 +89,29 @@ def _look_in(folder: Path) -> dict[str, Path]:
 
 def find_files(name: str, data_dir: str | Path) -> dict[str, tuple[Path, Path]] | None:
     """The image and the label file of each part ("train", "test"), or None where one of the four is missing."""
-    for folder in _places(name, Path(data_dir)):
-        found = _look_in(folder)
+    for folder in _candidate_folders(name, Path(data_dir)):
+        found = _files_in(folder)
         if len(found) == 4:
             return {part: (found[images], found[labels]) for part, (images, labels) in _FILES.items()}
     return None
 
 
-def _what_is_missing(name: str, data_dir: Path) -> str:
+def _describe_missing(name: str, data_dir: Path) -> str:
     """Why `find_files` found nothing."""
     title = DATASETS[name].title
     if not data_dir.exists():
         return f"the folder {data_dir} does not exist, so there are no {title} files"
     if not data_dir.is_dir():
         return f"{data_dir} is a file, expected the folder of the {title} files"
-    folder = max(_places(name, data_dir), key=lambda place: len(_look_in(place)))
-    if found := _look_in(folder):
+    folder = max(_candidate_folders(name, data_dir), key=lambda candidate: len(_files_in(candidate)))
+    if found := _files_in(folder):
         missing = [stem for pair in _FILES.values() for stem in pair if stem not in found]
         return f"{folder} lacks {' and '.join(missing)} of the four {title} files"
     return f"{data_dir} has no {title} files"
 
 
 def _refuse_another_sets_files(name: str, files: dict[str, tuple[Path, Path]]) -> None:
-    """The relatives of MNIST share its file names; the checksum of the smallest file tells them apart."""
+    """Fashion-MNIST and KMNIST share MNIST's file names; the checksum of the smallest file tells them apart."""
     labels = files["test"][1].with_suffix(".gz")
     if not labels.is_file():
         # The known checksums are those of the compressed files.
@@ -156,13 +156,13 @@ class MNISTDataModule(BaseDataModule):
         batch_size: samples on one device in one forward pass.
         eval_batch_size: samples in one forward pass of validation, test and prediction.
         val_fraction: share of the training set held out for validation.
-        num_classes: labels are 0 to this less one.
-        shift: augmentation: move by this many pixels at most.
-        rotation: augmentation: turn by this many degrees at most.
-        scale: augmentation: zoom by this share at most.
-        drop_last: leave the incomplete last batch of an epoch out.
-        seed: of the split, the order and the augmentation.
-        download: fetch missing files.
+        num_classes: number of classes; labels are 0 to num_classes - 1.
+        shift: augmentation: largest translation, in pixels.
+        rotation: augmentation: largest rotation, in degrees.
+        scale: augmentation: largest change of scale, as in 0.1 for 0.9 to 1.1.
+        drop_last: drop the incomplete last batch of an epoch.
+        seed: seed of the split, the shuffling and the augmentation.
+        download: download missing files.
         predict_inputs: images that `predict` reads.
 
     Raises:
@@ -207,7 +207,7 @@ class MNISTDataModule(BaseDataModule):
 
     @property
     def info(self) -> DatasetInfo:
-        """Names and statistics of the data set; "auto" means MNIST until `setup` or a checkpoint settles it."""
+        """Names and statistics of the data set; "auto" is MNIST until `setup`, `resolve` or a checkpoint decides."""
         return DATASETS["mnist" if self.dataset == "auto" else self.dataset]
 
     @property
@@ -223,7 +223,7 @@ class MNISTDataModule(BaseDataModule):
     @property
     @override
     def class_names(self) -> Sequence[str]:
-        """The data set's; none where ``num_classes`` says that the files hold another one."""
+        """The data set's names; empty where ``num_classes`` is not its number of classes."""
         return self.info.classes if len(self.info.classes) == self.num_classes else ()
 
     @property
@@ -240,14 +240,14 @@ class MNISTDataModule(BaseDataModule):
     def prepare_data(self) -> None:
         """Download what is missing. Lightning calls this in one process per node.
 
-        A failure is kept for `setup`, which every process reaches: raised here, the others would wait for this one.
+        A failure is raised in `setup`, which every process reaches: raised here, the other processes would wait.
         """
         name = "mnist" if self.dataset == "auto" else self.dataset
         data_dir = Path(self.hparams.data_dir)
         predicting = self.trainer is not None and self.trainer.state.fn == "predict"
         if name == "digits" or predicting or not self.hparams.download or find_files(name, data_dir):
             return
-        source, folder = _torchvision_source(name), _places(name, data_dir)[-1]
+        source, folder = _torchvision_source(name), _candidate_folders(name, data_dir)[-1]
         try:
             for file_name, md5 in source.resources:
                 download([mirror + file_name for mirror in source.mirrors], folder / file_name, md5)
@@ -255,7 +255,7 @@ class MNISTDataModule(BaseDataModule):
             self._no_download = f"; {error}"
 
     def _missing(self, name: str) -> str:
-        return _what_is_missing(name, Path(self.hparams.data_dir)) + self._no_download
+        return _describe_missing(name, Path(self.hparams.data_dir)) + self._no_download
 
     @override
     def resolve(self) -> dict[str, Any]:
@@ -268,10 +268,10 @@ class MNISTDataModule(BaseDataModule):
             return {}
         if self.dataset == "auto":
             self.prepare_data()
-            self._settle_dataset()
+            self._resolve_dataset()
         return {"dataset": self.dataset}
 
-    def _settle_dataset(self) -> None:
+    def _resolve_dataset(self) -> None:
         """Replace "auto", the same on every rank; rank 0 decides, since nodes may see different folders."""
         if self.dataset != "auto":
             return
@@ -279,7 +279,7 @@ class MNISTDataModule(BaseDataModule):
         if self.trainer is not None:
             chosen = self.trainer.strategy.broadcast(chosen)
         if chosen == "digits" and self.hparams.data_dir != "data" and not Path(self.hparams.data_dir).is_dir():
-            # Only the default folder may be missing: this one was given.
+            # Only the default folder may be missing.
             raise UserError(f"{self._missing('mnist')}; pass a folder that exists, or dataset='digits'")
         if chosen == "digits":
             _warn(
@@ -298,7 +298,7 @@ class MNISTDataModule(BaseDataModule):
             if files is None:
                 raise UserError(
                     f"{self._missing(self.dataset)}; pass data_dir='FOLDER' with {_FILES['train'][0]}[.gz] "
-                    f"and its three companions, or dataset='digits'"
+                    f"and the other three files, or dataset='digits'"
                 )
             _refuse_another_sets_files(self.dataset, files)
             source = (str(files[part][0]), str(files[part][1]))
@@ -313,7 +313,7 @@ class MNISTDataModule(BaseDataModule):
     def setup(self, stage: str) -> None:
         """Read and check the parts that `stage` needs: "fit", "validate", "test" or "predict" (which needs none)."""
         if stage != "predict":
-            self._settle_dataset()
+            self._resolve_dataset()
         if stage in ("fit", "validate") and "train" not in self._parts:
             self._parts["train"] = self._load("train")
             count = len(self._parts["train"][1])
@@ -335,7 +335,7 @@ class MNISTDataModule(BaseDataModule):
         augment = RandomAffine(options.seed, options.shift, options.rotation, options.scale, count)
 
         def transform(images: Tensor, rows: Tensor, epoch: int) -> Tensor:
-            # The map fills with zeros, which is the background before the mean is taken off, so it comes first.
+            # The map fills with zeros, which is the background before normalisation, so it comes first.
             if augment and len(images):
                 images = augment(images.float(), rows, epoch)
             return self.normalise(images)
@@ -415,7 +415,7 @@ class MNISTDataModule(BaseDataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Which data set "auto" meant, so that a checkpoint is read back with the right classes and statistics."""
+        """The data set that "auto" stood for, so that a checkpoint is used with the right classes and statistics."""
         return {"dataset": self.dataset}
 
     @override
@@ -426,7 +426,7 @@ class MNISTDataModule(BaseDataModule):
                 f"the checkpoint was trained on {saved}, found dataset={self.dataset!r}; pass dataset={saved!r}"
             )
         if self.dataset not in ("auto", saved):
-            # Lightning sets up before it reads the checkpoint, so "auto" had settled on what is found here and now.
+            # Lightning sets up before it reads the checkpoint, so "auto" was resolved by the files found here.
             self.dataset, self._parts, self._rows = saved, {}, {}
             if self.trainer is not None and self.trainer.state.fn is not None:
                 self.setup(self.trainer.state.fn)

@@ -30,7 +30,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is damaged: {error}; delete it, then run again to download it anew") from error
+        raise UserError(f"{path} is damaged: {error}; delete it and run again to download it") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     kinds = {1: "labels", 3: "images"}
@@ -46,9 +46,10 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     row = math.prod(shape[1:])
     found, expected = len(data) - header, shape[0] * row
     if found != expected:
-        where = f"it ends in row {found // row}" if found < expected else "there is more behind the last row"
+        where = f"it ends in row {found // row}" if found < expected else "there is more after the last row"
         raise UserError(
-            f"{path} promises {shape[0]:,} rows of {row:,} bytes, {expected:,} in all, and holds {found:,}: {where}"
+            f"{path} has a header of {shape[0]:,} rows of {row:,} bytes, {expected:,} in all; "
+            f"found {found:,}: {where}"
         )
     if expected == 0:
         raise UserError(f"{path} is empty: its header says {' x '.join(map(str, shape))}")
@@ -59,7 +60,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
 def check_images_and_labels(
     images: Tensor, labels: Tensor, num_classes: int, images_from: str, labels_from: str, image_size: int = 28
 ) -> None:
-    """Refuse what would train on rubbish, or end on a GPU in an unreadable device assert.
+    """Check images and labels before training: on a GPU a label out of range is an unreadable device assert.
 
     Args:
         images: uint8 of shape (n, height, width).

@@ -1,4 +1,4 @@
-"""Photographs and drawings of digits as MNIST would hold them."""
+"""Photographs and drawings of digits in MNIST's form."""
 
 import struct
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ __all__ = ["as_mnist", "load_images"]
 
 
 def as_mnist(image: Image.Image) -> Tensor:
-    """An image of one digit as MNIST prepares its own: light on dark, 20 pixels high or wide, centred by mass.
+    """An image of one digit prepared as MNIST's are: light on dark, 20 pixels high or wide, centred by mass.
 
-    An image of 28 x 28 that is light on dark is taken to be prepared already. Otherwise the border tells the
-    background, what differs from it is cut out, scaled to fit 20 x 20 and put with its centre of mass in the middle of
-    28 x 28 (LeCun, Cortes and Burges, 1998).
+    An image of 28 x 28 that is light on dark is taken to be prepared already. Otherwise the median of
+    the border is the background; what differs from it is cropped, scaled to fit 20 x 20 and put with its centre of mass
+    in the middle of 28 x 28 (LeCun, Cortes and Burges, 1998).
 
     Args:
         image: any size and mode; transparency counts as background.

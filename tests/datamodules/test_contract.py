@@ -62,7 +62,7 @@ def _trainer() -> pl.Trainer:
     return pl.Trainer(accelerator="cpu", max_epochs=1, enable_checkpointing=False, **quiet)
 
 
-def test_a_stock_data_module_is_answered_for_with_the_defaults():
+def test_a_stock_data_module_gets_the_defaults():
     stock = data_contract(Stock())
     assert stock.title == "Stock"
     assert (stock.seed, stock.sizes, stock.num_classes, stock.class_names) == (0, {}, None, ())
@@ -81,7 +81,7 @@ def test_attributes_and_hyper_parameters_count_where_they_mean_what_the_contract
     assert data_contract(Telling(seed=7)).seed == 7
 
 
-def test_no_data_module_is_one_that_says_nothing():
+def test_no_data_module_gets_the_defaults():
     assert data_contract(None).num_classes is None
 
 
@@ -102,7 +102,7 @@ def test_a_number_of_classes_among_the_hyper_parameters_is_compared_with_the_net
 
 
 @pytest.mark.parametrize("data_class", [MNISTDataModule, ImageFolderDataModule, TranslationDataModule])
-def test_our_own_answer_every_question_before_any_data_are_read(data_class: type[pl.LightningDataModule]):
+def test_every_member_of_ours_can_be_read_before_any_data(data_class: type[pl.LightningDataModule]):
     options = {} if data_class is TranslationDataModule else {"dataset": "digits"}
     contract = data_contract(data_class(**options, seed=5))
     assert isinstance(contract, data_class)
@@ -114,7 +114,7 @@ def test_our_own_answer_every_question_before_any_data_are_read(data_class: type
     assert parameters - {"num_workers", "data_dir"} <= set(contract.hparams)
 
 
-def test_a_class_answers_for_what_stands_in_the_class():
+def test_class_members_can_be_read_from_a_class():
     assert data_contract(TranslationDataModule).tokens_parameter == "max_tokens"
     assert "cache_gb" in data_contract(ImageFolderDataModule).free_parameters
     assert data_contract(Telling).free_parameters == DataContract.free_parameters

@@ -131,7 +131,7 @@ def _bytes(tmp_path: Path, **options: Any) -> bytes:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.pt", b"", "a.pt is empty; fetch it again"),
+        ("a.pt", b"", "a.pt is empty; download it again"),
         ("a.safetensors", b"", "a.safetensors is empty"),
         ("a.pth", b"\n<!DOCTYPE html><html>Sign in</html>", "a.pth is a web page, not weights"),
         ("a.safetensors", b"<html>" * 50, "a.safetensors is a web page"),
@@ -139,7 +139,7 @@ def _bytes(tmp_path: Path, **options: Any) -> bytes:
         ("a.pt", bytes(range(256)) * 9, "a.pt is damaged, or was not written by"),
         ("a.pt", b'{"conv1.weight": [1.0, 2.0]}', "a.pt is damaged, or was not written by"),
         ("a.safetensors", bytes(range(256)) * 9, "a.safetensors is damaged, or no safetensors file"),
-        ("a.pt", "half of a new file", "a.pt is damaged: it ends too early; fetch it again"),
+        ("a.pt", "half of a new file", "a.pt is damaged: it ends too early; download it again"),
         ("a.pt", "half of an old file", "a.pt is damaged, or was not written by"),
         ("a.safetensors", "half of a new file", "a.safetensors is damaged: it ends too early"),
         ("a.safetensors", "half of safetensors", "a.safetensors is damaged, or no safetensors file"),
@@ -157,7 +157,7 @@ def test_what_is_no_file_of_weights_is_named(tmp_path: Path, name: str, content:
         read_weights(tmp_path / name)
 
 
-def test_a_missing_file_says_what_could_have_been_typed(tmp_path: Path):
+def test_a_missing_file_is_refused_with_what_to_pass(tmp_path: Path):
     with pytest.raises(
         UserError, match=r"there is no file .*imagnet; pass weights='FILE' \(.*\.safetensors.*imagenet' or"
     ):
@@ -274,7 +274,7 @@ def test_a_trunk_and_a_head_at_different_depths_are_both_found():
     _assert_equal(_copy(network), _state())
 
 
-def test_of_a_network_and_its_copy_one_is_taken_whole():
+def test_of_a_network_and_its_copy_only_one_is_loaded():
     """Not some tensors of each: a file may hold a student and a teacher."""
     state = {f"model.{name}": value for name, value in _state().items()} | _state(seed=1)
     network = Net()

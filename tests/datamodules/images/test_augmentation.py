@@ -10,7 +10,7 @@ from torchvision.transforms.v2 import functional as F
 
 from datamodules.errors import UserError
 from datamodules.images.augmentation import AUGMENTATIONS, Augmentation, BatchReader, Mixing, centre_square
-from datamodules.loading.worker_loaders import Request
+from datamodules.loading.worker_loaders import BatchRequest
 
 RANDOM = [name for name in AUGMENTATIONS if name != "none"]
 
@@ -34,7 +34,7 @@ def _reader(name: str = "standard", mixing: Mixing | None = None, seed: int = 1,
 @pytest.mark.parametrize("name", RANDOM)
 def test_an_image_is_a_function_of_seed_epoch_and_sample(name, size):
     def images(epoch: int, rows: list[int], seed: int = 1) -> Tensor:
-        return _reader(name, seed=seed, size=size)[Request(epoch, rows)].inputs
+        return _reader(name, seed=seed, size=size)[BatchRequest(epoch, rows)].inputs
 
     together = images(0, [3, 5, 7])
     assert together.shape == (3, 3, size, size)
@@ -46,19 +46,19 @@ def test_an_image_is_a_function_of_seed_epoch_and_sample(name, size):
 @pytest.mark.parametrize("name", AUGMENTATIONS)
 def test_two_samples_with_the_same_pixels_are_augmented_differently(name):
     reader = BatchReader(IMAGES[:1].expand(2, -1, -1, -1), TARGETS[:2], Augmentation(name, 64, 1))
-    first, second = reader[Request(0, [0, 1])].inputs
+    first, second = reader[BatchRequest(0, [0, 1])].inputs
     assert torch.equal(first, second) == (name == "none")
 
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
-def test_nobody_elses_random_numbers_change_and_none_of_them_matter(name):
+def test_the_global_generators_neither_change_nor_matter(name):
     outcomes = []
     for seed in (1, 2):
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
         before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1])
-        outcomes.append(_reader(name, Mixing(0.2, 1.0, 3, 1))[Request(0, [*range(12)], [*range(11, -1, -1)])])
+        outcomes.append(_reader(name, Mixing(0.2, 1.0, 3, 1))[BatchRequest(0, [*range(12)], [*range(11, -1, -1)])])
         assert torch.equal(torch.get_rng_state(), before[0])
         assert random.getstate() == before[1]
         assert (np.random.get_state()[1] == before[2]).all()
@@ -78,7 +78,7 @@ def test_images_are_made_on_one_thread_as_in_a_worker_and_the_number_is_put_back
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        BatchReader(IMAGES, TARGETS, Spy("standard", 64, 1))[Request(0, [0, 1])]
+        BatchReader(IMAGES, TARGETS, Spy("standard", 64, 1))[BatchRequest(0, [0, 1])]
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(threads)
@@ -176,7 +176,7 @@ def test_shares_follow_the_beta_distribution():
 
 
 def test_an_empty_request_gives_an_empty_batch_of_the_right_shape():
-    answer = _reader()[Request(0, [])]
+    answer = _reader()[BatchRequest(0, [])]
     assert (answer.inputs.shape, answer.targets.shape) == ((0, 3, 64, 64), (0,))
-    answer = _reader(mixing=Mixing(0.2, 0.0, 3, 1))[Request(0, [], [])]
+    answer = _reader(mixing=Mixing(0.2, 0.0, 3, 1))[BatchRequest(0, [], [])]
     assert (answer.inputs.shape, answer.targets.shape) == ((0, 3, 64, 64), (0, 3))

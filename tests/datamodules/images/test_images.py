@@ -18,7 +18,7 @@ from datamodules.errors import UserError
 from datamodules.images.data_module import ImageFolderDataModule, _statistics
 from datamodules.images.files import ImageFiles, MemoryBudget, UnreadableImage, load_image
 from datamodules.images.tree import scan_tree, split_by_class
-from datamodules.loading.worker_loaders import Request
+from datamodules.loading.worker_loaders import BatchRequest
 from tests.support.ranks import run_ranks
 
 CLASSES = ("ant", "bee", "cow")
@@ -313,14 +313,14 @@ def test_files_that_are_not_images_are_counted_and_hidden_ones_are_not(tree, not
     assert "ignored 2 files whose names are not those of images, such as" in _messages(notes)[0]
 
 
-def test_an_empty_class_is_left_out_and_said(tree, notes):
+def test_an_empty_class_is_left_out_with_a_note(tree, notes):
     (tree / "train" / "dog").mkdir()
     data = _data(tree)
     assert data.info.classes == CLASSES
     assert "class dog is left out of train" in _messages(notes)[0]
 
 
-def test_a_class_that_val_lacks_is_said(tree, notes):
+def test_a_class_that_val_lacks_is_noted(tree, notes):
     shutil.rmtree(tree / "val" / "bee")
     data = _data(tree)
     assert data.val_dataloader().reader.targets.tolist() == [0] * 3 + [2] * 2
@@ -391,7 +391,7 @@ def test_a_missing_folder_and_a_file_are_refused(tmp_path):
         _data(tmp_path / "x.zip")
 
 
-def test_a_link_that_leads_round_in_a_circle_ends(tree):
+def test_a_circular_link_ends(tree):
     (tree / "train" / "ant" / "again").symlink_to(tree / "train" / "ant")
     assert len(scan_tree(tree).parts["train"][0]) == 13
 
@@ -549,7 +549,7 @@ def test_a_reader_can_be_sent_to_a_fresh_worker(tree):
     data = _data(tree, cache_gb=1, mixup=0.2)
     reader = data.train_dataloader().reader
     reader.prepare()
-    request = Request(0, [3, 1], [5, 3])
+    request = BatchRequest(0, [3, 1], [5, 3])
     expected = reader[request]
     found = pickle.loads(pickle.dumps(reader))[request]
     assert torch.equal(found.inputs, expected.inputs)
@@ -580,7 +580,7 @@ def test_parts_share_one_budget(tree):
 # Sets known by name
 
 
-def test_without_a_folder_the_bundled_digits_are_used_and_said(notes):
+def test_without_a_folder_the_bundled_digits_are_used_with_a_warning(notes):
     data = ImageFolderDataModule(batch_size=100)
     assert data.num_classes == 10
     data.setup("fit")

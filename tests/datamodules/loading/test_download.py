@@ -94,7 +94,7 @@ def server() -> Iterator[_Server]:
 
 
 @pytest.mark.parametrize("name", ["good", "unsized"])
-def test_a_good_file_arrives_whole_and_alone(server: _Server, tmp_path: Path, name: str):
+def test_a_good_file_is_complete_and_alone_in_its_folder(server: _Server, tmp_path: Path, name: str):
     path = tmp_path / "new" / "folder" / "file.gz"
     download([server.address(name)], path, MD5)
     assert path.read_bytes() == CONTENT
@@ -142,7 +142,7 @@ def test_a_failure_removes_the_folders_made_for_it_and_no_others(server: _Server
     assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
 
 
-def test_a_host_that_nobody_listens_on_is_a_failure_a_user_can_mend(tmp_path: Path):
+def test_a_refused_connection_is_a_user_error(tmp_path: Path):
     with pytest.raises(UserError, match="Connection refused"):
         download([f"http://127.0.0.1:{free_port()}/file.gz"], tmp_path / "file.gz", MD5)
 
@@ -156,12 +156,12 @@ def test_the_second_mirror_is_used_when_the_first_fails(server: _Server, tmp_pat
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_all_reasons_are_told_when_every_mirror_fails(server: _Server, tmp_path: Path):
+def test_the_error_names_the_reason_of_every_mirror(server: _Server, tmp_path: Path):
     with pytest.raises(DownloadError, match=r"404: Not Found; .*its MD5 is"):
         download([server.address("missing"), server.address("other")], tmp_path / "file.gz", MD5)
 
 
-def test_half_a_file_of_a_killed_run_is_overwritten(server: _Server, tmp_path: Path):
+def test_a_partial_file_of_a_killed_run_is_overwritten(server: _Server, tmp_path: Path):
     (tmp_path / ".file.gz.part").write_bytes(b"x" * 2 * len(CONTENT))
     (tmp_path / ".file.gz.lock").touch()
     download([server.address("good")], tmp_path / "file.gz", MD5)
@@ -181,7 +181,7 @@ def test_processes_that_ask_at_the_same_time_download_once(server: _Server, tmp_
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_who_waited_tries_by_itself_when_the_first_one_failed(server: _Server, tmp_path: Path):
+def test_a_waiting_process_downloads_when_the_first_one_fails(server: _Server, tmp_path: Path):
     path, failures = tmp_path / "file.gz", []
 
     def fail() -> None:

@@ -77,7 +77,7 @@ def test_a_rank_without_samples_gets_an_empty_batch_of_the_right_shape():
 
 
 @given(stop=st.integers(1, 11), world_size=st.sampled_from([1, 2, 3]))
-def test_a_fresh_loader_goes_on_where_the_state_was_saved(stop, world_size):
+def test_a_new_loader_continues_where_the_state_was_saved(stop, world_size):
     steps_per_epoch = -(-N // (4 * world_size))
     stop = min(stop, 2 * steps_per_epoch - 1)
     whole = sum(_epochs(3, world_size=world_size), [])
@@ -137,14 +137,14 @@ def test_the_state_at_an_epochs_last_batch_is_the_next_epochs_start():
     assert state == {"epoch": 1, "consumed": 0}
 
 
-def test_the_epoch_may_be_told_between_making_the_iterator_and_the_first_batch():
+def test_set_epoch_may_come_between_the_iterator_and_the_first_batch():
     loader = _loader()
     iterator = iter(loader)
     loader.set_epoch(2)
     assert [targets.tolist() for _, targets in iterator] == _epochs(3)[2]
 
 
-def test_the_transform_is_told_the_rows_and_the_epoch_and_runs_on_whole_batches():
+def test_the_transform_gets_whole_batches_their_rows_and_the_epoch():
     calls = []
 
     def transform(inputs: Tensor, rows: Tensor, epoch: int) -> Tensor:
@@ -178,7 +178,7 @@ def test_batches_use_no_random_generator():
         ),
     ],
 )
-def test_a_set_that_cannot_fill_a_batch_is_refused_with_what_to_type(rows, batch_size, options, reason):
+def test_a_set_that_cannot_fill_a_batch_is_refused_with_what_to_pass(rows, batch_size, options, reason):
     with pytest.raises(UserError, match=reason):
         TrainLoader(INPUTS, TARGETS, torch.arange(rows), batch_size, seed=1, **options)
 

@@ -18,7 +18,7 @@ def _correlation(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(torch.corrcoef(torch.stack((a.flatten(), b.flatten())).double())[0, 1])
 
 
-def test_the_bits_are_fixed_for_all_time():
+def test_the_bits_never_change():
     # A changed number would change every run's order and augmentation: old checkpoints would resume into another one.
     assert derive_seed(1, "dropout", 0) == 2769331655605917664
     bits = random_bits(1, "shift", 3, torch.tensor([0, 7, 59_999]), draws=2)

@@ -116,7 +116,7 @@ def test_the_split_is_independent_of_the_order():
 
 
 @pytest.mark.parametrize("held_out", [10, 11, -1])
-def test_holding_out_everything_is_refused_with_the_flag_to_change(held_out):
+def test_holding_out_everything_is_refused_with_the_parameter_to_change(held_out):
     with pytest.raises(UserError, match=rf"cannot hold {held_out} of 10 samples out.*0 to 9.*`val_fraction`"):
         split_indices(10, held_out, seed=1)
 

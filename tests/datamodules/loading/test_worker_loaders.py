@@ -14,7 +14,7 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.sampling import epoch_order
-from datamodules.loading.worker_loaders import Answer, Request, WorkerEvaluationLoader, WorkerTrainLoader
+from datamodules.loading.worker_loaders import BatchRequest, LoadedBatch, WorkerEvaluationLoader, WorkerTrainLoader
 
 N = 23
 ROWS = torch.arange(N)
@@ -30,7 +30,7 @@ class Numbers:
     def prepare(self) -> None:
         pass
 
-    def __getitem__(self, request: Request) -> Answer:
+    def __getitem__(self, request: BatchRequest) -> LoadedBatch:
         time.sleep(self.delay)
         rows = [row for row in request.rows if row not in self.unreadable]
         inputs = torch.tensor([[row, request.epoch, os.getpid()] for row in rows]).reshape(-1, 3)
@@ -38,7 +38,7 @@ class Numbers:
             partner_of = dict(zip(request.rows, request.partners, strict=True))
             inputs[:, 1] = torch.tensor([partner_of[row] for row in rows])
         bad = [(row, f"{row}.jpg cannot be read") for row in request.rows if row in self.unreadable]
-        return Answer(inputs, TARGETS[rows], torch.tensor(rows, dtype=torch.int64), bad)
+        return LoadedBatch(inputs, TARGETS[rows], torch.tensor(rows, dtype=torch.int64), bad)
 
 
 def _loader(batch_size: int = 4, reader: Numbers | None = None, **options) -> WorkerTrainLoader:
@@ -114,7 +114,7 @@ def test_an_epoch_cut_short_leaves_nothing_of_it_in_the_next():
     loader.close()
 
 
-def test_the_epoch_may_be_told_between_making_the_iterator_and_the_first_batch():
+def test_set_epoch_may_come_between_the_iterator_and_the_first_batch():
     loader = _loader(num_workers=1)
     iterator = iter(loader)
     loader.set_epoch(2)
@@ -136,7 +136,7 @@ def test_the_same_workers_serve_all_epochs_and_end_when_the_loader_is_closed():
     loader.close()
 
 
-def test_workers_end_with_a_loader_that_is_forgotten_in_the_middle_of_an_epoch():
+def test_workers_end_with_a_loader_that_is_dropped_in_the_middle_of_an_epoch():
     loader = _loader(num_workers=1)
     iterator = iter(loader)
     pid = int(next(iterator)[0][0, 2])
@@ -241,7 +241,7 @@ def test_an_unreadable_sample_is_an_error_that_names_it(num_workers):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_skipped_samples_leave_their_batches_smaller_and_the_order_as_it_is(num_workers, caplog):
+def test_skipped_samples_leave_their_batches_smaller_and_the_order_identity(num_workers, caplog):
     loader = _loader(reader=Numbers(unreadable=(7, 11)), num_workers=num_workers, skip_unreadable=True)
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
         found = [_targets(loader) for _ in range(2)]
@@ -271,7 +271,7 @@ def test_evaluation_batches_are_those_of_the_loader_over_tensors(num_workers, wo
         loader = WorkerEvaluationLoader(Numbers(), ROWS, 6, rank, world_size, num_workers)
         plain = EvaluationLoader(ROWS, TARGETS, ROWS, 6, rank, world_size)
         assert _targets(loader) == _targets(plain)
-        assert [answer.rows.tolist() for answer in loader.answers()] == _targets(plain)
+        assert [answer.rows.tolist() for answer in loader.loaded_batches()] == _targets(plain)
         assert len(loader) == len(plain)
         loader.close()
 
@@ -325,4 +325,4 @@ def test_evaluation_takes_features_too_and_still_reads_for_others():
     loader = WorkerEvaluationLoader(Numbers(), ROWS, 6)
     loader.use_features(FEATURES, ROWS)
     assert torch.equal(torch.cat([features for features, _ in _features(loader)]), FEATURES)
-    assert torch.cat([answer.inputs for answer in loader.answers()]).shape == (N, 3)
+    assert torch.cat([answer.inputs for answer in loader.loaded_batches()]).shape == (N, 3)

@@ -151,7 +151,7 @@ def test_the_other_sets_have_their_own_folders(tmp_path: Path):
     assert data.info.classes[9] == "Ankle boot"
 
 
-def test_a_missing_folder_is_refused_with_what_to_type(tmp_path: Path):
+def test_a_missing_folder_is_refused_with_what_to_pass(tmp_path: Path):
     with pytest.raises(UserError, match=r"the folder .*nowhere does not exist.* pass data_dir=.*dataset='digits'"):
         _data(tmp_path / "nowhere").setup("fit")
     with pytest.raises(UserError, match="has no MNIST files; pass data_dir="):
@@ -206,7 +206,7 @@ def test_bad_files_are_refused_before_training_with_file_row_and_reason(tiny: Pa
         _trainer().fit(Watcher(), datamodule=_data(tiny))
 
 
-def test_what_the_refusal_of_a_label_says_to_type_works(tiny: Path):
+def test_the_num_classes_that_a_refusal_names_works(tiny: Path):
     _break(tiny / f"{FILES[1]}.gz", "label 11")
     _data(tiny, num_classes=12).setup("fit")
 
@@ -460,7 +460,7 @@ def test_the_bundled_digits_are_in_mnists_form_and_their_statistics_are_true():
     assert len(together.unique(dim=0)) == 1797, "no digit is in both parts"
 
 
-def test_auto_goes_on_with_the_digits_and_says_why_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_auto_falls_back_to_the_digits_and_logs_why_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     data = _data(tmp_path, dataset="auto")
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
         _trainer(fast_dev_run=1).fit(Watcher(), datamodule=data)
@@ -473,7 +473,7 @@ def test_auto_goes_on_with_the_digits_and_says_why_in_one_line(tmp_path: Path, c
     assert data.sizes == {"train": 1437 - 287, "val": 287, "test": 360}
 
 
-def test_auto_refuses_a_folder_that_somebody_typed_and_that_does_not_exist(tmp_path: Path):
+def test_auto_refuses_a_given_folder_that_does_not_exist(tmp_path: Path):
     with pytest.raises(UserError, match="nowhere does not exist.*pass a folder that exists, or dataset='digits'"):
         _data(tmp_path / "nowhere", dataset="auto").setup("fit")
 
@@ -513,7 +513,7 @@ def test_nothing_is_downloaded_for_a_prediction(tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "new").exists()
 
 
-def test_resolving_auto_is_final_and_says_the_same_again(tmp_path: Path, tiny: Path, caplog: pytest.LogCaptureFixture):
+def test_resolving_auto_is_idempotent(tmp_path: Path, tiny: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "empty").mkdir()
     for folder, found in ((tmp_path / "empty", "digits"), (tiny, "mnist")):
         data = _data(folder, dataset="auto")
@@ -605,7 +605,7 @@ def test_mnist_under_the_name_of_a_relative_is_refused(shared_data: Path, tmp_pa
         _data(tmp_path, dataset="kmnist").setup("test")
 
 
-def test_the_real_set_keeps_its_promise_for_any_batch_size(shared_data: Path):
+def test_an_epoch_of_the_real_set_is_its_shuffle_order(shared_data: Path):
     data = MNISTDataModule("mnist", str(shared_data / "mnist"), batch_size=512, download=False, **PLAIN)
     data.setup("fit")
     seen = torch.cat([labels for _, labels in data.train_dataloader()])

@@ -158,7 +158,7 @@ def test_what_is_no_image_is_refused_with_its_name(tmp_path: Path):
             load_images([str(tmp_path / name)])
 
 
-def test_a_bomb_of_an_image_is_refused(tmp_path: Path):
+def test_a_decompression_bomb_is_refused(tmp_path: Path):
     path = tmp_path / "bomb.png"
     Image.new("1", (16_000, 12_000)).save(path)
     with pytest.raises(UserError, match="bomb"):
