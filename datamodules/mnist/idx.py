@@ -48,8 +48,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     if found != expected:
         where = f"it ends in row {found // row}" if found < expected else "there is more after the last row"
         raise UserError(
-            f"{path} has a header of {shape[0]:,} rows of {row:,} bytes, {expected:,} in all; "
-            f"found {found:,}: {where}"
+            f"{path} has a header of {shape[0]:,} rows of {row:,} bytes, {expected:,} in all; found {found:,}: {where}"
         )
     if expected == 0:
         raise UserError(f"{path} is empty: its header says {' x '.join(map(str, shape))}")
