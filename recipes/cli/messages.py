@@ -16,8 +16,9 @@ ALIASES = {
     "interval": "save_every",
     "until": "freeze_until",
     "patterns": "freeze_patterns",
+    "min_share": "weights_min_share",
 }
-"""Parameters of callbacks whose flag has another name."""
+"""Parameters of callbacks and functions whose flag has another name."""
 
 # A Python literal: a string, brackets without brackets of the same kind in them, or what ends at a space or a comma.
 _VALUE = r"""'[^']*'|"[^"]*"|\{[^}]*\}|\[[^\]]*\]|\([^)]*\)|[^\s,;:)\]'"]*[^\s,;:)\]'".]"""
