@@ -38,7 +38,7 @@ def test_nodes_with_addresses_of_their_own_train_and_one_that_is_cut_off_is_name
         assert seconds < 30
         first, second = ((tmp_path / f"{node}.log").read_text() for node in (0, 1))
         assert f"2 nodes x 1 device, {cable.addresses[0]}:29500, gloo" in first
-        end = "does not answer any more: its node or the network is down"
+        end = "does not answer: its node or the network is down"
         assert first.splitlines()[-1].startswith("error: rank 1 (node 1, ")
         assert first.splitlines()[-1].endswith(end)
         assert second.splitlines()[-1] == f"error: rank 0 (node 0, the master's host) {end}"
