@@ -57,7 +57,7 @@ def calibration_error(counts: Tensor, correct: Tensor, confidence: Tensor) -> Te
 
 
 class _Counts(Metric):
-    """The confusion matrix, samples by bins of confidence, and hits among the first five, as integers.
+    """The confusion matrix, samples by bins of confidence, and hits among the five likeliest classes, as integers.
 
     Nothing here waits for the device: torchmetrics' confusion matrix does, in its bincount.
     """
@@ -94,8 +94,8 @@ class _Counts(Metric):
 class ClassificationScores(torch.nn.Module):
     """Loss, accuracy, macro-F1, calibration error and the confusion matrix of one pass over a set.
 
-    With more than five classes there is the accuracy of the first five guesses too, and up to 25 classes have an
-    accuracy each (0 without samples). All but the loss come from integer counts, so they are the same on any number of
+    With more than five classes there is the top-5 accuracy too, and with up to 25 classes the accuracy of each (0
+    without samples). All but the loss come from integer counts, so they are the same on any number of
     ranks to the last digit.
     """
 

@@ -175,7 +175,7 @@ def build_optimizer(
 
 
 class Schedule(LambdaLR):
-    """A learning rate in closed form: of a checkpoint it takes the number of updates, and nothing else."""
+    """A learning rate in closed form: a checkpoint restores the number of updates, and nothing else."""
 
     _stale = False
 

@@ -80,7 +80,7 @@ class RecipeParameters(AttributeDict):
 
 
 class Recipe(pl.LightningModule):
-    """The base of every recipe: override `build_network` and `training_step`, and the rest follows.
+    """The base of every recipe; a recipe overrides `build_network` and `training_step`.
 
     `training_step` returns ``{"loss": mean, "count": targets behind that mean}``; a bare mean counts the batch's
     samples. Nothing here waits for the device during a step: `TrainLoss` reads the loss once per ``log_every_n_steps``
@@ -93,7 +93,7 @@ class Recipe(pl.LightningModule):
         momentum: of optimisers that have it.
         schedule: shape of the learning rate over the run.
         fused: one kernel for the whole update; by default where the device has it.
-        channels_last: keep convolutions in the layout that bf16 kernels want.
+        channels_last: the memory layout of convolutions in which bf16 kernels are fast.
     """
 
     title = "recipe"
@@ -107,7 +107,7 @@ class Recipe(pl.LightningModule):
     monitor_mode = "min"
 
     base_batch_size = 256
-    """The global batch that the default learning rate is stated for."""
+    """The global batch size to which the default learning rate refers."""
 
     free_parameters: ClassVar[frozenset[str]] = frozenset({"fused", "channels_last"})
     """Parameters of the constructor that do not make the experiment: a run may be resumed with other values.
@@ -236,5 +236,5 @@ class Recipe(pl.LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put the settings of the command line beside the weights; call it from an override."""
+        """Save the settings of the command line with the weights; an override has to call it."""
         checkpoint["config"] = self.run_config

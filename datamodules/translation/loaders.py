@@ -1,7 +1,7 @@
 """Batches of sentence pairs, sliced from packed tensors, grouped by length, in one order for any number of ranks.
 
-Sentences of like length make up an update, so that hardly anything is padding. The groups are cut by the update, not
-by the batch: ranks and micro-batches then share a group, and however an update is split it sees the same sentences.
+An update consists of sentences of similar length, so that there is little padding. Groups are formed per update, not
+per batch: ranks and micro-batches share a group, so an update has the same sentences however it is split.
 """
 
 from collections.abc import Callable, Iterator
@@ -67,7 +67,7 @@ def cut_by_tokens(source_lengths: Tensor, target_lengths: Tensor, max_tokens: in
 
 
 class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
-    """Shuffled batches of like lengths in one global order for any number of ranks, resumable at any batch.
+    """Shuffled batches of similar lengths in one global order for any number of ranks, resumable at any batch.
 
     An epoch's order is a sort by length, ties broken at random, cut into the sentences of one update each, and these
     units shuffled: a function of (seed, epoch, sentences per update). Ranks and micro-batches take consecutive parts
@@ -79,11 +79,11 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         pairs: all sentences.
         rows: int64, the numbers of those to train on.
         batch_size: sentences on one rank in one forward pass.
-        seed: of the order.
+        seed: of the shuffle order.
         max_tokens: tokens on one rank in one forward pass, of both sides with their padding; replaces `batch_size`.
         bucket: False takes sentences of any length together.
-        shuffle: False has each epoch as the first one.
-        micro_batches: how many make an update, asked for when an epoch begins.
+        shuffle: False repeats the order of the first epoch.
+        micro_batches: micro-batches in an update; called when an epoch begins.
 
     Raises:
         UserError: the set is empty, a batch is larger than the set, or a pair does not fit into `max_tokens`.
@@ -128,7 +128,7 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
                 f"pass batch_size={len(rows)} or less"
             )
         self.batch_size = batch_size
-        """Sentences that one rank takes at a time; with `max_tokens` about so many."""
+        """Sentences that one rank takes at a time; with `max_tokens` their mean number."""
         super().__init__(items, items_at_once, rank, world_size)
         self._unit = 0
 
@@ -206,7 +206,7 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
 class SentenceEvaluationLoader:
     """Every pair exactly once, on any number of ranks, in batches that do not depend on that number.
 
-    Batches hold sentences of like length, and come in a fixed random order: the first few are a fair sample, as where
+    Batches hold sentences of similar length, in a fixed random order: the first few are a fair sample, as where
     ``limit_val_batches`` stops early.
 
     Args:

@@ -30,7 +30,7 @@ _inform = rank_zero_only(log.info)
 
 @runtime_checkable
 class NumberedImages(Protocol):
-    """A data module whose images can be passed over in any order, as `ImageFolderDataModule`."""
+    """A data module whose images are numbered, as `ImageFolderDataModule`."""
 
     hparams: Mapping[str, Any]
     """With ``cache_gb``, the memory that features may take."""
@@ -52,7 +52,7 @@ class FeatureLoader(Protocol):
 
 
 def frozen_stages(stages: Sequence[Stage]) -> int:
-    """How many stages from the first on give the same for the same image as long as nothing is unfrozen."""
+    """The number of leading stages whose output for an image stays the same until a layer is unfrozen."""
     for number, (_, modules) in enumerate(stages):
         layers = [layer for module in modules for layer in module.modules()]
         trains = any(p.requires_grad for module in modules for p in module.parameters())
@@ -106,7 +106,7 @@ class FeatureCache(pl.Callback):
     """
 
     def __init__(self) -> None:
-        # How many stages the last decision was about, also where it was not to cache them.
+        # The number of stages in the last decision, also where they were not cached.
         self._settled = 0
         self._computed: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -139,7 +139,7 @@ class FeatureCache(pl.Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Not earlier: Lightning may make this loader only now, or anew.
+        # Not earlier: Lightning may create this loader only now, or again.
         self._serve(trainer, pl_module, "val", trainer.val_dataloaders)
 
     @override
@@ -176,7 +176,7 @@ class FeatureCache(pl.Callback):
         _inform("training on cached %s", what)
 
     def _serve(self, trainer: pl.Trainer, pl_module: Any, part: str, loader: Any) -> None:
-        """Let a loader yield features while the module expects them."""
+        """Make a loader yield features while the module expects them."""
         if pl_module.first_stage and loader:
             if part not in self._computed:
                 self._computed[part] = self._compute(trainer, pl_module, part, pl_module.first_stage)

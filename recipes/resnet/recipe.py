@@ -92,7 +92,7 @@ class ResNetFineTuner(Classifier):
         cache_features: bool = False,
         **kwargs: Any,
     ) -> None:
-        # Settled here, so that a checkpoint holds what was used.
+        # Resolved here, so that a checkpoint holds the values that were used.
         weights = weights or "imagenet"
         image_size = image_size or 224
         new = weights == "none"
@@ -172,7 +172,7 @@ class ResNetFineTuner(Classifier):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        # It brings its own weights, so it is read where the pretrained ones are out of reach, too.
+        # A checkpoint has its own weights, so the pretrained ones are not needed.
         self._has_weights = True
 
     @override

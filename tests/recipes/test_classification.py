@@ -84,7 +84,7 @@ def test_empty_batches_and_diverged_networks_have_scores():
     assert calibration_error(zeros, zeros, zeros) == 0
 
 
-def test_many_classes_have_no_row_each_in_the_log():
+def test_many_classes_are_not_logged_one_by_one():
     assert "accuracy_class_24" in scores_of(torch.randn(9, 25), torch.arange(9))[0]
     assert sorted(scores_of(torch.randn(9, 26), torch.arange(9))[0]) == [
         "accuracy",
@@ -215,7 +215,7 @@ def test_the_headline_is_of_the_test_where_there_is_one():
     assert list(Small().headline({"val/accuracy": 1.0, "val/ece": 0.1})) == ["val accuracy", "val calibration error"]
 
 
-def test_the_number_of_classes_comes_from_the_data_or_is_asked_for():
+def test_the_number_of_classes_comes_from_the_data_or_is_required():
     assert Small.settings_from_data(Data()) == {"num_classes": 3}
     assert Small.settings_from_data(pl.LightningDataModule()) == {}
     with pytest.raises(UserError, match="neither given nor found in the data; pass one such as num_classes=10"):

@@ -343,7 +343,7 @@ def trained(stripes, pretrained, tmp_path_factory) -> tuple[Path, str, str]:
     return folder, out, err
 
 
-def test_a_run_says_which_weights_fit_and_which_groups_train(trained):
+def test_a_run_reports_which_weights_fit_and_which_groups_train(trained):
     _, out, err = trained
     line = next(line for line in err.splitlines() if "loaded" in line)
     assert "fc.weight" in line

@@ -142,7 +142,7 @@ def test_a_batch_by_tokens_never_exceeds_them_and_could_not_take_another_sentenc
     assert lengths[0] <= 2 * N * mean / max_tokens + world_size + 12
 
 
-def test_like_lengths_are_together_and_the_epochs_differ() -> None:
+def test_similar_lengths_are_together_and_the_epochs_differ() -> None:
     loader = _loader(batch_size=6)
     epochs = [_numbers(loader) for _ in range(3)]
     assert len({str(epoch) for epoch in epochs}) == 3
@@ -152,7 +152,7 @@ def test_like_lengths_are_together_and_the_epochs_differ() -> None:
     assert _numbers(_loader(batch_size=6)) == epochs[0] != _numbers(_loader(batch_size=6, seed=2))
 
 
-def test_sentences_of_the_same_length_change_mates_from_epoch_to_epoch() -> None:
+def test_sentences_of_the_same_length_are_grouped_anew_in_each_epoch() -> None:
     # Without a short unit, whose place would move the others.
     pairs = PackedPairs(_sentences("source", 2), _sentences("target", 2))
     loader = SentenceTrainLoader(pairs, torch.arange(96), 6, seed=1)
@@ -160,7 +160,7 @@ def test_sentences_of_the_same_length_change_mates_from_epoch_to_epoch() -> None
     assert len(first & second) < len(first) / 2
 
 
-def test_without_shuffling_each_epoch_is_as_the_first() -> None:
+def test_without_shuffling_each_epoch_has_the_order_of_the_first() -> None:
     loader = _loader(shuffle=False)
     assert _numbers(loader) == _numbers(loader) == _numbers(_loader())
 
@@ -229,7 +229,7 @@ def test_a_resume_on_other_ranks_trains_on_the_rest_exactly_once(world_size: int
     assert sorted(seen + rest) == ROWS.tolist()
 
 
-def test_the_epoch_and_the_micro_batches_may_be_told_after_the_iterator_is_made() -> None:
+def test_the_epoch_and_the_micro_batches_may_be_set_after_the_iterator_is_created() -> None:
     factor = [1]
     loader = _loader(micro_batches=lambda: factor[0])
     iterator = iter(loader)

@@ -98,7 +98,7 @@ def test_a_vocabulary_numbers_the_special_tokens_first_and_maps_others_to_unk() 
     assert vocabulary != Vocabulary.of(["chat", "le"])
 
 
-def test_a_text_that_spells_a_special_word_does_not_get_its_meaning() -> None:
+def test_a_special_token_in_a_text_is_an_ordinary_word() -> None:
     vocabulary = Vocabulary.of(["le", "chat", "<pad>"])
     assert vocabulary.encode("<pad> chat <eos>") == [UNK, 5, UNK, EOS]
     assert vocabulary.ids_of([*SPECIAL_TOKENS, "<sos>", "le"]).tolist() == [0, 1, 2, 3, UNK, 4]

@@ -144,7 +144,7 @@ def test_two_aligned_files_are_the_same_as_one_of_pairs_and_reverse_swaps_the_si
     assert backwards.source_vocabulary.id_of("one") > UNK == whole.source_vocabulary.id_of("one")
 
 
-def test_without_a_file_the_bundled_sentences_are_used_and_that_is_said_in_one_line(caplog: Any) -> None:
+def test_without_a_file_the_bundled_sentences_are_used_and_one_line_is_logged(caplog: Any) -> None:
     data = TranslationDataModule()
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
         data.setup("fit")
@@ -330,7 +330,7 @@ def test_the_split_is_a_function_of_seed_and_sentence_and_keeps_equal_sources_to
     assert sum(map(len, sets)) == len(set(sources))
 
 
-def test_held_out_shares_are_met_and_another_seed_holds_out_others() -> None:
+def test_held_out_shares_are_exact_and_another_seed_holds_out_others() -> None:
     sources = [f"s{i}" for i in range(1000)]
     first, second = (split_by_source(sources, 0.05, 0.1, seed) for seed in (1, 2))
     assert [len(rows) for rows in first.values()] == [850, 50, 100]
@@ -506,14 +506,14 @@ def test_standard_input_in_another_encoding_is_refused(tmp_path: Path, monkeypat
         data.predict_dataloader()
 
 
-def test_without_a_validation_part_it_says_that_it_does_not_validate(tmp_path: Path) -> None:
+def test_without_a_validation_part_validates_is_false(tmp_path: Path) -> None:
     data = _data(tmp_path, val_fraction=0.0)
     assert not data.validates
     assert data.val_dataloader() == []
     assert _data(tmp_path, val_fraction=0.1).validates
 
 
-def test_a_checkpoints_vocabularies_and_normalisation_win_over_those_of_the_corpus(tmp_path: Path) -> None:
+def test_a_checkpoints_vocabularies_and_normalisation_replace_those_of_the_corpus(tmp_path: Path) -> None:
     old = _data(tmp_path, normalisation="tutorial")
     other = ["Un neuf!\tone nine\n", "deux.\ttwo\n", "six\tsix\n"]
     new = TranslationDataModule(_file(tmp_path, *other), test_fraction=1)
