@@ -1,4 +1,4 @@
-"""A run that is told to stop saves itself, exactly, and ends in time on all ranks.
+"""A run that receives a signal to stop saves itself, exactly, and ends in time on all ranks.
 
 Schedulers send SIGTERM or SIGUSR1 some seconds before they kill, to one process or to all; a person presses Ctrl-C.
 """
@@ -16,16 +16,64 @@ from typing_extensions import override
 
 from callbacks.checkpointing.stopping_points import Place, move_counters, save_now, update_is_whole, validation_is_next
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lib.consensus import Votes
+from callbacks.lib.consensus import FlagAllReduce, SumWithFlag
 from callbacks.lib.lightning_internals import collective_timeout, keep_signal_handlers
 from callbacks.lib.signals import SIGNALS, Preempted, SignalFlag, name_of, requeue
-from callbacks.lib.trainer_attributes import callbacks_of, set_callbacks
+from callbacks.lib.trainer_attributes import callbacks_of, surround_callbacks
 
 __all__ = ["Preemption"]
 
 log = logging.getLogger("lightning_recipes")
 
-_PATIENCE = 20.0  # Seconds for the processes that Lightning started; torchrun and Slurm kill after 30.
+_CHILDREN_EXIT = 20.0  # Seconds for the processes that Lightning started; torchrun and Slurm kill after 30.
+
+
+def interrupt_message(trainer: pl.Trainer) -> str:
+    """What Ctrl-C prints, on rank 0 only."""
+    if not trainer.is_global_zero:
+        return ""
+    what = "saving after this update" if trainer.state.fn == "fit" else "ending after this batch"
+    return f"Ctrl-C: {what}; press it again to end at once"
+
+
+def flag_in_accumulation(trainer: pl.Trainer) -> SumWithFlag | None:
+    """The all-reduce of `GradientAccumulation` that can carry a flag; known from its `on_train_start` on."""
+    found = (callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulation))
+    return next((callback.sums for callback in found if callback.sums_over_ranks), None)
+
+
+def evaluation_batches(trainer: pl.Trainer) -> float:
+    """The batches of this rank in the evaluation that begins; 0 where the number is unknown."""
+    if trainer.sanity_checking:
+        numbers: Any = trainer.num_sanity_val_batches
+    elif trainer.testing:
+        numbers = trainer.num_test_batches
+    elif trainer.predicting:
+        numbers = trainer.num_predict_batches
+    else:
+        numbers = trainer.num_val_batches
+    total = sum(numbers) if isinstance(numbers, list) else numbers
+    return float(total) if total != float("inf") else 0.0
+
+
+def evaluation_place(trainer: pl.Trainer) -> Place | None:
+    """Where a run is saved that is stopped in the present evaluation; None where there is nothing to save."""
+    return "validation" if trainer.state.fn == "fit" and not trainer.sanity_checking else None
+
+
+def end_children(trainer: pl.Trainer, patience: float) -> None:
+    """Ends the processes that Lightning's launcher started here, after `patience` seconds by killing them."""
+    processes: list[subprocess.Popen[bytes]] = getattr(trainer.strategy.launcher, "procs", [])
+    children = list(processes)
+    # Lightning's observer kills this process, too, when it finds that a child has ended with a status other than 0.
+    processes.clear()
+    deadline = time.monotonic() + patience
+    for child in children:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
 
 
 class Preemption(pl.Callback):
@@ -37,16 +85,17 @@ class Preemption(pl.Callback):
     from the start; `trainer.validate`, `test` and `predict` end at the next batch. Before the first update nothing is
     saved. A second Ctrl-C ends the process at once.
 
-    Where training has just ended, `fit` raises all the same, so that no test begins.
+    Where training has just ended, `fit` raises too, so that no test begins.
 
     Under torchrun, a signal to the agent ends all its workers, and no restart follows. A signal to one worker ends all
     of them with a status other than 0, which ``--max-restarts`` answers with a restart; it goes on from `last.ckpt`.
 
-    On SIGUSR1 a batch job of Slurm is put back into the queue before any rank leaves (``#SBATCH --signal=USR1@90``
-    has it sent in time).
+    On SIGUSR1 a batch job of Slurm is put back into the queue before any rank exits (``#SBATCH --signal=USR1@90``
+    sends it in time).
 
-    Where `GradientAccumulation` sums counts over the ranks the flag travels with them, and elsewhere (under FSDP, say)
-    in a sum of its own, which nobody waits for and which is heard one update later. So is the former from a GPU.
+    Where `GradientAccumulation` sums counts over the ranks, the flag is part of that all-reduce. Elsewhere (under FSDP,
+    say) it has an all-reduce of its own, which runs while the next update is computed and is read one update later. So
+    is the former on a GPU.
 
     Runs on: the end of each update, the start and the batches of each evaluation, the start of each epoch. It is the
     last of all callbacks there, so that a checkpoint holds what the others did.
@@ -65,25 +114,22 @@ class Preemption(pl.Callback):
         super().__init__()
         self.requeue = requeue
         self._flag = SignalFlag(SIGNALS)
-        self._order: list[pl.Callback] | None = None
-        self._allow_handlers: Callable[[], None] = _do_nothing
+        self._undo: list[Callable[[], None]] = []
         self._forget()
 
     def _forget(self) -> None:
-        self._votes: Votes | None = None
-        self._accumulation: GradientAccumulation | None = None
-        self._agreed = False
+        self._ranks: FlagAllReduce | None = None
+        self._sums: SumWithFlag | None = None
+        self._stop_requested = False
         self._place: Place | None = None
         self._stopping = False
-        self._voting_batches = 0.0
+        self._common_batches = 0.0
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._release(trainer)
-        self._flag.on_interrupt = self._answer(trainer)
+        self._release()
+        self._flag.on_interrupt = interrupt_message(trainer)
         self._flag.install()
-        # Lightning would put its own handlers around ours, and SIGTERM's runs a collective.
-        self._allow_handlers = keep_signal_handlers(trainer)
         first = LambdaCallback(
             on_sanity_check_start=self._begin,
             on_train_start=self._begin,
@@ -92,58 +138,45 @@ class Preemption(pl.Callback):
             on_test_start=self._begin_evaluation,
             on_predict_start=self._begin_evaluation,
         )
-        self._order = callbacks_of(trainer)
-        others = [callback for callback in self._order if callback is not self]
-        set_callbacks(trainer, [first, *others, self])
-
-    def _answer(self, trainer: pl.Trainer) -> str:
-        if not trainer.is_global_zero:
-            return ""
-        what = "saving after this update" if trainer.state.fn == "fit" else "ending after this batch"
-        return f"Ctrl-C: {what}; press it again to end at once"
+        # Lightning would put its own handlers around ours, and SIGTERM's runs a collective.
+        self._undo = [surround_callbacks(trainer, first, self), keep_signal_handlers(trainer)]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Now: under strategies whose gradients it cannot weigh it sums nothing.
-        for callback in callbacks_of(trainer):
-            if isinstance(callback, GradientAccumulation) and callback.sums_over_ranks:
-                self._accumulation = callback
-                callback.question = self._signalled
+        if sums := flag_in_accumulation(trainer):
+            self._sums, sums.flag = sums, self._signalled
 
     def _signalled(self) -> bool:
         return bool(self._flag.received)
 
-    def _vote(self, trainer: pl.Trainer) -> Votes:
-        if self._votes is None:
-            # The time that Lightning's own group gives the others; a new group would not inherit it.
-            self._votes = Votes(trainer.world_size, collective_timeout(trainer.strategy))
-        return self._votes
+    def _over_ranks(self, trainer: pl.Trainer) -> FlagAllReduce:
+        if self._ranks is None:
+            # With the timeout of Lightning's own group, which a new group would not inherit.
+            self._ranks = FlagAllReduce(trainer.world_size, collective_timeout(trainer.strategy))
+        return self._ranks
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """End here what was told to end while it started."""
-        if self._vote(trainer).largest(self._signalled())[0]:
+        """Stop here a run that received a signal while it started."""
+        if self._over_ranks(trainer).maximum(self._signalled())[0]:
             self._stop(trainer, None)
 
     def _begin_epoch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._agreed:
+        if self._stop_requested:
             self._stop(trainer, "epoch start")
 
     def _begin_evaluation(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit":
             # A validation that was cut and begun anew left one batch of the first try uncounted.
             trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset_on_restart()
-        votes = self._vote(trainer)
-        mine = self._agreed or votes.settle() or self._signalled()
-        # Ranks may have unequal numbers of batches, and vote where all of them have one.
-        agreed, fewest = votes.largest(mine, -_evaluation_batches(trainer))
-        self._agreed = bool(agreed)
+        ranks = self._over_ranks(trainer)
+        mine = self._stop_requested or ranks.wait() or self._signalled()
+        # Ranks may have unequal numbers of batches; flags are exchanged where all of them have one.
+        requested, fewest = ranks.maximum(mine, -evaluation_batches(trainer))
+        self._stop_requested = bool(requested)
         exact = trainer.state.fn != "fit" or trainer.sanity_checking or update_is_whole(trainer)
-        self._voting_batches = -fewest if exact else 0
-        if self._agreed and exact:
-            self._stop(trainer, self._evaluation_place(trainer))
-
-    def _evaluation_place(self, trainer: pl.Trainer) -> Place | None:
-        return "validation" if trainer.state.fn == "fit" and not trainer.sanity_checking else None
+        self._common_batches = -fewest if exact else 0
+        if self._stop_requested and exact:
+            self._stop(trainer, evaluation_place(trainer))
 
     @override
     def on_train_batch_end(
@@ -151,55 +184,43 @@ class Preemption(pl.Callback):
     ) -> None:
         if not update_is_whole(trainer):
             return
-        if self._accumulation is not None:
-            self._agreed |= self._accumulation.anyone()
+        if self._sums is not None:
+            self._stop_requested |= self._sums.any_flag()
         else:
-            self._agreed |= self._vote(trainer).post(self._signalled())
+            self._stop_requested |= self._over_ranks(trainer).start(self._signalled())
         # At an epoch's end, or before a validation, the next hook is the exact place.
-        if self._agreed and not (trainer.is_last_batch or validation_is_next(trainer)):
+        if self._stop_requested and not (trainer.is_last_batch or validation_is_next(trainer)):
             self._stop(trainer, "update")
 
-    def _end_evaluation_batch(self, trainer: pl.Trainer) -> None:
-        self._voting_batches -= 1
-        if self._voting_batches >= 0 and self._vote(trainer).post(self._signalled()):
-            self._stop(trainer, self._evaluation_place(trainer))
+    def _end_evaluation_batch(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        self._common_batches -= 1
+        if self._common_batches >= 0 and self._over_ranks(trainer).start(self._signalled()):
+            self._stop(trainer, evaluation_place(trainer))
 
-    @override
-    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self._end_evaluation_batch(trainer)
-
-    @override
-    def on_test_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self._end_evaluation_batch(trainer)
-
-    @override
-    def on_predict_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self._end_evaluation_batch(trainer)
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _end_evaluation_batch
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Too late to cut anything, but what comes after training shall not begin.
-        if self._vote(trainer).largest(self._signalled())[0]:
+        if self._over_ranks(trainer).maximum(self._signalled())[0]:
             self._stop(trainer, "epoch start", trained=True)
 
     def _stop(self, trainer: pl.Trainer, place: Place | None, trained: bool = False) -> None:
         """Save where there is something to save, and end on every rank with the same signal."""
         self._stopping = True
-        votes = self._vote(trainer)
-        signum = int(votes.largest(self._flag.received)[0])
-        path = None
-        if place is not None:
-            self._place = place
-            path = save_now(trainer, place)
-            self._place = None
+        ranks = self._over_ranks(trainer)
+        signum = int(ranks.maximum(self._flag.received)[0])
+        self._place = place
+        path = save_now(trainer, place) if place is not None else None
+        self._place = None
         if trainer.is_global_zero:
             done = f"saved {path}" if path else "nothing was saved"
             note = requeue(signum) if self.requeue else ""
             log.warning("%s after update %d: %s%s", name_of(signum), trainer.global_step, done, note)
-        # Slurm may end the whole step with the first process that leaves, the request to requeue included. All is
-        # saved: whoever does not come to this meeting is no reason to fail.
+        # Slurm may end the whole step, with the request to requeue, when the first process exits. All is saved: a rank
+        # that does not take part is no reason to fail.
         with contextlib.suppress(RuntimeError):
-            votes.largest(0)
+            ranks.maximum(0)
         raise Preempted(signum, path, trained)
 
     @override
@@ -212,53 +233,18 @@ class Preemption(pl.Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if isinstance(exception, Preempted):
-            # Unless all have agreed, the others wait for this process, and would wait on.
-            _end_children(trainer, _PATIENCE if self._stopping else 0.0)
-        self._release(trainer)
+            # Where the ranks have not agreed to stop, the others wait for this process, and would wait on.
+            end_children(trainer, _CHILDREN_EXIT if self._stopping else 0.0)
+        self._release()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._release(trainer)
+        self._release()
 
-    def _release(self, trainer: pl.Trainer) -> None:
+    def _release(self) -> None:
         self._flag.restore()
-        if self._order is not None:
-            set_callbacks(trainer, self._order)
-            self._order = None
-            self._allow_handlers()
-        if self._accumulation is not None:
-            self._accumulation.question = None
+        while self._undo:
+            self._undo.pop()()
+        if self._sums is not None:
+            self._sums.flag = None
         self._forget()
-
-
-def _do_nothing() -> None:
-    """Instead of registering Lightning's handlers."""
-
-
-def _evaluation_batches(trainer: pl.Trainer) -> float:
-    """The batches of this rank in the evaluation that begins; 0 where nobody can tell."""
-    if trainer.sanity_checking:
-        numbers: Any = trainer.num_sanity_val_batches
-    elif trainer.testing:
-        numbers = trainer.num_test_batches
-    elif trainer.predicting:
-        numbers = trainer.num_predict_batches
-    else:
-        numbers = trainer.num_val_batches
-    total = sum(numbers) if isinstance(numbers, list) else numbers
-    return float(total) if total != float("inf") else 0.0
-
-
-def _end_children(trainer: pl.Trainer, patience: float) -> None:
-    """Leave none of the processes behind that Lightning's launcher started here; they have some seconds to end."""
-    processes: list[subprocess.Popen] = getattr(trainer.strategy.launcher, "procs", [])
-    children = list(processes)
-    # Lightning's observer kills this process, too, when it finds that a child has ended with a status other than 0.
-    processes.clear()
-    deadline = time.monotonic() + patience
-    for child in children:
-        try:
-            child.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()

@@ -1,10 +1,11 @@
-"""Whether any rank says yes, known to all ranks at the same moment of the run.
+"""Flags that all ranks agree on at the same moment of the run.
 
-A rank that acts on what it alone has seen leaves the others waiting in the next collective. So every rank votes at the
-same moments, whatever it has seen, and all act on the sum.
+A rank that acts on a flag of its own leaves the others waiting in the next collective. So every rank takes part in an
+all-reduce of the flag at the same moments, and all act on the result.
 """
 
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,13 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Answers", "Votes"]
+from callbacks.lib.targets import sum_over_ranks
+
+__all__ = ["DeferredFlags", "FlagAllReduce", "SumWithFlag"]
 
 
-class Votes:
-    """Sums over the ranks, over gloo, so that no device is waited for.
+class FlagAllReduce:
+    """Whether a flag is set on any rank, over gloo, so that no device is waited for.
 
-    The ranks have to call the same methods in the same order. On one process each answers by itself.
+    The ranks have to call the same methods in the same order. On one process the flag is its own.
 
     Args:
         world_size: the number of ranks.
@@ -26,61 +29,94 @@ class Votes:
     """
 
     def __init__(self, world_size: int, timeout: timedelta | None = None) -> None:
-        self._alone = world_size == 1
-        # A group of its own: what others reduce, on devices or in another order, does not meet it.
-        self._group: Any = None if self._alone else dist.new_group(backend="gloo", timeout=timeout)
-        self._votes = torch.zeros(1, dtype=torch.int64)
+        self._single = world_size == 1
+        # A group of its own: what others reduce, on devices or in another order, does not interfere.
+        self._group: Any = None if self._single else dist.new_group(backend="gloo", timeout=timeout)
+        self._flags = torch.zeros(1, dtype=torch.int64)
         self._pending: dist.Work | None = None
 
-    def post(self, yes: bool) -> bool:
-        """Vote, and hear whether any rank said yes in the vote before, which costs no waiting."""
-        if self._alone:
-            return yes
-        decided = self.settle()
-        self._votes.fill_(yes)
-        self._pending = dist.all_reduce(self._votes, group=self._group, async_op=True)
-        return decided
+    def start(self, flag: bool) -> bool:
+        """Starts the all-reduce of a flag, and returns the result of the one before, which costs no waiting."""
+        if self._single:
+            return flag
+        result = self.wait()
+        self._flags.fill_(flag)
+        self._pending = dist.all_reduce(self._flags, group=self._group, async_op=True)
+        return result
 
-    def settle(self) -> bool:
-        """Hear whether any rank said yes in the last vote, once."""
+    def wait(self) -> bool:
+        """Whether any rank set the flag in the last all-reduce; False when called again."""
         if self._pending is None:
             return False
         self._pending.wait()
         self._pending = None
-        return bool(self._votes.item())
+        return bool(self._flags.item())
 
-    def largest(self, *values: float) -> list[float]:
-        """The largest value over the ranks, of each."""
+    def maximum(self, *values: float) -> list[float]:
+        """The largest of each value over the ranks."""
         found: Tensor = torch.tensor(values, dtype=torch.float64)
-        if not self._alone:
+        if not self._single:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return found.tolist()
 
 
-class Answers:
-    """Sums of votes on their way from the device that made them, read without waiting for that device.
+class DeferredFlags:
+    """Reads sums of flags without waiting for the device that computes them.
 
-    On a CPU an answer is there at once. Elsewhere it is copied behind the work queued so far, and taken one call later,
-    when the device has the next update to work on.
+    On a CPU a sum is read at once. Elsewhere it is copied behind the work queued so far, and read one call later, when
+    the device has the next update to work on.
     """
 
     def __init__(self) -> None:
         self._sent: deque[tuple[Tensor, torch.Event | None]] = deque(maxlen=2)
 
-    def put(self, answer: Tensor) -> None:
-        """Send a sum of votes, once an update."""
+    def push(self, flags: Tensor) -> None:
+        """Send a sum of flags, once an update."""
         event = None
-        if answer.device.type != "cpu":
-            event = torch.Event(answer.device)
-            answer = answer.to("cpu", non_blocking=True)  # Into pinned memory.
+        if flags.device.type != "cpu":
+            event = torch.Event(flags.device)
+            flags = flags.to("cpu", non_blocking=True)  # Into pinned memory.
             event.record()
-        self._sent.append((answer, event))
+        self._sent.append((flags, event))
 
-    def take(self) -> bool:
-        """Whether any rank said yes in the last sum, or where it is on a device in the one before, once."""
+    def pop(self) -> bool:
+        """Whether the last sum is above 0, or on a device the one before; False when called again."""
         if not self._sent or (len(self._sent) == 1 and self._sent[0][1] is not None):
             return False
-        answer, event = self._sent.popleft()
+        flags, event = self._sent.popleft()
         if event is not None:
             event.synchronize()
-        return bool(answer)
+        return bool(flags)
+
+
+class SumWithFlag:
+    """Sums a number over the ranks once per update, and a flag in the same all-reduce.
+
+    Attributes:
+        flag: asked on each rank for its flag; without it only the number is summed.
+    """
+
+    def __init__(self) -> None:
+        self.flag: Callable[[], bool] | None = None
+        self._flags = DeferredFlags()
+
+    def reset(self) -> None:
+        """Forget the flags of an earlier run."""
+        self._flags = DeferredFlags()
+
+    def __call__(self, value: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The sum over the ranks, without waiting for the device."""
+        if self.flag is None:
+            return sum_over_ranks(value, device, dtype)
+        value = torch.as_tensor(value, device=device, dtype=dtype)
+        both = torch.stack([value, torch.full_like(value, self.flag())])
+        total, flags = sum_over_ranks(both, device, dtype).unbind()
+        self._flags.push(flags)
+        return total
+
+    def any_flag(self) -> bool:
+        """Whether the flag was set on any rank, to be called once per update.
+
+        On a CPU in the last sum, on a GPU in the one before: to read the last would be to wait for it.
+        """
+        return self._flags.pop()

@@ -1,10 +1,11 @@
 """Attributes of a Trainer that Lightning sets from outside its class, where type checkers do not find them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 
-__all__ = ["callbacks_of", "datamodule_of", "is_fast_dev_run", "log_interval", "set_callbacks"]
+__all__ = ["callbacks_of", "datamodule_of", "is_fast_dev_run", "log_interval", "surround_callbacks"]
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
@@ -13,9 +14,16 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     return callbacks
 
 
-def set_callbacks(trainer: pl.Trainer, callbacks: list[pl.Callback]) -> None:
-    """Replaces the callbacks."""
-    trainer.callbacks = callbacks  # type: ignore[attr-defined]
+def surround_callbacks(trainer: pl.Trainer, first: pl.Callback, last: pl.Callback) -> Callable[[], None]:
+    """Calls one callback before all others and one after them; returns how to undo it."""
+    before = callbacks_of(trainer)
+    others = [callback for callback in before if callback is not last]
+    trainer.callbacks = [first, *others, last]  # type: ignore[attr-defined]
+
+    def undo() -> None:
+        trainer.callbacks = before  # type: ignore[attr-defined]
+
+    return undo
 
 
 def datamodule_of(trainer: pl.Trainer) -> Any:

@@ -14,11 +14,12 @@ from callbacks.fast_path.lean_loop import LeanLoop
 from callbacks.fast_path.unused_hooks import SkipUnusedHooks
 from callbacks.finite_weights import FiniteWeights
 from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.lib.rate_factor import Kind, Scale
 from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
-from callbacks.warmup_lr import Kind, Scale, WarmupLR
+from callbacks.warmup_lr import WarmupLR
 from datamodules.errors import UserError
 from recipes.launch.precision import Precision
 from recipes.recipe import Recipe

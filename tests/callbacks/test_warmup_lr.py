@@ -20,7 +20,8 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR, ReduceLROnP
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.warmup_lr import Kind, WarmupLR, batch_size_scale, warmup_factor
+from callbacks.lib.rate_factor import Kind, batch_size_scale, warmup_factor
+from callbacks.warmup_lr import WarmupLR
 
 KINDS: list[Kind] = ["linear", "cosine", "exponential", "constant"]
 

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from callbacks.lib.consensus import Answers
+from callbacks.lib.consensus import DeferredFlags
 from callbacks.preemption import Preemption
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, Tiny, picture_network, pictures, silence
@@ -50,26 +50,26 @@ def test_a_vote_waits_for_the_other_ranks_no_longer_than_the_strategys_timeout()
 
 
 def test_on_a_cpu_an_answer_is_heard_at_once_and_once() -> None:
-    answers = Answers()
-    heard = [answers.take()]
+    flags = DeferredFlags()
+    heard = [flags.pop()]
     for vote in (0.0, 2.0, 0.0):
-        answers.put(torch.tensor(vote))
-        heard += [answers.take(), answers.take()]
+        flags.push(torch.tensor(vote))
+        heard += [flags.pop(), flags.pop()]
     assert heard == [False, False, False, True, False, False, False]
 
 
 @needs_gpu
 def test_on_a_gpu_an_answer_is_heard_one_call_later_and_nobody_waits_for_the_work_around_it() -> None:
-    answers = Answers()
+    flags = DeferredFlags()
     votes = [torch.full((), float(vote), device="cuda") for vote in (0, 1, 0, 0)]
     torch.cuda.synchronize()
     heard, done = [], []
     for vote in votes:
-        answers.put(vote)
+        flags.push(vote)
         torch.cuda._sleep(2_000_000_000)  # About a second: the rest of the update.
         finished = torch.cuda.Event()
         finished.record()
-        heard.append(answers.take())
+        heard.append(flags.pop())
         done.append(finished.query())
     assert heard == [False, False, True, False]
     assert not any(done)
