@@ -1,6 +1,5 @@
 """Layers that stay as they are, for a while or for the whole run.
 
-``requires_grad=False`` alone lets running statistics drift and dropout act, and any ``train()`` undoes an ``eval()``.
 `BackboneFinetuning` trains a different model on each rank once it unfreezes (#20340), freezes again for good when a run
 is resumed later (#21901), and changes the optimiser's groups in mid-run. Here groups never change: a parameter without
 gradient is skipped by every optimiser, with its momentum and weight decay.
@@ -14,22 +13,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from callbacks.lib.durations import Duration
-from callbacks.lib.freezing import (
-    check_freezing,
-    find_name,
-    frozen_objects,
-    keep_in_eval,
-    matching_names,
-    module_names,
-    names_before,
-    parameter_names,
-)
+from callbacks.lib.freezing import FrozenLayers, check_freezing, frozen_objects, names_to_freeze
+from callbacks.lib.layers import find_name, module_names, parameter_names
 from callbacks.lib.updates import duration_to_updates
 from datamodules.errors import UserError
 
@@ -39,9 +28,9 @@ log = logging.getLogger("lightning_recipes")
 
 
 def wrap_again(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-    """Lets DDP reduce the gradients of those parameters that train now; it looks once, when it wraps a module.
+    """Wraps the module in DDP again, which reduces the gradients of those parameters that train when it wraps.
 
-    Every rank must call it, between updates. What DDP was told about buffers stays, and so do their values, which
+    Every rank must call it, between updates. DDP's settings for buffers stay, and so do the values of buffers, which
     wrapping would replace with those of rank 0.
     """
     strategy: Any = trainer.strategy
@@ -58,8 +47,23 @@ def wrap_again(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             buffer.copy_(value)
 
 
+def in_whole_epochs_or_updates(duration: Duration, trainer: pl.Trainer) -> Duration:
+    """A duration that can be compared with the epoch or with the number of updates; from `on_train_start` on.
+
+    Whole epochs stay epochs: they mean the same where the number of updates in one is unknown, or changes.
+    """
+    if duration.unit == "epochs" and duration.value == int(duration.value):
+        return duration
+    return Duration(duration_to_updates(duration, trainer), "steps")
+
+
+def trainable(module: nn.Module) -> set[nn.Parameter]:
+    """The parameters that require a gradient."""
+    return {parameter for parameter in module.parameters() if parameter.requires_grad}
+
+
 class FreezeLayers(pl.Callback):
-    """Keeps layers to the bit as they are, and lets them train from the moment that you name.
+    """Keeps layers exactly as they are, for the whole run or until a given epoch or update.
 
     Frozen means: no gradient, no momentum, no weight decay; evaluation mode through every ``train()``, so batch
     normalisation uses its running statistics and keeps them, and dropout is off. Layers before the first that trains
@@ -105,12 +109,9 @@ class FreezeLayers(pl.Callback):
             raise UserError('FreezeLayers() has nothing to freeze: pass until="layer4", patterns or unfreeze')
         self._durations = {name: Duration.parse(when) for name, when in self.unfreeze.items()}
         self._starts: dict[str, Duration] = {}
-        self._frozen: set[str] = set()
-        self._thawed: frozenset[str] | None = None
-        self._requires_grad: dict[nn.Parameter, bool] = {}
-        self._training: dict[nn.Module, bool] = {}
-        self._handles: dict[nn.Module, RemovableHandle] = {}
-        self._wrapped_otherwise = False
+        self._frozen: FrozenLayers | None = None
+        self._unfrozen: set[str] | None = None
+        self._wrapped: set[nn.Parameter] = set()
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -121,81 +122,52 @@ class FreezeLayers(pl.Callback):
                 ' train: pass strategy="ddp", or call requires_grad_(False) in configure_model instead'
             )
         self._release()
-        modules = module_names(pl_module)
-        names = [*modules, *parameter_names(pl_module)]
+        known = [*module_names(pl_module), *parameter_names(pl_module)]
         self._starts = {
-            "*" if name in ("*", "all") else find_name(name, names, "unfreeze"): start
+            "*" if name in ("*", "all") else find_name(name, known, "unfreeze"): start
             for name, start in self._durations.items()
         }
-        self._frozen = matching_names(self.patterns, names) | (set(self._starts) - {"*"})
-        if self.until is not None:
-            self._frozen |= names_before(pl_module, find_name(self.until, modules, "until"))
-        note = rank_zero_only(log.warning)
-        for line in check_freezing(pl_module, self._frozen, self._starts, trainer.optimizers):
-            note(line)
-        _, parameters = frozen_objects(pl_module, self._frozen, ())
-        if self.until is not None and not parameters:
-            note("FreezeLayers(until=%r) freezes nothing: no parameter is defined before it", self.until)
-        self._requires_grad = {parameter: parameter.requires_grad for parameter in pl_module.parameters()}
-        self._freeze_parameters(parameters)
+        names = names_to_freeze(pl_module, self.until, self.patterns)
+        names |= self._starts.keys() - {"*"}
+        warn = rank_zero_only(log.warning)
+        for line in check_freezing(pl_module, names, self._starts, trainer.optimizers):
+            warn(line)
+        if self.until is not None and not frozen_objects(pl_module, names, ())[1]:
+            warn("FreezeLayers(until=%r) freezes nothing: no parameter is defined before it", self.until)
+        self._wrapped = trainable(pl_module)
+        self._frozen = FrozenLayers(pl_module, names, self.train_bn)
+        self._frozen.freeze_parameters()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Whole epochs stay epochs: they mean the same where the number of updates in one is unknown, or changes.
-        self._starts = {
-            name: start
-            if start.unit == "epochs" and start.value == int(start.value)
-            else Duration(duration_to_updates(start, trainer), "steps")
-            for name, start in self._starts.items()
-        }
-        self._training = {module: module.training for module in pl_module.modules()}
-        self._enter_phase(trainer, pl_module)
+        self._starts = {name: in_whole_epochs_or_updates(start, trainer) for name, start in self._starts.items()}
+        self._unfreeze(trainer, pl_module)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._enter_phase(trainer, pl_module)
+        self._unfreeze(trainer, pl_module)
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._enter_phase(trainer, pl_module)
+        self._unfreeze(trainer, pl_module)
 
-    def _enter_phase(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Epoch and update change between windows only, so no phase begins while gradients are being summed.
+    def _unfreeze(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Epoch and update change between windows only, so nothing unfreezes while gradients are being summed.
         reached = {"epochs": trainer.current_epoch, "steps": trainer.global_step}
-        thawed = frozenset(name for name, start in self._starts.items() if reached[start.unit] >= start.value)
-        if thawed == self._thawed:
+        unfrozen = {name for name, start in self._starts.items() if reached[start.unit] >= start.value}
+        if unfrozen == self._unfrozen or self._frozen is None:
             return
-        self._thawed = thawed
-        modules, parameters = frozen_objects(pl_module, self._frozen, thawed)
-        if not self.train_bn:
-            modules |= {module for module in pl_module.modules() if isinstance(module, _BatchNorm)}
-        self._freeze_parameters(parameters)
-        self._freeze_modules(modules)
-        if self._wrapped_otherwise:
+        self._unfrozen = unfrozen
+        self._frozen.unfreeze(*unfrozen)
+        if trainable(pl_module) != self._wrapped:
             wrap_again(trainer, pl_module)
-            self._wrapped_otherwise = False
-        trains, total = (sum(p.numel() for p in self._requires_grad if p.requires_grad or every) for every in (0, 1))
-        unfrozen = f" ({', '.join(sorted(thawed))} unfrozen)" if thawed else ""
+            self._wrapped = trainable(pl_module)
+        trains, total = self._frozen.counts()
+        names = f" ({', '.join(sorted(unfrozen))} unfrozen)" if unfrozen else ""
         place = f"epoch {trainer.current_epoch + 1}, update {trainer.global_step}"
-        rank_zero_only(log.info)("%s: %s of %s parameters train%s", place, f"{trains:,}", f"{total:,}", unfrozen)
-
-    def _freeze_parameters(self, frozen: set[nn.Parameter]) -> None:
-        for parameter, before in self._requires_grad.items():
-            # A gradient is None from here on: Lightning has cleared all of them before it can matter.
-            trains = before and parameter not in frozen
-            self._wrapped_otherwise |= parameter.requires_grad != trains
-            parameter.requires_grad_(trains)
-
-    def _freeze_modules(self, frozen: set[nn.Module]) -> None:
-        for module in self._handles.keys() - frozen:
-            self._handles.pop(module).remove()
-            module.training = self._training[module]
-        for module in frozen:
-            module.training = False
-            if module not in self._handles:
-                self._handles[module] = module.register_forward_pre_hook(keep_in_eval)
+        rank_zero_only(log.info)("%s: %s of %s parameters train%s", place, f"{trains:,}", f"{total:,}", names)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -206,8 +178,6 @@ class FreezeLayers(pl.Callback):
         self._release()
 
     def _release(self) -> None:
-        for parameter, before in self._requires_grad.items():
-            parameter.requires_grad_(before)
-        self._freeze_modules(set())
-        self._requires_grad, self._training = {}, {}
-        self._thawed, self._wrapped_otherwise = None, False
+        if self._frozen is not None:
+            self._frozen.restore()
+        self._frozen, self._unfrozen, self._wrapped = None, None, set()

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from callbacks.lib.batch_norm import average_statistics, restore, synchronise
+from callbacks.lib.batch_norm import average_statistics, restore_batchnorm, sync_batchnorm
 from datamodules.errors import UserError
 
 __all__ = ["SyncBN", "check_group_size"]
@@ -108,7 +108,7 @@ class SyncBN(pl.Callback):
                 ' strategy="ddp", or remove SyncBN'
             )
         group = dist.new_subgroups(group_size=size)[0] if self._averages else None
-        synchronise(pl_module, group)
+        sync_batchnorm(pl_module, group)
 
     @override
     def on_train_batch_start(
@@ -143,7 +143,7 @@ class SyncBN(pl.Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        restore(pl_module)
+        restore_batchnorm(pl_module)
         self._averages, self._ddp = False, None
 
     @override

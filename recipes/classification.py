@@ -11,7 +11,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from callbacks.drawing.classification_images import ClassificationPictures
+from callbacks.drawing.classification_images import ClassificationImages
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from recipes.recipe import MeanOverTargets, Recipe, RecipeParameters
@@ -198,7 +198,7 @@ class Classifier(Recipe):
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
-        return [*super().configure_callbacks(), ClassificationPictures()]
+        return [*super().configure_callbacks(), ClassificationImages()]
 
     @override
     def headline(self, scores: dict[str, float]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from callbacks.drawing.evaluation_samples import EvaluationSamples
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["ClassificationPictures", "confusion_figure", "most_confident_mistakes", "samples_figure"]
+__all__ = ["ClassificationImages", "confusion_figure", "most_confident_mistakes", "samples_figure"]
 
 
 def mistake_confidence(logits: Tensor, targets: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def confusion_figure(matrix: Tensor, class_names: Sequence[str], title: str) -> 
     return figure
 
 
-class ClassificationPictures(EvaluationSamples, pl.Callback):
+class ClassificationImages(EvaluationSamples, pl.Callback):
     """Draws sample predictions, the most confident mistakes and the confusion matrix into TensorBoard.
 
     Runs on: every validation and test batch (one top-k on the device), and the end of training and of a test (the

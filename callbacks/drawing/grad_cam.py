@@ -3,7 +3,6 @@
 Works while the trunk is frozen and inside Lightning's inference mode, and leaves no trace in the module.
 """
 
-import difflib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,32 +15,13 @@ from typing_extensions import override
 
 from callbacks.drawing.classification_images import are_pictures, share_of_batch, stretched, wrapped
 from callbacks.drawing.evaluation_samples import EvaluationSamples
+from callbacks.lib.layers import find_layer
 from datamodules.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["GradCAM", "find_layer", "grad_cam", "grad_cam_figure"]
-
-
-def find_layer(module: nn.Module, name: str) -> nn.Module:
-    """The layer of that name, or the outermost one whose name ends so: "layer4" finds "network.layer4".
-
-    Raises:
-        UserError: there is none, or several; the names that come close are listed.
-
-    Example:
-        >>> find_layer(nn.ModuleDict({"network": nn.Sequential(nn.Conv2d(3, 8, 3))}), "0")
-        Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
-    """
-    layers = dict(module.named_modules())
-    found = sorted((n for n in layers if n == name or n.endswith(f".{name}")), key=lambda n: n.count("."))
-    if name in layers or (found and sum(n.count(".") == found[0].count(".") for n in found) == 1):
-        return layers[name if name in layers else found[0]]
-    ends = {n.split(".", 1)[-1]: n for n in layers if n}
-    close = found or [ends[n] for n in difflib.get_close_matches(name, ends, n=5, cutoff=0.5)] or list(ends.values())
-    several = "several layers are named" if found else "no layer is named"
-    raise UserError(f"{several} {name!r}; pass the name of one, such as {', '.join(close[:5])}")
+__all__ = ["GradCAM", "grad_cam", "grad_cam_figure"]
 
 
 @contextmanager

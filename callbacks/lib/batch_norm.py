@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-__all__ = ["average_statistics", "combine_moments", "recalibrate", "restore", "synchronise"]
+__all__ = ["average_statistics", "combine_moments", "recalibrate", "restore_batchnorm", "sync_batchnorm"]
 
 
 def combine_moments(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,7 +121,7 @@ class _SynchronisedFunction(torch.autograd.Function):
 
 
 class _Synchronised(_BatchNorm):
-    """The second base of the classes that `synchronise` makes."""
+    """The second base of the classes that `sync_batchnorm` makes."""
 
     original: ClassVar[type[_BatchNorm]]
     process_group: ClassVar[dist.ProcessGroup | None]
@@ -168,12 +168,12 @@ def _synchronised_class(cls: type[_BatchNorm], process_group: dist.ProcessGroup 
     return type(f"Synchronised{cls.__name__}", (cls, _Synchronised), attributes)
 
 
-def synchronise(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
-    """Makes every batch normalisation layer of a module normalise over a process group, in place; `restore` undoes it.
+def sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+    """Makes every batch normalisation layer of a module normalise over a process group, in place.
 
-    CUDA and other accelerators run torch's kernels, the CPU ours. Batch sizes may differ between processes and be
-    zero on some. Layers in evaluation mode keep using their running statistics. Each process must call the layers in
-    the same order.
+    `restore_batchnorm` undoes it. CUDA and other accelerators run torch's kernels, the CPU ours. Batch sizes may differ
+    between processes and be zero on some. Layers in evaluation mode keep using their running statistics. Each process
+    must call the layers in the same order.
 
     Args:
         process_group: all processes if None.
@@ -183,10 +183,10 @@ def synchronise(module: nn.Module, process_group: dist.ProcessGroup | None = Non
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm2d(3))
-        >>> synchronise(net)
+        >>> sync_batchnorm(net)
         >>> type(net[0]).__name__, isinstance(net[0], nn.BatchNorm2d)
         ('SynchronisedBatchNorm2d', True)
-        >>> restore(net)
+        >>> restore_batchnorm(net)
         >>> type(net[0]).__name__
         'BatchNorm2d'
     """
@@ -197,8 +197,8 @@ def synchronise(module: nn.Module, process_group: dist.ProcessGroup | None = Non
         layer.__class__ = classes[type(layer)]  # type: ignore[assignment]
 
 
-def restore(module: nn.Module) -> None:
-    """Gives the layers that `synchronise` changed their classes back."""
+def restore_batchnorm(module: nn.Module) -> None:
+    """Gives the layers that `sync_batchnorm` changed their classes back."""
     for layer in module.modules():
         if isinstance(layer, _Synchronised):
             layer.__class__ = layer.original  # type: ignore[assignment]

@@ -1,20 +1,21 @@
-"""Which modules and parameters are frozen, by name, and how a module is kept in evaluation mode.
+"""Layers that stay as they are, in any training loop.
 
-A name is dotted and leads from the module itself, such as ``network.layer3.0.conv1.weight``. Users write its end.
+``requires_grad=False`` alone lets running statistics drift and dropout act, and any ``train()`` undoes an ``eval()``.
 """
 
-from collections.abc import Collection, Iterable
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import nn
 from torch.nn import Parameter
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from callbacks.lib.layers import find_name, inside, matching_names, module_names, names_before, parameter_names
 from datamodules.errors import UserError
 
-__all__ = ["check_freezing", "find_name", "frozen_objects", "inside", "keep_in_eval", "matching_names", "names_before"]
+__all__ = ["FrozenLayers", "check_freezing", "freeze_layers", "frozen_objects", "keep_in_eval", "names_to_freeze"]
 
 
 def keep_in_eval(module: nn.Module, _: Any) -> None:
@@ -24,93 +25,6 @@ def keep_in_eval(module: nn.Module, _: Any) -> None:
     """
     if module.training:
         module.training = False
-
-
-def module_names(module: nn.Module) -> list[str]:
-    """Names of all submodules in the order of their definition; a shared one has several."""
-    return [name for name, _ in module.named_modules(remove_duplicate=False) if name]
-
-
-def parameter_names(module: nn.Module) -> list[str]:
-    """Names of all parameters in the order of their definition; a shared one has several."""
-    return [name for name, _ in module.named_parameters(remove_duplicate=False)]
-
-
-def find_name(name: str, names: Collection[str], argument: str) -> str:
-    """The one full name that ends in `name`; of several the one that is nested least.
-
-    Args:
-        argument: what the user wrote, for the error.
-
-    Raises:
-        UserError: nothing ends so, or several do that are nested alike.
-
-    Example:
-        >>> find_name("conv1", ["net", "net.conv1", "net.layer1", "net.layer1.conv1"], "until")
-        'net.conv1'
-    """
-    found = sorted({n for n in names if n == name or n.endswith(f".{name}")}, key=lambda n: (n.count("."), n))
-    if not found:
-        ends = {".".join(n.split(".")[-length:]): n for n in names for length in range(1, n.count(".") + 2)}
-        close = list(dict.fromkeys(ends[end] for end in get_close_matches(name, ends, n=5)))
-        raise UserError(
-            f"{argument}: there is no {name!r} in the module; "
-            + (f"did you mean {' or '.join(map(repr, close))}?" if close else f"its names begin {list(names)[:5]}")
-        )
-    if len(found) > 1 and found[0].count(".") == found[1].count("."):
-        raise UserError(f"{argument}: {name!r} could be {' or '.join(map(repr, found))}: write one of them in full")
-    return found[0]
-
-
-def matching_names(patterns: Iterable[str], names: Collection[str]) -> set[str]:
-    """The names that match one of the patterns, by their whole or by an end that begins behind a dot.
-
-    Raises:
-        UserError: a pattern matches nothing.
-
-    Example:
-        >>> sorted(matching_names(["bn*"], ["net.conv1", "net.bn1", "net.bn1.weight"]))
-        ['net.bn1', 'net.bn1.weight']
-    """
-    matched: set[str] = set()
-    for pattern in patterns:
-        found = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")}
-        if not found:
-            raise UserError(
-                f"patterns: {pattern!r} matches no module or parameter; their names begin {list(names)[:5]}"
-            )
-        matched |= found
-    return matched
-
-
-def names_before(module: nn.Module, until: str) -> set[str]:
-    """All that is defined before the submodule `until`.
-
-    Of the modules around it, their earlier children and their own parameters belong to that, they themselves do not.
-
-    Example:
-        >>> sorted(names_before(nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1)), "2"))
-        ['0', '0.bias', '0.weight', '1']
-    """
-    before: set[str] = set()
-    for name, submodule in module.named_modules(remove_duplicate=False):
-        if name == until:
-            break
-        before.update(n for n, _ in submodule.named_parameters(name, recurse=False, remove_duplicate=False))
-        if name and not until.startswith(f"{name}."):
-            before.add(name)
-    return before
-
-
-def inside(name: str, outers: Collection[str]) -> bool:
-    """Whether a name, or one that it lies in, is among `outers`; everything lies in ``"*"``.
-
-    Example:
-        >>> inside("net.layer1.bn", {"net.layer1"}), inside("net.layer10", {"net.layer1"})
-        (True, False)
-    """
-    ends = [i for i, letter in enumerate(name) if letter == "."]
-    return "*" in outers or name in outers or any(name[:end] in outers for end in ends)
 
 
 def frozen_objects(
@@ -140,10 +54,135 @@ def frozen_objects(
     )
 
 
+def names_to_freeze(module: nn.Module, until: str | None, patterns: str | Sequence[str]) -> set[str]:
+    """The names of what `freeze_layers` freezes.
+
+    Raises:
+        UserError: a name is unknown or ambiguous.
+    """
+    modules = module_names(module)
+    patterns = (patterns,) if isinstance(patterns, str) else patterns
+    names = matching_names(patterns, [*modules, *parameter_names(module)])
+    return names if until is None else names | names_before(module, find_name(until, modules, "until"))
+
+
+class FrozenLayers:
+    """Layers of a module that stay as they are until `unfreeze` or `restore`; what `freeze_layers` returns.
+
+    A context manager, which restores at its end.
+
+    Args:
+        module: it is changed in place.
+        names: of the modules and parameters to freeze, in full.
+        train_bn: False keeps the running statistics of all batch normalisation, unfrozen layers too.
+    """
+
+    def __init__(self, module: nn.Module, names: Collection[str], train_bn: bool = True) -> None:
+        self.module, self.names, self.train_bn = module, frozenset(names), train_bn
+        self._requires_grad = {parameter: parameter.requires_grad for parameter in module.parameters()}
+        self._training = {submodule: submodule.training for submodule in module.modules()}
+        self._handles: dict[nn.Module, RemovableHandle] = {}
+        self._unfrozen: frozenset[str] = frozenset()
+
+    def freeze(self) -> None:
+        """Freeze everything of those names that is not unfrozen."""
+        modules, _ = frozen_objects(self.module, self.names, self._unfrozen)
+        if not self.train_bn:
+            modules |= {module for module in self.module.modules() if isinstance(module, _BatchNorm)}
+        self.freeze_parameters()
+        self._freeze_modules(modules)
+
+    def freeze_parameters(self) -> None:
+        """Freeze parameters only; modules keep their modes, which Lightning looks at when it begins to train."""
+        self._freeze_parameters(frozen_objects(self.module, self.names, self._unfrozen)[1])
+
+    def unfreeze(self, *names: str) -> None:
+        """Let modules or parameters train again, with everything inside them.
+
+        Args:
+            names: full names, or ends of them; ``"*"`` is everything that was frozen.
+
+        Raises:
+            UserError: a name is unknown or ambiguous.
+        """
+        known = [*module_names(self.module), *parameter_names(self.module)]
+        self._unfrozen |= {name if name == "*" else find_name(name, known, "names") for name in names}
+        self.freeze()
+
+    def restore(self) -> None:
+        """Give every parameter and module back what it had when it was frozen."""
+        self._freeze_parameters(set())
+        self._freeze_modules(set())
+
+    def counts(self) -> tuple[int, int]:
+        """The number of parameters that train, and of all."""
+        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in self._requires_grad]
+        return sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes)
+
+    def _freeze_parameters(self, parameters: set[Parameter]) -> None:
+        for parameter, before in self._requires_grad.items():
+            parameter.requires_grad_(before and parameter not in parameters)
+
+    def _freeze_modules(self, modules: set[nn.Module]) -> None:
+        for module in self._handles.keys() - modules:
+            self._handles.pop(module).remove()
+            module.training = self._training[module]
+        for module in modules:
+            module.training = False
+            if module not in self._handles:
+                self._handles[module] = module.register_forward_pre_hook(keep_in_eval)
+
+    def __enter__(self) -> "FrozenLayers":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.restore()
+
+
+def freeze_layers(
+    module: nn.Module, until: str | None = None, patterns: str | Sequence[str] = (), train_bn: bool = True
+) -> FrozenLayers:
+    """Keeps layers of a module to the bit as they are, in place, until what is returned unfreezes them.
+
+    Frozen means no gradient, and evaluation mode through every ``train()``: batch normalisation uses its running
+    statistics and keeps them, and dropout is off. Layers before the first that trains cost no backward pass. A name may
+    be written from its end: ``layer3`` finds ``network.layer3``, and of several the one nested least.
+
+    A parameter that has a gradient already keeps it, and an optimiser would use it: freeze after ``zero_grad()``. DDP
+    only reduces the gradients of parameters that require one when it wraps a module, so wrap after a change.
+
+    Args:
+        until: freeze what is defined before this submodule; it trains, and what follows.
+        patterns: freeze modules and parameters whose name, or an end of it, matches: ``["*.bn*"]``, ``["embedding"]``.
+        train_bn: False keeps the running statistics of *all* batch normalisation; weights and biases train.
+
+    Raises:
+        UserError: a name is unknown or ambiguous, or there is nothing to freeze.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        >>> frozen = freeze_layers(net, until="2")
+        >>> net = net.train()
+        >>> [name for name, parameter in net.named_parameters() if parameter.requires_grad]
+        ['2.weight', '2.bias']
+        >>> frozen.unfreeze("0")
+        >>> frozen.counts()
+        (30, 38)
+        >>> frozen.restore()
+        >>> frozen.counts()
+        (38, 38)
+    """
+    if until is None and not patterns and train_bn:
+        raise UserError('freeze_layers has nothing to freeze: pass until="layer4", patterns, or train_bn=False')
+    frozen = FrozenLayers(module, names_to_freeze(module, until, patterns), train_bn)
+    frozen.freeze()
+    return frozen
+
+
 def check_freezing(
     module: nn.Module, frozen: Collection[str], thawed: Collection[str], optimizers: Iterable[Optimizer]
 ) -> list[str]:
-    """Refuses a freezing under which training cannot begin, or go on as asked, and returns what is worth saying.
+    """Refuses a freezing under which training cannot begin or continue as asked, and returns notes for the user.
 
     Args:
         frozen: names that are frozen at the start.

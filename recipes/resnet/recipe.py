@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from callbacks.drawing.grad_cam import GradCAM
 from callbacks.freeze_layers import FreezeLayers
-from callbacks.group_table import GroupTable
+from callbacks.parameter_group_table import ParameterGroupTable
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from recipes.classification import Classifier, ClassifierParameters
@@ -167,7 +167,7 @@ class ResNetFineTuner(Classifier):
             )
         if options.cache_features:
             callbacks.append(FeatureCache())
-        return [*callbacks, GroupTable(), GradCAM(self.last_block)]
+        return [*callbacks, ParameterGroupTable(), GradCAM(self.last_block)]
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

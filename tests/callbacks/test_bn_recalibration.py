@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.bn_recalibration import BNRecalibration
-from callbacks.lib.batch_norm import recalibrate, restore, synchronise
+from callbacks.lib.batch_norm import recalibrate, restore_batchnorm, sync_batchnorm
 from callbacks.sync_bn import SyncBN
 from datamodules import MNISTDataModule, UserError
 from datamodules.loading.loaders import TrainLoader
@@ -107,9 +107,9 @@ def _on_ranks(sizes: list[list[int]]) -> tuple[list[Tensor], list[Tensor]]:
     batches = INPUTS[start : start + sum(sizes[rank])].split(sizes[rank])
     alone, together = network(), network()
     recalibrate(alone, batches)
-    synchronise(together)
+    sync_batchnorm(together)
     recalibrate(together, batches)
-    restore(together)
+    restore_batchnorm(together)
     return statistics(alone), statistics(together)
 
 

@@ -28,7 +28,8 @@ from typing_extensions import override
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.freeze_layers import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lib.freezing import find_name, frozen_objects, keep_in_eval, names_before
+from callbacks.lib.freezing import frozen_objects, keep_in_eval
+from callbacks.lib.layers import find_name, names_before
 from callbacks.rank_consistency import RankConsistency
 from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
@@ -619,11 +620,13 @@ def test_what_cannot_train_or_freezes_nothing_is_said(caplog: pytest.LogCaptureF
 
 
 def test_names_that_are_unknown_or_ambiguous_are_refused_with_what_was_meant() -> None:
-    with pytest.raises(UserError, match="until: there is no 'layre1' in the module; did you mean .*'network.layer1'"):
+    with pytest.raises(UserError, match="`until`: there is no 'layre1' in the module; did you mean .*'network.layer1'"):
         fit(Rude(), FreezeLayers("layre1"))
-    with pytest.raises(UserError, match="unfreeze: '0' could be .*'network.layer1.0' or .*: write one of them in full"):
+    with pytest.raises(
+        UserError, match="`unfreeze`: '0' could be .*'network.layer1.0' or .*: write one of them in full"
+    ):
         fit(Rude(), FreezeLayers(unfreeze={"0": 5}))
-    with pytest.raises(UserError, match="patterns: 'layer9\\*' matches no module or parameter"):
+    with pytest.raises(UserError, match="`patterns`: 'layer9\\*' matches no module or parameter"):
         fit(Rude(), FreezeLayers(patterns=["layer9*"]))
     names = ["trunk.conv1", "trunk.block.conv1"]
     assert find_name("conv1", names, "until") == "trunk.conv1"

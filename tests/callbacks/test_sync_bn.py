@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks.lib.batch_norm import average_statistics, combine_moments, restore, synchronise
+from callbacks.lib.batch_norm import average_statistics, combine_moments, restore_batchnorm, sync_batchnorm
 from callbacks.sync_bn import SyncBN, check_group_size
 from tests.support.ranks import run_ranks
 
@@ -44,7 +44,7 @@ def _gap(ours: Tensor, theirs: Tensor) -> float:
 def _gaps_to_whole_batch(layer: nn.Module, x: Tensor, upstream: Tensor, sizes: tuple[int, ...], group: Any) -> dict:
     """Two steps of `layer` on the whole batch, and of a synchronised copy on this rank's part of it."""
     plain, ours = copy.deepcopy(layer), copy.deepcopy(layer)
-    synchronise(ours, group)
+    sync_batchnorm(ours, group)
     first = sum(sizes[: dist.get_rank(group)])
     mine = slice(first, first + sizes[dist.get_rank(group)])
     gaps: dict[str, float] = {}
@@ -217,9 +217,9 @@ def test_stock_conversion_loses_class_and_mode_which_ours_keeps():
     stock, ours = nn.Sequential(nn.BatchNorm2d(3)).eval(), nn.Sequential(nn.BatchNorm2d(3)).eval()
     layer = ours[0]
     stock = TorchSyncBatchNorm().revert(TorchSyncBatchNorm().apply(stock))
-    synchronise(ours)
+    sync_batchnorm(ours)
     assert not layer.training
-    restore(ours)
+    restore_batchnorm(ours)
     assert (type(stock[0]) is nn.BatchNorm2d, stock[0].training) == (False, True)
     assert (type(ours[0]), ours[0].training, ours[0] is layer) == (nn.BatchNorm2d, False, True)
 
@@ -285,7 +285,7 @@ def _single_value_and_wrong_group() -> list[str]:
     dist.init_process_group("gloo")
     messages = []
     layer = nn.BatchNorm1d(2)
-    synchronise(layer)
+    sync_batchnorm(layer)
     with pytest.raises(ValueError, match="found 1 value per channel") as caught:
         layer(torch.ones(1 - dist.get_rank(), 2))
     messages.append(str(caught.value))
@@ -325,9 +325,9 @@ class _Inlined(nn.BatchNorm2d):
 def _subclass_output() -> Tensor:
     dist.init_process_group("gloo")
     net = nn.Sequential(_CallsSuper(2))
-    synchronise(net)
+    sync_batchnorm(net)
     output = net(torch.arange(8.0).view(1, 2, 2, 2) + 10 * dist.get_rank())
-    restore(net)
+    restore_batchnorm(net)
     assert type(net[0]) is _CallsSuper
     return output
 
@@ -337,12 +337,12 @@ def test_a_users_subclass_keeps_its_forward_or_is_refused():
     expected = nn.BatchNorm2d(2)(torch.cat([x, x + 10])).relu()
     torch.testing.assert_close(torch.cat(run_ranks(_subclass_output, 2)), expected)
     with pytest.raises(TypeError, match=r"_Inlined.forward normalises by itself"):
-        synchronise(nn.Sequential(_Inlined(2)))
+        sync_batchnorm(nn.Sequential(_Inlined(2)))
 
 
 def test_copies_and_pickles_of_synchronised_layers_are_plain():
     net = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(_CallsSuper(2)))
-    synchronise(net)
+    sync_batchnorm(net)
     buffer = io.BytesIO()
     torch.save(net, buffer)
     buffer.seek(0)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks.drawing.classification_images import ClassificationPictures, confusion_figure, samples_figure
+from callbacks.drawing.classification_images import ClassificationImages, confusion_figure, samples_figure
 from datamodules import UserError
 from datamodules.loading.sampling import evaluation_spans
 from recipes.classification import ClassificationScores, Classifier, calibration_error, macro_f1
@@ -262,7 +262,7 @@ def test_inputs_that_are_no_images_leave_the_confusion_matrix(tmp_path: Path):
 
 
 def test_samples_come_from_the_whole_set_and_not_only_from_its_first_class():
-    pictures = ClassificationPictures(samples=4)
+    pictures = ClassificationImages(samples=4)
     sorted_targets = torch.arange(40) // 10
     for i, targets in enumerate(sorted_targets.split(9)):
         images = torch.zeros(len(targets), 1, 2, 2)

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.drawing.classification_images import ClassificationPictures, most_confident_mistakes
+from callbacks.drawing.classification_images import ClassificationImages, most_confident_mistakes
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.run_progress import RunProgress
 from callbacks.train_loss import TrainLoss
@@ -263,7 +263,7 @@ def test_scores_are_those_of_scikit_learn():
 def test_a_recipe_trains_in_a_plain_trainer_and_loads_from_its_checkpoint(tmp_path):
     data = MNISTDataModule(dataset="digits", batch_size=128)
     module = MNISTClassifier(lr=0.01)
-    fit = trainer(max_epochs=4, callbacks=[ClassificationPictures()], logger=TensorBoardLogger(tmp_path))
+    fit = trainer(max_epochs=4, callbacks=[ClassificationImages()], logger=TensorBoardLogger(tmp_path))
     fit.fit(module, data)
     scores = fit.test(module, data, verbose=False)[0]
     assert scores["test/accuracy"] > 0.9

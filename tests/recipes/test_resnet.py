@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
 
-from callbacks.group_table import group_rows, markdown_table
+from callbacks.parameter_group_table import group_rows, markdown_table
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from datamodules.images.data_module import ImageFolderDataModule

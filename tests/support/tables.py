@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from callbacks.bn_recalibration import BNRecalibration
 from callbacks.checkpointing.guard import CheckpointGuard
-from callbacks.drawing.classification_images import ClassificationPictures
+from callbacks.drawing.classification_images import ClassificationImages
 from callbacks.drawing.grad_cam import GradCAM
 from callbacks.drawing.translation_samples import TranslationSamples
 from callbacks.fast_path.lean_loop import LeanLoop
@@ -19,7 +19,7 @@ from callbacks.fast_path.unused_hooks import SkipUnusedHooks
 from callbacks.finite_weights import FiniteWeights
 from callbacks.freeze_layers import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.group_table import GroupTable
+from callbacks.parameter_group_table import ParameterGroupTable
 from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.run_progress import RunProgress
@@ -42,9 +42,9 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "FiniteWeights": lambda: FiniteWeights(),
     "RankConsistency": lambda: RankConsistency(),
     "BNRecalibration": lambda: BNRecalibration(batches=3),
-    "GroupTable": lambda: GroupTable(),
+    "ParameterGroupTable": lambda: ParameterGroupTable(),
     "GradCAM": lambda: GradCAM("network.0.0", samples=2),
-    "ClassificationPictures": lambda: ClassificationPictures(samples=2, mistakes=2),
+    "ClassificationImages": lambda: ClassificationImages(samples=2, mistakes=2),
     "RunProgress": lambda: RunProgress(),
     "TrainLoss": lambda: TrainLoss(),
     "Preemption": lambda: Preemption(),
@@ -64,9 +64,9 @@ TOGETHER = (
     "FiniteWeights",
     "RankConsistency",
     "BNRecalibration",
-    "GroupTable",
+    "ParameterGroupTable",
     "GradCAM",
-    "ClassificationPictures",
+    "ClassificationImages",
     "RunProgress",
     "TrainLoss",
     "Preemption",

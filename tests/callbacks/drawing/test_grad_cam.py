@@ -9,7 +9,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks.drawing.grad_cam import GradCAM, find_layer, grad_cam
+from callbacks.drawing.grad_cam import GradCAM, grad_cam
+from callbacks.lib.layers import find_layer
 from datamodules import UserError
 from tests.support.tables import QUIET
 
@@ -159,10 +160,12 @@ def test_layers_are_found_by_the_end_of_their_name(net: Net):
     assert find_layer(module, "trunk.0") is net.trunk[0]
     assert find_layer(module, "network.trunk") is net.trunk
     assert find_layer(module, "head") is net.head, "the outermost"
-    with pytest.raises(UserError, match="no layer is named 'trunks'; pass the name of one, such as network.trunk"):
+    with pytest.raises(UserError, match="`layer`: there is no 'trunks' in the module; did you mean 'network.trunk'"):
         find_layer(module, "trunks")
     module["again"] = nn.ModuleDict({"head": nn.Linear(1, 1)})
-    with pytest.raises(UserError, match="several layers are named 'head'; .* such as network.head, again.head"):
+    with pytest.raises(
+        UserError, match="`layer`: 'head' could be 'again.head' or 'network.head' or .*: write one of them in full"
+    ):
         find_layer(module, "head")
 
 
@@ -223,5 +226,5 @@ def test_pictures_come_at_the_end_of_training_and_of_a_test(net: Net, images: Te
 
 def test_a_layer_that_does_not_exist_is_refused_before_training(net: Net, images: Tensor):
     trainer = pl.Trainer(max_epochs=1, callbacks=[GradCAM("layer4")], **QUIET, enable_checkpointing=False)
-    with pytest.raises(UserError, match=r"no layer is named 'layer4'; pass the name of one, such as net"):
+    with pytest.raises(UserError, match=r"`layer`: there is no 'layer4' in the module; the first names are \['net"):
         trainer.fit(Module(net), loader(images), loader(images))

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from callbacks.drawing.evaluation_samples import tensorboards
 
-__all__ = ["GroupTable", "group_rows", "markdown_table", "text_table"]
+__all__ = ["ParameterGroupTable", "group_rows", "markdown_table", "text_table"]
 
 log = logging.getLogger("lightning_recipes")
 
@@ -51,7 +51,7 @@ def markdown_table(rows: Sequence[Sequence[str]], columns: Sequence[str] = _COLU
     return "\n".join("| " + " | ".join(row) + " |" for row in (columns, ["---"] * len(columns), *rows))
 
 
-class GroupTable(pl.Callback):
+class ParameterGroupTable(pl.Callback):
     """Prints the parameter groups of each optimiser once, and logs them as text where TensorBoard listens.
 
     Runs on: `on_train_start`, when everything is frozen that will be. The line goes to the logger

@@ -1,0 +1,115 @@
+"""Modules and parameters by name, where users write the end of it.
+
+A name is dotted and leads from the module itself, such as ``network.layer3.0.conv1.weight``.
+"""
+
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from datamodules.errors import UserError
+
+__all__ = ["find_layer", "find_name", "inside", "matching_names", "module_names", "names_before", "parameter_names"]
+
+
+def module_names(module: nn.Module) -> list[str]:
+    """Names of all submodules in the order of their definition; a shared one has several."""
+    return [name for name, _ in module.named_modules(remove_duplicate=False) if name]
+
+
+def parameter_names(module: nn.Module) -> list[str]:
+    """Names of all parameters in the order of their definition; a shared one has several."""
+    return [name for name, _ in module.named_parameters(remove_duplicate=False)]
+
+
+def find_name(name: str, names: Collection[str], argument: str) -> str:
+    """The one full name that ends in `name`; of several the one that is nested least.
+
+    Args:
+        argument: the parameter that holds it, for the error.
+
+    Raises:
+        UserError: no name ends so, or several do that are nested alike.
+
+    Example:
+        >>> find_name("conv1", ["net", "net.conv1", "net.layer1", "net.layer1.conv1"], "until")
+        'net.conv1'
+    """
+    found = sorted({n for n in names if n == name or n.endswith(f".{name}")}, key=lambda n: (n.count("."), n))
+    if not found:
+        ends = {".".join(n.split(".")[-length:]): n for n in names for length in range(1, n.count(".") + 2)}
+        close = list(dict.fromkeys(ends[end] for end in get_close_matches(name, ends, n=5)))
+        instead = (
+            f"did you mean {' or '.join(map(repr, close))}?" if close else f"the first names are {list(names)[:5]}"
+        )
+        raise UserError(f"`{argument}`: there is no {name!r} in the module; {instead}")
+    if len(found) > 1 and found[0].count(".") == found[1].count("."):
+        raise UserError(f"`{argument}`: {name!r} could be {' or '.join(map(repr, found))}: write one of them in full")
+    return found[0]
+
+
+def find_layer(module: nn.Module, name: str, argument: str = "layer") -> nn.Module:
+    """The submodule that `find_name` finds.
+
+    Raises:
+        UserError: there is none, or several.
+
+    Example:
+        >>> find_layer(nn.ModuleDict({"network": nn.Sequential(nn.Conv2d(3, 8, 3))}), "0")
+        Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
+    """
+    layers = {name: layer for name, layer in module.named_modules() if name}
+    return layers[find_name(name, layers, argument)]
+
+
+def matching_names(patterns: Iterable[str], names: Collection[str]) -> set[str]:
+    """The names that match one of the patterns, by their whole or by an end that begins behind a dot.
+
+    Raises:
+        UserError: a pattern matches nothing.
+
+    Example:
+        >>> sorted(matching_names(["bn*"], ["net.conv1", "net.bn1", "net.bn1.weight"]))
+        ['net.bn1', 'net.bn1.weight']
+    """
+    matched: set[str] = set()
+    for pattern in patterns:
+        found = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")}
+        if not found:
+            raise UserError(
+                f"`patterns`: {pattern!r} matches no module or parameter; the first names are {list(names)[:5]}"
+            )
+        matched |= found
+    return matched
+
+
+def names_before(module: nn.Module, until: str) -> set[str]:
+    """All that is defined before the submodule `until`.
+
+    That includes the earlier children and the own parameters of the modules around it, but not these modules.
+
+    Example:
+        >>> sorted(names_before(nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1)), "2"))
+        ['0', '0.bias', '0.weight', '1']
+    """
+    before: set[str] = set()
+    for name, submodule in module.named_modules(remove_duplicate=False):
+        if name == until:
+            break
+        before.update(n for n, _ in submodule.named_parameters(name, recurse=False, remove_duplicate=False))
+        if name and not until.startswith(f"{name}."):
+            before.add(name)
+    return before
+
+
+def inside(name: str, outers: Collection[str]) -> bool:
+    """Whether a name, or one that it lies in, is among `outers`; everything lies in ``"*"``.
+
+    Example:
+        >>> inside("net.layer1.bn", {"net.layer1"}), inside("net.layer10", {"net.layer1"})
+        (True, False)
+    """
+    ends = [i for i, letter in enumerate(name) if letter == "."]
+    return "*" in outers or name in outers or any(name[:end] in outers for end in ends)

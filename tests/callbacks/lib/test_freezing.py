@@ -1,0 +1,113 @@
+"""Layers that are frozen stay as they are in a plain PyTorch loop, until they are unfrozen."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from callbacks import freeze_layers
+from datamodules.errors import UserError
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    stem = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    return nn.ModuleDict({"stem": stem, "body": body, "head": nn.Linear(4, 2)})
+
+
+def forward(net: Any, inputs: Tensor) -> Tensor:
+    return net["head"](net["body"](net["stem"](inputs)))
+
+
+def train(net: nn.Module, updates: int = 3) -> None:
+    """Plain steps with momentum and weight decay, each after `train()`."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    for _ in range(updates):
+        net.train()
+        optimizer.zero_grad()
+        forward(net, torch.randn(8, 4) + 3).square().mean().backward()
+        optimizer.step()
+
+
+def changed(net: nn.Module, before: dict[str, Tensor]) -> set[str]:
+    """The layers whose weights or statistics differ."""
+    return {".".join(name.split(".")[:2]) for name, value in net.state_dict().items() if not value.equal(before[name])}
+
+
+def test_frozen_layers_keep_weights_and_statistics_and_compute_as_in_evaluation() -> None:
+    net = network()
+    freeze_layers(net, until="body")
+    before, inputs = copy.deepcopy(net.state_dict()), torch.randn(5, 4)
+    expected = net["stem"].eval()(inputs)  # type: ignore[index]
+    train(net)
+    assert changed(net, before) == {"body.0", "body.1", "head.weight", "head.bias"}
+    net.train()
+    assert torch.equal(net["stem"](inputs), expected)  # type: ignore[index]
+    assert not net["stem"](inputs).requires_grad  # type: ignore[index]
+
+
+def test_layers_that_are_unfrozen_train_in_the_mode_that_they_had() -> None:
+    net = network()
+    net["stem"][2].eval()  # type: ignore[index]
+    frozen = freeze_layers(net, patterns=["stem", "body"])
+    frozen.unfreeze("stem")
+    assert [layer.training for layer in net["stem"]] == [True, True, False]  # type: ignore[index]
+    before = copy.deepcopy(net.state_dict())
+    train(net)
+    assert changed(net, before) == {"stem.0", "stem.1", "head.weight", "head.bias"}
+    frozen.unfreeze("*")
+    before = copy.deepcopy(net.state_dict())
+    train(net)
+    assert {"body.0", "body.1"} <= changed(net, before)
+
+
+def test_statistics_of_all_batch_norm_stay_while_its_weights_train() -> None:
+    net = network()
+    frozen = freeze_layers(net, train_bn=False)
+    before = copy.deepcopy(net.state_dict())
+    train(net)
+    after = net.state_dict()
+    assert all(after[name].equal(before[name]) for name in after if "running" in name)
+    assert not any(after[f"{layer}.1.weight"].equal(before[f"{layer}.1.weight"]) for layer in ("stem", "body"))
+    frozen.unfreeze("*")
+    assert not net["stem"][1].training  # type: ignore[index]
+
+
+def test_a_block_restores_flags_modes_and_hooks_at_its_end() -> None:
+    net = network()
+    net["head"].bias.requires_grad_(False)  # type: ignore[index]
+
+    def state() -> list[Any]:
+        flags = [parameter.requires_grad for parameter in net.parameters()]
+        return [flags, *((module.training, len(module._forward_pre_hooks)) for module in net.modules())]
+
+    before = state()
+    with freeze_layers(net, "head", train_bn=False) as frozen:
+        assert frozen.counts() == (8, 66)
+        assert state() != before
+        net.train()
+    assert state() == before
+
+
+def test_a_frozen_network_can_be_copied_and_pickled() -> None:
+    net = network()
+    freeze_layers(net, until="head")
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        before = copy.deepcopy(twin.state_dict())
+        train(twin)
+        assert changed(twin, before) == {"head.weight", "head.bias"}
+
+
+def test_what_cannot_be_frozen_is_refused() -> None:
+    with pytest.raises(UserError, match="nothing to freeze"):
+        freeze_layers(network())
+    with pytest.raises(UserError, match="`until`: there is no 'boddy' in the module; did you mean 'body'"):
+        freeze_layers(network(), until="boddy")
+    with pytest.raises(UserError, match="`patterns`: 'layer\\*' matches no module"):
+        freeze_layers(network(), patterns="layer*")
+    with pytest.raises(UserError, match="`names`: '0' could be"):
+        freeze_layers(network(), until="head").unfreeze("0")
