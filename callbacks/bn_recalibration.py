@@ -4,7 +4,7 @@ Weights averaged over a run (SWA, EMA) have the statistics of none of its moment
 averages those too, which fits no weights either; `StochasticWeightAveraging` takes those of one rank's batches. The
 MNIST recipe after 6 epochs on the bundled digits, one run each: with an EMA of 0.98 it knows 97.5 % of the test set by
 averaged statistics and 99.7 % by those from here; with a plain mean of the weights 98.6 and 99.7 %. Where averaged
-statistics fit well already it is no gain: on 50 random pictures it was better in one of six settings and worse in four.
+statistics fit well already it is no gain: on 50 random images it was better in one of six settings and worse in four.
 """
 
 import copy

@@ -12,7 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 from callbacks.lib.trainer_attributes import log_interval
-from datamodules.errors import UserError
+from datamodules.errors import RunFailedError
 
 __all__ = ["FiniteWeights", "first_not_finite"]
 
@@ -46,7 +46,7 @@ class FiniteWeights(pl.Callback):
     weights.
 
     Raises:
-        UserError: a weight is NaN or infinite.
+        RunFailedError: a weight is NaN or infinite.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[FiniteWeights()], logger=False, accelerator="cpu")
@@ -78,8 +78,8 @@ class FiniteWeights(pl.Callback):
     def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         before, self._checked_step = self._checked_step, trainer.global_step
         if name := first_not_finite(pl_module):
-            raise UserError(
+            raise RunFailedError(
                 f"the run has diverged: {name} holds NaN or infinity after update {trainer.global_step:,} (epoch"
                 f" {trainer.current_epoch}), and all was finite after update {before:,}; checkpoints from before are"
-                " kept. Pass a lower --lr, --gradient-clip-val 1, a longer --warmup or --precision 32-true"
+                ' kept. Pass a lower `lr`, gradient_clip_val=1, a longer `warmup` or precision="32-true"'
             )

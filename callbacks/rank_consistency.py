@@ -1,8 +1,8 @@
 """Ranks that train different models without anybody noticing, stopped at the end of the epoch.
 
 Under DDP every rank holds the same weights, as long as every gradient is reduced. Where one is not (a layer unfrozen
-without wrapping again, a call that goes round DDP, weights changed by hand), each rank trains a model of its own, the
-loss looks well, and rank 0's model is saved.
+without wrapping again, a forward pass that bypasses DDP, weights changed outside the optimiser), each rank trains a
+model of its own, the loss looks good, and rank 0's model is saved.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,6 +16,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
+
+from datamodules.errors import RunFailedError
 
 __all__ = ["RankConsistency", "checksums", "describe_difference"]
 
@@ -90,7 +92,7 @@ class RankConsistency(pl.Callback):
     Runs on: `on_train_epoch_end`, before checkpoints of that moment are saved, and `on_train_end`.
 
     Raises:
-        RuntimeError: on every rank, if one differs.
+        RunFailedError: on every rank, if one differs.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[RankConsistency()], logger=False, accelerator="cpu")
@@ -129,7 +131,7 @@ class RankConsistency(pl.Callback):
         by_rank: list[Any] = [torch.empty_like(own) for _ in range(trainer.world_size)]
         dist.all_gather(by_rank, own)
         if difference := describe_difference(torch.stack(by_rank).cpu(), names):
-            raise RuntimeError(
+            raise RunFailedError(
                 f"the ranks hold different weights after update {trainer.global_step}: {difference} agree among"
                 " themselves. Its gradient was not reduced, or it was changed outside the optimiser: look for"
                 " layers unfrozen without FreezeLayers, for a network called otherwise than in training_step, and for"

@@ -79,7 +79,7 @@ class RunProgress(ProgressBar):
         self._metrics = ""
         if self._enabled and sys.stderr.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            # Drawn by hand: a thread that draws would take the interpreter from the training loop at its will.
+            # Refreshed here: a thread that draws would interrupt the training loop at any moment.
             self._progress = Progress(
                 *columns,
                 TextColumn("{task.fields[metrics]}"),

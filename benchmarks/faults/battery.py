@@ -123,12 +123,12 @@ FAULTS: dict[str, Struck] = {
     "last.ckpt missing": Struck(_LATE, "", KILLED, None, damage=Path.unlink),
     "clock set back a year": Struck(_LATE, "", KILLED, damage=_set_clock_back),
     "disk full at a save": Struck(
-        {"kind": "disk", "moment": "save", "at": 10}, r"was not saved \(.*\); .* training goes on", (0, 1), None
+        {"kind": "disk", "moment": "save", "at": 10}, r"was not saved \(.*\); .* training continues", (0, 1), None
     ),
     "folder that cannot be written": Struck(
         {}, "cannot make the run's folder", (2,), None, more=("--run-dir", "/proc/runs")
     ),
-    "NaN in the weights": Struck({"kind": "nan", "at": 12}, "the run has diverged: .* NaN", (2,)),
+    "NaN in the weights": Struck({"kind": "nan", "at": 12}, "the run has diverged: .* NaN", (1,)),
     "exception in a step": Struck({"kind": "raise", "moment": "step", "at": 17}, "this step is broken"),
     "exception in rank 1's step": Struck(
         {"kind": "raise", "moment": "step", "at": 17, "rank": 1}, r"error: rank 1 .*this step is broken", world_size=2

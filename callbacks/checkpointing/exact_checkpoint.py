@@ -64,7 +64,7 @@ class ExactCheckpoint(ModelCheckpoint):
             near = sorted({max(1, every // factor) * factor, (every // factor + 1) * factor})
             raise UserError(
                 f"a validation after every {every} batches falls into the midst of updates of {factor} micro-batches,"
-                f" where no checkpoint can be saved: pass --val-check-interval {' or '.join(map(str, near))}"
+                f" where no checkpoint can be saved: pass {' or '.join(f'val_check_interval={n}' for n in near)}"
             )
 
     @override

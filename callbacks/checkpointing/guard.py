@@ -18,7 +18,7 @@ from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.lib.durations import Duration
 from callbacks.lib.global_batch import global_batch_size
 from callbacks.lib.lightning_internals import save_now_unless_saved, training_is_done
-from datamodules.errors import UserError
+from datamodules.errors import RunFailedError, UserError
 
 __all__ = ["CheckpointGuard", "LastCheckpoint", "check_space", "estimate_checkpoint_bytes", "save_interval"]
 
@@ -36,7 +36,7 @@ def save_interval(text: str) -> dict[str, Any]:
         >>> save_interval("500 steps"), save_interval("10 minutes")
         ({'every_n_train_steps': 500}, {'train_time_interval': datetime.timedelta(seconds=600)})
     """
-    wanted = f'--save-every {text} is no interval; write "500 steps", "2 epochs" or "10 minutes"'
+    wanted = f'interval={text!r} is no interval; write "500 steps", "2 epochs" or "10 minutes"'
     if time := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(second|minute|hour)s?", text.strip().lower()):
         if not float(time[1]):
             raise UserError(wanted)
@@ -80,8 +80,8 @@ def check_space(folder: Path, checkpoint_bytes: int, files: int) -> None:
     if free < needed:
         raise UserError(
             f"the checkpoints in {folder} will take {_amount(needed)} ({files} of {_amount(checkpoint_bytes)} and one"
-            f" that is being written), and {_amount(free)} are free: free some, or pass --run-dir FOLDER on another"
-            " disk, or a smaller --save-top-k"
+            f" that is being written), and {_amount(free)} are free: free some, or pass a `run_dir` on another disk, or"
+            " a smaller `save_top_k`"
         )
 
 
@@ -131,7 +131,7 @@ class CheckpointGuard(pl.Callback):
     global batch it was trained with, under ``"split"``.
 
     Args:
-        resumed: the checkpoint that this rank goes on from.
+        resumed: the checkpoint that this rank resumes from.
 
     Raises:
         UserError: the ranks differ, the disk is too small, or the last checkpoint could not be written.
@@ -147,8 +147,8 @@ class CheckpointGuard(pl.Callback):
         wanted = trainer.strategy.broadcast(self.resumed)
         if not trainer.strategy.reduce_boolean_decision(wanted == self.resumed):
             raise UserError(
-                f"rank 0 goes on from {wanted or 'nothing'}, rank {trainer.global_rank} found"
-                f" {self.resumed or 'nothing'}: pass a --run-dir that all nodes share, or --resume FILE"
+                f"rank 0 resumes from {wanted or 'nothing'}, rank {trainer.global_rank} found"
+                f" {self.resumed or 'nothing'}: pass a `run_dir` that all nodes share, or a file to `resume`"
             )
 
     @override
@@ -167,7 +167,7 @@ class CheckpointGuard(pl.Callback):
                     check_space(folder, size, files)
             except UserError as error:
                 problem = str(error)
-        self._raise_everywhere(trainer, problem)
+        self._raise_everywhere(trainer, UserError, problem)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -176,14 +176,14 @@ class CheckpointGuard(pl.Callback):
             files = "; ".join(f"{path}: {reason}" for path, reason in io.failures.items())
             problem = (
                 f"the training is done, and its checkpoints could not be saved ({files}); make room, and repeat from"
-                " the last one that was saved with --resume"
+                " the last one that was saved with `resume`"
             )
-        self._raise_everywhere(trainer, problem)
+        self._raise_everywhere(trainer, RunFailedError, problem)
 
-    def _raise_everywhere(self, trainer: pl.Trainer, problem: str | None) -> None:
-        """Rank 0's problem is everybody's: one rank that ends alone leaves the others waiting."""
+    def _raise_everywhere(self, trainer: pl.Trainer, error: type[UserError], problem: str | None) -> None:
+        """Raise rank 0's problem on all ranks: one rank that ends alone leaves the others waiting."""
         if problem := trainer.strategy.broadcast(problem):
-            raise UserError(problem)
+            raise error(problem)
 
     @override
     def on_save_checkpoint(

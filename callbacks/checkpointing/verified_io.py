@@ -142,7 +142,7 @@ def write_checkpoint(checkpoint: Any, path: Path) -> None:
 class VerifiedCheckpointIO(TorchCheckpointIO):
     """Writes checkpoints that are whole and hold tensors and plain Python only; refuses damaged ones.
 
-    A checkpoint that cannot be written, such as on a full disk, leaves the old one where it is, and training goes on
+    A checkpoint that cannot be written, such as on a full disk, leaves the old one where it is, and training continues
     with a warning: see `failures`, which `CheckpointGuard` makes an error at the end. Until a save succeeds again no
     checkpoint is removed. Hyper-parameters of any kind are written in their plain form, see `as_plain`.
 
@@ -174,7 +174,9 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             self.failures[str(path)] = error.strerror or str(error)
             self._last_failed = True
             kept = "the old one stays" if Path(path).exists() else "there is none yet"
-            log.warning("warning: %s was not saved (%s); %s, and training goes on", path, error.strerror or error, kept)
+            log.warning(
+                "warning: %s was not saved (%s); %s, and training continues", path, error.strerror or error, kept
+            )
         else:
             self.failures.pop(str(path), None)
             self._last_failed = False
@@ -187,7 +189,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             UserError: it is damaged.
         """
         if Path(path).is_file() and (problem := describe_damage(path)):
-            raise UserError(f"{path} cannot be read: {problem}; pass another checkpoint, or --resume auto")
+            raise UserError(f'{path} cannot be read: {problem}; pass another checkpoint, or resume="auto"')
         return super().load_checkpoint(path, *args, **kwargs)
 
     @override

@@ -1,4 +1,4 @@
-"""What a classifier sees and where it is wrong, as pictures in TensorBoard."""
+"""What a classifier sees and where it is wrong, as images in TensorBoard."""
 
 import math
 import textwrap
@@ -39,7 +39,7 @@ def most_confident_mistakes(logits: Tensor, targets: Tensor, count: int) -> Tens
 def share_of_batch(count: int, batch_idx: int, batches: float) -> int:
     """How many of `count` samples this batch gives, so that they come evenly from a pass of so many batches.
 
-    The pictures of a folder are sorted by class: the first ones all show the same.
+    The images of a folder are sorted by class: the first ones all show the same.
 
     Example:
         >>> [share_of_batch(5, batch_idx, batches=3) for batch_idx in range(3)]
@@ -50,7 +50,7 @@ def share_of_batch(count: int, batch_idx: int, batches: float) -> int:
     return int(count * (batch_idx + 1) // batches - count * batch_idx // batches)
 
 
-def are_pictures(inputs: Any) -> bool:
+def are_images(inputs: Any) -> bool:
     """Whether a network's inputs can be drawn: of shape (batch, 1 or 3, height, width)."""
     return isinstance(inputs, Tensor) and inputs.dim() == 4 and inputs.shape[1] in (1, 3)
 
@@ -77,7 +77,7 @@ def stretched(image: Tensor) -> Any:
 def samples_figure(
     images: Tensor, logits: Tensor, targets: Tensor, class_names: Sequence[str], title: str, columns: int = 8
 ) -> "Figure":
-    """A grid of pictures under their predictions, the wrong ones in red with the true class.
+    """A grid of images under their predictions, the wrong ones in red with the true class.
 
     Args:
         images: of shape (n, channels, height, width), in any range: each is stretched to black and white.
@@ -106,7 +106,7 @@ def samples_figure(
 
 
 def confusion_figure(matrix: Tensor, class_names: Sequence[str], title: str) -> "Figure":
-    """The confusion matrix as a picture: each cell says how often, its colour the root of the share of the true class.
+    """The confusion matrix as an image: each cell says how often, its colour the root of the share of the true class.
 
     Args:
         matrix: counts of shape (classes, classes): true class by predicted class.
@@ -147,11 +147,11 @@ class ClassificationImages(EvaluationSamples, pl.Callback):
     Runs on: every validation and test batch (one top-k on the device), and the end of training and of a test (the
     drawing, on rank 0, from the batches of that rank). It needs a module whose evaluation steps return
     ``{"logits": ...}`` and batches of ``(images, targets)``; the matrix comes from the module's `confusion_matrix`.
-    Batches that hold no pictures, such as cached features, are left out.
+    Batches that hold no images, such as cached features, are left out.
 
     Args:
-        samples: pictures in the grid of samples, spread over the set.
-        mistakes: pictures in the grid of mistakes.
+        samples: images in the grid of samples, spread over the set.
+        mistakes: images in the grid of mistakes.
 
     Example:
         >>> logits, targets = torch.tensor([[2.0, 0.0], [5.0, 0.0]]), torch.tensor([0, 1])
@@ -175,7 +175,7 @@ class ClassificationImages(EvaluationSamples, pl.Callback):
             return
         self._num_classes = outputs["logits"].shape[1]
         images, targets = batch
-        if not are_pictures(images):
+        if not are_images(images):
             return
         new = (images, outputs["logits"].float(), targets)
         if count := min(share_of_batch(self.samples, batch_idx, batches[dataloader_idx]), len(targets)):

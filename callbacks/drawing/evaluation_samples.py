@@ -20,7 +20,7 @@ def tensorboards(trainer: pl.Trainer) -> list[Any]:
 class EvaluationSamples:
     """The hooks of a callback that keeps samples of validation and test batches and draws them into TensorBoard.
 
-    To stand before `pl.Callback` among the bases. Rank 0 alone keeps and draws, of its own batches; the pictures of the
+    To stand before `pl.Callback` among the bases. Rank 0 alone keeps and draws, of its own batches; the images of the
     last validation are drawn as training ends.
     """
 
@@ -33,7 +33,7 @@ class EvaluationSamples:
         raise NotImplementedError
 
     def _figures(self, pl_module: pl.LightningModule, stage: str) -> "dict[str, Figure]":
-        """What was kept, as pictures by name; `stage` is "val" or "test"."""
+        """What was kept, as images by name; `stage` is "val" or "test"."""
         raise NotImplementedError
 
     def _draw(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

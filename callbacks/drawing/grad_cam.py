@@ -1,4 +1,4 @@
-"""Where a convolutional network looked: Grad-CAM, for any module that maps pictures to logits.
+"""Where a convolutional network looked: Grad-CAM, for any module that maps images to logits.
 
 Works while the trunk is frozen and inside Lightning's inference mode, and leaves no trace in the module.
 """
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from callbacks.drawing.classification_images import are_pictures, share_of_batch, stretched, wrapped
+from callbacks.drawing.classification_images import are_images, share_of_batch, stretched, wrapped
 from callbacks.drawing.evaluation_samples import EvaluationSamples
 from callbacks.lib.layers import find_layer
 from datamodules.errors import UserError
@@ -94,7 +94,7 @@ def grad_cam(module: nn.Module, layer: nn.Module | str, images: Tensor, classes:
 def grad_cam_figure(
     images: Tensor, maps: Tensor, logits: Tensor, targets: Tensor, class_names: Sequence[str], title: str
 ) -> "Figure":
-    """Pictures with their true class, and below each the same under its map, with the class that the map explains.
+    """Images with their true class, and below each the same under its map, with the class that the map explains.
 
     Args:
         images: of shape (n, channels, height, width), in any range.
@@ -120,16 +120,16 @@ def grad_cam_figure(
 
 
 class GradCAM(EvaluationSamples, pl.Callback):
-    """Draws into TensorBoard where the network looked, in a few pictures of the validation and the test set.
+    """Draws into TensorBoard where the network looked, in a few images of the validation and the test set.
 
-    Runs on: `setup` (to find the layer), every validation and test batch (it keeps the pictures), and the end of
+    Runs on: `setup` (to find the layer), every validation and test batch (it keeps the images), and the end of
     training and of a test (the drawing, on rank 0, from the batches of that rank). It needs a module whose `forward`
-    maps pictures to logits and whose evaluation steps return ``{"logits": ...}``, and batches of ``(images, targets)``;
+    maps images to logits and whose evaluation steps return ``{"logits": ...}``, and batches of ``(images, targets)``;
     batches of other inputs are left out.
 
     Args:
         layer: its name, or the end of it: the last block of convolutions is usual.
-        samples: pictures, spread over the set.
+        samples: images, spread over the set.
 
     Raises:
         UserError: at set-up, if there is no such layer.
@@ -152,7 +152,7 @@ class GradCAM(EvaluationSamples, pl.Callback):
 
     @override
     def _keep(self, outputs: Any, batch: Any, batch_idx: int, batches: Sequence[float], dataloader_idx: int) -> None:
-        if not isinstance(outputs, dict) or "logits" not in outputs or not are_pictures(batch[0]):
+        if not isinstance(outputs, dict) or "logits" not in outputs or not are_images(batch[0]):
             return
         images, targets = batch
         if count := min(share_of_batch(self.samples, batch_idx, batches[dataloader_idx]), len(images)):

@@ -18,9 +18,9 @@ from datamodules import MNISTDataModule, UserError
 from datamodules.loading.loaders import TrainLoader
 from recipes import MNISTClassifier
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, on_ranks, pictures, silence
+from tests.support.tables import QUIET, noisy_images, on_ranks, silence
 
-INPUTS, TARGETS = pictures(50)
+INPUTS, TARGETS = noisy_images(50)
 SIZES = [7, 1, 12, 20, 10]
 
 

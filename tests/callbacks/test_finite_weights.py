@@ -10,14 +10,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.finite_weights import FiniteWeights, first_not_finite
 from datamodules.errors import UserError
-from tests.support.tables import QUIET, Tiny, picture_network, pictures
+from tests.support.tables import QUIET, Tiny, image_network, noisy_images
 
 
 class Diverging(Tiny):
     """Its loss is NaN in one batch."""
 
     def __init__(self, at: int) -> None:
-        super().__init__(picture_network().float(), torch.optim.SGD, lr=0.1)
+        super().__init__(image_network().float(), torch.optim.SGD, lr=0.1)
         self.at = at
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -26,7 +26,7 @@ class Diverging(Tiny):
 
 
 def fit(module: pl.LightningModule, folder: Path, **options: Any) -> pl.Trainer:
-    inputs, targets = pictures(48)
+    inputs, targets = noisy_images(48)
     saving = [ExactCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, save_last=True)]
     callbacks = [FiniteWeights(), *(saving if options.get("enable_checkpointing", True) else [])]
     trainer = pl.Trainer(**(QUIET | {"max_epochs": 1, "enable_progress_bar": False} | options), callbacks=callbacks)

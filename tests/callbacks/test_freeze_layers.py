@@ -36,10 +36,10 @@ from callbacks.sync_bn import SyncBN
 from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.support.ranks import run_ranks
-from tests.support.tables import CLASSES, QUIET, on_ranks, pictures, silence
+from tests.support.tables import CLASSES, QUIET, noisy_images, on_ranks, silence
 
 BATCHES = 6
-TRAIN, VALIDATION = pictures(8 * BATCHES), pictures(9)
+TRAIN, VALIDATION = noisy_images(8 * BATCHES), noisy_images(9)
 
 
 class Network(nn.Module):

@@ -24,7 +24,7 @@ from callbacks.lib.signals import SIGNALS, Preempted, SignalFlag
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.end_to_end.test_exact_resume import BATCH_SIZE, TRAIN, VALIDATION, adamw, augment, hash_of
 from tests.support.ranks import run_ranks
-from tests.support.tables import CALLBACKS, QUIET, TOGETHER, Tiny, on_ranks, picture_network, silence
+from tests.support.tables import CALLBACKS, QUIET, TOGETHER, Tiny, image_network, on_ranks, silence
 
 EPOCHS = 3
 
@@ -124,7 +124,7 @@ def live(
     train = TrainLoader(*TRAIN, rows, BATCH_SIZE, 1, trainer.global_rank, world_size, transform=augment)
     rows = torch.arange(len(VALIDATION[1]))
     validation = EvaluationLoader(*VALIDATION, rows, 2, trainer.global_rank, world_size)
-    model = Tiny(picture_network(dropout=0.3), adamw)
+    model = Tiny(image_network(dropout=0.3), adamw)
     last = folder / "last.ckpt"
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     status = 0
@@ -254,7 +254,7 @@ def _test_run(world_size: int) -> tuple[int, int]:
     alarm = Alarm(("test", 0, 1) if int(os.environ.get("RANK", 0)) == world_size - 1 else None, signal.SIGTERM)
     options = QUIET | {"enable_progress_bar": False, "enable_checkpointing": False} | on_ranks(world_size)
     trainer = pl.Trainer(callbacks=[CALLBACKS["Preemption"](), alarm], **options)
-    model = Tiny(picture_network(), adamw)
+    model = Tiny(image_network(), adamw)
     model.test_step = model.validation_step  # type: ignore[method-assign]
     loader = EvaluationLoader(*TRAIN, torch.arange(50), BATCH_SIZE, trainer.global_rank, world_size)
     with pytest.raises(Preempted) as ended:
@@ -280,7 +280,7 @@ def _handlers(folder: Path) -> bool:
     trainer = pl.Trainer(max_steps=1, callbacks=[preemption, Look()], **options, **QUIET)
     loader = TrainLoader(*TRAIN, torch.arange(50), BATCH_SIZE, 1, 0, 1)
     callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
-    trainer.fit(Tiny(picture_network(), adamw), loader)
+    trainer.fit(Tiny(image_network(), adamw), loader)
     assert trainer.callbacks == callbacks  # type: ignore[attr-defined]
     return seen[0] == preemption._flag._note  # type: ignore[attr-defined]
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.rank_consistency import RankConsistency, checksum, checksums
+from datamodules.errors import RunFailedError
 from datamodules.loading.loaders import TrainLoader
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, Tiny, on_ranks, picture_network, pictures, silence
+from tests.support.tables import QUIET, Tiny, image_network, noisy_images, on_ranks, silence
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 
@@ -49,8 +50,8 @@ def test_the_checksum_counts_places_over_blocks_and_ignores_the_memory_format() 
     large[7] = 1
     moved = large.roll(1 << 20)
     assert checksum(large) != checksum(moved)
-    picture = torch.randn(2, 3, 4, 4)
-    assert checksum(picture) == checksum(picture.contiguous(memory_format=torch.channels_last))
+    image = torch.randn(2, 3, 4, 4)
+    assert checksum(image) == checksum(image.contiguous(memory_format=torch.channels_last))
 
 
 def test_zeros_of_two_signs_differ_and_a_nan_equals_itself() -> None:
@@ -89,7 +90,7 @@ class Damage(pl.Callback):
 def fit(world_size: int, kind: str, rank: int = 0) -> tuple[str, int, list[str], list[int]]:
     """A run of three epochs: what it raised, the epochs done, its warnings, and the checksums of BN's statistics."""
     silence()
-    inputs, targets = pictures(21)
+    inputs, targets = noisy_images(21)
     strategy: dict[str, Any] = {"strategy": Unwrapped()} if kind == "unwrapped" else {}
     trainer = pl.Trainer(
         max_epochs=3,
@@ -99,13 +100,13 @@ def fit(world_size: int, kind: str, rank: int = 0) -> tuple[str, int, list[str],
         **{**on_ranks(world_size), **QUIET, **strategy},
     )
     loader = TrainLoader(inputs, targets, torch.arange(21), 4, 1, trainer.global_rank, world_size)
-    model = Tiny(picture_network().double(), torch.optim.SGD, lr=0.1)
+    model = Tiny(image_network().double(), torch.optim.SGD, lr=0.1)
     raised = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             trainer.fit(model, loader)
-        except (RuntimeError, SystemExit) as error:
+        except (RunFailedError, SystemExit) as error:
             raised = str(error)
     statistics = [b for layer in model.modules() if isinstance(layer, nn.BatchNorm2d) for b in layer.buffers()]
     numbers = checksums(statistics, torch.device("cpu")).tolist()

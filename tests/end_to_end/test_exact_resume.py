@@ -41,12 +41,12 @@ from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.randomness import normal
 from datamodules.loading.sampling import epoch_order, num_training_steps, training_spans
 from tests.support.ranks import run_ranks
-from tests.support.tables import CALLBACKS, QUIET, TOGETHER, Tiny, on_ranks, picture_network, pictures, silence
+from tests.support.tables import CALLBACKS, QUIET, TOGETHER, Tiny, image_network, noisy_images, on_ranks, silence
 
 EPOCHS = 3
 BATCH_SIZE = 4
 # 13 micro-batches an epoch on one process and 7 on two; the last one holds 2 samples.
-TRAIN, VALIDATION = pictures(50), pictures(9)
+TRAIN, VALIDATION = noisy_images(50), noisy_images(9)
 TRAIN = TRAIN[0].float(), TRAIN[1]
 VALIDATION = VALIDATION[0].float(), VALIDATION[1]
 
@@ -186,7 +186,7 @@ def live(case: Case, world_size: int, folder: Path, dies_at: Place | None = None
     else:
         train = WorkerLoader(int(case.loader), rank, world_size)
     validation = EvaluationLoader(*VALIDATION, torch.arange(len(VALIDATION[1])), BATCH_SIZE, rank, world_size)
-    model = Tiny(picture_network(dropout=0.3), adamw)
+    model = Tiny(image_network(dropout=0.3), adamw)
     if seconds is not None and rank == 0:
         threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
     newest = "last" if (folder / "last.ckpt").exists() else None

@@ -13,7 +13,7 @@ from callbacks.checkpointing.stopping_points import uncount_cut_epoch
 from callbacks.seed_control import SeedControl
 from datamodules.loading.loaders import TrainLoader
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, Tiny, picture_network, pictures
+from tests.support.tables import QUIET, Tiny, image_network, noisy_images
 
 BATCHES = 13  # In an epoch: 50 pictures in batches of 4.
 
@@ -30,8 +30,8 @@ class Witness(pl.Callback):
 
 def _fit(folder: str, max_steps: int, resume: str | None = None) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
     seeds, witness = SeedControl(seed=1), Witness()
-    module = Tiny(picture_network(dropout=0.3).float(), torch.optim.AdamW, lr=0.01)
-    inputs, targets = pictures(50)
+    module = Tiny(image_network(dropout=0.3).float(), torch.optim.AdamW, lr=0.01)
+    inputs, targets = noisy_images(50)
     trainer = pl.Trainer(
         **(QUIET | {"max_epochs": 5, "max_steps": max_steps, "enable_progress_bar": False}),
         callbacks=[seeds, witness, ExactCheckpoint(folder, filename="last", enable_version_counter=False)],

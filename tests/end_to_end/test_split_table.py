@@ -31,10 +31,10 @@ from tests.support.tables import (
     PADDING,
     QUIET,
     Tiny,
+    image_network,
     loss_of,
+    noisy_images,
     on_ranks,
-    picture_network,
-    pictures,
     sentence_network,
     sentences,
     silence,
@@ -53,7 +53,7 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "CNN with BatchNorm": Task(pictures(101), picture_network, True),
+    "CNN with BatchNorm": Task(noisy_images(101), image_network, True),
     "token model": Task(sentences(65), sentence_network, False),
 }
 SGD: dict[str, Any] = {"lr": 0.2, "momentum": 0.9, "weight_decay": 1e-3}

@@ -19,7 +19,7 @@ from callbacks.lib.signals import Preempted
 from tests.end_to_end.test_launch import by_torchrun
 from tests.support.nodes import start
 from tests.support.ranks import free_port, run_ranks
-from tests.support.tables import QUIET, Tiny, picture_network, pictures, silence
+from tests.support.tables import QUIET, Tiny, image_network, noisy_images, silence
 
 CALLBACKS = {
     "GradientAccumulation, one": lambda: GradientAccumulation(),
@@ -41,8 +41,8 @@ class Sharded(Tiny):
 def fit(name: str) -> tuple[int, str, list[str]]:
     silence()
     callback = CALLBACKS[name]()
-    inputs, targets = pictures(16)
-    module = Sharded(picture_network().float(), torch.optim.SGD, lr=0.1)
+    inputs, targets = noisy_images(16)
+    module = Sharded(image_network().float(), torch.optim.SGD, lr=0.1)
     loader: Any = DataLoader(TensorDataset(inputs.float(), targets), 4)
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     trainer = pl.Trainer(
@@ -91,8 +91,8 @@ def told_to_end(accumulates: bool, folder: Path) -> tuple[int, int]:
     silence()
     accumulation = [GradientAccumulation()] if accumulates else []
     callbacks = [Preemption(), ExactCheckpoint(folder, save_last=True), *accumulation, Tell()]
-    inputs, targets = pictures(48)
-    module = Sharded(picture_network().float(), torch.optim.SGD, lr=0.1)
+    inputs, targets = noisy_images(48)
+    module = Sharded(image_network().float(), torch.optim.SGD, lr=0.1)
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)
     trainer = pl.Trainer(**QUIET, strategy=strategy, devices=2, max_epochs=1, callbacks=callbacks)
     loader: Any = DataLoader(TensorDataset(inputs.float(), targets), 4)

@@ -97,8 +97,8 @@ def on_ranks(world_size: int) -> dict[str, Any]:
     return {"strategy": "ddp", "devices": world_size} if world_size > 1 else {"devices": 1}
 
 
-def pictures(n: int) -> tuple[Tensor, Tensor]:
-    """Noisy pictures of their class: float64 (n, 1, 5, 5) and int64 (n,)."""
+def noisy_images(n: int) -> tuple[Tensor, Tensor]:
+    """Images of noise, with a mark of their class: float64 (n, 1, 5, 5) and int64 (n,)."""
     generator = torch.Generator().manual_seed(1)
     targets = torch.randint(CLASSES, (n,), generator=generator)
     inputs = torch.randn(n, 1, 5, 5, dtype=torch.float64, generator=generator)
@@ -114,7 +114,7 @@ def sentences(n: int, longest: int = 20) -> tuple[Tensor, Tensor]:
     return words, (words * 3 % CLASSES).masked_fill(torch.arange(longest) >= lengths[:, None], PADDING)
 
 
-def picture_network(dropout: float = 0.0) -> nn.Module:
+def image_network(dropout: float = 0.0) -> nn.Module:
     """Convolution, batch normalisation, dropout, linear: what splitting and interrupting a run can spoil."""
     torch.manual_seed(3)
     body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Dropout(dropout), nn.Flatten())

@@ -25,7 +25,7 @@ from callbacks.checkpointing.verified_io import (
 )
 from datamodules import UserError
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, Tiny, picture_network, pictures
+from tests.support.tables import QUIET, Tiny, image_network, noisy_images
 
 
 @dataclass
@@ -66,7 +66,7 @@ def test_values_of_any_kind_load_back_in_their_plain_form(value, plain, tmp_path
 def test_arrays_become_tensors_and_what_is_plain_already_stays_the_same_object():
     array = np.arange(6.0).reshape(2, 3)
     assert torch.equal(as_plain({"a": array})["a"], torch.arange(6.0).reshape(2, 3).double())
-    state = picture_network().state_dict()
+    state = image_network().state_dict()
     assert as_plain({"state_dict": state})["state_dict"] is state
 
 
@@ -83,12 +83,12 @@ class Hoarder(Tiny):
     """Has hyper-parameters that pickle by reference to code."""
 
     def __init__(self, shape: Shape, act: object, rate: np.floating) -> None:
-        super().__init__(picture_network(), torch.optim.SGD, lr=0.1)
+        super().__init__(image_network(), torch.optim.SGD, lr=0.1)
         self.save_hyperparameters()
 
 
 def test_a_module_with_hyper_parameters_of_any_kind_leaves_a_checkpoint_that_loads(tmp_path):
-    images, labels = pictures(8)
+    images, labels = noisy_images(8)
     loader = torch.utils.data.DataLoader(list(zip(images, labels)), batch_size=4)
     trainer = pl.Trainer(
         max_epochs=1,
@@ -137,7 +137,7 @@ def test_damage_is_named_and_a_damaged_checkpoint_is_not_loaded(tmp_path):
     place = whole.index(checkpoint(1)["state_dict"]["weight"].numpy().tobytes()) + 50
     path.write_bytes(whole[:place] + b"!" + whole[place + 1 :])
     assert "checksum" in (describe_damage(path) or "")
-    with pytest.raises(UserError, match="cannot be read: it is damaged .*pass another checkpoint, or --resume auto"):
+    with pytest.raises(UserError, match="cannot be read: it is damaged .*pass another checkpoint, or resume=.auto"):
         VerifiedCheckpointIO().load_checkpoint(path)
 
 
@@ -251,7 +251,7 @@ def test_a_disk_that_is_too_small_is_refused_before_training(tmp_path):
         network = torch.nn.Linear(100_000, 100_000)
     size = estimate_checkpoint_bytes(network, [torch.optim.AdamW(network.parameters())])
     assert size == 3 * 4 * (100_000**2 + 100_000)
-    with pytest.raises(UserError, match=r"will take \d.*GB .* are free: .*--save-top-k"):
+    with pytest.raises(UserError, match=r"will take \d.*GB .* are free: .*`save_top_k`"):
         check_space(tmp_path / "not" / "yet", 1000 * size, files=2)
     check_space(tmp_path / "not" / "yet", 1000, files=2)
 
@@ -263,7 +263,7 @@ def test_what_is_no_interval_is_refused(text):
 
 
 def test_the_best_checkpoint_is_known_where_its_folder_was_moved_and_forgotten_where_it_is_lost(tmp_path):
-    trainer, module = pl.Trainer(**QUIET), Tiny(picture_network(), torch.optim.SGD, lr=0.1)
+    trainer, module = pl.Trainer(**QUIET), Tiny(image_network(), torch.optim.SGD, lr=0.1)
     old = ExactCheckpoint(tmp_path / "old", filename="best", monitor="score", mode="max")
     name = str(tmp_path / "old" / "best.ckpt")
     old.best_model_path = old.kth_best_model_path = name

@@ -206,7 +206,7 @@ def figures_in(folder: Path) -> list[str]:
     return tags
 
 
-def test_pictures_come_at_the_end_of_training_and_of_a_test(net: Net, images: Tensor, tmp_path: Path):
+def test_images_come_at_the_end_of_training_and_of_a_test(net: Net, images: Tensor, tmp_path: Path):
     trainer = pl.Trainer(
         max_epochs=1,
         callbacks=[GradCAM("trunk", samples=3)],

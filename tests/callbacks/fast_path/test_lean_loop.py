@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import GradientAccumulation, LeanLoop
 from callbacks.fast_path.lean_loop import needs_the_long_way
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, picture_network, pictures
+from tests.support.tables import QUIET, image_network, noisy_images
 
 BATCHES = 10
 MODULE_HOOKS = (
@@ -70,7 +70,7 @@ class Model(pl.LightningModule):
 
     def __init__(self, optimizer: Callable[..., torch.optim.Optimizer], skip: int | None = None) -> None:
         super().__init__()
-        self.network, self.make, self.skip = picture_network(), optimizer, skip
+        self.network, self.make, self.skip = image_network(), optimizer, skip
         self.outputs: list[Any] = []
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
@@ -134,7 +134,7 @@ def fit(
     model, recorder, logger = kind(optimizer, skip), Recorder(), Logged()
     if isinstance(model, Loud):
         model.recorder = recorder
-    images, targets = pictures(4 * BATCHES - 2)
+    images, targets = noisy_images(4 * BATCHES - 2)
     loader = DataLoader(TensorDataset(images.float(), targets), batch_size=4)
     callbacks = [recorder, *options.pop("callbacks", [])]
     settings = QUIET | {"logger": logger, "max_epochs": 2, "log_every_n_steps": 3, "enable_progress_bar": False}

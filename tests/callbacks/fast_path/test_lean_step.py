@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from callbacks import NoProfiler, SkipUnusedHooks
 from callbacks.fast_path.unused_hooks import STEP_HOOKS
 from recipes.optim import Schedule
-from tests.support.tables import QUIET, Tiny, picture_network, pictures
+from tests.support.tables import QUIET, Tiny, image_network, noisy_images
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,8 +42,8 @@ class Counting(pl.Callback):
 
 def fit(*callbacks: pl.Callback, **options: Any) -> Tiny:
     torch.manual_seed(1)
-    model = Tiny(picture_network().double(), torch.optim.SGD, lr=0.1)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*pictures(24)), batch_size=4)
+    model = Tiny(image_network().double(), torch.optim.SGD, lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*noisy_images(24)), batch_size=4)
     options = {"max_epochs": 2, "enable_progress_bar": False, "enable_checkpointing": False} | options
     pl.Trainer(callbacks=list(callbacks), **(QUIET | options)).fit(model, loader)
     return model

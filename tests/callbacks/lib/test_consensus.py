@@ -13,7 +13,7 @@ from typing_extensions import override
 from callbacks.lib.consensus import DeferredFlags
 from callbacks.preemption import Preemption
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, Tiny, picture_network, pictures, silence
+from tests.support.tables import QUIET, Tiny, image_network, noisy_images, silence
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -34,10 +34,10 @@ def _wait_for_rank_1() -> tuple[float, str]:
     trainer = pl.Trainer(
         **QUIET, strategy=strategy, devices=2, max_steps=1, callbacks=callbacks, enable_checkpointing=False
     )
-    loader = DataLoader(TensorDataset(*pictures(8)), 4)
+    loader = DataLoader(TensorDataset(*noisy_images(8)), 4)
     began = time.monotonic()
     try:
-        trainer.fit(Tiny(picture_network().double(), torch.optim.SGD, lr=0.1), loader)
+        trainer.fit(Tiny(image_network().double(), torch.optim.SGD, lr=0.1), loader)
     except RuntimeError as error:
         return time.monotonic() - began, str(error)
     return time.monotonic() - began, ""

@@ -23,18 +23,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.lib import lightning_internals as internals
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, Tiny, picture_network, pictures, silence
+from tests.support.tables import QUIET, Tiny, image_network, noisy_images, silence
 
 ROOT = Path(__file__).parents[3]
 FENCE = ROOT / "callbacks/lib/lightning_internals.py"
 
 
 def loader(samples: int = 16) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(*pictures(samples)), batch_size=4)
+    return DataLoader(TensorDataset(*noisy_images(samples)), batch_size=4)
 
 
 def tiny() -> Tiny:
-    return Tiny(picture_network().double(), torch.optim.SGD, lr=0.1)
+    return Tiny(image_network().double(), torch.optim.SGD, lr=0.1)
 
 
 def trainer_with(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
@@ -116,7 +116,7 @@ def test_a_step_moves_a_batch_through_the_modules_hooks() -> None:
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             return [2 * batch[0], batch[1]]
 
-    module = Doubling(picture_network().double(), torch.optim.SGD, lr=0.1)
+    module = Doubling(image_network().double(), torch.optim.SGD, lr=0.1)
     found: list[Any] = []
 
     def look(trainer: pl.Trainer, *_: Any) -> None:
@@ -244,7 +244,7 @@ def test_a_loader_is_new_where_a_module_makes_it() -> None:
     passed = loader()
     trainer_with(hook).fit(tiny(), passed)
     trainer = trainer_with(hook)
-    trainer.fit(WithLoader(picture_network().double(), torch.optim.SGD, lr=0.1))
+    trainer.fit(WithLoader(image_network().double(), torch.optim.SGD, lr=0.1))
     assert found[0] == (passed, False)
     assert found[1][1]
     assert isinstance(found[1][0], DataLoader)
