@@ -2,9 +2,10 @@
 
 Weights averaged over a run (SWA, EMA) have the statistics of none of its moments. Lightning's `WeightAveraging`
 averages those too, which fits no weights either; `StochasticWeightAveraging` takes those of one rank's batches. The
-MNIST recipe after 6 epochs on the bundled digits, one run each: with an EMA of 0.98 it knows 97.5 % of the test set by
-averaged statistics and 99.7 % by those from here; with a plain mean of the weights 98.6 and 99.7 %. Where averaged
-statistics fit well already it is no gain: on 50 random images it was better in one of six settings and worse in four.
+MNIST recipe after 6 epochs on the bundled digits, one run each: with an EMA of 0.98 it reaches 97.5 % on the test set
+with averaged statistics and 99.7 % with those from here; with a plain mean of the weights 98.6 and 99.7 %. Where
+averaged statistics fit well already there is no gain: on 50 random images it was better in one of six settings and
+worse in four.
 """
 
 import copy
@@ -41,8 +42,8 @@ def _another_loader(trainer: pl.Trainer) -> Any:
         loader._iterator = None
     sampler: Any = getattr(loader, "sampler", None)
     if sampler is loader:
-        # Where it stands differs in a run that goes on with a validation, before any batch. The next epoch's order is
-        # the same in the last validation and as the run ends: one that is resumed in between ends at once.
+        # Its position differs in a run that was resumed in a validation, before any batch. The next epoch's order is
+        # the same in the last validation and as the run ends: a run resumed in between ends at once.
         sampler.set_epoch(trainer.current_epoch + (1 if trainer.validating else 0))
     return loader
 
@@ -58,9 +59,9 @@ class BNRecalibration(pl.Callback):
     weights that are not averaged and saves before training ends; only the final module gets new statistics from here.
     Without averaging the weights of the moment get theirs (Wu and Johnson, 2021).
 
-    Layers that do not train keep their statistics. Training goes on as if nothing had happened: no generator and no
-    loader moves. A data module is asked for another training loader; a loader that was passed to `fit` is copied, not
-    deeply. The module's `forward` is called with the first part of each batch.
+    Layers that do not train keep their statistics. Training is not affected: no generator and no loader advances. A
+    data module is asked for another training loader; a loader that was passed to `fit` is copied, not deeply. The
+    module's `forward` is called with the first part of each batch.
 
     Runs on: `on_validation_epoch_start` while fitting, and `on_train_end`. Each costs a forward pass over the batches.
     `on_train_batch_end` looks which layers train.
@@ -117,7 +118,7 @@ class BNRecalibration(pl.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        # A run that was stopped before a validation goes on with it, and no batch comes first.
+        # A run that was stopped before a validation resumes with it, and no batch comes first.
         return {"training": self._training}
 
     @override

@@ -1,6 +1,6 @@
-"""What an optimiser's parameter groups are, before hours go into the wrong ones.
+"""A table of an optimiser's parameter groups, printed before training begins.
 
-A layer that was left out, a rate ten times too high and a trunk that trains where it should not all show in one table.
+It shows a layer that was left out, a learning rate that is too high, and a trunk that trains where it should not.
 """
 
 import logging
@@ -52,7 +52,7 @@ def markdown_table(rows: Sequence[Sequence[str]], columns: Sequence[str] = _COLU
 
 
 class ParameterGroupTable(pl.Callback):
-    """Prints the parameter groups of each optimiser once, and logs them as text where TensorBoard listens.
+    """Prints the parameter groups of each optimiser once, and logs them as text to TensorBoard.
 
     Runs on: `on_train_start`, when everything is frozen that will be. The line goes to the logger
     ``"lightning_recipes"``, level INFO.

@@ -80,15 +80,15 @@ class Preemption(pl.Callback):
     """Ends a run after the current update, saved, when any rank gets SIGTERM, SIGUSR1 or Ctrl-C.
 
     A signal only sets a flag. All ranks agree on it at the end of an update, save `last.ckpt` through the run's
-    checkpoint callback, and raise `Preempted`, which ends each process with 128 + the signal's number: 143, 138, 130.
-    A resume goes on from there to the bit. In a validation the state before it is saved, and the resumed run validates
+    checkpoint callback, and raise `Preempted`, which ends each process with 128 + the signal's number: 143, 138, 130. A
+    resumed run continues there bit for bit. In a validation the state before it is saved, and the resumed run validates
     from the start; `trainer.validate`, `test` and `predict` end at the next batch. Before the first update nothing is
     saved. A second Ctrl-C ends the process at once.
 
     Where training has just ended, `fit` raises too, so that no test begins.
 
     Under torchrun, a signal to the agent ends all its workers, and no restart follows. A signal to one worker ends all
-    of them with a status other than 0, which ``--max-restarts`` answers with a restart; it goes on from `last.ckpt`.
+    of them with a status other than 0, which ``--max-restarts`` follows with a restart; it resumes from `last.ckpt`.
 
     On SIGUSR1 a batch job of Slurm is put back into the queue before any rank exits (``#SBATCH --signal=USR1@90``
     sends it in time).

@@ -128,7 +128,7 @@ class SeedControl(pl.Callback):
 
     Args:
         seed: 0 or greater. None draws one, shares rank 0's with all ranks and records it in ``seed``, the checkpoint
-            and the loggers; a resumed run goes on with the checkpoint's.
+            and the loggers; a resumed run takes the checkpoint's.
         deterministic: stop at the first operation that has no deterministic form, and name it.
         benchmark: let cuDNN pick algorithms by timing them. None leaves it as it is, or off if `deterministic`.
 
@@ -236,11 +236,11 @@ class SeedControl(pl.Callback):
             return
         if self._drawn:
             self.seed = saved
-            rank_zero_info(f"SeedControl goes on with seed {saved} of the checkpoint")
+            rank_zero_info(f"SeedControl continues with seed {saved} of the checkpoint")
         else:
             rank_zero_warn(
                 f"SeedControl found seed {saved} in the checkpoint and expected {self.seed}: what is drawn from now on "
-                f"differs from the run that wrote it; pass seed={saved} to go on alike"
+                f"differs from the run that wrote it; pass seed={saved} to continue as that run"
             )
 
     @override

@@ -1,4 +1,4 @@
-"""What a run has to know of its checkpoints: that they fit on the disk, are whole, and are the same for all ranks."""
+"""Checks that a run's checkpoints fit on the disk, are written, and are the same for all ranks."""
 
 import re
 import shutil
@@ -51,7 +51,7 @@ def save_interval(text: str) -> dict[str, Any]:
 
 
 def estimate_checkpoint_bytes(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """The size of a checkpoint, before the optimisers have made their state."""
+    """The size of a checkpoint, before the optimisers have any state."""
     total = sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
     for optimizer in optimizers:
         copies = _STATE_PER_PARAMETER.get(type(optimizer).__name__, 2)

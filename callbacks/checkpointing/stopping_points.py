@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 Place = Literal["update", "validation", "epoch start"]
-"""After a whole update in mid-epoch, before or in a validation, and before an epoch's first hook."""
+"""After a complete update in mid-epoch, before or in a validation, and before an epoch's first hook."""
 
 _FIT = "fit_loop"
 
@@ -50,7 +50,7 @@ def validation_is_next(trainer: pl.Trainer) -> bool:
 
 
 def move_counters(loops: dict[str, Any], place: Place) -> None:
-    """Make Lightning go on from a place as if the run had not been cut there.
+    """Make Lightning resume from a place as if the run had not been interrupted there.
 
     Args:
         loops: the checkpoint's entry of that name; changed in place.
@@ -58,7 +58,7 @@ def move_counters(loops: dict[str, Any], place: Place) -> None:
     """
     fit = loops[_FIT]
     if place == "validation":
-        # One batch begun and none done: Lightning goes back into the validation, and begins it anew.
+        # One batch begun and none done: Lightning enters the validation again, and starts it from the beginning.
         progress = fit["epoch_loop.val_loop.batch_progress"]
         progress["total"] |= {"ready": 1, "started": 1, "processed": 0, "completed": 0}
         progress["current"] |= {"ready": 0, "started": 0, "processed": 0, "completed": 0}

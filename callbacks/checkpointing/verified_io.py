@@ -1,7 +1,7 @@
-"""Checkpoints that are whole: written beside their target, flushed, read back, renamed.
+"""Checkpoints that are valid or absent: written beside their target, flushed, read back, renamed.
 
 Lightning's own are staged in the system's folder for temporary files, so that on another disk the last step is a copy,
-which a kill cuts short (#21253); a full disk ends the run; a bit that flips later is loaded without a word.
+which a kill cuts short (#21253); a full disk ends the run; a bit that flips later is loaded without an error.
 """
 
 import errno
@@ -32,7 +32,7 @@ log = logging.getLogger("lightning_recipes.checkpoints")
 
 
 def describe_damage(path: str | Path) -> str | None:
-    """What is wrong with a file that `torch.save` wrote, by the checksums in it; None where it is whole."""
+    """What is wrong with a file that `torch.save` wrote, by the checksums in it; None where it is valid."""
     path = Path(path)
     if not path.is_file():
         return "it does not exist"
@@ -66,7 +66,7 @@ class _Sink:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing: whoever made the file flushes it."""
+        """Does nothing: the file is flushed where it was opened."""
 
 
 def _lock(file: BinaryIO) -> bool:
@@ -92,7 +92,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have the rename itself survive a loss of power."""
+    """Make the rename survive a loss of power."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:  # Windows opens no folders.
@@ -119,7 +119,7 @@ def _whole_or_nothing(path: Path) -> Iterator[Path]:
 
 
 def write_checkpoint(checkpoint: Any, path: Path) -> None:
-    """Write a file that is either the old one or the whole new one, whenever the process or the machine stops.
+    """Write a file that is either the old one or the complete new one, whenever the process or the machine stops.
 
     Raises:
         OSError: it could not be written, or did not read back as written; the old one is as it was.
@@ -140,7 +140,7 @@ def write_checkpoint(checkpoint: Any, path: Path) -> None:
 
 
 class VerifiedCheckpointIO(TorchCheckpointIO):
-    """Writes checkpoints that are whole and hold tensors and plain Python only; refuses damaged ones.
+    """Writes valid checkpoints of tensors and plain Python only; refuses damaged ones.
 
     A checkpoint that cannot be written, such as on a full disk, leaves the old one where it is, and training continues
     with a warning: see `failures`, which `CheckpointGuard` makes an error at the end. Until a save succeeds again no
@@ -154,7 +154,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     def __init__(self) -> None:
         super().__init__()
         self.failures: dict[str, str] = {}
-        """Why a file could not be written, by its path, until it could or nobody wants it any more."""
+        """Why a file could not be written, by its path, until it is written or removed."""
         self._last_failed = False
         self._lost: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""What a classifier sees and where it is wrong, as images in TensorBoard."""
+"""Predictions, mistakes and the confusion matrix of a classifier, as images in TensorBoard."""
 
 import math
 import textwrap
@@ -64,7 +64,7 @@ def wrapped(text: str, width: int, lines: int = 3) -> str:
         terrier (93 %)
     """
     rows = textwrap.wrap(text.replace("_", "_ "), width, max_lines=lines, placeholder="...")
-    # What stands between two dollars would be a formula to matplotlib.
+    # Between two dollars matplotlib reads a formula.
     return "\n".join(row.replace("_ ", "_") for row in rows).replace("$", r"\$")
 
 
@@ -106,7 +106,7 @@ def samples_figure(
 
 
 def confusion_figure(matrix: Tensor, class_names: Sequence[str], title: str) -> "Figure":
-    """The confusion matrix as an image: each cell says how often, its colour the root of the share of the true class.
+    """The confusion matrix as a figure: counts, on a colour that is the square root of the share of the true class.
 
     Args:
         matrix: counts of shape (classes, classes): true class by predicted class.
@@ -184,7 +184,7 @@ class ClassificationImages(EvaluationSamples, pl.Callback):
             self._samples.append(tuple(part[::step][:count].clone() for part in new))  # type: ignore[arg-type]
         if self._worst is not None:
             new = tuple(torch.cat(pair) for pair in zip(self._worst, new, strict=True))  # type: ignore[assignment]
-        # A fixed number, right ones too where there are few mistakes: to count them the device would have to answer.
+        # A fixed number, with correct predictions where mistakes are few: counting them would wait for the device.
         keep = mistake_confidence(new[1], new[2]).topk(min(self.mistakes, len(new[2]))).indices
         self._worst = tuple(part[keep] for part in new)  # type: ignore[assignment]
 

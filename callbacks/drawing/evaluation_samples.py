@@ -20,20 +20,20 @@ def tensorboards(trainer: pl.Trainer) -> list[Any]:
 class EvaluationSamples:
     """The hooks of a callback that keeps samples of validation and test batches and draws them into TensorBoard.
 
-    To stand before `pl.Callback` among the bases. Rank 0 alone keeps and draws, of its own batches; the images of the
-    last validation are drawn as training ends.
+    It comes before `pl.Callback` in the list of bases. Only rank 0 keeps and draws samples, of its own batches; the
+    images of the last validation are drawn as training ends.
     """
 
     def _forget(self) -> None:
-        """Let go of what was kept: an evaluation begins, or it is drawn."""
+        """Drop the samples: an evaluation begins, or they were drawn."""
         raise NotImplementedError
 
     def _keep(self, outputs: Any, batch: Any, batch_idx: int, batches: Sequence[float], dataloader_idx: int) -> None:
-        """Keep what is wanted of a batch; `batches` says how many each loader gives."""
+        """Keep samples of a batch; `batches` is the number of batches of each loader."""
         raise NotImplementedError
 
     def _figures(self, pl_module: pl.LightningModule, stage: str) -> "dict[str, Figure]":
-        """What was kept, as images by name; `stage` is "val" or "test"."""
+        """Figures of the samples, by name; `stage` is "val" or "test"."""
         raise NotImplementedError
 
     def _draw(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

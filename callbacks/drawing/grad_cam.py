@@ -1,6 +1,9 @@
-"""Where a convolutional network looked: Grad-CAM, for any module that maps images to logits.
+"""Grad-CAM: the parts of an image that raise the logit of a class, for any module that maps images to logits.
 
-Works while the trunk is frozen and inside Lightning's inference mode, and leaves no trace in the module.
+Works on frozen and compiled networks and inside Lightning's inference mode, and leaves the module as it was.
+`captum.attr.LayerGradCam` (0.9.0) gives the same maps, but raises an error in inference mode ("does not require grad")
+and on compiled modules ("Forward hook did not obtain any outputs"), and computes in whatever mode the module is in:
+what it would replace here is one call of `torch.autograd.grad`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +40,7 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def grad_cam(module: nn.Module, layer: nn.Module | str, images: Tensor, classes: Tensor | None = None) -> Tensor:
-    """Which pixels speak for a class, by the gradients of its logit (Grad-CAM; Selvaraju et al., 2017).
+    """The contribution of each place in an image to a class, by Grad-CAM (Selvaraju et al., 2017).
 
     It runs in evaluation mode and without autocast, under `torch.no_grad` and inference mode too, on frozen and on
     compiled networks. The gradient begins behind `layer`: no parameter gets one, and the trunk costs no backward pass.
@@ -49,7 +52,7 @@ def grad_cam(module: nn.Module, layer: nn.Module | str, images: Tensor, classes:
         classes: the class to explain in each image, of shape (n,); by default the predicted one.
 
     Returns:
-        float32 of shape (n, height, width): 0 where nothing speaks for the class, 1 at the strongest place.
+        float32 of shape (n, height, width): 0 where nothing contributes to the class, 1 at the largest contribution.
 
     Raises:
         UserError: the layer did not run, its output is no map, or what follows it runs without gradients.
@@ -120,7 +123,7 @@ def grad_cam_figure(
 
 
 class GradCAM(EvaluationSamples, pl.Callback):
-    """Draws into TensorBoard where the network looked, in a few images of the validation and the test set.
+    """Draws Grad-CAM of a few images of the validation and the test set into TensorBoard.
 
     Runs on: `setup` (to find the layer), every validation and test batch (it keeps the images), and the end of
     training and of a test (the drawing, on rank 0, from the batches of that rank). It needs a module whose `forward`
@@ -168,5 +171,5 @@ class GradCAM(EvaluationSamples, pl.Callback):
         maps = grad_cam(pl_module, self.layer, images, logits.argmax(1)).cpu()
         names = getattr(pl_module, "class_names", None) or [str(i) for i in range(logits.shape[1])]
         images, logits, targets = images.float().cpu(), logits.float().cpu(), targets.cpu()
-        title = f"{stage}: what speaks for the predicted class"
+        title = f"{stage}: Grad-CAM of the predicted class"
         return {f"{stage}/grad_cam": grad_cam_figure(images, maps, logits, targets, names, title)}

@@ -1,9 +1,9 @@
-"""Lightning's way through a training step, without asking in each step what cannot have changed.
+"""Lightning's training step, with everything that cannot change within an epoch looked up once per epoch.
 
-Around the forward pass, the backward pass and the update, Lightning 2.6 makes 1,300 calls a step: it looks for
+Around the forward pass, the backward pass and the update, Lightning 2.6 makes 1,300 calls per step: it looks for
 overridden hooks, reads the signature of `training_step`, opens contexts for a profiler, and wraps closures in closures.
-For a small network that takes as long as the arithmetic. Here all this is found out once an epoch; what is left of a
-step is called in Lightning's order, with its counters.
+For a small network that takes as long as the arithmetic. The calls that remain are in Lightning's order, with its
+counters. Private names of Lightning are resolved in `callbacks.lib.lightning_internals`.
 """
 
 from contextlib import nullcontext
@@ -33,7 +33,7 @@ from callbacks.lib.lightning_internals import (
 )
 from callbacks.lib.trainer_attributes import callbacks_of, datamodule_of
 
-__all__ = ["LeanLoop", "needs_the_long_way"]
+__all__ = ["LeanLoop", "unsupported"]
 
 _VERSION = "2.6."
 """The releases of Lightning whose loop this follows."""
@@ -41,8 +41,8 @@ _VERSION = "2.6."
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def needs_the_long_way(trainer: pl.Trainer) -> str:
-    """What in a run the short way does not know, in words; empty where it may be taken."""
+def unsupported(trainer: pl.Trainer) -> str:
+    """What in a run `LeanLoop` does not support, in words; empty where it may be used."""
     module, precision, strategy = trainer.lightning_module, trainer.precision_plugin, trainer.strategy
     profiler = trainer.profiler  # type: ignore[attr-defined]
     known = {
@@ -57,7 +57,7 @@ def needs_the_long_way(trainer: pl.Trainer) -> str:
         "several optimizers": len(trainer.optimizers) == 1,
         "its own optimizer_step": not is_overridden("optimizer_step", module),
         "its own on_train_batch_start": not is_overridden("on_train_batch_start", module),
-        "a step that takes the loader": not is_param_in_hook_signature(
+        "a training_step that takes the loader": not is_param_in_hook_signature(
             module.training_step, "dataloader_iter", explicit=True
         ),
     }
@@ -65,15 +65,14 @@ def needs_the_long_way(trainer: pl.Trainer) -> str:
 
 
 class LeanLoop(pl.Callback):
-    """Takes Lightning's step the short way: the same hooks in the same order, found once an epoch.
+    """A faster training step: the same hooks in the same order, looked up once per epoch.
 
-    Weights, counters, logs and checkpoints are those of Lightning's own loop, to the bit. That one goes on by itself
-    where a run has something that the short way does not know: `needs_the_long_way` says what, such as a gradient
-    scaler, a profiler, or a strategy other than one device and DDP. Hooks that are put on a callback or on the module
-    in the midst of an epoch are seen in the next.
+    Weights, counters, logs and checkpoints are bit for bit those of Lightning's own loop. A run that needs something
+    else uses that loop: `unsupported` says what, such as a gradient scaler, a profiler, or a strategy other than one
+    device and DDP. Hooks that are set on a callback or on the module during an epoch are called from the next epoch on.
 
-    Runs on: `on_train_start` and `on_train_epoch_start`, where it takes over, and `on_train_end`, `on_exception` and
-    `teardown`, where it gives back.
+    Runs on: `on_train_start` and `on_train_epoch_start`, where it replaces the loop's step, and `on_train_end`,
+    `on_exception` and `teardown`, where it restores it.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[LeanLoop()], logger=False, accelerator="cpu")
@@ -84,31 +83,31 @@ class LeanLoop(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._take_over(trainer)
+        self._replace_step(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._take_over(trainer)
+        self._replace_step(trainer)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._give_back()
+        self._restore_step()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._give_back()
+        self._restore_step()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._give_back()
+        self._restore_step()
 
-    def _take_over(self, trainer: pl.Trainer) -> None:
-        self._give_back()
-        if not needs_the_long_way(trainer):
+    def _replace_step(self, trainer: pl.Trainer) -> None:
+        self._restore_step()
+        if not unsupported(trainer):
             self._loop = trainer.fit_loop.epoch_loop
             self._loop.advance = _Step(trainer).advance
 
-    def _give_back(self) -> None:
+    def _restore_step(self) -> None:
         if self._loop is not None:
             del self._loop.advance
             self._loop = None

@@ -1,7 +1,8 @@
 """Lightning calls six hooks of every callback in every step, whether they do anything or not.
 
 A call of an empty hook takes 2 microseconds, or 5 where the callback's key is long: with ten callbacks a tenth of a
-millisecond a step. Lightning passes over a hook that is not callable, so what nobody has overridden is set to None.
+millisecond per step. Lightning skips a hook that is not callable, so hooks that are not overridden are set to None.
+`LeanLoop` does the same for itself; this is for runs that need Lightning's own loop.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ STEP_HOOKS = (
 
 
 def is_used(instance: Any, base: type, name: str) -> bool:
-    """Whether a hook does something: it is not its base class's, and nobody has hidden it."""
+    """Whether a hook does something: it is overridden, and not hidden."""
     own = vars(instance)
     return callable(own[name]) if name in own else getattr(type(instance), name) is not getattr(base, name)
 
@@ -60,10 +61,10 @@ def hide_unused(instance: Any, base: type, hooks: tuple[str, ...] = STEP_HOOKS) 
 
 
 class SkipUnusedHooks(pl.Callback):
-    """Spares each step the calls of hooks that no callback and no module has overridden.
+    """Skips the calls of hooks that no callback and no module overrides.
 
-    What is computed stays the same: an empty hook does nothing. A hook that is put on an instance before training is
-    kept; one that is put on a *class* while training runs is seen after the next `on_train_start`.
+    Results stay the same, since an empty hook does nothing. A hook that is set on an instance before training is kept;
+    one that is set on a *class* during training is called after the next `on_train_start`.
 
     Runs on: `on_train_start`, `on_train_end`, `on_exception`, `teardown`.
 

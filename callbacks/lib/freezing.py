@@ -19,7 +19,7 @@ __all__ = ["FrozenLayers", "check_freezing", "freeze_layers", "frozen_objects", 
 
 
 def keep_in_eval(module: nn.Module, _: Any) -> None:
-    """A forward pre-hook: whoever called ``train()``, the module computes as in evaluation.
+    """A forward pre-hook that puts the module into evaluation mode, also after ``train()``.
 
     A function of a module and no closure, so that copies and pickles of the module work.
     """
@@ -142,7 +142,7 @@ class FrozenLayers:
 def freeze_layers(
     module: nn.Module, until: str | None = None, patterns: str | Sequence[str] = (), train_bn: bool = True
 ) -> FrozenLayers:
-    """Keeps layers of a module to the bit as they are, in place, until what is returned unfreezes them.
+    """Keeps layers of a module exactly as they are, in place; what is returned unfreezes them.
 
     Frozen means no gradient, and evaluation mode through every ``train()``: batch normalisation uses its running
     statistics and keeps them, and dropout is off. Layers before the first that trains cost no backward pass. A name may

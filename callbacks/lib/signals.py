@@ -26,12 +26,12 @@ __all__ = [
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 """What schedulers and people send to end a run."""
 
-# Seconds for Slurm to answer, within the 25 that the command line's watch gives rank 0 to leave.
+# Seconds for Slurm to reply, within the 25 that the command line's failure monitor gives rank 0 to exit.
 _SLURM_ANSWERS = 20.0
 
 
 class Preempted(SystemExit):
-    """A signal has ended the run, in order.
+    """A signal has ended the run in an orderly way.
 
     A program that does not catch it ends with 128 + the signal's number, as shells report a signal: 130 for Ctrl-C, 138
     for SIGUSR1 and 143 for SIGTERM (on Linux).
@@ -74,7 +74,7 @@ class SignalFlag:
 
     Args:
         signums: the signals; of unknown platforms' the ones that exist.
-        on_interrupt: what Ctrl-C answers on standard error.
+        on_interrupt: what Ctrl-C prints on standard error.
     """
 
     def __init__(self, signums: tuple[int, ...], on_interrupt: str = "") -> None:
@@ -91,7 +91,7 @@ class SignalFlag:
         self._previous = {signum: signal.signal(signum, self._note) for signum in self.signums}
 
     def restore(self) -> None:
-        """Give the signals back to whoever handled them before."""
+        """Restore the handlers that were installed before."""
         for signum, handler in self._previous.items():
             # None: it was installed by C code, and Python cannot put it back.
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)

@@ -17,7 +17,7 @@ def count_targets(output: Any, batch: Any) -> int | Tensor:
     """The ``count`` that a step returned beside its loss, else the number of samples in the batch.
 
     Raises:
-        ValueError: the step gave no count, and the batch is of a kind whose size nobody can tell.
+        ValueError: the step gave no count, and the size of the batch is unknown.
 
     Example:
         >>> count_targets({"loss": torch.tensor(0.5), "count": 7}, batch=torch.zeros(3, 10))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import GradientAccumulation, LeanLoop
-from callbacks.fast_path.lean_loop import needs_the_long_way
+from callbacks.fast_path.lean_loop import unsupported
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, image_network, noisy_images
 
@@ -219,14 +219,12 @@ class Manual(Model):
         (Model, {"precision": "64-true"}, "DoublePrecision"),
     ],
 )
-def test_what_needs_the_long_way_takes_it(
-    kind: type[Model], options: dict[str, Any], what: str, tmp_path: Path
-) -> None:
+def test_what_unsupported_takes_it(kind: type[Model], options: dict[str, Any], what: str, tmp_path: Path) -> None:
     reasons = []
 
     class Asking(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            reasons.append(needs_the_long_way(trainer))
+            reasons.append(unsupported(trainer))
 
     model, recorder, *_ = fit(tmp_path, True, kind, callbacks=[Asking()], **options)
     assert set(reasons) == {what}
