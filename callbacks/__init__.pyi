@@ -10,7 +10,7 @@ from .fast_path.lean_loop import LeanLoop as LeanLoop
 from .fast_path.no_profiler import NoProfiler as NoProfiler
 from .fast_path.unused_hooks import SkipUnusedHooks as SkipUnusedHooks
 from .finite_weights import FiniteWeights as FiniteWeights
-from .freeze_layers import FreezeLayers as FreezeLayers
+from .freezing import FreezeLayers as FreezeLayers
 from .gradient_accumulation import GradientAccumulation as GradientAccumulation
 from .lib.accumulation import AccumulationWindow as AccumulationWindow
 from .lib.accumulation import scale_gradients as scale_gradients

@@ -52,7 +52,7 @@ def save_interval(text: str) -> dict[str, Any]:
 
 def estimate_checkpoint_bytes(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """The size of a checkpoint, before the optimisers have any state."""
-    total = sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
+    total: int = sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
     for optimizer in optimizers:
         copies = _STATE_PER_PARAMETER.get(type(optimizer).__name__, 2)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

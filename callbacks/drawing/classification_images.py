@@ -166,8 +166,8 @@ class ClassificationImages(EvaluationSamples, pl.Callback):
     @override
     def _forget(self) -> None:
         self._num_classes = 0
-        self._samples: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._worst: tuple[Tensor, Tensor, Tensor] | None = None
+        self._samples: list[tuple[Tensor, ...]] = []
+        self._worst: tuple[Tensor, ...] | None = None
 
     @override
     def _keep(self, outputs: Any, batch: Any, batch_idx: int, batches: Sequence[float], dataloader_idx: int) -> None:
@@ -177,16 +177,16 @@ class ClassificationImages(EvaluationSamples, pl.Callback):
         images, targets = batch
         if not are_images(images):
             return
-        new = (images, outputs["logits"].float(), targets)
+        new: tuple[Tensor, ...] = (images, outputs["logits"].float(), targets)
         if count := min(share_of_batch(self.samples, batch_idx, batches[dataloader_idx]), len(targets)):
             step = len(targets) // count
             # Copies: a slice would keep the whole batch in memory.
-            self._samples.append(tuple(part[::step][:count].clone() for part in new))  # type: ignore[arg-type]
+            self._samples.append(tuple(part[::step][:count].clone() for part in new))
         if self._worst is not None:
-            new = tuple(torch.cat(pair) for pair in zip(self._worst, new, strict=True))  # type: ignore[assignment]
+            new = tuple(torch.cat(pair) for pair in zip(self._worst, new, strict=True))
         # A fixed number, with correct predictions where mistakes are few: counting them would wait for the device.
         keep = mistake_confidence(new[1], new[2]).topk(min(self.mistakes, len(new[2]))).indices
-        self._worst = tuple(part[keep] for part in new)  # type: ignore[assignment]
+        self._worst = tuple(part[keep] for part in new)
 
     @override
     def _figures(self, pl_module: pl.LightningModule, stage: str) -> "dict[str, Figure]":

@@ -31,7 +31,7 @@ from callbacks.lib.lightning_internals import (
     has_standard_training_loop,
     warn_of_step_without_loss,
 )
-from callbacks.lib.trainer_attributes import callbacks_of, datamodule_of
+from callbacks.lib.trainer_attributes import callbacks_of, datamodule_of, profiler_of
 
 __all__ = ["LeanLoop", "unsupported"]
 
@@ -44,7 +44,7 @@ _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_
 def unsupported(trainer: pl.Trainer) -> str:
     """What in a run `LeanLoop` does not support, in words; empty where it may be used."""
     module, precision, strategy = trainer.lightning_module, trainer.precision_plugin, trainer.strategy
-    profiler = trainer.profiler  # type: ignore[attr-defined]
+    profiler = profiler_of(trainer)
     known = {
         f"Lightning {lightning.__version__}": lightning.__version__.startswith(_VERSION),
         "another loop": has_standard_training_loop(trainer),

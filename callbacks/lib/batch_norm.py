@@ -6,7 +6,7 @@ of a layer. Here a layer changes its class in place and nothing else: parameters
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 __all__ = ["average_statistics", "combine_moments", "recalibrate", "restore_batchnorm", "sync_batchnorm"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def combine_moments(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,6 +49,15 @@ def _local_moments(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat(
         [mean.double(), variance.double(), mean.new_full((1,), x.numel() // channels, dtype=torch.float64)]
     )
+
+
+def running_statistics(layer: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
+    """The running mean, the running variance and the number of batches of a layer that tracks them."""
+    mean, variance, batches = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    assert mean is not None
+    assert variance is not None
+    assert batches is not None
+    return mean, variance, batches
 
 
 class _SynchronisedFunction(torch.autograd.Function):
@@ -120,6 +131,11 @@ class _SynchronisedFunction(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None, None, None
 
 
+def _not_compiled(function: Function) -> Function:
+    disabled: Function = torch.compiler.disable(function)
+    return disabled
+
+
 class _Synchronised(_BatchNorm):
     """The second base of the classes that `sync_batchnorm` makes."""
 
@@ -128,27 +144,26 @@ class _Synchronised(_BatchNorm):
     _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
     @override
-    @torch.compiler.disable  # a collective inside an autograd function; the layers around it compile
+    @_not_compiled  # a collective inside an autograd function; the layers around it compile
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
         if input.device.type != "cpu":
             # torch's layer sends the statistics of an empty half-precision batch in half, the other ranks in float32.
             empty = input.float() if input.numel() == 0 and input.dtype != torch.float64 else input
-            return nn.SyncBatchNorm.forward(self, empty).to(input.dtype)  # type: ignore[arg-type]
-        self._check_input_dim(input)
+            torchs_forward: Callable[[Any, Tensor], Tensor] = nn.SyncBatchNorm.forward
+            return torchs_forward(self, empty).to(input.dtype)
+        check: Callable[[Tensor], None] = self._check_input_dim
+        check(input)
         momentum = self.momentum
         running = None
         if self.track_running_stats and self.running_mean is not None:
-            assert self.running_var is not None
-            assert self.num_batches_tracked is not None
-            self.num_batches_tracked.add_(1)
-            momentum = 1.0 / self.num_batches_tracked.item() if momentum is None else momentum
-            running = (self.running_mean, self.running_var)
-        output: Tensor = _SynchronisedFunction.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, running, momentum, self.eps, self.process_group
-        )
-        return output
+            mean, variance, batches = running_statistics(self)
+            batches.add_(1)
+            momentum = 1.0 / batches.item() if momentum is None else momentum
+            running = (mean, variance)
+        apply: Callable[..., Tensor] = _SynchronisedFunction.apply
+        return apply(input, self.weight, self.bias, running, momentum, self.eps, self.process_group)
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -194,14 +209,16 @@ def sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = 
     layers = [m for m in module.modules() if isinstance(m, _BatchNorm) and not isinstance(m, done)]
     classes = {cls: _synchronised_class(cls, process_group) for cls in {type(layer) for layer in layers}}
     for layer in layers:
-        layer.__class__ = classes[type(layer)]  # type: ignore[assignment]
+        untyped: Any = layer
+        untyped.__class__ = classes[type(layer)]
 
 
 def restore_batchnorm(module: nn.Module) -> None:
     """Gives the layers that `sync_batchnorm` changed their classes back."""
     for layer in module.modules():
         if isinstance(layer, _Synchronised):
-            layer.__class__ = layer.original  # type: ignore[assignment]
+            untyped: Any = layer
+            untyped.__class__ = layer.original
 
 
 @torch.no_grad()
@@ -261,13 +278,15 @@ def recalibrate(
     if not chosen:
         return
     sizes = [2 * layer.num_features + 1 for layer in chosen]
-    device = chosen[0].num_batches_tracked.device  # type: ignore[union-attr]
-    moments = {layer: torch.zeros(n, dtype=torch.float64, device=device) for layer, n in zip(chosen, sizes)}
+    device = running_statistics(chosen[0])[0].device
+    moments: dict[nn.Module, Tensor] = {
+        layer: torch.zeros(n, dtype=torch.float64, device=device) for layer, n in zip(chosen, sizes)
+    }
 
     def add(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         new = _local_moments(inputs[0], torch.promote_types(inputs[0].dtype, torch.float32))
-        mean, variance, total = combine_moments(torch.stack((moments[layer], new)))  # type: ignore[index]
-        moments[layer] = torch.cat((mean, variance, total.view(1)))  # type: ignore[index]
+        mean, variance, total = combine_moments(torch.stack((moments[layer], new)))
+        moments[layer] = torch.cat((mean, variance, total.view(1)))
 
     modes = [(m, m.training) for m in module.modules()]
     before = [(layer, layer.momentum, layer.num_batches_tracked) for layer in chosen]
@@ -277,7 +296,7 @@ def recalibrate(
         for layer in chosen:
             # A momentum of 0 keeps the statistics until the end.
             layer.training, layer.momentum = True, 0.0
-            layer.num_batches_tracked = layer.num_batches_tracked.clone()  # type: ignore[union-attr]
+            layer.num_batches_tracked = running_statistics(layer)[2].clone()
         for batch in batches:
             (forward or module)(batch)
     finally:
@@ -295,5 +314,6 @@ def recalibrate(
     for layer, part in zip(chosen, torch.stack(parts).split(sizes, dim=1), strict=True):
         mean, variance, total = combine_moments(part)
         if total > 0:
-            layer.running_mean.copy_(mean)  # type: ignore[union-attr]
-            layer.running_var.copy_(variance * total / (total - 1).clamp(min=1))  # type: ignore[union-attr]
+            running_mean, running_var, _ = running_statistics(layer)
+            running_mean.copy_(mean)
+            running_var.copy_(variance * total / (total - 1).clamp(min=1))

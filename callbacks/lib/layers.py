@@ -60,7 +60,7 @@ def find_layer(module: nn.Module, name: str, argument: str = "layer") -> nn.Modu
         >>> find_layer(nn.ModuleDict({"network": nn.Sequential(nn.Conv2d(3, 8, 3))}), "0")
         Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
     """
-    layers = {name: layer for name, layer in module.named_modules() if name}
+    layers: dict[str, nn.Module] = {name: layer for name, layer in module.named_modules() if name}
     return layers[find_name(name, layers, argument)]
 
 

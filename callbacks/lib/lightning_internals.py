@@ -118,7 +118,8 @@ def resume_max_steps_at_epoch_end(trainer: pl.Trainer) -> None:
 
     Lightning takes that place for the middle of the epoch and repeats the epoch's last hook.
     """
-    trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
+    loop: Any = trainer.fit_loop
+    loop._iteration_based_training = lambda: False
 
 
 def uncount_update(loop_state: dict[str, Any]) -> None:
@@ -146,8 +147,8 @@ def original_training_loader(trainer: pl.Trainer) -> tuple[Any, bool]:
 
 def keep_signal_handlers(trainer: pl.Trainer) -> Callable[[], None]:
     """Keeps Lightning from installing signal handlers; returns how to undo it."""
-    connector = trainer._signal_connector
-    connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    connector: Any = trainer._signal_connector
+    connector.register_signal_handlers = lambda: None
 
     def undo() -> None:
         del connector.register_signal_handlers

@@ -25,7 +25,7 @@ def count_targets(output: Any, batch: Any) -> int | Tensor:
         >>> count_targets(torch.tensor(0.5), batch=torch.zeros(3, 10))
         3
     """
-    count = output.get("count") if isinstance(output, Mapping) else None
+    count: int | Tensor | None = output.get("count") if isinstance(output, Mapping) else None
     if count is not None:
         return count
     try:
@@ -42,6 +42,7 @@ def observe_counts(pl_module: pl.LightningModule, tell: Callable[[int | Tensor],
 
     The method is wrapped on the instance, because no hook sees its output before the backward pass.
     """
+    module: Any = pl_module
     original, inherited = pl_module.training_step, "training_step" not in vars(pl_module)
 
     @wraps(original)
@@ -52,11 +53,11 @@ def observe_counts(pl_module: pl.LightningModule, tell: Callable[[int | Tensor],
 
     def restore() -> None:
         if inherited:
-            del pl_module.training_step
+            del module.training_step
         else:
-            pl_module.training_step = original  # type: ignore[method-assign]
+            module.training_step = original
 
-    pl_module.training_step = training_step  # type: ignore[method-assign]
+    module.training_step = training_step
     return restore
 
 

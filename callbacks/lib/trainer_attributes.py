@@ -4,24 +4,27 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.profilers import Profiler
 
-__all__ = ["callbacks_of", "datamodule_of", "is_fast_dev_run", "log_interval", "surround_callbacks"]
+__all__ = ["callbacks_of", "datamodule_of", "is_fast_dev_run", "log_interval", "profiler_of", "surround_callbacks"]
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     """The callbacks in the order of their calls."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    untyped: Any = trainer
+    callbacks: list[pl.Callback] = untyped.callbacks
     return callbacks
 
 
 def surround_callbacks(trainer: pl.Trainer, first: pl.Callback, last: pl.Callback) -> Callable[[], None]:
     """Calls one callback before all others and one after them; returns how to undo it."""
+    untyped: Any = trainer
     before = callbacks_of(trainer)
     others = [callback for callback in before if callback is not last]
-    trainer.callbacks = [first, *others, last]  # type: ignore[attr-defined]
+    untyped.callbacks = [first, *others, last]
 
     def undo() -> None:
-        trainer.callbacks = before  # type: ignore[attr-defined]
+        untyped.callbacks = before
 
     return undo
 
@@ -33,10 +36,18 @@ def datamodule_of(trainer: pl.Trainer) -> Any:
 
 def log_interval(trainer: pl.Trainer) -> int:
     """``log_every_n_steps``; 0 where nothing is logged."""
-    every: Any = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    return int(every)
+    untyped: Any = trainer
+    return int(untyped.log_every_n_steps)
 
 
 def is_fast_dev_run(trainer: pl.Trainer) -> bool:
     """Whether the run is a trial of a few batches, which saves and logs nothing."""
-    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+    untyped: Any = trainer
+    return bool(untyped.fast_dev_run)
+
+
+def profiler_of(trainer: pl.Trainer) -> Profiler:
+    """The profiler; Lightning's `PassThroughProfiler` where none was asked for."""
+    untyped: Any = trainer
+    profiler: Profiler = untyped.profiler
+    return profiler

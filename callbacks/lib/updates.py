@@ -5,7 +5,7 @@ early, which drops the position of a resumed one (Lightning #20550). The functio
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -119,7 +119,8 @@ def _schedule(trainer: pl.Trainer) -> AccumulationSchedule:
     """The accumulation of a run: our callback's, Lightning's callback's, or the Trainer's own factor."""
     for callback in callbacks_of(trainer):
         # Not a protocol and isinstance, which takes 10 microseconds a callback: schedules ask in every step.
-        if schedule := getattr(callback, "accumulation_schedule", None):
+        schedule: Callable[[pl.Trainer], AccumulationSchedule] | None = getattr(callback, "accumulation_schedule", None)
+        if schedule:
             return schedule(trainer)
         if isinstance(callback, GradientAccumulationScheduler):
             factors = {f"{epoch} epochs": callback.scheduling[epoch] for epoch in callback.epochs}

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from typing_extensions import override
 
-from callbacks.freeze_layers import FreezeLayers
+from callbacks.freezing import FreezeLayers
 from callbacks.lib.durations import Duration
 from datamodules.contract import data_contract
 from datamodules.errors import UserError

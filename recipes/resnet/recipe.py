@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.drawing.grad_cam import GradCAM
-from callbacks.freeze_layers import FreezeLayers
+from callbacks.freezing import FreezeLayers
 from callbacks.parameter_group_table import ParameterGroupTable
 from datamodules.contract import data_contract
 from datamodules.errors import UserError

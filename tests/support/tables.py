@@ -17,7 +17,7 @@ from callbacks.drawing.translation_samples import TranslationSamples
 from callbacks.fast_path.lean_loop import LeanLoop
 from callbacks.fast_path.unused_hooks import SkipUnusedHooks
 from callbacks.finite_weights import FiniteWeights
-from callbacks.freeze_layers import FreezeLayers
+from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.parameter_group_table import ParameterGroupTable
 from callbacks.preemption import Preemption

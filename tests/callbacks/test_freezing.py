@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.freeze_layers import FreezeLayers
+from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.freezing import frozen_objects, keep_in_eval
 from callbacks.lib.layers import find_name, names_before
