@@ -256,7 +256,7 @@ def test_a_drawn_seed_is_recorded_and_a_resumed_run_goes_on_with_it(tmp_path: Pa
     rest = _fit([other], StatefulLoader(), ckpt=path, max_epochs=1)
     assert other.seed == drawn.seed
     assert _differences({key: value for key, value in whole.drawn.items() if key[0] >= 4}, rest.drawn) == []
-    with pytest.warns(UserWarning, match=f"pass seed={drawn.seed} to go on alike"):
+    with pytest.warns(UserWarning, match=f"pass seed={drawn.seed} to continue as that run"):
         _fit([SeedControl(5)], StatefulLoader(), ckpt=path, max_epochs=1)
 
 
