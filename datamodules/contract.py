@@ -1,8 +1,8 @@
 """What recipes, callbacks and the command line may ask of a data module.
 
 A data module of this package inherits from `DataContract` and overrides what applies to it. Any other
-LightningDataModule is asked through `data_contract`: its own attributes and hyper-parameters of these names count, and
-the defaults stand for the rest.
+LightningDataModule is asked through `data_contract`: its own attributes and hyper-parameters of these
+names are used, and defaults for the rest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ __all__ = ["DataContract", "data_contract"]
 
 
 class DataContract(Protocol):
-    """The questions, with the answers of a data module that says nothing about itself."""
+    """What may be asked of a data module, with defaults."""
 
     free_parameters: ClassVar[frozenset[str]] = frozenset({"data_dir", "num_workers", "batch_size", "eval_batch_size"})
     """Parameters of the constructor that do not make the experiment: a run may be resumed with other values."""
@@ -41,7 +41,7 @@ class DataContract(Protocol):
 
     @property
     def num_classes(self) -> int | None:
-        """How many classes there are; None where the data have none or do not say."""
+        """How many classes there are; None where there are none or it is not known."""
         return None
 
     @property
@@ -79,7 +79,7 @@ class DataContract(Protocol):
 
 
 class _Defaults(DataContract):
-    """A data module that says nothing about itself."""
+    """A data module with nothing but defaults."""
 
 
 def _fits(name: str, value: object) -> bool:
@@ -125,7 +125,7 @@ class _Foreign:
 def data_contract(data: object) -> DataContract:
     """Ask a data module, which may be any LightningDataModule, or None.
 
-    A class may be asked for what stands in the class: ``free_parameters``, ``call_parameters``, ``tokens_parameter``.
+    Of a class, the class attributes can be read: ``free_parameters``, ``call_parameters``, ``tokens_parameter``.
 
     Example:
         >>> class Mine:

@@ -40,7 +40,7 @@ def download_weights(url: str, timeout: float = 30.0) -> Path:
         timeout: seconds without an answer or without data before the download fails.
 
     Raises:
-        UserError: the download failed, or the file in the cache has another digest than its name says.
+        UserError: the download failed, or the file in the cache does not have the digest in its name.
     """
     path = Path(torch.hub.get_dir(), "checkpoints", Path(urlsplit(url).path).name)
     named = re.search(r"-([0-9a-f]{8,64})\.", path.name)

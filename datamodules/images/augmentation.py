@@ -1,7 +1,7 @@
 """Augmentation by name, and MixUp and CutMix, as functions of (seed, epoch, sample) and of nothing else.
 
 torchvision's transforms draw from torch's global generator. Here it is seeded for each sample and put back afterwards,
-so that an image looks the same on any worker or rank, and nobody else's numbers change.
+so that an image looks the same on any worker or rank, and the global generator does not change.
 """
 
 import random

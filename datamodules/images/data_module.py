@@ -211,7 +211,7 @@ class ImageFolderDataModule(BaseDataModule):
         if self.dataset == "digits" and self.hparams.dataset == "auto" and not self._fallback_noted:
             self._fallback_noted = True
             _warn(
-                "no `data_dir`: going on with the 1,797 digits bundled with scikit-learn as small colour "
+                "no `data_dir`: using the 1,797 digits bundled with scikit-learn as small colour "
                 "images; pass data_dir='FOLDER' for your own",
             )
 
@@ -321,7 +321,7 @@ class ImageFolderDataModule(BaseDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """List what `stage` needs: "fit", "validate", "test" or "predict"; images are read when asked for."""
+        """List what `stage` needs: "fit", "validate", "test" or "predict"; images are read by the loaders."""
         if stage == "predict":
             self._predict_files = self._find_predict_files()
             return

@@ -180,7 +180,7 @@ class ImageFiles:
         except UnreadableImage as error:
             self.unreadable[row] = str(error)
             return
-        # Some formats hold another size than their header says; such an image has no room here.
+        # Some formats hold another size than their header says; such an image is not kept.
         if pixels.numel() == room:
             self._kept[start : start + room].view_as(pixels).copy_(pixels)
             self._places[row] = (start, pixels.shape[0], pixels.shape[1])

@@ -3,7 +3,7 @@
 A batch is one indexing operation: no worker, no collation, no copy from the host when the tensors live on the
 training device. Lightning leaves these loaders alone, since they are no ``DataLoader``.
 
-Which samples make a batch stands in `TrainSampling` and `EvaluationSampling`; the loaders over samples that have to be
+`TrainSampling` and `EvaluationSampling` decide which samples make a batch; the loaders over samples that have to be
 read (`datamodules.loading.worker_loaders`) use them too.
 """
 

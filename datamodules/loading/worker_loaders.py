@@ -160,9 +160,9 @@ class _Workers:
                 collate_fn=_identity,
                 pin_memory=self.pin_memory,
                 worker_init_fn=_start_worker,
-                # Its own: each iterator draws a number, from the generator that dropout uses unless told otherwise.
+                # Its own: each iterator draws a number, by default from the generator that dropout uses.
                 generator=torch.Generator(),
-                # Processes that are forked anew in every epoch may hang, and cost a second.
+                # Processes that are forked again in every epoch may hang, and cost a second.
                 persistent_workers=True,
             )
         yield from self._loader

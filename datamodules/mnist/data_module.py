@@ -283,8 +283,7 @@ class MNISTDataModule(BaseDataModule):
             raise UserError(f"{self._missing('mnist')}; pass a folder that exists, or dataset='digits'")
         if chosen == "digits":
             _warn(
-                "warning: %s: going on with the 1,797 digits bundled with scikit-learn; "
-                "pass data_dir='FOLDER' for MNIST",
+                "warning: %s: using the 1,797 digits bundled with scikit-learn; pass data_dir='FOLDER' for MNIST",
                 self._missing("mnist"),
             )
         self.dataset = chosen

@@ -91,9 +91,11 @@ def test_a_stock_data_module_trains_any_recipe_in_a_plain_trainer():
         trainer.fit(Mean(), datamodule=data)
         assert trainer.global_step == 3
         classifier = Linear(num_classes=3)
+        assert list(classifier.class_names) == ["0", "1", "2"]
         trainer = _trainer()
         trainer.fit(classifier, datamodule=data)
         assert 0 <= trainer.test(classifier, datamodule=data, verbose=False)[0]["test/accuracy"] <= 1
+        assert tuple(classifier.class_names) == (data_contract(data).class_names or ("0", "1", "2"))
 
 
 def test_a_number_of_classes_among_the_hyper_parameters_is_compared_with_the_networks():

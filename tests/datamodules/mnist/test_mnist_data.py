@@ -466,7 +466,7 @@ def test_auto_falls_back_to_the_digits_and_logs_why_in_one_line(tmp_path: Path, 
         _trainer(fast_dev_run=1).fit(Watcher(), datamodule=data)
         _trainer(fast_dev_run=1).test(Watcher(), datamodule=data)
     assert [record.getMessage() for record in caplog.records if record.name == "lightning_recipes"] == [
-        f"warning: {tmp_path} has no MNIST files: going on with the 1,797 digits bundled with scikit-learn; "
+        f"warning: {tmp_path} has no MNIST files: using the 1,797 digits bundled with scikit-learn; "
         f"pass data_dir='FOLDER' for MNIST"
     ]
     assert data.info.title == "scikit-learn digits"
