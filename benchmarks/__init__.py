@@ -1,4 +1,4 @@
-"""The recipes beside what a user would use instead: ``python -m benchmarks``.
+"""The recipes compared with what a user would use instead: ``python -m benchmarks``.
 
 A section is a module of `benchmarks.sections` with ``run(options, progress)``, which returns a `Section` of
 `benchmarks.harness.measurements`.
@@ -7,16 +7,16 @@ A section is a module of `benchmarks.sections` with ``run(options, progress)``, 
 __all__ = ["NEED_CUDA", "SECTIONS"]
 
 SECTIONS = {
-    "training_loop": "a step of the recipe beside loops by hand, stock Lightning and other libraries",
-    "time_to_accuracy": "seconds to 99 % on MNIST's test set, beside PyTorch's example",
-    "allocator": "glibc's allocator as it is and as the command line sets it",
+    "training_loop": "a step of the recipe, of plain PyTorch loops, of stock Lightning and of other libraries",
+    "time_to_accuracy": "seconds to 99 % on MNIST's test set, compared with PyTorch's example",
+    "allocator": "glibc's allocator, default and tuned by the command line",
     "input_pipeline": "seconds to load and augment an epoch of MNIST",
     "callbacks_cost": "microseconds that the callbacks add to an update",
-    "checkpoint_cost": "how long training stands still while a checkpoint is saved",
+    "checkpoint_cost": "how long training is blocked while a checkpoint is saved",
     "start_up": "seconds to the first step, by part, and of --help",
     "fine_tuning": "seconds of a step by what is frozen, and of an epoch with cached features",
-    "seq2seq": "target words a second and BLEU of a translator in training",
-    "scaling": "what more processes give, and what many more would",
+    "seq2seq": "target tokens a second and BLEU of a translator in training",
+    "scaling": "throughput of more processes, and a prediction for many",
     "cuda": "a step on a CUDA GPU by layout, precision, fused optimiser and compilation, and its share of the peak",
 }
 """The sections in the order in which they run, and what each measures."""

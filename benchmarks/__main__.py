@@ -59,16 +59,14 @@ def build_parser() -> argparse.ArgumentParser:
     listed = "\n".join(f"  {name:16} {what}" for name, what in SECTIONS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measures the recipes beside what a user would use instead, and prints ratios.",
+        description="Compares the recipes with what a user would use instead, and prints ratios.",
         epilog=f"sections:\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", metavar="NAMES", help="sections to run; all where none is named")
     parser.add_argument("--json", type=_json_path, metavar="FILE", help="write the results there, after each section")
-    parser.add_argument(
-        "--plot", type=_folder, metavar="DIR", help="a picture of each section, as PNG and TensorBoard's"
-    )
-    parser.add_argument("--compare", type=_results, metavar="FILE", help="say what changed since these results")
+    parser.add_argument("--plot", type=_folder, metavar="DIR", help="a plot of each section, as PNG and TensorBoard's")
+    parser.add_argument("--compare", type=_results, metavar="FILE", help="print what changed since these results")
     parser.add_argument("--quick", action="store_true", help="smaller and fewer, to see that it works; rough figures")
     parser.add_argument("--repeats", type=_positive, metavar="N", help="rounds; by default each section's own choice")
     parser.add_argument("--threads", type=_positive, metavar="N", help="of torch; by default each section's own choice")
@@ -76,7 +74,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--devices", type=_counts, default=(), metavar="N,N", help="scaling: processes on a node, as in 1,2,4,8"
     )
-    parser.add_argument("--num-nodes", type=_positive, default=1, metavar="N", help="scaling: nodes, all alike")
+    parser.add_argument(
+        "--num-nodes", type=_positive, default=1, metavar="N", help="scaling: nodes of so many processes"
+    )
     parser.add_argument("--peak-tflops", type=float, metavar="X", help="cuda: the GPU's bf16 peak, if it is not known")
     return parser
 
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
     machine = describe_machine(tuned)
-    machine["precision"] = "{}, {}, where a section does not say otherwise".format(*resolve_precision("auto"))
+    machine["precision"] = "{}, {}, unless a section names another one".format(*resolve_precision("auto"))
     for key, text in machine.items():
         console.print(f"{key}: {text}", soft_wrap=True)
     if args.compare is not None:

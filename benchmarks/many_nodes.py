@@ -1,7 +1,7 @@
 """What many processes cost on one machine: ``python -m benchmarks.many_nodes --nodes 4 --devices 8``.
 
-Starts the MNIST recipe by hand, as the shells of so many nodes would, on loopback and CPUs, for an epoch of the bundled
-digits with a thread each. Prints the seconds and the memory of all processes together: the sum of their proportional
+Launches the MNIST recipe manually, as the shells of so many nodes would, on loopback and CPUs, for an epoch of the
+bundled digits with a thread each. Prints the seconds and the memory of all processes: the sum of their proportional
 set sizes, in which a page that several share counts once.
 """
 

@@ -1,8 +1,8 @@
-"""The two forms of PyTorch's translation tutorial, written anew, to compare the recipe with.
+"""The two forms of PyTorch's translation tutorial, rewritten, to compare the recipe with.
 
-The classic form (2017) trains on one sentence at a time, a word at a time, with plain SGD and an attention that gives a
-weight to each of the first ten positions. The present form (since 2023) trains on batches of 32 sentences, filled up to
-ten words, still a step at a time, with Adam and additive attention. Sizes, rates, dropout and losses are theirs.
+The classic form (2017) trains on one sentence at a time, a token at a time, with plain SGD and an attention that gives
+a weight to each of the first ten positions. The present form (since 2023) trains on batches of 32 sentences, padded to
+ten tokens, still a step at a time, with Adam and additive attention. Sizes, rates, dropout and losses are theirs.
 """
 
 import random
@@ -25,22 +25,22 @@ class Translator(Protocol):
         """Pass over these pairs, in this order, once."""
 
     def translate(self, pairs: PackedPairs, rows: Tensor) -> list[list[int]]:
-        """The likeliest words, one after the other, without EOS."""
+        """The likeliest tokens, one after the other, without EOS."""
 
 
 class _ClassicDecoder(nn.Module):
-    def __init__(self, words: int, hidden: int, max_length: int) -> None:
+    def __init__(self, tokens: int, hidden: int, max_length: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(words, hidden)
+        self.embedding = nn.Embedding(tokens, hidden)
         self.attention = nn.Linear(2 * hidden, max_length)
         self.combine = nn.Linear(2 * hidden, hidden)
         self.dropout = nn.Dropout(0.1)
         self.recurrent = nn.GRU(hidden, hidden)
-        self.output = nn.Linear(hidden, words)
+        self.output = nn.Linear(hidden, tokens)
 
-    def forward(self, word: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """One word: of shape (1,), (1, 1, hidden) and (max_length, hidden)."""
-        embedded = self.dropout(self.embedding(word))
+    def forward(self, token: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """One token: of shape (1,), (1, 1, hidden) and (max_length, hidden)."""
+        embedded = self.dropout(self.embedding(token))
         weights = torch.softmax(self.attention(torch.cat((embedded, hidden[0]), 1)), dim=1)
         context = weights @ memory
         inputs = F.relu(self.combine(torch.cat((embedded, context), 1)))
@@ -49,7 +49,7 @@ class _ClassicDecoder(nn.Module):
 
 
 class ClassicTranslator:
-    """A sentence, a word, a step; half of the sentences with teacher forcing."""
+    """A sentence, a token, a step; half of the sentences with teacher forcing."""
 
     def __init__(self, source_vocab_size: int, target_vocab_size: int, hidden: int = 256, max_length: int = 10) -> None:
         self.hidden, self.max_length = hidden, max_length
@@ -61,11 +61,11 @@ class ClassicTranslator:
         ]
         self.coin = random.Random(0)
 
-    def _encode(self, words: Tensor) -> tuple[Tensor, Tensor]:
+    def _encode(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         hidden = torch.zeros(1, 1, self.hidden)
         memory = torch.zeros(self.max_length, self.hidden)
-        for position, word in enumerate(words):
-            outputs, hidden = self.encoder(self.embedding(word).view(1, 1, -1), hidden)
+        for position, token in enumerate(tokens):
+            outputs, hidden = self.encoder(self.embedding(token).view(1, 1, -1), hidden)
             memory[position] = outputs[0, 0]
         return memory, hidden
 
@@ -74,13 +74,13 @@ class ClassicTranslator:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         memory, hidden = self._encode(source)
-        loss, word = torch.zeros(()), torch.tensor([SOS])
+        loss, token = torch.zeros(()), torch.tensor([SOS])
         forced = self.coin.random() < 0.5
         for truth in target.split(1):
-            logits, hidden = self.decoder(word, hidden, memory)
+            logits, hidden = self.decoder(token, hidden, memory)
             loss = loss + F.nll_loss(logits, truth)
-            word = truth if forced else logits.argmax(1).detach()
-            if not forced and word.item() == EOS:
+            token = truth if forced else logits.argmax(1).detach()
+            if not forced and token.item() == EOS:
                 break
         loss.backward()
         for optimizer in self.optimizers:
@@ -97,29 +97,29 @@ class ClassicTranslator:
         found = []
         for row in rows.tolist():
             memory, hidden = self._encode(torch.tensor(pairs.source[row]))
-            word, words = torch.tensor([SOS]), []
+            token, tokens = torch.tensor([SOS]), []
             for _ in range(self.max_length):
-                logits, hidden = self.decoder(word, hidden, memory)
-                word = logits.argmax(1)
-                if int(word) == EOS:
+                logits, hidden = self.decoder(token, hidden, memory)
+                token = logits.argmax(1)
+                if int(token) == EOS:
                     break
-                words.append(int(word))
-            found.append(words)
+                tokens.append(int(token))
+            found.append(tokens)
         return found
 
 
 class _PresentDecoder(nn.Module):
-    def __init__(self, words: int, hidden: int) -> None:
+    def __init__(self, tokens: int, hidden: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(words, hidden)
+        self.embedding = nn.Embedding(tokens, hidden)
         self.query, self.key, self.energy = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, 1)
         self.recurrent = nn.GRU(2 * hidden, hidden, batch_first=True)
-        self.output = nn.Linear(hidden, words)
+        self.output = nn.Linear(hidden, tokens)
         self.dropout = nn.Dropout(0.1)
 
-    def forward(self, words: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """One word of each sentence: of shape (batch, 1), (1, batch, hidden) and (batch, time, hidden)."""
-        embedded = self.dropout(self.embedding(words))
+    def forward(self, tokens: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """One token of each sentence: of shape (batch, 1), (1, batch, hidden) and (batch, time, hidden)."""
+        embedded = self.dropout(self.embedding(tokens))
         energies = self.energy(torch.tanh(self.query(hidden.transpose(0, 1)) + self.key(memory)))
         context = torch.softmax(energies.transpose(1, 2), dim=2) @ memory
         outputs, hidden = self.recurrent(torch.cat((embedded, context), 2), hidden)
@@ -127,7 +127,7 @@ class _PresentDecoder(nn.Module):
 
 
 class PresentTranslator:
-    """Batches of 32, each sentence filled up to ten words, which all count in the loss; always teacher forcing."""
+    """Batches of 32, each sentence filled up to ten tokens, which all count in the loss; always teacher forcing."""
 
     def __init__(self, source_vocab_size: int, target_vocab_size: int, hidden: int = 256, max_length: int = 10) -> None:
         self.max_length, self.batch_size = max_length, 32
@@ -141,13 +141,13 @@ class PresentTranslator:
         ]
 
     def _decode(self, source: Tensor, target: Tensor | None) -> Tensor:
-        """Log-probabilities of shape (batch, max_length, words)."""
+        """Log-probabilities of shape (batch, max_length, tokens)."""
         memory, hidden = self.encoder(self.dropout(self.embedding(source)))
-        words, outputs = source.new_full((len(source), 1), SOS), []
+        tokens, outputs = source.new_full((len(source), 1), SOS), []
         for position in range(self.max_length):
-            logits, hidden = self.decoder(words, hidden, memory)
+            logits, hidden = self.decoder(tokens, hidden, memory)
             outputs.append(logits)
-            words = logits.argmax(2).detach() if target is None else target[:, position : position + 1]
+            tokens = logits.argmax(2).detach() if target is None else target[:, position : position + 1]
         return F.log_softmax(torch.cat(outputs, 1), dim=2)
 
     def _filled(self, sentences: Tensor) -> Tensor:
@@ -169,6 +169,6 @@ class PresentTranslator:
         self.modules.eval()
         found: list[list[int]] = []
         for part in rows.split(256):
-            for words in self._decode(self._filled(pairs.batch(part).source), None).argmax(2).tolist():
-                found.append(words[: words.index(EOS)] if EOS in words else words)
+            for tokens in self._decode(self._filled(pairs.batch(part).source), None).argmax(2).tolist():
+                found.append(tokens[: tokens.index(EOS)] if EOS in tokens else tokens)
         return found

@@ -31,7 +31,7 @@ with quick_imports():
 
 
 class Marks(pl.Callback):
-    """Ends the process after the first step, and says when each part was done."""
+    """Ends the process after the first step, and prints when each part was done."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         MARKS["command line"] = time.time()

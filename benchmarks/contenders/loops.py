@@ -1,6 +1,6 @@
-"""The same training by hand, in Fabric and in a bare Trainer; `peers` and `recipe_loops` have the other ways.
+"""The same training in a plain PyTorch loop, in Fabric and in a bare Trainer; see also `peers` and `recipe_loops`.
 
-All train one network with AdamW on the same uint8 images, and note when each step ends. Nobody validates.
+All train one network with AdamW on the same uint8 images, and note when each step ends. None validates.
 """
 
 import os
@@ -21,7 +21,7 @@ from benchmarks.harness.laps import Laps, PartsProfiler
 from datamodules.mnist.data_module import DATASETS
 from recipes.optim import build_optimizer, parameter_groups
 
-__all__ = ["Job", "LapClock", "bare_loop", "fabric_loop", "gpu_search", "hand_loop", "loop_with"]
+__all__ = ["Job", "LapClock", "bare_loop", "fabric_loop", "gpu_search", "loop_with", "plain_loop"]
 
 LR, WEIGHT_DECAY = 0.01, 0.05
 
@@ -87,7 +87,7 @@ def gpu_search(as_lightning: bool) -> Iterator[None]:
             os.environ[name] = before
 
 
-def hand_loop(job: Job) -> Laps:
+def plain_loop(job: Job) -> Laps:
     """The limit: nothing but the training."""
     model, laps = job.build(), Laps(job.settling, job.steps)
     optimizer = job.optimizer(model)
@@ -117,7 +117,7 @@ def fabric_loop(job: Job) -> Laps:
 
 
 def loop_with(backward: Callable[[Tensor], Any], model: Any, optimizer: Any, job: Job, as_lightning: bool) -> Laps:
-    """A loop by hand over what a library has wrapped."""
+    """A plain loop over what a library has wrapped."""
     laps = Laps(job.settling, job.steps)
     with gpu_search(as_lightning):
         laps.start()

@@ -123,7 +123,7 @@ def composer_loop(job: Job) -> Laps:
             progress_bar=False,
             callbacks=[Ends()],
         )
-        torch.set_rng_state(order)  # Its Trainer seeds everything anew.
+        torch.set_rng_state(order)  # Its Trainer seeds everything again.
         trainer.fit()
         trainer.close()
     return laps

@@ -1,4 +1,4 @@
-"""One run to an accuracy on MNIST's test set, in a process of its own, which says when it was reached.
+"""One run to an accuracy on MNIST's test set, in a process of its own, which prints when it was reached.
 
 ``python -m benchmarks.contenders.reach_accuracy '["classic", FOLDER, SEED, ACCURACY, EPOCHS, BATCHES]'``
 """
@@ -37,7 +37,7 @@ class Finish:
 
     @torch.no_grad()
     def reached(self, model: nn.Module, batches: Any, autocast: Any) -> bool:
-        """Test the network as it is; whether it knows enough."""
+        """Test the network as it is; whether it reaches the accuracy."""
         start = time.time()
         training = model.training
         model.eval()
@@ -90,7 +90,7 @@ def _no_autocast() -> Any:
 
 
 class StopAt(pl.Callback):
-    """Tests after each epoch and ends the training when it knows enough."""
+    """Tests after each epoch and ends the training when the accuracy is reached."""
 
     def __init__(self, wanted: float) -> None:
         self.finish = Finish(wanted)
@@ -109,7 +109,7 @@ class StopAt(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.said = self.finish.answer()
+        self.result = self.finish.answer()
 
 
 def recipe(folder: str, seed: int, wanted: float, epochs: int, batches: int) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def recipe(folder: str, seed: int, wanted: float, epochs: int, batches: int) -> 
             "--accelerator": "cpu", "--limit-test-batches": 1,
         } | ({"--limit-train-batches": batches} if batches >= 0 else {})  # fmt: skip
         run(MNISTClassifier, MNISTDataModule, lambda: [stop], [str(part) for pair in flags.items() for part in pair])
-    return stop.said
+    return stop.result
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What each process of the scaling section does: train alone, beside others, and with them, and sum bytes."""
+"""What each process of the scaling section does: train alone, side by side and together, and sum bytes."""
 
 import os
 import signal
@@ -17,16 +17,16 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from typing_extensions import override
 
-from benchmarks.harness.bare_trainer import bare_trainer, quiet
+from benchmarks.harness.bare_trainer import bare_trainer, suppress_output
 from benchmarks.harness.processes import free_port
 from benchmarks.sections.fine_tuning import SETTLING, SameBatch
 from datamodules.errors import UserError
 from recipes import ResNetFineTuner
 
-__all__ = ["ALONE", "ALONE_ALL", "BESIDE", "STRONG", "WEAK", "Job", "Measured", "median_rank", "run_world"]
+__all__ = ["ALONE", "ALONE_ALL", "SIDE_BY_SIDE", "STRONG", "WEAK", "Job", "Measured", "median_rank", "run_world"]
 
 ALONE, ALONE_ALL = "alone", "alone, the whole batch"
-BESIDE, WEAK, STRONG = "beside others", "with others", "with others, a share of the batch"
+SIDE_BY_SIDE, WEAK, STRONG = "side by side", "together", "together, a share of the batch"
 
 _TIMEOUT = timedelta(minutes=5)
 
@@ -38,8 +38,8 @@ class Job:
     Args:
         devices: processes on this node.
         num_nodes: nodes, all with as many.
-        batch_size: pictures of one process, and of all of them together where the batch is shared.
-        global_batch_size: pictures of all processes together in the strong form.
+        batch_size: images of one process, and of all of them together where the batch is shared.
+        global_batch_size: images of all processes together in the strong form.
         steps: that are timed.
         sizes: bytes to sum.
     """
@@ -144,7 +144,7 @@ def _measure(job: Job, local_rank: int) -> Measured:
     forms: dict[str, Callable[[], float]] = {
         ALONE: lambda: alone(job.batch_size) if rank_zero else 0.0,
         ALONE_ALL: lambda: alone(job.global_batch_size) if rank_zero else 0.0,
-        BESIDE: lambda: alone(job.batch_size),
+        SIDE_BY_SIDE: lambda: alone(job.batch_size),
         WEAK: lambda: together(job.batch_size),
         STRONG: lambda: together(max(1, job.global_batch_size // job.world_size)),
     }
@@ -180,7 +180,7 @@ def _rank(pipe: Connection, job: Job, local_rank: int, node_rank: int, address: 
     if job.cuda:
         torch.cuda.set_device(local_rank)
     try:
-        with quiet():
+        with suppress_output():
             dist.init_process_group(
                 "nccl" if job.cuda else "gloo", rank=rank, world_size=job.world_size, timeout=_TIMEOUT
             )
@@ -218,7 +218,7 @@ def run_world(job: Job, node_rank: int = 0, address: str = "127.0.0.1", port: in
 
 
 def _first_answer(pipes: Sequence[Connection]) -> Measured:
-    """All ranks find the same; whichever fails first says why."""
+    """All ranks find the same; the first that fails reports the cause."""
     open_pipes = list(pipes)
     answers: list[Measured] = []
     while open_pipes:

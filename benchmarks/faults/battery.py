@@ -1,7 +1,7 @@
 """What becomes of a run when something breaks: ``python -m benchmarks.faults`` prints a table of faults.
 
-A small run of the MNIST recipe is struck; then the same command line is typed again, and has to end with the weights of
-a run that was never struck, to the bit. "Ended" counts from the fault to the end of the last process.
+A fault is injected into a small run of the MNIST recipe; then the same command line is started again, and has to end
+with the weights of an undisturbed run, to the bit. "Ended" counts from the fault to the end of the last process.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.harness.processes import free_port
 
-__all__ = ["FAULTS", "Outcome", "Struck", "main"]
+__all__ = ["FAULTS", "FaultCase", "Outcome", "main"]
 
 LIMIT = 30.0
 """Seconds that a run may take to end once something has broken."""
@@ -36,7 +36,7 @@ EPOCHS = 2
 _START = 180.0
 _ROOT = Path(__file__).parents[2]
 
-# What torch says of memory that cannot be had differs between versions and systems.
+# torch's message about memory that cannot be allocated differs between versions and systems.
 _MEMORY = r"(?i)not enough memory|can't allocate|cannot allocate"
 
 
@@ -60,7 +60,7 @@ def _set_clock_back(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Struck:
+class FaultCase:
     """A fault, and what has to come of it.
 
     Args:
@@ -69,10 +69,10 @@ class Struck:
         statuses: of the exit, any of them; what a shell reports of a signal is 128 + its number.
         lost: updates that may be lost, since the last save; None where the run is not resumed.
         world_size: processes.
-        by_hand: one command for each process, as on nodes of their own, instead of one for all.
+        manual_launch: one command for each process, as on nodes of their own, instead of one for all.
         damage: done to last.ckpt afterwards.
-        resumed: what the resumed run has to say besides, a regular expression.
-        more: further flags, for the run that is struck only.
+        resumed: what the resumed run has to print, a regular expression.
+        more: further flags, for the run with the fault only.
     """
 
     fault: dict[str, Any]
@@ -80,15 +80,15 @@ class Struck:
     statuses: tuple[int, ...] = (1,)
     lost: int | None = SAVE_EVERY
     world_size: int = 1
-    by_hand: bool = False
+    manual_launch: bool = False
     damage: Callable[[Path], None] | None = None
     resumed: str = ""
     more: tuple[str, ...] = ()
 
 
-def _signal(name: str, status: int, world_size: int = 1, **fault: Any) -> Struck:
+def _signal(name: str, status: int, world_size: int = 1, **fault: Any) -> FaultCase:
     """A signal loses nothing."""
-    return Struck({"kind": name, "at": 17, **fault}, "resume with", (status,), 0, world_size)
+    return FaultCase({"kind": name, "at": 17, **fault}, "resume with", (status,), 0, world_size)
 
 
 KILLED = (-signal.SIGKILL,)
@@ -97,15 +97,15 @@ _KILL: dict[str, Any] = {"kind": "kill", "at": 17}
 # In the second epoch, when there is a checkpoint besides last.ckpt.
 _LATE: dict[str, Any] = {"kind": "kill", "at": 34}
 
-FAULTS: dict[str, Struck] = {
-    "kill -9 in training": Struck(_KILL, "", KILLED),
-    "kill -9 before the first update": Struck({"kind": "kill", "moment": "start"}, "", KILLED, 0),
-    "kill -9 in validation": Struck(_KILL | {"moment": "validation"}, "", KILLED, 2 * SAVE_EVERY),
-    "kill -9 during a save": Struck(_KILL | {"moment": "save"}, "", KILLED),
-    "kill -9 at an epoch's end": Struck(_KILL | {"moment": "epoch"}, "", KILLED, 2 * SAVE_EVERY),
-    "kill -9 of rank 1 of 2": Struck(_KILL | {"rank": 1}, _WITHOUT_REPORT, world_size=2),
-    "kill -9 of rank 0 of 2": Struck(_KILL | {"rank": 0}, "", KILLED, world_size=2),
-    "kill -9 of rank 1's node": Struck(_KILL | {"rank": 1}, _WITHOUT_REPORT, world_size=2, by_hand=True),
+FAULTS: dict[str, FaultCase] = {
+    "kill -9 in training": FaultCase(_KILL, "", KILLED),
+    "kill -9 before the first update": FaultCase({"kind": "kill", "moment": "start"}, "", KILLED, 0),
+    "kill -9 in validation": FaultCase(_KILL | {"moment": "validation"}, "", KILLED, 2 * SAVE_EVERY),
+    "kill -9 during a save": FaultCase(_KILL | {"moment": "save"}, "", KILLED),
+    "kill -9 at an epoch's end": FaultCase(_KILL | {"moment": "epoch"}, "", KILLED, 2 * SAVE_EVERY),
+    "kill -9 of rank 1 of 2": FaultCase(_KILL | {"rank": 1}, _WITHOUT_REPORT, world_size=2),
+    "kill -9 of rank 0 of 2": FaultCase(_KILL | {"rank": 0}, "", KILLED, world_size=2),
+    "kill -9 of rank 1's node": FaultCase(_KILL | {"rank": 1}, _WITHOUT_REPORT, world_size=2, manual_launch=True),
     "SIGTERM": _signal("term", 143),
     "SIGTERM in validation": _signal("term", 143, moment="validation"),
     "SIGTERM to rank 0 of 2": _signal("term", 143, 2, rank=0),
@@ -113,40 +113,46 @@ FAULTS: dict[str, Struck] = {
     "SIGTERM to both of 2": _signal("term", 143, 2),
     "SIGUSR1": _signal("usr1", 138),
     "Ctrl-C": _signal("int", 130),
-    "last.ckpt cut off": Struck(
+    "last.ckpt cut off": FaultCase(
         _LATE, "", KILLED, None, damage=_truncate, resumed=r"last\.ckpt is skipped: it was cut off"
     ),
-    "last.ckpt all zeros": Struck(_LATE, "", KILLED, None, damage=_zero, resumed=r"last\.ckpt is skipped"),
-    "last.ckpt with a flipped bit": Struck(
+    "last.ckpt all zeros": FaultCase(_LATE, "", KILLED, None, damage=_zero, resumed=r"last\.ckpt is skipped"),
+    "last.ckpt with a flipped bit": FaultCase(
         _LATE, "", KILLED, None, damage=_flip, resumed=r"last\.ckpt is skipped: it is damaged"
     ),
-    "last.ckpt missing": Struck(_LATE, "", KILLED, None, damage=Path.unlink),
-    "clock set back a year": Struck(_LATE, "", KILLED, damage=_set_clock_back),
-    "disk full at a save": Struck(
+    "last.ckpt missing": FaultCase(_LATE, "", KILLED, None, damage=Path.unlink),
+    "clock set back a year": FaultCase(_LATE, "", KILLED, damage=_set_clock_back),
+    "disk full at a save": FaultCase(
         {"kind": "disk", "moment": "save", "at": 10}, r"was not saved \(.*\); .* training continues", (0, 1), None
     ),
-    "folder that cannot be written": Struck(
+    "folder that cannot be written": FaultCase(
         {}, "cannot make the run's folder", (2,), None, more=("--run-dir", "/proc/runs")
     ),
-    "NaN in the weights": Struck({"kind": "nan", "at": 12}, "the run has diverged: .* NaN", (1,)),
-    "exception in a step": Struck({"kind": "raise", "moment": "step", "at": 17}, "this step is broken"),
-    "exception in rank 1's step": Struck(
+    "NaN in the weights": FaultCase({"kind": "nan", "at": 12}, "the run has diverged: .* NaN", (1,)),
+    "exception in a step": FaultCase({"kind": "raise", "moment": "step", "at": 17}, "this step is broken"),
+    "exception in rank 1's step": FaultCase(
         {"kind": "raise", "moment": "step", "at": 17, "rank": 1}, r"error: rank 1 .*this step is broken", world_size=2
     ),
-    "exception in a callback": Struck({"kind": "raise", "at": 17}, "this step is broken"),
-    "exception in a worker": Struck({"kind": "worker"}, r"picture \d+ cannot be read", lost=None),
-    "out of memory": Struck({"kind": "memory", "moment": "step", "at": 17}, _MEMORY),
-    "node cut off": Struck(
+    "exception in a callback": FaultCase({"kind": "raise", "at": 17}, "this step is broken"),
+    "exception in a worker": FaultCase({"kind": "worker"}, r"image \d+ cannot be read", lost=None),
+    "out of memory": FaultCase({"kind": "memory", "moment": "step", "at": 17}, _MEMORY),
+    "node cut off": FaultCase(
         {"kind": "stop", "at": 17, "rank": 1},
         r"(?i)timed? ?out|does not answer",
         world_size=2,
-        by_hand=True,
+        manual_launch=True,
         more=("--collective-timeout", "10"),
     ),
-    "port taken": Struck(
-        {}, r"port \d+", (2,), None, 2, by_hand=True, more=("--master-port", "TAKEN", "--rendezvous-timeout", "10")
+    "port taken": FaultCase(
+        {},
+        r"port \d+",
+        (2,),
+        None,
+        2,
+        manual_launch=True,
+        more=("--master-port", "TAKEN", "--rendezvous-timeout", "10"),
     ),
-    "master out of reach": Struck(
+    "master out of reach": FaultCase(
         {},
         "(?i)reach|rendezvous",
         (2,),
@@ -156,8 +162,8 @@ FAULTS: dict[str, Struck] = {
             *("--rendezvous-timeout", "5"),
         ),
     ),
-    "4 nodes without a rendezvous": Struck({}, "--master-addr", (2,), None, more=("--num-nodes", "4")),
-    "more devices than exist": Struck(
+    "4 nodes without a rendezvous": FaultCase({}, "--master-addr", (2,), None, more=("--num-nodes", "4")),
+    "more devices than exist": FaultCase(
         {}, r"--accelerator gpu|GPU|cuda", (2,), None, more=("--accelerator", "gpu", "--devices", "8")
     ),
 }
@@ -166,13 +172,13 @@ FAULTS: dict[str, Struck] = {
 
 @dataclass
 class Outcome:
-    """What came of one strike; `faults` lists what was not as it has to be."""
+    """The outcome of one case; `faults` lists what differs from the expectation."""
 
     status: int = 0
     ended: float = 0.0
     lost: int | None = None
     equal: bool | None = None
-    said: bool = True
+    reported: bool = True
     faults: list[str] = field(default_factory=list)
 
 
@@ -182,7 +188,7 @@ class _Run:
 
     folder: Path
     world_size: int
-    by_hand: bool
+    manual_launch: bool
     epochs: int = EPOCHS
 
     def command(self, *more: str) -> list[str]:
@@ -192,14 +198,14 @@ class _Run:
             "--batch-size": 64 // self.world_size,
             "--global-batch-size": 64,
             "--save-every": f"{SAVE_EVERY} steps",
-            "--name": "struck",
+            "--name": "faulty",
             "--run-dir": self.folder / "runs",
             "--resume": "auto",
             "--accelerator": "cpu",
             "--precision": "32-true",
             "--num-workers": None,
             "--enable-progress-bar": "false",
-            "--devices": 1 if self.by_hand else self.world_size,
+            "--devices": 1 if self.manual_launch else self.world_size,
         }
         given = [str(part) for name, value in flags.items() if value is not None for part in (name, value)]
         return [sys.executable, "-W", "ignore", "-m", "benchmarks.faults.faulty_run", *given, *more]
@@ -212,7 +218,7 @@ class _Run:
             "PYTHONPATH": str(_ROOT),
         }
         commands = [self.command(*more)]
-        if self.by_hand:
+        if self.manual_launch:
             port = str(free_port())
             meeting = ("--num-nodes", str(self.world_size), "--master-addr", "127.0.0.1", "--master-port", port)
             commands = [self.command(*meeting, "--node-rank", str(n), *more) for n in range(self.world_size)]
@@ -229,16 +235,16 @@ class _Run:
             for command in commands
         ]
 
-    def finish(self, processes: Sequence["subprocess.Popen[str]"], struck: bool = False) -> tuple[int, str, bool]:
+    def finish(self, processes: Sequence["subprocess.Popen[str]"], after_fault: bool = False) -> tuple[int, str, bool]:
         """The exit status and the output of the first, and whether all ended in time; what is left is killed.
 
         Args:
-            struck: the time is short from the fault on.
+            after_fault: count the time from the fault.
         """
         deadline = time.monotonic() + _START
         outputs, in_time = [], True
         for number, process in enumerate(processes):
-            if struck and self._wait_for_the_fault(process, deadline):
+            if after_fault and self._wait_for_the_fault(process, deadline):
                 deadline = min(deadline, time.monotonic() + LIMIT)
             # A node that was stopped cannot end; its keeper, here the system, ends it.
             patience = 0.1 if number and self._stopped(process) else max(0.1, deadline - time.monotonic())
@@ -251,7 +257,9 @@ class _Run:
         return processes[0].returncode, outputs[0], in_time
 
     def _wait_for_the_fault(self, process: "subprocess.Popen[str]", deadline: float) -> bool:
-        while not (mark := self.folder / "struck").exists() and process.poll() is None and time.monotonic() < deadline:
+        while (
+            not (mark := self.folder / "injected").exists() and process.poll() is None and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         return mark.exists()
 
@@ -262,7 +270,7 @@ class _Run:
 
     @property
     def checkpoints(self) -> Path:
-        return self.folder / "runs" / "mnist" / "struck" / "checkpoints"
+        return self.folder / "runs" / "mnist" / "faulty" / "checkpoints"
 
     def digest(self) -> str:
         """SHA-256 of the weights in last.ckpt."""
@@ -279,49 +287,49 @@ def _fill_in(flags: Sequence[str], taken: int) -> list[str]:
     return [ports.get(flag, flag) for flag in flags]
 
 
-def strike(struck: Struck, folder: Path, undisturbed: str) -> Outcome:
+def run_case(case: FaultCase, folder: Path, undisturbed: str) -> Outcome:
     """Bring a fault about in a folder of its own, type the command again, and compare."""
     folder.mkdir(parents=True)
-    run, outcome = _Run(folder, struck.world_size, struck.by_hand), Outcome()
+    run, outcome = _Run(folder, case.world_size, case.manual_launch), Outcome()
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         began = time.time()
-        processes = run.start(struck.fault, _fill_in(struck.more, holder.getsockname()[1]))
-        outcome.status, output, in_time = run.finish(processes, struck=True)
-    mark = folder / "struck"
+        processes = run.start(case.fault, _fill_in(case.more, holder.getsockname()[1]))
+        outcome.status, output, in_time = run.finish(processes, after_fault=True)
+    mark = folder / "injected"
     outcome.ended = time.time() - (float(mark.read_text()) if mark.exists() else began)
-    if struck.fault and struck.fault["kind"] not in ("worker",) and not mark.exists():
+    if case.fault and case.fault["kind"] not in ("worker",) and not mark.exists():
         outcome.faults.append("the fault did not happen")
     if not in_time:
         outcome.faults.append(f"still there after {LIMIT:.0f} s")
-    if outcome.status not in struck.statuses:
+    if outcome.status not in case.statuses:
         outcome.faults.append(f"exit status {outcome.status}")
-    outcome.said = re.search(struck.message, output, re.DOTALL) is not None
-    if not outcome.said:
-        outcome.faults.append(f"no word of {struck.message!r} in: {_tail(output)}")
-    refused = struck.statuses == (2,) and struck.lost is None
-    if refused or struck.fault.get("kind") == "worker":
+    outcome.reported = re.search(case.message, output, re.DOTALL) is not None
+    if not outcome.reported:
+        outcome.faults.append(f"no match for {case.message!r} in: {_tail(output)}")
+    refused = case.statuses == (2,) and case.lost is None
+    if refused or case.fault.get("kind") == "worker":
         return outcome
-    return _resume(struck, run, outcome, undisturbed)
+    return _resume(case, run, outcome, undisturbed)
 
 
-def _resume(struck: Struck, run: _Run, outcome: Outcome, undisturbed: str) -> Outcome:
+def _resume(case: FaultCase, run: _Run, outcome: Outcome, undisturbed: str) -> Outcome:
     done = int(marker.read_text()) if (marker := run.folder / "updates").exists() else 0
     last = run.checkpoints / "last.ckpt"
-    if struck.damage is not None:
-        struck.damage(last)
-    again = _Run(run.folder, run.world_size, run.by_hand)
+    if case.damage is not None:
+        case.damage(last)
+    again = _Run(run.folder, run.world_size, run.manual_launch)
     status, output, _ = again.finish(again.start({}, ()))
     if status:
         outcome.faults.append(f"the resumed run ended with {status}: {_tail(output)}")
     found = re.search(r"resuming from .* after ([\d,]+) updates", output)
-    if struck.fault["kind"] != "disk":
+    if case.fault["kind"] != "disk":
         outcome.lost = done - (int(found[1].replace(",", "")) if found else 0)
-    if struck.lost is not None and (outcome.lost or 0) > struck.lost:
-        outcome.faults.append(f"{outcome.lost} updates lost, at most {struck.lost} may be")
-    if not re.search(struck.resumed, output):
-        outcome.faults.append(f"no word of {struck.resumed!r} in: {_tail(output)}")
+    if case.lost is not None and (outcome.lost or 0) > case.lost:
+        outcome.faults.append(f"{outcome.lost} updates lost, at most {case.lost} may be")
+    if not re.search(case.resumed, output):
+        outcome.faults.append(f"no match for {case.resumed!r} in: {_tail(output)}")
     outcome.equal = not status and again.digest() == undisturbed
     if not outcome.equal:
         outcome.faults.append("other weights than undisturbed")
@@ -332,9 +340,9 @@ def _tail(output: str) -> str:
     return " / ".join(output.strip().splitlines()[-3:])[-300:]
 
 
-def _undisturbed(folder: Path, world_size: int, by_hand: bool, epochs: int = EPOCHS) -> str:
+def _undisturbed(folder: Path, world_size: int, manual_launch: bool, epochs: int = EPOCHS) -> str:
     folder.mkdir(parents=True)
-    run = _Run(folder, world_size, by_hand, epochs)
+    run = _Run(folder, world_size, manual_launch, epochs)
     status, output, _ = run.finish(run.start({}, ()))
     if status:
         raise SystemExit(f"the undisturbed run failed: {_tail(output)}")
@@ -380,7 +388,7 @@ def _row(name: str, outcomes: Sequence[Outcome]) -> list[str]:
         str(len(outcomes)),
         ", ".join(sorted({str(128 - o.status if o.status < 0 else o.status) for o in outcomes})),
         f"{max(ended):.1f}",
-        "yes" if all(outcome.said for outcome in outcomes) else "NO",
+        "yes" if all(outcome.reported for outcome in outcomes) else "NO",
         f"{max(lost)}" if lost else "",
         ("yes" if all(equal) else "NO") if equal else "",
     ]
@@ -395,7 +403,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the random moments (default: 1)")
     parser.add_argument("--keep", metavar="FOLDER", type=Path, help="leave all runs there")
     args = parser.parse_args(argv)
-    chosen = {name: struck for name, struck in FAULTS.items() if args.only is None or args.only in name}
+    chosen = {name: case for name, case in FAULTS.items() if args.only is None or args.only in name}
     if not chosen and not args.kills:
         parser.error(f"no fault is called {args.only!r}; there are: {', '.join(FAULTS)}")
     console = Console(highlight=False)
@@ -405,17 +413,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         root = args.keep or Path(temporary)
         digests: dict[tuple[int, bool], str] = {}
 
-        def undisturbed(world_size: int, by_hand: bool) -> str:
-            how = world_size, by_hand
+        def undisturbed(world_size: int, manual_launch: bool) -> str:
+            how = world_size, manual_launch
             if how not in digests:
-                digests[how] = _undisturbed(root / f"undisturbed-{world_size}-{by_hand}", *how)
+                digests[how] = _undisturbed(root / f"undisturbed-{world_size}-{manual_launch}", *how)
             return digests[how]
 
         try:
-            for name, struck in chosen.items() if args.repeats else ():
-                reference = undisturbed(struck.world_size, struck.by_hand)
+            for name, case in chosen.items() if args.repeats else ():
+                reference = undisturbed(case.world_size, case.manual_launch)
                 place = re.sub(r"\W+", "-", name)
-                outcomes = [strike(struck, root / f"{place}-{n}", reference) for n in range(args.repeats)]
+                outcomes = [run_case(case, root / f"{place}-{n}", reference) for n in range(args.repeats)]
                 table.add_row(*_row(name, outcomes))
                 faults = sorted({fault for outcome in outcomes for fault in outcome.faults})
                 failed += [f"{name}: {fault}" for fault in faults]

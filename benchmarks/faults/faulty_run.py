@@ -1,6 +1,6 @@
 """The MNIST recipe on the bundled digits with a fault in it, which `benchmarks.faults.battery` starts.
 
-The variable FAULT says what happens, when and on which rank, as JSON; the fields of `Fault` are its names.
+The variable FAULT names what happens, when and on which rank, as JSON; the fields of `Fault` are its names.
 """
 
 import json
@@ -31,7 +31,7 @@ class Fault:
     """What goes wrong.
 
     Args:
-        folder: where the run writes what it has done (``updates``) and when it was struck (``struck``).
+        folder: where the run writes what it has done (``updates``) and when the fault was injected (``injected``).
         kind: a key of `KINDS`, worker, or nothing.
         moment: update, step, validation, save, epoch or start.
         at: the update that it happens after.
@@ -98,14 +98,14 @@ class Faulty(pl.Callback):
         beside.write_text(text)
         beside.replace(self.folder / name)
 
-    def _strike(self, trainer: pl.Trainer, module: pl.LightningModule, moment: str, at: int | None = None) -> None:
+    def _inject(self, trainer: pl.Trainer, module: pl.LightningModule, moment: str, at: int | None = None) -> None:
         fault = self.fault
         hit = fault.rank in (-1, trainer.global_rank) and fault.moment == moment
         if fault.kind in ("nothing", "worker") or not hit or (fault.at if at is None else at) != fault.at:
             return
-        if trainer.global_step < fault.at or (self.folder / "struck").exists():
+        if trainer.global_step < fault.at or (self.folder / "injected").exists():
             return
-        self._mark("struck", str(time.time()))
+        self._mark("injected", str(time.time()))
         if fault.kind == "nan":
             next(module.parameters()).data.fill_(float("nan"))
         elif moment == "save" and fault.kind == "kill":
@@ -122,13 +122,13 @@ class Faulty(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._strike(trainer, pl_module, "start")
+            self._inject(trainer, pl_module, "start")
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._strike(trainer, pl_module, "step", trainer.global_step)
+        self._inject(trainer, pl_module, "step", trainer.global_step)
 
     @override
     def on_train_batch_end(
@@ -139,28 +139,28 @@ class Faulty(pl.Callback):
         if self.fault.kind == "disk" and trainer.global_step > self.fault.at:
             _lift_limit()
         time.sleep(self.fault.pause)
-        self._strike(trainer, pl_module, "update", trainer.global_step)
+        self._inject(trainer, pl_module, "update", trainer.global_step)
 
     @override
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if not trainer.sanity_checking:
-            self._strike(trainer, pl_module, "validation")
+            self._inject(trainer, pl_module, "validation")
 
     @override
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        self._strike(trainer, pl_module, "save")
+        self._inject(trainer, pl_module, "save")
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._strike(trainer, pl_module, "epoch")
+        self._inject(trainer, pl_module, "epoch")
 
 
 class _Broken(Dataset[Any]):
-    """Pictures that cannot be read in a worker."""
+    """Images that cannot be read in a worker."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -170,7 +170,7 @@ class _Broken(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if get_worker_info() is not None and index > 40:
-            raise OSError(f"picture {index} cannot be read")
+            raise OSError(f"image {index} cannot be read")
         return torch.zeros(1, 28, 28), 0
 
 

@@ -1,4 +1,4 @@
-"""A Trainer with nothing that a section does not ask for, and how it is silenced."""
+"""A Trainer with nothing that a section does not ask for, and a context without its messages."""
 
 import logging
 import warnings
@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-__all__ = ["bare_trainer", "quiet"]
+__all__ = ["bare_trainer", "suppress_output"]
 
 
 def bare_trainer(callbacks: Sequence[pl.Callback], **options: Any) -> pl.Trainer:
@@ -28,8 +28,8 @@ def bare_trainer(callbacks: Sequence[pl.Callback], **options: Any) -> pl.Trainer
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps Lightning's tips and our notes out of the table."""
+def suppress_output() -> Iterator[None]:
+    """Suppresses Lightning's tips and our log messages."""
     logs = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning_recipes")]
     levels = [log.level for log in logs]
     for log in logs:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: laps of a loop written by hand, and the shares of Lightning's actions."""
+"""Where the time of a step goes: laps of a plain PyTorch loop, and the shares of Lightning's actions."""
 
 import time
 from collections import defaultdict
@@ -59,8 +59,8 @@ class Laps:
         return (self.ends[-1] - self.ends[self.settling - 1]) / self.steps
 
     @property
-    def quiet_seconds(self) -> float:
-        """Seconds that three quarters of the steps exceed: what is left of a busy machine's noise."""
+    def lower_quartile(self) -> float:
+        """Seconds that three quarters of the steps exceed, which other programs disturb less than the mean."""
         ends = self.ends[self.settling - 1 :]
         durations = sorted(b - a for a, b in pairwise(ends))
         return durations[len(durations) // 4]

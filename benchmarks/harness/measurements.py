@@ -139,8 +139,8 @@ def alternate(
 ) -> Timings:
     """Runs the contenders in turn, `repeats` times, after `warmup` rounds that do not count.
 
-    Every other round goes backwards, so that a machine that slows down or warms up favours nobody. Ctrl-C ends it and
-    keeps the complete rounds.
+    Every other round goes backwards, so that a machine that slows down or warms up favours no contender. Ctrl-C ends it
+    and keeps the complete rounds.
 
     Args:
         contenders: by name, functions that do one measurement and return its seconds; set-up of their own is theirs to
@@ -199,7 +199,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Curve:
-    """A panel of a section's picture, over a logarithmic axis.
+    """A panel of a section's plot, over a logarithmic axis.
 
     Args:
         x: what the axis shows, with the unit; so with `y`.
@@ -225,8 +225,8 @@ class Section:
         columns: of the figures; each row has one for every column, or None.
         notes: what a reader must know to read the figures.
         details: a second table, of single figures: rows of figures by column.
-        ours: the rows of this project, which the picture shows in a colour of their own.
-        curves: further panels of the picture.
+        ours: the rows of this project, which the plot shows in a colour of their own.
+        curves: further panels of the plot.
     """
 
     title: str
@@ -249,7 +249,7 @@ def available_cores() -> int:
 
 
 def pin_threads(threads: int) -> str:
-    """Has torch use so many threads, and says so for the header."""
+    """Sets torch's number of threads, and returns the text for the header."""
     import torch
 
     torch.set_num_threads(threads)
@@ -390,7 +390,7 @@ def as_json(machine: Mapping[str, str], sections: Mapping[str, Section], interru
 def write_json(
     path: Path, machine: Mapping[str, str], sections: Mapping[str, Section], interrupted: bool = False
 ) -> None:
-    """Writes the results beside `path` and renames, so that a reader never sees half a file."""
+    """Writes the results beside `path` and renames, so that no reader finds a partial file."""
     # Figures that are not finite have no place in JSON: better to fail here than in whatever reads it.
     text = json.dumps(as_json(machine, sections, interrupted), indent=2, allow_nan=False)
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")

@@ -1,4 +1,4 @@
-"""A picture per section: each row's median as a dot, with a line from the smallest to the largest; and its curves."""
+"""A plot per section: each row's median as a dot, with a line from the smallest to the largest; and its curves."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,7 +88,7 @@ def draw(section: Section) -> "Figure":
 
 
 def write_plots(folder: Path, name: str, section: Section) -> Path:
-    """Writes ``NAME.png`` into a folder, and the same picture for TensorBoard, which reads that folder."""
+    """Writes ``NAME.png`` into a folder, and the same plot for TensorBoard, which reads that folder."""
     import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from torch.utils.tensorboard import SummaryWriter

@@ -1,5 +1,7 @@
-"""Children that measure something and say it as JSON in their last line: what an import or an allocator leaves behind
-in a process would be measured with the next."""
+"""Child processes that print a measurement as JSON in their last line.
+
+In one process, each measurement would include what an earlier import or allocation has left.
+"""
 
 import json
 import os
@@ -46,6 +48,6 @@ def answer_of(*args: str, **env: str) -> Any:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens to."""
+    """A free TCP port of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]

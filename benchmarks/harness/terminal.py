@@ -1,4 +1,4 @@
-"""A terminal that nobody reads, so that what draws on one draws as it does for a user."""
+"""A pseudo-terminal whose output is discarded, so that progress bars draw as they do for a user."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ def unread_terminal() -> Iterator[None]:
     """Sends what is printed to a pseudo-terminal that another process empties; to nowhere where there is none.
 
     Raises:
-        RuntimeError: a command line inside has ended the program; with what it said last.
+        RuntimeError: a command line inside has ended the program; with its last message.
     """
     try:
         import pty
@@ -30,8 +30,10 @@ def unread_terminal() -> Iterator[None]:
         return
     inside, outside = pty.openpty()
     # A process, since a thread would take turns with the loop that is measured; out of reach of Ctrl-C.
-    with tempfile.TemporaryFile() as said:
-        reader = subprocess.Popen(["cat"], stdin=inside, stdout=said, stderr=subprocess.DEVNULL, start_new_session=True)
+    with tempfile.TemporaryFile() as output:
+        reader = subprocess.Popen(
+            ["cat"], stdin=inside, stdout=output, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         os.close(inside)
         try:
             with (
@@ -42,8 +44,8 @@ def unread_terminal() -> Iterator[None]:
                 yield
         except SystemExit as ended:
             reader.wait()
-            said.seek(0)
-            last = said.read().decode(errors="replace").strip().splitlines()[-1:]
+            output.seek(0)
+            last = output.read().decode(errors="replace").strip().splitlines()[-1:]
             raise RuntimeError(f"the command line ended with status {ended.code}: {''.join(last)}") from ended
         finally:
             reader.kill()

@@ -1,7 +1,7 @@
 """Microseconds that the callbacks add to an update of the same bare Trainer, on one device.
 
 The network takes about a millisecond a step, which is what a fast GPU makes of any small model: there the framework's
-own work shows. Its width is chosen on the machine so that a hand-written loop takes that long, and the table says how
+own work shows. Its width is chosen on the machine so that a plain PyTorch loop takes that long, and the table shows how
 long it took. Batches are in memory already and nothing is logged to disk, so that nothing else is measured.
 """
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from benchmarks.harness.bare_trainer import bare_trainer, quiet
+from benchmarks.harness.bare_trainer import bare_trainer, suppress_output
 from benchmarks.harness.measurements import Column, Goal, Options, Progress, Section, Spread, alternate, pin_threads
 from benchmarks.harness.terminal import interruptible
 from callbacks import GradientAccumulation, SeedControl, SyncBN, WarmupLR
@@ -28,7 +28,7 @@ GOAL = 1.05
 ACCUMULATED = 4
 SETTLING = 20  # Steps before the clock starts: the first are slower.
 
-HAND, BARE, ALL = "hand-written loop", "bare Trainer", "all four"
+PLAIN, BARE, ALL = "plain PyTorch loop", "bare Trainer", "all four"
 BARE_4 = f"bare Trainer, accumulate_grad_batches={ACCUMULATED}"
 EMPTY = "four callbacks that do nothing"
 OURS_4 = f"GradientAccumulation({ACCUMULATED})"
@@ -85,7 +85,7 @@ class Clock(pl.Callback):
             self.seconds = time.perf_counter() - self.start
 
 
-def hand_loop(width: int, steps: int) -> float:
+def plain_loop(width: int, steps: int) -> float:
     """Seconds a step of what a plain PyTorch loop does."""
     model, batches = Classifier(width), Batches(SETTLING + steps)
     optimizer = model.configure_optimizers()
@@ -101,8 +101,8 @@ def hand_loop(width: int, steps: int) -> float:
 
 
 def width_for(seconds: float, widths: Sequence[int] = tuple(range(32, 1025, 32))) -> int:
-    """The smallest width whose step takes that long in a hand-written loop, or the largest of all."""
-    return next((w for w in widths if statistics.median(hand_loop(w, 20) for _ in range(5)) >= seconds), widths[-1])
+    """The smallest width whose step takes that long in a plain PyTorch loop, or the largest of all."""
+    return next((w for w in widths if statistics.median(plain_loop(w, 20) for _ in range(5)) >= seconds), widths[-1])
 
 
 def fit(model: Classifier, steps: int, accumulate: int, make_callbacks: Callable[[], list[pl.Callback]]) -> float:
@@ -120,7 +120,7 @@ def warmup(duration: str = "5%") -> WarmupLR:
 
 
 def trainers() -> dict[str, tuple[int, Callable[[], list[pl.Callback]]]]:
-    """What is compared: micro-batches that the Trainer itself accumulates, and the callbacks, made anew each time."""
+    """What is compared: micro-batches that the Trainer itself accumulates, and the callbacks, made for each round."""
     return {
         BARE: (1, list),
         "SeedControl": (1, lambda: [SeedControl(1)]),
@@ -141,14 +141,14 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     threads = pin_threads(options.threads or 1)
     repeats = options.repeats or (3 if options.quick else 15)
     steps = 40 if options.quick else 400
-    with quiet():
+    with suppress_output():
         width = width_for(1e-3)
 
         def contender(accumulate: int, make: Callable[[], list[pl.Callback]]) -> Callable[[], float]:
             return lambda: fit(Classifier(width), steps, accumulate, make)
 
         contenders = {name: contender(*how) for name, how in trainers().items()}
-        timings = alternate({HAND: lambda: hand_loop(width, steps), **contenders}, repeats, progress=progress)
+        timings = alternate({PLAIN: lambda: plain_loop(width, steps), **contenders}, repeats, progress=progress)
     for name in (BARE_4, OURS_4):
         # An update is as many micro-batches as are accumulated, by whomever.
         timings.seconds[name] = [seconds * ACCUMULATED for seconds in timings.seconds[name]]
@@ -170,7 +170,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     return Section(
         title="callbacks' cost",
         header={
-            "network": f"784 to {width} to 10, BatchNorm, SGD; batch {BATCH_SIZE}; the width that takes 1 ms by hand",
+            "network": f"784 to {width} to 10, BatchNorm, SGD; batch {BATCH_SIZE}; the width of 1 ms in a plain loop",
             "device": "cpu, one process",
             "threads": threads,
             "precision": "float32",

@@ -1,4 +1,4 @@
-"""How long the training stands still while a checkpoint is saved: the command line's, a plain Trainer's, torch.save."""
+"""How long training is blocked while a checkpoint is saved: the command line's, a plain Trainer's, torch.save."""
 
 import statistics
 import tempfile
@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from benchmarks.contenders.loops import Job, Plain
 from benchmarks.contenders.recipe_loops import recipe_class
-from benchmarks.harness.bare_trainer import bare_trainer, quiet
+from benchmarks.harness.bare_trainer import bare_trainer, suppress_output
 from benchmarks.harness.measurements import (
     Column,
     Goal,
@@ -34,7 +34,7 @@ from recipes.cli.command_line import run as run_command_line
 
 __all__ = ["run"]
 
-HAND, STOCK, OURS = "torch.save by hand", "plain Trainer", "command line"
+PLAIN, STOCK, OURS = "plain torch.save", "plain Trainer", "command line"
 WIDTHS = {"0.8 million parameters": 1_024, "6.5 million parameters": 8_192}
 MOST = 2.0
 
@@ -65,7 +65,7 @@ class Saves(pl.Callback):
         trainer.should_stop = True
 
 
-def by_hand(job: Job, folder: Path, saves: int) -> float:
+def plain_save(job: Job, folder: Path, saves: int) -> float:
     """Weights and optimiser, written where they shall be: no checksum, no fsync, no second name."""
     model = job.build()
     optimizer = job.optimizer(model)
@@ -75,7 +75,7 @@ def by_hand(job: Job, folder: Path, saves: int) -> float:
     seconds = []
     for _ in range(saves):
         start = time.perf_counter()
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "by-hand.pt")
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "plain.pt")
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 
@@ -111,7 +111,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     saves, repeats = (2, options.repeats or 1) if options.quick else (5, options.repeats or 5)
     images, labels, _ = find_images("", 2_560)
     sizes: dict[str, list[int]] = {size: [] for size in WIDTHS}
-    with tempfile.TemporaryDirectory(prefix="benchmarks-") as name, quiet():
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as name, suppress_output():
         folder = Path(name)
         write_files(folder, images, labels)
         contenders: dict[str, Callable[[], float]] = {}
@@ -119,24 +119,24 @@ def run(options: Options, progress: Progress | None = None) -> Section:
             make = partial(network, width)
             job = Job(make, images.unsqueeze(1), labels.long(), 256, 4, 1, "32-true")
             contenders |= {
-                f"{size}, {HAND}": partial(by_hand, job, folder, saves),
+                f"{size}, {PLAIN}": partial(plain_save, job, folder, saves),
                 f"{size}, {STOCK}": partial(by_trainer, job, folder, saves),
                 f"{size}, {OURS}": partial(by_command_line, job, folder, saves, sizes[size]),
             }
         timings = alternate(contenders, repeats, progress=progress)
     rows: dict[str, list[Spread | None]] = {
-        name: [timings.spread(name, 1e-3), timings.ratio(name, f"{name.partition(', ')[0]}, {HAND}")]
+        name: [timings.spread(name, 1e-3), timings.ratio(name, f"{name.partition(', ')[0]}, {PLAIN}")]
         for name in contenders
     }
     return Section(
-        title="checkpoints: how long the loop stands still for a save",
+        title="checkpoints: how long a save blocks the loop",
         header={
             "network": "784 to WIDTH to 10 with the two moments of AdamW, on the disk of the temporary folder",
             "threads": threads,
             "precision": "float32",
             "repeats": f"{timings.rounds} rounds in turn, each the median of {saves} saves, after 1 that does not",
         },
-        columns=[Column("milliseconds a save", ".1f"), Column("times by hand", ".2f")],
+        columns=[Column("milliseconds a save", ".1f"), Column("times plain torch.save", ".2f")],
         rows=rows,
         goals=[goal(timings, size) for size in WIDTHS],
         ours=[name for name in rows if OURS in name],

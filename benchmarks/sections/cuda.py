@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
-from benchmarks.harness.bare_trainer import quiet
+from benchmarks.harness.bare_trainer import suppress_output
 from benchmarks.harness.measurements import Column, Goal, Options, Progress, Section, Spread, alternate, pin_threads
 from benchmarks.sections.fine_tuning import SETTLING, Clock, SameBatch, fine_tuner, fit
 from datamodules.errors import UserError
@@ -35,12 +35,12 @@ PEAK_TFLOPS = {
 
 RECIPE = "the recipe in a Trainer"
 MOST = 1.1
-"""The recipe's step, at most, in steps of a loop by hand with the same settings."""
+"""The recipe's step, at most, in steps of a plain PyTorch loop with the same settings."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a loop by hand trains.
+    """How a plain PyTorch loop trains.
 
     Args:
         resident: the batch lies on the device; otherwise each step copies it from pageable memory.
@@ -62,7 +62,7 @@ _STEPS = {
     "+ fused optimiser": {"fused": True},
     "+ compiled": {"compiled": True},
 }
-FIRST, BY_HAND = next(iter(_STEPS)), "+ fused optimiser"
+FIRST, PLAIN_LOOP = next(iter(_STEPS)), "+ fused optimiser"
 
 
 def ways() -> dict[str, Way]:
@@ -102,7 +102,7 @@ def flops_of_step(network: nn.Module, image: Tensor) -> int:
 
 
 def seconds_a_step(way: Way, build: Callable[[], nn.Module], batch: tuple[Tensor, Tensor], steps: int) -> float:
-    """Seconds of a step of a loop by hand, on the device of the batch's targets.
+    """Seconds of a step of a plain PyTorch loop, on the device of the batch's targets.
 
     Args:
         batch: images on the CPU, of shape (batch, channels, height, width), and targets of shape (batch,).
@@ -184,7 +184,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         way_name: partial(seconds_a_step, way, build, batch, steps) for way_name, way in ways().items()
     }
     contenders[RECIPE] = partial(_recipe_step, batch_size, image_size, steps)
-    with quiet():
+    with suppress_output():
         timings = alternate(contenders, repeats, progress=progress)
     rows: dict[str, list[Spread | None]] = {}
     for contender in contenders:
@@ -196,13 +196,13 @@ def run(options: Options, progress: Progress | None = None) -> Section:
             timings.ratio(FIRST, contender),
             used,
         ]
-    ratio = timings.ratio(RECIPE, BY_HAND)
+    ratio = timings.ratio(RECIPE, PLAIN_LOOP)
     found = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
     no_peak = f"the peak of {name} is not in the table, so no utilisation; pass --peak-tflops"
     return Section(
         title="CUDA: a ResNet-18 step, one change after the other",
         header={
-            "network": f"ResNet-18, all layers, {batch_size} pictures of {image_size} px, AdamW",
+            "network": f"ResNet-18, all layers, {batch_size} images of {image_size} px, AdamW",
             "device": f"{name}" + (f", peak {peak:g} TFLOP/s" if peak else ""),
             "arithmetic": f"{flops / 1e12:.2f} TFLOP a step, forward and backward",
             "threads": threads,
@@ -218,7 +218,9 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         ],
         rows=rows,
         goals=[
-            Goal(f"the recipe: at most {MOST} times a loop by hand that does the same", found, ratio.median <= MOST)
+            Goal(
+                f"the recipe: at most {MOST} times a plain PyTorch loop that does the same", found, ratio.median <= MOST
+            )
         ],
         ours=[RECIPE],
         notes=[

@@ -1,7 +1,7 @@
 """What freezing layers and caching their features save of a step and of an epoch of ResNet fine-tuning.
 
 Everything runs in the same `Trainer` with the recipe's own network, data module and callbacks, at one precision. A step
-is timed on a batch that is in memory already; an epoch reads its pictures, which have been decoded before, and leaves
+is timed on a batch that is in memory already; an epoch reads its images, which have been decoded before, and leaves
 validation out on all sides.
 """
 
@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from typing_extensions import override
 
-from benchmarks.harness.bare_trainer import bare_trainer, quiet
+from benchmarks.harness.bare_trainer import bare_trainer, suppress_output
 from benchmarks.harness.measurements import (
     Column,
     Goal,
@@ -54,14 +54,14 @@ EPOCHS = {
     HEAD_EPOCH: ("fc", False, 1),
     HEAD_CACHED: ("fc", True, 10),
 }
-"""Up to which layer the recipe freezes, whether it caches what the layers before say, and epochs to time: one of a few
-milliseconds says little."""
+"""Up to which layer the recipe freezes, whether it caches the features of the layers before, and epochs to time:
+a single one of a few milliseconds is not enough."""
 BASELINES = {LAYER4: FULL, HEAD: FULL, LAYER4_CACHED: LAYER4_EPOCH, HEAD_CACHED: HEAD_EPOCH}
 """What each is compared with."""
 
 
 class SameBatch:
-    """The same random pictures again and again, as a loader that Lightning leaves alone."""
+    """The same random images again and again, as a loader that Lightning leaves alone."""
 
     def __init__(self, batch_size: int, image_size: int, count: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -141,7 +141,7 @@ def step_seconds(freeze_until: str, precision: str, batch_size: int, image_size:
 def epoch_seconds(
     freeze_until: str, cached: bool, epochs: int, precision: str, folder: Path, batch_size: int, image_size: int
 ) -> float:
-    """The median epoch of a fit on a folder, without the first, in which pictures are decoded and workers start."""
+    """The median epoch of a fit on a folder, without the first, in which images are decoded and workers start."""
     data = ImageFolderDataModule(
         data_dir=str(folder), image_size=image_size, batch_size=batch_size, augment="none", val_fraction=0
     )
@@ -199,7 +199,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     repeats = options.repeats or (1 if options.quick else 5)
     batch_size, image_size, steps = (4, 32, 2) if options.quick else (16, 224, 6)
     precision, why = resolve_precision("auto", "cpu")
-    with quiet(), tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
+    with suppress_output(), tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
         found = None if options.quick else find_photographs(options.data_dir)
         folder = found or Path(scratch)
         if found is None:
@@ -211,7 +211,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
             warmup=0,  # Each begins with steps or an epoch that do not count.
             progress=progress,
         )
-    source = "hymenoptera" if found else "SYNTHETIC pictures; pass --data-dir FOLDER with hymenoptera's train folder"
+    source = "hymenoptera" if found else "SYNTHETIC images; pass --data-dir FOLDER with hymenoptera's train folder"
     rows: dict[str, list[Spread | None]] = {
         name: [
             timings.spread(name),
@@ -223,7 +223,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         title="fine-tuning: frozen layers and cached features",
         header={
             "network": f"resnet18, {image_size} pixels, batch {batch_size}; AdamW, the recipe's callbacks",
-            "data": f"{source}; {count} pictures an epoch, not augmented, decoded before; steps: a batch in memory",
+            "data": f"{source}; {count} images an epoch, not augmented, decoded before; steps: a batch in memory",
             "device": "cpu, one process",
             "threads": threads,
             "precision": f"{precision}{f' ({why})' if why else ''}, channels_last",

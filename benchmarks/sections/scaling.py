@@ -1,7 +1,7 @@
-"""What more processes give: weak and strong scaling of a ResNet-18, and a prediction for worlds that nobody has here.
+"""What more processes give: weak and strong scaling of a ResNet-18, and a prediction for larger worlds.
 
 In each round of a world one process trains alone while the others wait, then all of them train, each for itself, then
-all together by DDP. The second shows what sharing the machine costs, the third what the gradients' sum adds. Sums of
+all together by DDP. The second shows what sharing the machine costs, the third what the all-reduce of the gradients adds. Sums of
 other sizes give the link's latency and bandwidth.
 """
 
@@ -13,7 +13,7 @@ import torch
 from benchmarks.contenders.scaling_ranks import (
     ALONE,
     ALONE_ALL,
-    BESIDE,
+    SIDE_BY_SIDE,
     STRONG,
     WEAK,
     Job,
@@ -57,7 +57,7 @@ def default_devices(limit: int) -> tuple[int, ...]:
 
 
 def _node() -> tuple[int, str, int | None]:
-    """This node's rank and where rank 0 listens, from the variables that launching by hand sets."""
+    """This node's rank and where rank 0 listens, from the variables that a manual launch sets."""
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise UserError(
@@ -75,7 +75,7 @@ def world_row(job: Job, found: Measured, link: Link | None) -> list[Spread | Non
     """The figures of one world, each formed within a round."""
     world = job.world_size
     alone, alone_all, beside, weak, strong = (
-        median_rank(found.steps[form]) for form in (ALONE, ALONE_ALL, BESIDE, WEAK, STRONG)
+        median_rank(found.steps[form]) for form in (ALONE, ALONE_ALL, SIDE_BY_SIDE, WEAK, STRONG)
     )
     summed = found.reductions.get(found.gradient_bytes)
     share = 100.0
@@ -90,8 +90,8 @@ def world_row(job: Job, found: Measured, link: Link | None) -> list[Spread | Non
 
 
 def exposed_share(found: Measured) -> float:
-    """The part of the gradients' sum that the backward pass does not hide, of 0 to 1 and rarely more."""
-    beside, weak = median_rank(found.steps[BESIDE]), median_rank(found.steps[WEAK])
+    """The part of the gradients' all-reduce that the backward pass does not hide, of 0 to 1 and rarely more."""
+    beside, weak = median_rank(found.steps[SIDE_BY_SIDE]), median_rank(found.steps[WEAK])
     summed = found.reductions[found.gradient_bytes]
     shares = [(all_ - each) / seconds for each, all_, seconds in zip(beside, weak, summed, strict=True)]
     return max(0.0, statistics.median(shares))
@@ -112,7 +112,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     node_rank, address, port = _node() if num_nodes > 1 else (0, "127.0.0.1", None)
     threads = pin_threads(options.threads or 1)
     precision = resolve_precision("auto")[0]
-    # The recipe's size, and a quarter of its batch: of smaller pictures the gradients' sum would be half the step.
+    # The recipe's size, and a quarter of its batch: of smaller images the all-reduce of the gradients would be half the step.
     batch_size, image_size = (2, 32) if quick else (8, 224)
     if cuda:
         batch_size, image_size = 64, 224
@@ -165,7 +165,7 @@ def _section(worlds: list[tuple[Job, Measured]], threads: str, quick: bool) -> S
     return Section(
         title="scaling: ResNet-18 on more processes",
         header={
-            "network": f"ResNet-18, all layers, {job.batch_size} pictures of {job.image_size} px a process (weak), "
+            "network": f"ResNet-18, all layers, {job.batch_size} images of {job.image_size} px a process (weak), "
             f"{job.global_batch_size} in all (strong), {worlds[0][1].gradient_bytes / 1e6:.1f} MB of gradients",
             "processes": f"{kind}; {job.num_nodes} node{'s' * (job.num_nodes > 1)}",
             "threads": threads,
@@ -177,18 +177,18 @@ def _section(worlds: list[tuple[Job, Measured]], threads: str, quick: bool) -> S
             Column("% of as many alone", ".0f"),
             Column("% of as many side by side", ".0f"),
             Column("times faster, strong", ".2f"),
-            Column("gradients' sum, ms", ".1f"),
+            Column("all-reduce of gradients, ms", ".1f"),
             Column("ring bound, ms", ".1f"),
         ],
         rows=rows,
         goals=_goals(worlds),
         curves=_curves(link, worlds) if link is not None else [],
-        notes=[*notes, "small pictures and few steps: of no meaning"] if quick else notes,
+        notes=[*notes, "small images and few steps: of no meaning"] if quick else notes,
     )
 
 
 def _curves(link: Link, worlds: list[tuple[Job, Measured]]) -> list[Curve]:
-    """The sums beside the fit, and the efficiency of worlds up to the largest that is predicted."""
+    """The measured sums and the fit, and the efficiency of worlds up to the largest that is predicted."""
     several = [(job, found) for job, found in worlds if job.world_size > 1]
     measured: dict[str, tuple[list[float], list[float]]] = {}
     fits: dict[str, tuple[list[float], list[float]]] = {}
@@ -240,14 +240,14 @@ def _fit_notes(
     errors = relative_errors(link, unseen)
     job, found = several[-1]
     exposed = exposed_share(several[0][1])
-    beside, weak = (statistics.median(median_rank(found.steps[form])) for form in (BESIDE, WEAK))
+    beside, weak = (statistics.median(median_rank(found.steps[form])) for form in (SIDE_BY_SIDE, WEAK))
     step = beside + exposed * link.all_reduce_seconds(job.world_size, found.gradient_bytes)
     bandwidth = f"{link.bandwidth / 1e9:.2f} GB/s" if link.bandwidth < float("inf") else "no limit found"
     notes = [
         f"link: latency {link.latency * 1e6:.0f} us a message, bandwidth {bandwidth}, from {len(fitted)} sums; on "
         f"{len(unseen)} that it did not see it is {statistics.median(errors):.0%} off in the median, "
         f"{max(errors):.0%} at worst",
-        f"{exposed:.0%} of the gradients' sum is not hidden behind the backward pass, measured with "
+        f"{exposed:.0%} of the gradients' all-reduce is not hidden behind the backward pass, measured with "
         f"{several[0][0].world_size} processes",
     ]
     if len(several) > 1:

@@ -1,6 +1,6 @@
 """Training a translator: the recipe against both forms of PyTorch's tutorial, on the tutorial's own pairs.
 
-Speed is target words a second in training, the end mark of each sentence counted, padding not. Quality is the BLEU of
+Speed is target tokens a second in training, the end mark of each sentence counted, padding not. Quality is the BLEU of
 greedy translations of the same held-out tenth after equally many epochs. The rows on all pairs show what sorting by
 length saves: the same batches filled at random are mostly padding.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from benchmarks.contenders.classic_seq2seq import ClassicTranslator, PresentTranslator, Translator
-from benchmarks.harness.bare_trainer import bare_trainer, quiet
+from benchmarks.harness.bare_trainer import bare_trainer, suppress_output
 from benchmarks.harness.measurements import (
     Column,
     Goal,
@@ -47,7 +47,7 @@ __all__ = ["run"]
 GOAL = 50
 # The classic tutorial trains on 75,000 sentences, which are 7 epochs.
 EPOCHS = 7
-CLASSIC, PRESENT = "classic tutorial, word by word", "present tutorial, batches of 32"
+CLASSIC, PRESENT = "classic tutorial, token by token", "present tutorial, batches of 32"
 SMALL, DEFAULT, FLOAT32 = "recipe, batch 32", "recipe, batch 64", "recipe, batch 256, float32"
 SORTED, RANDOM = "recipe, all pairs, sorted", "recipe, all pairs, random"
 
@@ -68,10 +68,10 @@ def make_data(file: str | None, **options: Any) -> TranslationDataModule:
 
 
 class _Clock(pl.Callback):
-    """Seconds of the batches of a run, and the target words in them."""
+    """Seconds of the batches of a run, and the target tokens in them."""
 
     def __init__(self) -> None:
-        self.seconds, self.words = 0.0, 0
+        self.seconds, self.tokens = 0.0, 0
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -81,7 +81,7 @@ class _Clock(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: TranslationBatch, batch_idx: int
     ) -> None:
-        self.words += int(batch.target_lengths.sum()) - len(batch.target)
+        self.tokens += int(batch.target_lengths.sum()) - len(batch.target)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -125,14 +125,14 @@ def peak_memory() -> float:
 def recipe_contender(
     data: TranslationDataModule, precision: str, hidden: int, batches: int, peaks: list[float]
 ) -> Callable[[], float]:
-    """Seconds a target word of the first batches of an epoch, which are of all lengths; notes the memory after each."""
+    """Seconds a target token of the first batches of an epoch, of all lengths; notes the memory after each."""
     recipe = make_recipe(data, hidden)
 
     def measure() -> float:
         clock = _Clock()
         fit(recipe, data, precision, 1, batches, clock)
         peaks.append(peak_memory())
-        return clock.seconds / clock.words
+        return clock.seconds / clock.tokens
 
     return measure
 
@@ -140,17 +140,17 @@ def recipe_contender(
 def tutorial_contender(
     translator: Translator, data: TranslationDataModule, sentences: int, parts: int = 100
 ) -> Callable[[], float]:
-    """Seconds a target word of some sentences, others in each round."""
+    """Seconds a target token of some sentences, others in each round."""
     pairs, rows = data.encoded_pairs, data.rows["train"]
     order = rows[epoch_order(len(rows), 1, 0)]
     turns = iter(range(parts))
 
     def measure() -> float:
         chosen = order.roll(-next(turns) * sentences)[:sentences]
-        words = int(pairs.target.lengths[chosen].sum()) - sentences
+        tokens = int(pairs.target.lengths[chosen].sum()) - sentences
         start = time.perf_counter()
         translator.train_on(pairs, chosen)
-        return (time.perf_counter() - start) / words
+        return (time.perf_counter() - start) / tokens
 
     return measure
 
@@ -160,8 +160,8 @@ def tutorial_bleu(translator: Translator, data: TranslationDataModule, epochs: i
     pairs, rows, held_out = data.encoded_pairs, data.rows["train"], data.rows["test"]
     for epoch in range(epochs):
         translator.train_on(pairs, rows[epoch_order(len(rows), 1, epoch)][:limit])
-    spoken = [data.target_vocabulary.decode(words) for words in translator.translate(pairs, held_out)]
-    counts = zip(spoken, data.target_sentences(held_out))
+    predicted = [data.target_vocabulary.decode(tokens) for tokens in translator.translate(pairs, held_out)]
+    counts = zip(predicted, data.target_sentences(held_out))
     total = torch.tensor([text_counts(ours, theirs) for ours, theirs in counts]).sum(0)
     return float(bleu(total[:12].view(4, 3)))
 
@@ -185,7 +185,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     sentences, batches = (8, 2) if quick else (200, 30)
     file, precision = find_pairs(options.data_dir), resolve_precision("auto", "cpu")[0]
     mixed = f"recipe, batch 256, {precision}"
-    with quiet():
+    with suppress_output():
         data, small, large = make_data(file), make_data(file, batch_size=32), make_data(file, batch_size=256)
         everything = {
             name: make_data(file, batch_size=256, bucket=bucket, max_length=20, prefixes=None, normalisation="unicode")
@@ -237,7 +237,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         title="seq2seq: training a translator",
         header=_header(data, everything[SORTED], file, threads, timings, hidden),
         columns=[
-            Column("target words a second", ",.0f"),
+            Column("target tokens a second", ",.0f"),
             Column("times faster than the classic", ".1f"),
             Column(f"BLEU after {epochs} epoch{'s' * (epochs > 1)}", ".1f"),
             Column("padding, %", ".1f"),
@@ -261,9 +261,9 @@ def _header(
     missing = "" if file else ", since there is no eng-fra.txt.zip; pass --data-dir FOLDER"
     return {
         "data": f"{data.info.title}{missing}: {data.info.kept:,} pairs, {data.sizes['train']:,} to train on and "
-        f"{data.sizes['test']:,} held out; all pairs: {everything.info.kept:,} of up to 19 words",
+        f"{data.sizes['test']:,} held out; all pairs: {everything.info.kept:,} of up to 19 tokens",
         "threads": threads,
-        "precision": "as the command line chooses it, or as a row says; the tutorials in float32",
+        "precision": "as the command line chooses it, or as the row is named; the tutorials in float32",
         "networks": f"hidden {hidden}",
         "repeats": f"{timings.rounds} rounds in turn after 1 that does not count; BLEU of one run each, greedy",
     }
@@ -288,13 +288,13 @@ def _notes(
 ) -> list[str]:
     pairs, rows = everything.encoded_pairs, everything.rows["train"]
     packed = _megabytes(*(tensor for side in (pairs.source, pairs.target) for tensor in (side.tokens, side.offsets)))
-    words = int(pairs.target.lengths[rows].sum()) - len(rows)
-    minutes = {name: words * timings.spread(name).median / 60 for name in (SORTED, RANDOM)}
+    tokens = int(pairs.target.lengths[rows].sum()) - len(rows)
+    minutes = {name: tokens * timings.spread(name).median / 60 for name in (SORTED, RANDOM)}
     notes = [
-        f"all pairs: an epoch of {len(rows):,} pairs and {words:,} target words takes {minutes[SORTED]:.1f} minutes "
+        f"all pairs: an epoch of {len(rows):,} pairs and {tokens:,} target tokens takes {minutes[SORTED]:.1f} minutes "
         f"sorted, {minutes[RANDOM]:.1f} at random; both sides take {packed:.0f} MB in memory, and the process had "
         # In the first round, which does not count, the sorted batches came first.
         f"{peaks[SORTED][0]:.1f} GB at most with sorted batches, {peaks[RANDOM][0]:.1f} GB with random ones",
-        "the classic tutorial says fewer words than are counted: without teacher forcing it stops at its own end mark",
+        "the classic tutorial decodes fewer tokens than are counted: without teacher forcing it stops at its end mark",
     ]
     return [*notes, "smaller networks and few sentences: of no meaning"] if quick else notes

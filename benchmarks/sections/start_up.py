@@ -1,4 +1,4 @@
-"""Seconds from the start of the process to the recipe's first step, by part, beside the bare imports; and of --help."""
+"""Seconds from the start of the process to the recipe's first step, by part, and of --help; and of the bare imports."""
 
 import statistics
 import tempfile
@@ -24,9 +24,9 @@ from benchmarks.sections.input_pipeline import find_images, write_files
 
 __all__ = ["run"]
 
-TORCH, IMPORTS, IMPORTED = "import torch", "import torch, torchvision, lightning", "the same, until they are there"
+TORCH, IMPORTS, IMPORTED = "import torch", "import torch, torchvision, lightning", "the same, until they are imported"
 HELP, FIRST_STEP = "recipe, --help", "recipe, first step"
-BESIDE = {TORCH: IMPORTS, HELP: IMPORTS, FIRST_STEP: IMPORTED}
+COMPARED_WITH = {TORCH: IMPORTS, HELP: IMPORTS, FIRST_STEP: IMPORTED}
 """What each is compared with; the end of a process takes a second, which no one waits for at the first step."""
 MOST = {HELP: 1.1, FIRST_STEP: 1.3}
 _IMPORTS = "import torch, torchvision, lightning.pytorch"
@@ -49,8 +49,8 @@ def first_step(root: Path, runs: str, parts: dict[str, list[float]]) -> float:
 
 
 def goal(timings: Timings, name: str) -> Goal:
-    """Whether a start takes little more than the imports that nobody can avoid."""
-    ratio = timings.ratio(name, BESIDE[name])
+    """Whether a start takes little more than the imports that it cannot avoid."""
+    ratio = timings.ratio(name, COMPARED_WITH[name])
     found = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
     return Goal(f"{name}: at most {MOST[name]} times the bare imports", found, ratio.median <= MOST[name])
 
@@ -73,7 +73,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         }
         timings = alternate(contenders, repeats, progress=progress)
     rows: dict[str, list[Spread | None]] = {
-        name: [timings.spread(name), timings.ratio(name, BESIDE[name]) if name in BESIDE else None]
+        name: [timings.spread(name), timings.ratio(name, COMPARED_WITH[name]) if name in COMPARED_WITH else None]
         for name in contenders
     }
     # The first round does not count.
@@ -91,7 +91,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         goals=[goal(timings, HELP), goal(timings, FIRST_STEP)],
         ours=[HELP, FIRST_STEP],
         notes=[
-            "the first step is compared with the imports until they are there, the rest with whole processes",
+            "the first step is compared with the time until the imports are done, the rest with whole processes",
             "the second table: milliseconds of each part up to the first step, in their order",
         ],
         interrupted=timings.interrupted,

@@ -1,4 +1,4 @@
-"""The recipe at its defaults beside the same training by hand, in the stock way, and in other libraries.
+"""A training step of the recipe at its defaults, of a plain PyTorch loop, of stock Lightning and of other libraries.
 
 Two networks: the recipe's, where arithmetic takes the time, and a tiny one of 0.8 ms a step, where the framework does:
 what a fast GPU makes of any small model. All train the same network with AdamW on the same images and batch size, and
@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.contenders.loops import Job, bare_loop, fabric_loop, hand_loop
+from benchmarks.contenders.loops import Job, bare_loop, fabric_loop, plain_loop
 from benchmarks.contenders.peers import absent_peers, peer_loops
 from benchmarks.contenders.recipe_loops import recipe_loop, stock_loop
-from benchmarks.harness.bare_trainer import quiet
+from benchmarks.harness.bare_trainer import suppress_output
 from benchmarks.harness.laps import Laps
 from benchmarks.harness.measurements import (
     Column,
@@ -40,7 +40,12 @@ from recipes.mnist.network import MNISTNet
 __all__ = ["run"]
 
 BATCH_SIZE = 256
-HAND, OURS, AUGMENTED, LONG = "by hand", "recipe, not augmented", "recipe, augmented", "recipe, --lean-loop false"
+PLAIN, OURS, AUGMENTED, LONG = (
+    "plain PyTorch loop",
+    "recipe, not augmented",
+    "recipe, augmented",
+    "recipe, --lean-loop false",
+)
 BARE, STOCK, FABRIC = "bare Trainer", "stock Lightning", "Fabric"
 TINY, DEFAULT = "tiny", "default"
 
@@ -55,7 +60,7 @@ def tiny_network(width: int) -> nn.Module:
 def loops(root: Path) -> dict[str, Loop]:
     """What is compared, by name; of the peers those that are installed."""
     return {
-        HAND: hand_loop,
+        PLAIN: plain_loop,
         OURS: partial(recipe_loop, root=root, augment=False),
         AUGMENTED: partial(recipe_loop, root=root, augment=True),
         LONG: partial(recipe_loop, root=root, augment=False, lean=False),
@@ -74,7 +79,7 @@ class Network:
         self.loops = loops(root)
         # Augmenting takes as long as a tiny step, and the way through the loop matters to those only.
         del self.loops[AUGMENTED if name == TINY else LONG]
-        self.quiet: dict[str, list[float]] = {loop: [] for loop in self.loops}
+        self.lower_quartiles: dict[str, list[float]] = {loop: [] for loop in self.loops}
         self.splits: dict[str, dict[str, float]] = {}
         self.timings = Timings({})
 
@@ -85,20 +90,20 @@ class Network:
         self.timings = alternate(contenders, repeats, progress=progress)
         for name, loop in self.loops.items():
             profiled = {"profile": True} if name in (OURS, AUGMENTED, BARE, STOCK) else {}
-            if name in (HAND, FABRIC, "Accelerate") or profiled:
+            if name in (PLAIN, FABRIC, "Accelerate") or profiled:
                 self.splits[name] = loop(self.job, **profiled).split()
 
     def _time(self, name: str) -> float:
-        # A command line that ran before has seeded everything; all should shuffle alike, and unlike the last round.
+        # A command line that ran before has seeded everything; each round has another shuffle order.
         torch.manual_seed(random.SystemRandom().randrange(2**32))
         laps = self.loops[name](self.job)
-        self.quiet[name].append(laps.quiet_seconds)
+        self.lower_quartiles[name].append(laps.lower_quartile)
         return laps.seconds
 
-    def quiet_ratio(self, name: str, to: str = HAND) -> Spread:
-        """The ratio of the quieter steps' times, in the rounds that count."""
+    def lower_quartile_ratio(self, name: str, to: str = PLAIN) -> Spread:
+        """The ratio of the lower quartiles of the steps, in the rounds that count."""
         rounds = self.timings.rounds
-        pairs = zip(self.quiet[name][1:], self.quiet[to][1:])
+        pairs = zip(self.lower_quartiles[name][1:], self.lower_quartiles[to][1:])
         return Spread(tuple(a / b for a, b in pairs)[:rounds])
 
     def rows(self) -> dict[str, list[Spread | None]]:
@@ -106,21 +111,21 @@ class Network:
         rows = {}
         for name in self.loops:
             spread = self.timings.spread(name)
-            others = name != HAND
+            others = name != PLAIN
             rows[f"{self.name}, {name}"] = [
                 Spread(tuple(self.job.batch_size / seconds for seconds in spread.values)),
                 self.timings.spread(name, 1e-6),
-                self.timings.added(name, HAND, 1e-6) if others else None,
-                self.timings.ratio(name, HAND) if others else None,
-                self.quiet_ratio(name) if others else None,
+                self.timings.added(name, PLAIN, 1e-6) if others else None,
+                self.timings.ratio(name, PLAIN) if others else None,
+                self.lower_quartile_ratio(name) if others else None,
             ]
         return rows
 
 
 def width_for(seconds: float, job: Callable[[int], Job], widths: range = range(32, 1025, 32)) -> int:
-    """The smallest width whose step takes that long by hand, or the largest of all."""
+    """The smallest width whose step takes that long in a plain PyTorch loop, or the largest of all."""
     return next(
-        (w for w in widths if statistics.median(hand_loop(job(w)).quiet_seconds for _ in range(3)) >= seconds),
+        (w for w in widths if statistics.median(plain_loop(job(w)).lower_quartile for _ in range(3)) >= seconds),
         widths[-1],
     )
 
@@ -135,8 +140,12 @@ def goals(networks: dict[str, Network], precision: str) -> list[Goal]:
     default, tiny = networks[DEFAULT], networks[TINY]
     faster = Spread(tuple(-v for v in default.timings.ratio(STOCK, OURS).values))
     found = [
-        goal("default network, recipe: at most 1.10 times the loop by hand", default.timings.ratio(OURS, HAND), 1.10),
-        goal("tiny network, recipe: at most 1.45 times the loop by hand", tiny.timings.ratio(OURS, HAND), 1.45),
+        goal(
+            "default network, recipe: at most 1.10 times the plain PyTorch loop",
+            default.timings.ratio(OURS, PLAIN),
+            1.10,
+        ),
+        goal("tiny network, recipe: at most 1.45 times the plain PyTorch loop", tiny.timings.ratio(OURS, PLAIN), 1.45),
         goal(
             "tiny network, recipe: at most 150 microseconds over the bare Trainer",
             tiny.timings.added(OURS, BARE, 1e-6),
@@ -166,7 +175,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     def tiny(width: int) -> Job:
         return job(partial(tiny_network, width), 20 if quick else 180, "32-true")
 
-    with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder, quiet():
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder, suppress_output():
         root = Path(folder)
         write_files(root, images, labels)
         torch.set_num_threads(1)
@@ -180,21 +189,21 @@ def run(options: Options, progress: Progress | None = None) -> Section:
             network.measure(repeats, progress)
             rows |= network.rows()
     return Section(
-        title="training loop: a step of the recipe beside others'",
+        title="training loop: a step of the recipe and of others",
         header={
             "data": f"{source}; batch {BATCH_SIZE}, AdamW",
             "threads": f"{pin_threads(cores)} for the default network, 1 for the tiny one",
             "precision": f"{precision} ({reason}); float32 for the tiny network and stock Lightning",
-            "networks": f"the recipe's; 784 to {width} to 10 with BatchNorm, of about 0.8 ms a step by hand",
+            "networks": f"the recipe's; 784 to {width} to 10 with BatchNorm, of about 0.8 ms a step in a plain loop",
             "repeats": f"{networks[DEFAULT].timings.rounds} rounds in turn of {networks[DEFAULT].job.steps - settling} "
             f"and {networks[TINY].job.steps - settling} steps, after {settling} steps and 1 round that do not count",
         },
         columns=[
             Column("samples/s", ",.0f"),
             Column("us a step", ",.0f"),
-            Column("over hand", "+,.0f"),
-            Column("times", ".2f"),
-            Column("quiet times", ".2f"),
+            Column("over plain loop", "+,.0f"),
+            Column("times plain loop", ".2f"),
+            Column("times, lower quartile", ".2f"),
         ],
         rows=rows,
         goals=goals(networks, precision),
@@ -209,9 +218,9 @@ def run(options: Options, progress: Progress | None = None) -> Section:
 
 def _notes(absent: list[str], quick: bool) -> list[str]:
     notes = [
-        "quiet: of the times that three quarters of the steps exceed, where other programs disturb less",
+        "lower quartile: the time that three quarters of the steps exceed, which other programs disturb less",
         "the second table splits the microseconds of a step, in a run of its own in which measuring takes time as well"
-        " and the recipe takes Lightning's own loop, which alone says what it does",
+        " and the recipe takes Lightning's own loop, which alone has a profiler",
         "compute is forward and backward with what the framework does around them, rest is the framework elsewhere",
         "stock Lightning also reads images one by one; its optimiser is not fused",
     ]

@@ -229,7 +229,7 @@ QUICK_SECTIONS = ["input_pipeline", "callbacks_cost", "fine_tuning", "seq2seq"]
 
 
 def run_tiny(names: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
-    """What the sections write and print; each must have figures, a goal and a picture."""
+    """What the sections write and print; each must have figures, a goal and a plot."""
     path = folder / "out.json"
     args = ["--quick", "--repeats", "1", "--threads", "1", "--json", str(path), "--data-dir", str(folder)]
     assert main([*names, *args, "--plot", str(folder / "plots")]) == 0
@@ -281,18 +281,18 @@ def test_the_quick_sections_run_once_tiny(tmp_path: Path, capsys: pytest.Capture
     assert rows["all four"]["added"]["median"] == pytest.approx(added)
 
 
-def test_both_sides_of_the_input_pipeline_yield_the_same_pictures(tmp_path: Path) -> None:
+def test_both_sides_of_the_input_pipeline_yield_the_same_images(tmp_path: Path) -> None:
     from benchmarks.sections.input_pipeline import our_loader, stock_loader, write_files
 
     images = torch.randint(256, (300, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    # All pictures differ by their first pixels, by which they are put in the same order.
+    # All images differ by their first pixels, by which they are put in the same order.
     images[:, 0, 0], images[:, 0, 1] = torch.arange(300) % 256, torch.arange(300) // 256
     write_files(tmp_path, images, (torch.arange(300) % 10).to(torch.uint8))
 
     def everything(loader: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        pictures, labels = (torch.cat(parts) for parts in zip(*loader))
-        order = (pictures[:, 0, 0, 1] * 1000 + pictures[:, 0, 0, 0]).argsort()
-        return pictures[order], labels[order]
+        images, labels = (torch.cat(parts) for parts in zip(*loader))
+        order = (images[:, 0, 0, 1] * 1000 + images[:, 0, 0, 0]).argsort()
+        return images[order], labels[order]
 
     ours, stock = everything(our_loader(tmp_path, augment=False)), everything(stock_loader(tmp_path))
     torch.testing.assert_close(ours[0], stock[0], rtol=0, atol=1e-5)
@@ -336,14 +336,14 @@ def test_a_plot_is_written_as_a_file_and_for_tensorboard(tmp_path: Path) -> None
 @pytest.mark.usefixtures("_threads_put_back")
 def test_what_the_callbacks_are_compared_with_learns_the_same() -> None:
     """Else a difference in time could be one of work; `WarmupLR` alone is there to change what is learned."""
-    from benchmarks.harness.bare_trainer import quiet
+    from benchmarks.harness.bare_trainer import suppress_output
     from benchmarks.sections.callbacks_cost import BARE, BARE_4, OURS_4, Classifier, fit, trainers
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
     initial = Classifier(8).state_dict()
     learned = {}
-    with quiet():
+    with suppress_output():
         for name, how in trainers().items():
             model = Classifier(8)
             model.load_state_dict(initial)
@@ -359,7 +359,7 @@ def test_what_the_callbacks_are_compared_with_learns_the_same() -> None:
 
 def test_ctrl_c_in_a_training_step_reaches_the_harness_and_the_next_one_is_heard() -> None:
     """Lightning exits the program instead, and ignores further interrupts."""
-    from benchmarks.harness.bare_trainer import quiet
+    from benchmarks.harness.bare_trainer import suppress_output
     from benchmarks.sections.callbacks_cost import Classifier, fit
 
     class Interrupted(Classifier):
@@ -368,12 +368,12 @@ def test_ctrl_c_in_a_training_step_reaches_the_harness_and_the_next_one_is_heard
             return super().training_step(batch, batch_idx)
 
     handler = signal.getsignal(signal.SIGINT)
-    with quiet(), pytest.raises(KeyboardInterrupt):
+    with suppress_output(), pytest.raises(KeyboardInterrupt):
         fit(Interrupted(8), 4, 1, list)
     assert signal.getsignal(signal.SIGINT) == handler
 
 
-def test_what_a_user_can_mend_is_said_in_one_line(
+def test_what_a_user_can_correct_is_printed_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(options: Options, progress: Any) -> Section:

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.faults import battery as faults
-from benchmarks.faults.battery import FAULTS, Struck, main
+from benchmarks.faults.battery import FAULTS, FaultCase, main
 
 
 @pytest.mark.slow
@@ -15,13 +15,13 @@ def test_a_fault_is_survived(name: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.slow
-def test_what_is_not_survived_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = Struck({"kind": "raise", "at": 17}, "what nobody says", statuses=(0,), lost=1)
+def test_a_failed_case_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = FaultCase({"kind": "raise", "at": 17}, "what no run prints", statuses=(0,), lost=1)
     monkeypatch.setattr(faults, "FAULTS", {"wrong": wrong})
     assert main(["--repeats", "1"]) == 1
     printed = capsys.readouterr().out
     assert "exit status 1" in printed
-    assert "no word of 'what nobody says'" in printed
+    assert "no match for 'what no run prints'" in printed
     assert "2 updates lost, at most 1 may be" in printed
 
 

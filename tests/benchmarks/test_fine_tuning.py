@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.harness.bare_trainer import quiet
+from benchmarks.harness.bare_trainer import suppress_output
 from benchmarks.harness.measurements import Options
 from benchmarks.sections import fine_tuning
 from benchmarks.sections.fine_tuning import (
@@ -43,7 +43,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def pictures(folder: Path) -> ImageFolderDataModule:
+def images(folder: Path) -> ImageFolderDataModule:
     return ImageFolderDataModule(
         data_dir=str(folder), image_size=SIZE, batch_size=4, augment="none", val_fraction=0, num_workers=0
     )
@@ -54,8 +54,8 @@ def learn(freeze_until: str, cached: bool, folder: Path) -> tuple[dict[str, torc
     torch.manual_seed(1)
     recipe = fine_tuner(freeze_until, SIZE, cached)
     before = {name: tensor.clone() for name, tensor in recipe.network.state_dict().items()}
-    with quiet():
-        fit(recipe, "32-true", max_epochs=2, datamodule=pictures(folder))
+    with suppress_output():
+        fit(recipe, "32-true", max_epochs=2, datamodule=images(folder))
     return before, recipe.network.state_dict()
 
 
@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("freeze_until", ["layer4", "fc"])
-def test_cached_features_teach_what_the_pictures_teach(freeze_until: str, folder: Path) -> None:
+def test_cached_features_teach_what_the_images_teach(freeze_until: str, folder: Path) -> None:
     """Else a difference in time could be one of work."""
     before, without = learn(freeze_until, False, folder)
     start, cached = learn(freeze_until, True, folder)
@@ -83,7 +83,7 @@ def test_a_step_trains_the_layers_that_its_row_names(name: str, trains: tuple[st
     torch.manual_seed(1)
     recipe = fine_tuner(STEPS[name], SIZE)
     before = {key: tensor.clone() for key, tensor in recipe.network.state_dict().items()}
-    with quiet():
+    with suppress_output():
         clock = fit(recipe, "32-true", train_dataloaders=SameBatch(4, SIZE, 2))
     moved = {
         key.split(".")[0] for key, tensor in recipe.network.state_dict().items() if not torch.equal(tensor, before[key])
@@ -102,7 +102,7 @@ def test_the_features_are_computed_before_the_first_epoch_is_timed(folder: Path)
             return super().numbered_batches(*args)
 
     data = Watched(data_dir=str(folder), image_size=SIZE, batch_size=4, augment="none", val_fraction=0, num_workers=0)
-    with quiet():
+    with suppress_output():
         clock = fit(fine_tuner("fc", SIZE, cache_features=True), "32-true", max_epochs=3, datamodule=data)
     assert epochs_begun == [False]
     assert len(clock.epochs) == 3
@@ -151,7 +151,7 @@ def test_a_quick_run_compares_each_row_with_its_own_baseline(monkeypatch: pytest
     }  # fmt: skip
     assert [goal.met for goal in section.goals] == [True, True]
     assert "SYNTHETIC" in section.header["data"]
-    assert "12 pictures" in section.header["data"]
+    assert "12 images" in section.header["data"]
 
 
 def test_ctrl_c_reaches_the_harness_and_the_next_one_is_heard() -> None:
@@ -163,6 +163,6 @@ def test_ctrl_c_reaches_the_harness_and_the_next_one_is_heard() -> None:
             signal.raise_signal(signal.SIGINT)
 
     handler = signal.getsignal(signal.SIGINT)
-    with quiet(), pytest.raises(KeyboardInterrupt):
+    with suppress_output(), pytest.raises(KeyboardInterrupt):
         fit(Interrupting(num_classes=2, weights="none"), "32-true", train_dataloaders=SameBatch(4, SIZE, 2))
     assert signal.getsignal(signal.SIGINT) == handler

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.contenders.scaling_ranks import ALONE, ALONE_ALL, BESIDE, STRONG, WEAK, Job, Measured, run_world
+from benchmarks.contenders.scaling_ranks import ALONE, ALONE_ALL, SIDE_BY_SIDE, STRONG, WEAK, Job, Measured, run_world
 from benchmarks.harness.ring import Link, Reduction, fit_link, relative_errors
 from benchmarks.sections.scaling import exposed_share, world_row
 from datamodules.errors import UserError
@@ -56,7 +56,7 @@ FOUND = Measured(
     {
         ALONE: [[1.0], [2.0]],
         ALONE_ALL: [[2.0], [4.0]],
-        BESIDE: [[1.5, 1.5], [2.0, 4.0]],
+        SIDE_BY_SIDE: [[1.5, 1.5], [2.0, 4.0]],
         WEAK: [[2.0, 2.0], [4.0, 4.0]],
         STRONG: [[1.0, 1.0], [4.0, 4.0]],
     },

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.contenders.classic_seq2seq import ClassicTranslator, PresentTranslator
-from benchmarks.harness.bare_trainer import quiet
+from benchmarks.harness.bare_trainer import suppress_output
 from benchmarks.harness.measurements import Options
 from benchmarks.sections.seq2seq import CLASSIC, RANDOM, SORTED, find_pairs, make_data, run, tutorial_bleu
 from datamodules.translation.data_module import TranslationDataModule
@@ -28,7 +28,7 @@ def _tiny() -> TranslationDataModule:
 @pytest.mark.parametrize(("kind", "repeats", "lr"), [(ClassicTranslator, 80, 0.1), (PresentTranslator, 800, 0.01)])
 def test_a_tutorials_network_learns_what_it_is_trained_on(kind: type, repeats: int, lr: float) -> None:
     torch.manual_seed(0)
-    with quiet():
+    with suppress_output():
         data = _tiny()
     pairs, rows = data.encoded_pairs, data.rows["train"][:2]
     translator = kind(len(data.source_vocabulary), len(data.target_vocabulary), hidden=32)
@@ -42,7 +42,7 @@ def test_a_tutorials_network_learns_what_it_is_trained_on(kind: type, repeats: i
 
 
 def test_bleu_after_training_is_that_of_the_held_out_part() -> None:
-    with quiet():
+    with suppress_output():
         data = _tiny()
 
     class Oracle:

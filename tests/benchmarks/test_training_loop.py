@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.contenders.loops import Job, bare_loop, fabric_loop, hand_loop
+from benchmarks.contenders.loops import Job, bare_loop, fabric_loop, plain_loop
 from benchmarks.contenders.peers import peer_loops
-from benchmarks.harness.bare_trainer import quiet
+from benchmarks.harness.bare_trainer import suppress_output
 from benchmarks.harness.laps import PARTS, Laps, PartsProfiler
 from benchmarks.harness.terminal import interruptible, unread_terminal
 from benchmarks.sections.input_pipeline import write_files
@@ -39,13 +39,13 @@ def trained(loop: Callable[[Job], Laps]) -> tuple[torch.Tensor, Laps]:
         made.append(small())
         return made[-1]
 
-    with quiet(), unread_terminal():
+    with suppress_output(), unread_terminal():
         laps = loop(replace(JOB, network=network))
     return made[0].state_dict()["1.weight"], laps
 
 
 def test_all_loops_learn_the_same_so_a_difference_in_time_is_none_of_work() -> None:
-    expected, laps = trained(hand_loop)
+    expected, laps = trained(plain_loop)
     assert not torch.equal(expected, JOB.build().state_dict()["1.weight"])
     assert (len(laps.ends), laps.steps) == (6, 4)
     for name, loop in LOOPS.items():
@@ -54,14 +54,14 @@ def test_all_loops_learn_the_same_so_a_difference_in_time_is_none_of_work() -> N
         assert laps.steps == 4, name
 
 
-@pytest.mark.parametrize("loop", [hand_loop, partial(bare_loop, profile=True)], ids=["by hand", "Trainer"])
+@pytest.mark.parametrize("loop", [plain_loop, partial(bare_loop, profile=True)], ids=["plain loop", "Trainer"])
 def test_the_parts_of_a_step_add_up_to_it(loop: Callable[[Job], Laps]) -> None:
     laps = trained(loop)[1]
     split = laps.split()
     assert tuple(split) == PARTS
     assert sum(split.values()) == pytest.approx(laps.seconds * 1e6)
     assert min(split[part] for part in ("data", "compute", "optimiser")) > 0
-    assert split["rest"] > -1  # By hand nothing is left; the last lap ends just before the step.
+    assert split["rest"] > -1  # A plain loop leaves nothing; the last lap ends just before the step.
 
 
 def test_an_action_inside_another_is_counted_once() -> None:
@@ -78,13 +78,13 @@ def test_an_action_inside_another_is_counted_once() -> None:
     assert laps.parts["compute"] < 0.04, "it came after the last step"
 
 
-def test_the_recipe_runs_through_its_command_line_with_a_bar_that_nobody_sees(
+def test_the_recipe_runs_through_its_command_line_with_a_bar_on_an_unread_terminal(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from benchmarks.contenders.recipe_loops import recipe_loop
 
     write_files(tmp_path, IMAGES.squeeze(1).repeat(10, 1, 1), LABELS.repeat(10).to(torch.uint8))
-    with quiet():
+    with suppress_output():
         laps = recipe_loop(JOB, tmp_path, augment=False, profile=True)
     assert (len(laps.ends), laps.steps) == (6, 4)
     split = laps.split()
@@ -106,11 +106,11 @@ def test_what_is_printed_inside_goes_to_a_terminal_and_not_to_ours(capfd: pytest
 
     with unread_terminal():
         assert sys.stderr.isatty()
-        print("x" * 100_000, file=sys.stderr)  # More than a terminal holds that nobody reads.
+        print("x" * 100_000, file=sys.stderr)  # More than an unread terminal holds.
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_ends_a_command_line_on_the_unread_terminal_is_said() -> None:
+def test_an_error_of_a_command_line_on_the_unread_terminal_is_reported() -> None:
     with pytest.raises(RuntimeError, match="status 2: error: no such flag"), unread_terminal():
         print("a bar")
         print("error: no such flag", file=sys.stderr)
