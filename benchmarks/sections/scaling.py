@@ -1,8 +1,8 @@
 """What more processes give: weak and strong scaling of a ResNet-18, and a prediction for larger worlds.
 
 In each round of a world one process trains alone while the others wait, then all of them train, each for itself, then
-all together by DDP. The second shows what sharing the machine costs, the third what the all-reduce of the gradients adds. Sums of
-other sizes give the link's latency and bandwidth.
+all together by DDP. The second shows the cost of sharing the machine, the third that of the gradients' all-reduce.
+All-reduces of other sizes give the link's latency and bandwidth.
 """
 
 import os
@@ -112,7 +112,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     node_rank, address, port = _node() if num_nodes > 1 else (0, "127.0.0.1", None)
     threads = pin_threads(options.threads or 1)
     precision = resolve_precision("auto")[0]
-    # The recipe's size, and a quarter of its batch: of smaller images the all-reduce of the gradients would be half the step.
+    # The recipe's size, and a quarter of its batch: with smaller images the all-reduce would be half the step.
     batch_size, image_size = (2, 32) if quick else (8, 224)
     if cuda:
         batch_size, image_size = 64, 224
