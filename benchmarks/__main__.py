@@ -38,7 +38,7 @@ def _json_path(text: str) -> Path:
 
 def _results(text: str) -> dict[str, Any]:
     try:
-        results = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
+        results: dict[str, Any] = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
         _ = results["sections"], results["machine"]
     except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot read {text}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""Where batches come from: orders, random numbers and loaders that do not depend on how a run is split.
+"""Data modules, shuffle order, random numbers and loaders that do not depend on how a run is split over processes.
 
 Names are imported when they are used, so that a callback that needs a random number loads no data set.
 """

@@ -31,8 +31,8 @@ def accelerate_loop(job: Job) -> Laps:
 
 def ignite_loop(job: Job, bar: bool = False) -> Laps:
     """ignite's engine; with its progress bar and running average, too."""
-    from ignite.contrib.handlers import ProgressBar
     from ignite.engine import Engine, Events
+    from ignite.handlers import ProgressBar
     from ignite.metrics import RunningAverage
 
     model, laps = job.build(), Laps(job.settling, job.steps)
@@ -101,7 +101,8 @@ def composer_loop(job: Job) -> Laps:
             self.network = job.build()
 
         def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-            return self.network(batch[0])
+            logits: Tensor = self.network(batch[0])
+            return logits
 
         def loss(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
             return F.cross_entropy(outputs, batch[1])

@@ -96,9 +96,10 @@ def write_plots(folder: Path, name: str, section: Section) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     figure = draw(section)
     canvas = FigureCanvasAgg(figure)
-    canvas.draw()
+    canvas.draw()  # type: ignore[no-untyped-call]
+    pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
     path = folder / f"{name}.png"
     figure.savefig(path, dpi=100)
     with SummaryWriter(str(folder)) as writer:
-        writer.add_image(f"benchmarks/{name}", np.asarray(canvas.buffer_rgba())[..., :3], dataformats="HWC")
+        writer.add_image(f"benchmarks/{name}", pixels[..., :3], dataformats="HWC")
     return path

@@ -50,4 +50,4 @@ def answer_of(*args: str, **env: str) -> Any:
 def free_port() -> int:
     """A free TCP port of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+        return int(listener.getsockname()[1])

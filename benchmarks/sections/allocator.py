@@ -64,7 +64,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
             "-m", "benchmarks.sections.allocator", json.dumps([network, batch_size, steps, threads, tuned]),
         )  # fmt: skip
         found[name].append(answer)
-        return answer["seconds"]
+        return float(answer["seconds"])
 
     contenders = {
         f"{case}, {kind}": partial(measure, f"{case}, {kind}", *CASES[case], kind == "tuned")

@@ -98,7 +98,7 @@ def flops_of_step(network: nn.Module, image: Tensor) -> int:
     with FlopCounterMode(display=False) as counter:
         network(image).sum().backward()
     network.zero_grad()
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
 
 
 def seconds_a_step(way: Way, build: Callable[[], nn.Module], batch: tuple[Tensor, Tensor], steps: int) -> float:
@@ -138,7 +138,7 @@ def seconds_a_step(way: Way, build: Callable[[], nn.Module], batch: tuple[Tensor
         step()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / steps
+    return float(begin.elapsed_time(end)) / 1e3 / steps
 
 
 class _Settled(Clock):

@@ -35,7 +35,7 @@ _IMPORTS = "import torch, torchvision, lightning.pytorch"
 def imported() -> float:
     """Seconds until the imports are done."""
     start = time.time()
-    return answer_of("-c", f"{_IMPORTS}, os, time; print(time.time(), flush=True); os._exit(0)") - start
+    return float(answer_of("-c", f"{_IMPORTS}, os, time; print(time.time(), flush=True); os._exit(0)")) - start
 
 
 def first_step(root: Path, runs: str, parts: dict[str, list[float]]) -> float:
@@ -45,7 +45,7 @@ def first_step(root: Path, runs: str, parts: dict[str, list[float]]) -> float:
     marks = {"start": start, **answer_of("-m", "benchmarks.contenders.first_step", *flags)}
     for (_, before), (name, after) in pairwise(marks.items()):
         parts[name].append(after - before)
-    return marks["first step"] - start
+    return float(marks["first step"]) - start
 
 
 def goal(timings: Timings, name: str) -> Goal:

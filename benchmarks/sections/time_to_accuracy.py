@@ -9,6 +9,7 @@ import time
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 from benchmarks.harness.measurements import Column, Goal, Options, Progress, Section, Spread, alternate, available_cores
 from benchmarks.harness.processes import answer_of
@@ -38,7 +39,7 @@ def find_folder(data_dir: str, root: Path) -> tuple[Path, str]:
 
 
 def seconds_to_accuracy(
-    name: str, folder: Path, accuracy: float, batches: int, threads: int, answers: dict[str, list[dict]]
+    name: str, folder: Path, accuracy: float, batches: int, threads: int, answers: dict[str, list[dict[str, Any]]]
 ) -> float:
     """Seconds from the process' start; the answer of the process is added to `answers`."""
     seed = len(answers[name]) + 1
@@ -49,14 +50,14 @@ def seconds_to_accuracy(
         "-m", "benchmarks.contenders.reach_accuracy", json.dumps(arguments), OMP_NUM_THREADS=str(threads)
     )
     answers[name].append(answer)
-    return answer["began"] - start + answer["seconds"]
+    return float(answer["began"] - start + answer["seconds"])
 
 
 def run(options: Options, progress: Progress | None = None) -> Section:
     """Runs both with each seed."""
     threads = options.threads or available_cores()
     seeds = options.repeats or (1 if options.quick else 3)
-    answers: dict[str, list[dict]] = {CLASSIC: [], RECIPE: []}
+    answers: dict[str, list[dict[str, Any]]] = {CLASSIC: [], RECIPE: []}
     # Quick: a few batches, which reach next to nothing.
     accuracy, batches = (0.05, 3) if options.quick else (ACCURACY, -1)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as name:
@@ -107,7 +108,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     )
 
 
-def _notes(answers: dict[str, list[dict]], steps: dict[str, Spread], quick: bool) -> list[str]:
+def _notes(answers: dict[str, list[dict[str, Any]]], steps: dict[str, Spread], quick: bool) -> list[str]:
     notes = []
     for name, found in answers.items():
         shown = "; ".join(" ".join(f"{100 * a:.2f}" for a in answer["accuracies"]) for answer in found)
