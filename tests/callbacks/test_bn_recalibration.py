@@ -73,7 +73,7 @@ def test_the_statistics_are_those_of_all_values_to_the_last_digits():
     assert gap(statistics(single), directly(net, batches)) < 1e-6
 
 
-def test_how_the_batches_are_cut_does_not_show_in_the_first_layer():
+def test_the_first_layers_statistics_do_not_depend_on_how_batches_are_split():
     whole, cut = nn.Sequential(nn.BatchNorm2d(1)).double(), nn.Sequential(nn.BatchNorm2d(1)).double()
     recalibrate(whole, [INPUTS])
     recalibrate(cut, INPUTS.split(SIZES))
@@ -204,7 +204,7 @@ def loss_of(module: Module) -> float:
         return F.cross_entropy(module(INPUTS.float()), TARGETS).item()
 
 
-def test_averaged_weights_know_digits_better_with_their_own_statistics():
+def test_averaged_weights_reach_a_higher_accuracy_with_their_own_statistics():
     losses = []
     for callbacks in ([EMAWeightAveraging(decay=0.98)], [EMAWeightAveraging(decay=0.98), BNRecalibration()]):
         pl.seed_everything(1, verbose=False)
@@ -239,7 +239,7 @@ def test_checkpoints_after_a_validation_hold_the_statistics_of_the_averaged_weig
 
 
 @pytest.mark.parametrize("kind", ["data module", "shuffled loader", "persistent workers", "ordered loader"])
-def test_training_does_not_notice(kind: str):
+def test_training_is_not_affected(kind: str):
     make: dict[str, Any] = {
         "data module": lambda: Data(),
         "shuffled loader": lambda: shuffled(),
@@ -296,7 +296,7 @@ def _fit_on_ranks(world_size: int) -> list[Tensor]:
     return list(module.state_dict().values())
 
 
-def test_two_ranks_end_with_the_network_of_one():
+def test_two_ranks_end_with_the_weights_of_one():
     (one,), (first, second) = run_ranks(_fit_on_ranks, 1, 1), run_ranks(_fit_on_ranks, 2, 2)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert gap(first, one) < 1e-9

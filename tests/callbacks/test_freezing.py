@@ -331,14 +331,14 @@ def assert_resumes(world_size: int, precision: str, places: list[Place], folder:
 
 
 @pytest.mark.parametrize(("world_size", "precision"), [(1, "float16 with GradScaler"), (2, "float32")])
-def test_a_run_killed_in_each_phase_goes_on_to_the_bit(world_size: int, precision: str, tmp_path: Path) -> None:
+def test_a_run_killed_in_each_phase_resumes_bit_for_bit(world_size: int, precision: str, tmp_path: Path) -> None:
     assert_resumes(world_size, precision, IN_EACH, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_killed_where_phases_change_goes_on_to_the_bit(world_size: int, precision: str, tmp_path: Path) -> None:
+def test_a_run_killed_where_phases_change_resumes_bit_for_bit(world_size: int, precision: str, tmp_path: Path) -> None:
     assert_resumes(world_size, precision, AT_CHANGES, tmp_path)
 
 
@@ -604,7 +604,7 @@ def test_shared_weights_train_if_one_of_their_owners_does_and_this_is_said(caplo
     assert moved == {"network.layer1.0.weight"}
 
 
-def test_what_cannot_train_or_freezes_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_freezing_everything_is_refused_and_freezing_nothing_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
         fit(Rude(), FreezeLayers("stem"), max_epochs=1)
     assert "FreezeLayers(until='stem') freezes nothing" in caplog.text
@@ -619,7 +619,7 @@ def test_what_cannot_train_or_freezes_nothing_is_said(caplog: pytest.LogCaptureF
         FreezeLayers(unfreeze={"stem": "soon"})
 
 
-def test_names_that_are_unknown_or_ambiguous_are_refused_with_what_was_meant() -> None:
+def test_names_that_are_unknown_or_ambiguous_are_refused_with_a_suggestion() -> None:
     with pytest.raises(UserError, match="`until`: there is no 'layre1' in the module; did you mean .*'network.layer1'"):
         fit(Rude(), FreezeLayers("layre1"))
     with pytest.raises(

@@ -169,7 +169,7 @@ def test_a_short_last_window_has_the_full_gradient_where_stock_has_half_of_it() 
     assert [norm / ours.norms[0] for norm in stock.norms] == pytest.approx([1, 1, 0.5], rel=1e-14)
 
 
-def test_equal_counts_in_full_windows_give_the_very_bits_of_stock_accumulation() -> None:
+def test_equal_counts_in_full_windows_are_bit_for_bit_stock_accumulation() -> None:
     batches = sentences([4] * 9)
     ours, stock = Tagger(None), Tagger(None)
     train(ours, batches, GradientAccumulation(3))
@@ -273,9 +273,7 @@ class Resumable:
 
 
 @pytest.mark.parametrize("saved", [2, 4, 5])
-def test_a_resume_in_mid_epoch_goes_on_with_the_right_factor_where_stock_falls_to_one(
-    saved: int, tmp_path: Any
-) -> None:
+def test_a_resume_in_mid_epoch_has_the_right_factor_where_stock_falls_to_one(saved: int, tmp_path: Any) -> None:
     steps: dict[int | str, int] = {0: 2, "1 steps": 3, "1 epochs": 4}
 
     def run(callback: pl.Callback, until: int, ckpt_path: Any = None) -> Tagger:
@@ -345,7 +343,7 @@ def slices_by_hand() -> list[Tensor]:
 
 @pytest.mark.parametrize("until", [1, 2, 3, 4])
 @pytest.mark.parametrize("sizes", [(4, 12), (12, 4), (8, 3), (24, 8)])
-def test_a_run_goes_on_with_its_global_batch_when_it_is_cut_otherwise(
+def test_a_run_resumed_on_other_devices_keeps_its_global_batch(
     sizes: tuple[int, int], until: int, tmp_path: Any
 ) -> None:
     run_slices(sizes[0], 1, tmp_path, until)

@@ -200,7 +200,7 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_update(whole: Whole, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("names", [BARE, TOGETHER], ids=["bare", "together"])
-def test_wherever_a_signal_comes_the_resumed_run_ends_with_the_bits_of_the_whole_run(
+def test_wherever_a_signal_arrives_the_resumed_run_ends_bit_for_bit_as_an_uninterrupted_one(
     names: tuple[str, ...], world_size: int, whole: Whole, tmp_path: Path
 ) -> None:
     last = 12 if world_size == 1 else 6
@@ -221,7 +221,7 @@ def test_epochs_of_one_update_without_validation_are_cut_between_them(tmp_path: 
     assert end.sha256 == entire.sha256
 
 
-def test_a_validation_in_mid_epoch_is_made_again_and_its_epoch_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_validation_is_repeated_and_its_epoch_continues(tmp_path: Path) -> None:
     ends = []
     for name, moment in (("cut", ("validation", 1, 1)), ("cut", None), ("due", ("train", 1, 5)), ("due", None)):
         ends.append(run_ranks(live, 1, BARE, 1, tmp_path / name, moment, val_check_interval=6)[0])

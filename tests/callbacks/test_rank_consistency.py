@@ -122,7 +122,7 @@ def test_a_run_whose_ranks_differ_stops_on_all_of_them_and_names_the_first_param
         assert epochs == 1, "it stopped at the end of the epoch in which the ranks went apart"
 
 
-def test_ranks_that_agree_go_on_though_plain_ddp_lets_their_running_statistics_differ() -> None:
+def test_ranks_with_equal_weights_continue_though_plain_ddp_lets_their_running_statistics_differ() -> None:
     first, second = run_ranks(fit, 2, 2, "nothing")
     assert first[:2] == second[:2] == ("", 3)
     assert first[3] != second[3], "if buffers were equal they could be compared"
@@ -134,7 +134,7 @@ def test_strategies_that_split_weights_are_told_that_nothing_is_compared() -> No
     assert any("RankConsistency compares nothing: Unwrapped" in message for message in first[2])
 
 
-def test_one_process_is_left_alone() -> None:
+def test_on_one_process_nothing_is_compared() -> None:
     raised, epochs, messages, _ = fit(1, "bit")
     assert (raised, epochs) == ("", 3)
     assert not any("RankConsistency" in message for message in messages)

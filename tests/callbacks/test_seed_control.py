@@ -244,7 +244,7 @@ def test_two_workers_draw_differently_and_alike_on_a_rerun():
     assert torch.equal(samples, torch.cat(two.batches))
 
 
-def test_a_drawn_seed_is_recorded_and_a_resumed_run_goes_on_with_it(tmp_path: Path):
+def test_a_drawn_seed_is_recorded_and_a_resumed_run_uses_it(tmp_path: Path):
     path = tmp_path / "drawn.ckpt"
     drawn, other = SeedControl(seed=None), SeedControl(seed=None)
     assert drawn.seed != other.seed

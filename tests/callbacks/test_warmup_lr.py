@@ -138,12 +138,12 @@ def halving(optimizer: torch.optim.Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: 0.5**step)
 
 
-def test_any_schedule_goes_on_beneath_it() -> None:
+def test_any_schedule_continues_under_the_warm_up() -> None:
     train(model := Model(halving), WarmupLR("8 steps"))
     assert model.used == [factor * 0.5**step for step, factor in enumerate(curve(8, 20))]
 
 
-def test_it_lies_over_reduce_on_plateau_where_a_sequence_of_schedulers_raises() -> None:
+def test_warm_up_works_with_reduce_on_plateau_where_a_sequence_of_schedulers_raises() -> None:
     def plateau(optimizer: torch.optim.Optimizer) -> ReduceLROnPlateau:
         return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9999)
 
@@ -279,7 +279,7 @@ def test_a_finished_run_that_is_extended_keeps_its_full_rate_where_one_cycle_rai
         train(Model(one_cycle), max_epochs=3, ckpt_path=path)
 
 
-def test_changed_accumulation_goes_on_from_the_fraction_of_the_warmup_where_one_cycle_ends_elsewhere(
+def test_changed_accumulation_continues_at_the_fraction_of_the_warmup_where_one_cycle_ends_elsewhere(
     tmp_path: Any,
 ) -> None:
     first = train(Model(), WarmupLR("2 epochs"), max_epochs=1)
@@ -303,7 +303,7 @@ def test_changed_accumulation_goes_on_from_the_fraction_of_the_warmup_where_one_
     assert model.used[-1] > 0.25, "a finished cycle ends below 1e-5"
 
 
-def test_the_same_trainer_goes_on_and_a_new_one_begins_anew() -> None:
+def test_the_same_trainer_continues_and_a_new_one_starts_fresh() -> None:
     warmup = WarmupLR("15 steps")
     trainer = train(model := Model(), warmup, max_epochs=1)
     trainer.fit_loop.max_epochs = 2
@@ -389,7 +389,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
         WarmupLR(**settings)
 
 
-def test_a_scale_needs_a_loader_that_knows_its_batch_size() -> None:
+def test_a_scale_needs_a_loader_with_a_batch_size() -> None:
     trainer = pl.Trainer(callbacks=[WarmupLR(scale="linear", base_batch_size=4)], max_epochs=1, logger=False)
     with pytest.raises(ValueError, match="cannot tell the batch size of the training loader, a list"):
         trainer.fit(Model(), [[torch.ones(3, 4)]])

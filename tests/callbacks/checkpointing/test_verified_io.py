@@ -156,7 +156,7 @@ def _save_for_ever(folder: str, saves: int) -> None:
         write_checkpoint(checkpoint(seed, 200_000), Path(folder) / "last.ckpt")
 
 
-def test_a_kill_while_saving_leaves_a_whole_checkpoint_and_its_rest_goes_with_the_next(tmp_path):
+def test_a_kill_while_saving_leaves_a_valid_checkpoint_and_the_next_save_removes_the_part(tmp_path):
     leftovers = 0
     for number in range(3):
         with pytest.raises(AssertionError, match="exit status -9"):
@@ -211,7 +211,7 @@ def _save_the_best_where_one_save_fails(folder: str) -> dict:
     return {"before": list(before), "after": dict(io.failures), "files": [path.name for path in Path(folder).iterdir()]}
 
 
-def test_one_failed_save_keeps_neither_later_files_for_good_nor_its_error_once_nobody_wants_it(tmp_path):
+def test_after_a_failed_save_old_files_are_removed_again_and_the_error_ends_with_its_file(tmp_path):
     (answer,) = run_ranks(_save_the_best_where_one_save_fails, 1, str(tmp_path))
     assert answer == {"before": [str(tmp_path / "best-1.ckpt")], "after": {}, "files": ["best-2.ckpt"]}
 
@@ -235,7 +235,7 @@ def _log_on_a_full_disk(folder: str) -> str:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_run_that_cannot_write_its_curves_goes_on(tmp_path):
+def test_a_run_that_cannot_write_its_logs_continues(tmp_path):
     assert run_ranks(_log_on_a_full_disk, 1, str(tmp_path)) == ["went on"]
 
 

@@ -80,7 +80,7 @@ def test_a_bright_spot_is_where_the_class_of_bright_spots_comes_from(net: Net):
     assert (int(where) // 16, int(where) % 16) in {(row, column) for row in (10, 11) for column in (4, 5)}
 
 
-def test_a_class_that_nothing_speaks_for_has_an_empty_map(net: Net):
+def test_a_class_without_contributions_has_an_empty_map(net: Net):
     with torch.no_grad():
         net.head.weight.fill_(-1)
         net.trunk[1].bias.fill_(9)
@@ -139,14 +139,14 @@ def test_amp_and_half_precision_weights_change_little(net: Net, images: Tensor):
     assert torch.allclose(grad_cam(net.to(torch.bfloat16), net.trunk, images), expected, atol=0.1)
 
 
-def test_a_compiled_network_is_explained_all_the_same(net: Net, images: Tensor):
+def test_a_compiled_network_has_a_map(net: Net, images: Tensor):
     expected = grad_cam(net, net.trunk, images)
     compiled = nn.Sequential(torch.compile(net, backend="eager"))
     compiled.eval()(images)
     assert torch.equal(grad_cam(compiled, "trunk", images), expected)
 
 
-def test_what_cannot_be_explained_says_why(net: Net, images: Tensor):
+def test_a_network_without_a_map_is_refused_with_the_reason(net: Net, images: Tensor):
     net.frozen_forward = True
     with pytest.raises(UserError, match="Sequential or what follows it runs without gradients; choose another"):
         grad_cam(net, net.trunk, images)

@@ -219,7 +219,9 @@ class Manual(Model):
         (Model, {"precision": "64-true"}, "DoublePrecision"),
     ],
 )
-def test_what_unsupported_takes_it(kind: type[Model], options: dict[str, Any], what: str, tmp_path: Path) -> None:
+def test_a_run_with_something_unsupported_uses_the_stock_loop(
+    kind: type[Model], options: dict[str, Any], what: str, tmp_path: Path
+) -> None:
     reasons = []
 
     class Asking(pl.Callback):
@@ -233,12 +235,12 @@ def test_what_unsupported_takes_it(kind: type[Model], options: dict[str, Any], w
     assert equal(model.state_dict(), expected.state_dict())
 
 
-def test_another_release_of_lightning_takes_the_long_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_release_of_lightning_uses_the_stock_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("lightning.__version__", "2.7.0")
     assert fit(tmp_path, True)[1].lean == {False}
 
 
-def test_steps_that_only_measure_batch_norm_take_the_long_way(tmp_path: Path) -> None:
+def test_steps_that_only_measure_batch_norm_use_the_stock_loop(tmp_path: Path) -> None:
     def run(lean: bool) -> Model:
         averaging = StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)
         return fit(tmp_path, lean, Model, max_epochs=3, callbacks=[averaging])[0]
@@ -246,7 +248,7 @@ def test_steps_that_only_measure_batch_norm_take_the_long_way(tmp_path: Path) ->
     assert equal(run(True).state_dict(), run(False).state_dict())
 
 
-def test_it_gives_back_after_an_exception(tmp_path: Path) -> None:
+def test_the_stock_step_is_restored_after_an_exception(tmp_path: Path) -> None:
     class Failing(pl.Callback):
         def on_after_backward(self, trainer: pl.Trainer, *_: Any) -> None:
             self.loop = trainer.fit_loop.epoch_loop

@@ -1,4 +1,4 @@
-"""What ranks tell each other during a run arrives in time, and waits neither for a device nor for ever."""
+"""Flags of all ranks are read in time, without waiting for a device, and time out where a rank is missing."""
 
 import time
 from datetime import timedelta
@@ -18,8 +18,8 @@ from tests.support.tables import QUIET, Tiny, image_network, noisy_images, silen
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-class Dawdle(pl.Callback):
-    """Keeps rank 1 from its last vote for some seconds."""
+class Delay(pl.Callback):
+    """Delays the last all-reduce of rank 1 by some seconds."""
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -30,7 +30,7 @@ class Dawdle(pl.Callback):
 def _wait_for_rank_1() -> tuple[float, str]:
     silence()
     strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=2))
-    callbacks = [Dawdle(), Preemption()]
+    callbacks = [Delay(), Preemption()]
     trainer = pl.Trainer(
         **QUIET, strategy=strategy, devices=2, max_steps=1, callbacks=callbacks, enable_checkpointing=False
     )
@@ -43,33 +43,33 @@ def _wait_for_rank_1() -> tuple[float, str]:
     return time.monotonic() - began, ""
 
 
-def test_a_vote_waits_for_the_other_ranks_no_longer_than_the_strategys_timeout() -> None:
+def test_an_all_reduce_of_flags_times_out_with_the_strategys_timeout() -> None:
     seconds, error = run_ranks(_wait_for_rank_1, 2)[0]
     assert "Timed out" in error
     assert seconds < 7
 
 
-def test_on_a_cpu_an_answer_is_heard_at_once_and_once() -> None:
+def test_on_a_cpu_a_flag_is_read_at_once_and_only_once() -> None:
     flags = DeferredFlags()
-    heard = [flags.pop()]
-    for vote in (0.0, 2.0, 0.0):
-        flags.push(torch.tensor(vote))
-        heard += [flags.pop(), flags.pop()]
-    assert heard == [False, False, False, True, False, False, False]
+    read = [flags.pop()]
+    for flag in (0.0, 2.0, 0.0):
+        flags.push(torch.tensor(flag))
+        read += [flags.pop(), flags.pop()]
+    assert read == [False, False, False, True, False, False, False]
 
 
 @needs_gpu
-def test_on_a_gpu_an_answer_is_heard_one_call_later_and_nobody_waits_for_the_work_around_it() -> None:
+def test_on_a_gpu_a_flag_is_read_one_call_later_without_waiting_for_the_work_around_it() -> None:
     flags = DeferredFlags()
-    votes = [torch.full((), float(vote), device="cuda") for vote in (0, 1, 0, 0)]
+    sums = [torch.full((), float(flag), device="cuda") for flag in (0, 1, 0, 0)]
     torch.cuda.synchronize()
-    heard, done = [], []
-    for vote in votes:
-        flags.push(vote)
+    read, done = [], []
+    for total in sums:
+        flags.push(total)
         torch.cuda._sleep(2_000_000_000)  # About a second: the rest of the update.
         finished = torch.cuda.Event()
         finished.record()
-        heard.append(flags.pop())
+        read.append(flags.pop())
         done.append(finished.query())
-    assert heard == [False, False, True, False]
+    assert read == [False, False, True, False]
     assert not any(done)
