@@ -18,7 +18,8 @@ _PACKAGES = ("recipes", "callbacks", "datamodules")
 def code_version(files: Iterable[Path]) -> str:
     """The first twelve digits of a SHA-256 of source files."""
     digest = hashlib.sha256()
-    for path in sorted(set(files), key=lambda path: (path.parent.name, path.name)):
+    # From the name upwards: where a package lies may differ, and folders of one name hold files of one name.
+    for path in sorted(dict.fromkeys(files), key=lambda path: path.parts[::-1]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 

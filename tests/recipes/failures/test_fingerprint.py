@@ -1,0 +1,28 @@
+"""What ranks compare before they train together."""
+
+from pathlib import Path
+
+from recipes.failures.fingerprint import code_version
+
+
+def package(root: Path) -> list[Path]:
+    """Files of which two have the same name in folders of the same name."""
+    files = [root / "recipes" / "mnist" / "__init__.py", root / "datamodules" / "mnist" / "__init__.py"]
+    for i, file in enumerate(files):
+        file.parent.mkdir(parents=True)
+        file.write_text(f"number = {i}\n")
+    return files
+
+
+def test_the_version_of_the_code_is_the_same_in_any_order_and_any_folder(tmp_path: Path) -> None:
+    here, there = package(tmp_path / "here"), package(tmp_path / "there")
+    assert code_version(here) == code_version(here[::-1]) == code_version(there)
+
+
+def test_it_changes_with_each_file(tmp_path: Path) -> None:
+    files = package(tmp_path)
+    versions = {code_version(files)}
+    for file in files:
+        file.write_text(file.read_text() + "# changed\n")
+        versions.add(code_version(files))
+    assert len(versions) == 3
