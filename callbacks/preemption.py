@@ -166,7 +166,7 @@ class Preemption(pl.Callback):
 
     def _begin_evaluation(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit":
-            # A validation that was cut and begun anew left one batch of the first try uncounted.
+            # A validation that was interrupted and repeated left one batch of the first attempt uncounted.
             trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset_on_restart()
         ranks = self._over_ranks(trainer)
         mine = self._stop_requested or ranks.wait() or self._signalled()

@@ -114,7 +114,7 @@ class SyncBN(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # Looked at every batch: a callback that unfreezes layers may have wrapped the module anew.
+        # Checked at every batch: a callback that unfreezes layers may have wrapped the module again.
         if trainer.strategy.model is not self._ddp:
             self._ddp = trainer.strategy.model
             if isinstance(self._ddp, DistributedDataParallel):

@@ -24,7 +24,7 @@ __all__ = ["ExactCheckpoint"]
 
 
 class ExactCheckpoint(ModelCheckpoint):
-    """Lightning's `ModelCheckpoint`, which saves after whole updates, and after an epoch's last one when it has ended.
+    """Lightning's `ModelCheckpoint`, which saves after complete updates, and after an epoch's last when it has ended.
 
     Of equal scores the later is the best: it has learnt for longer, and small validation sets often give equal ones.
 
@@ -63,7 +63,7 @@ class ExactCheckpoint(ModelCheckpoint):
         if every % factor:
             near = sorted({max(1, every // factor) * factor, (every // factor + 1) * factor})
             raise UserError(
-                f"a validation after every {every} batches falls into the midst of updates of {factor} micro-batches,"
+                f"a validation after every {every} batches falls within updates of {factor} micro-batches,"
                 f" where no checkpoint can be saved: pass {' or '.join(f'val_check_interval={n}' for n in near)}"
             )
 

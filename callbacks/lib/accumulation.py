@@ -173,7 +173,7 @@ def check_schedule(trainer: pl.Trainer, largest: int) -> None:
     if largest > trainer.num_training_batches:
         rank_zero_warn(
             f"accumulating over {largest} micro-batches, but an epoch has {trainer.num_training_batches}: an epoch"
-            " makes a single update; pass a smaller factor, or a smaller batch size"
+            " makes a single update; pass smaller `steps`, or a smaller `batch_size`"
         )
     model = trainer.strategy.model
     if largest > 1 and isinstance(model, DistributedDataParallel) and model.static_graph:

@@ -20,22 +20,22 @@ def accumulation_factor(global_batch_size: int, batch_size: int, world_size: int
         4
         >>> accumulation_factor(1000, batch_size=64, world_size=4)
         Traceback (most recent call last):
-        datamodules.errors.UserError: a global batch of 1000 is no multiple of 64 samples x 4 devices = 256: pass a
-        global batch size of 768 or 1024, or a batch size of 50
+        datamodules.errors.UserError: global_batch_size=1000 is no multiple of 64 samples x 4 devices = 256: pass
+        global_batch_size=768 or global_batch_size=1024, or batch_size=50
     """
     at_once = batch_size * world_size
     factor, rest = divmod(global_batch_size, at_once)
     if factor and not rest:
         return factor
-    sizes = " or ".join(str(size) for size in (factor * at_once, (factor + 1) * at_once) if size)
+    sizes = " or ".join(f"global_batch_size={size}" for size in (factor * at_once, (factor + 1) * at_once) if size)
     message = (
-        f"a global batch of {global_batch_size} is no multiple of {batch_size} samples x {world_size} devices ="
-        f" {at_once}: pass a global batch size of {sizes}"
+        f"global_batch_size={global_batch_size} is no multiple of {batch_size} samples x {world_size} devices ="
+        f" {at_once}: pass {sizes}"
     )
     share, uneven = divmod(global_batch_size, world_size)
     if share and not uneven:
         divisors = (size for size in range(1, share + 1) if share % size == 0)
-        message += f", or a batch size of {min(divisors, key=lambda size: abs(size - batch_size))}"
+        message += f", or batch_size={min(divisors, key=lambda size: abs(size - batch_size))}"
     raise UserError(message)
 
 
@@ -49,7 +49,7 @@ def loader_batch_size(loader: Any) -> int:
         if isinstance(size := getattr(source, "batch_size", None), int):
             return size
     raise UserError(
-        f"cannot tell the batch size of the training loader, a {type(loader).__name__}, which a global batch size"
+        f"cannot tell the batch size of the training loader, a {type(loader).__name__}, which `global_batch_size`"
         " needs: give it an attribute `batch_size`"
     )
 

@@ -65,7 +65,7 @@ def find_layer(module: nn.Module, name: str, argument: str = "layer") -> nn.Modu
 
 
 def matching_names(patterns: Iterable[str], names: Collection[str]) -> set[str]:
-    """The names that match one of the patterns, by their whole or by an end that begins behind a dot.
+    """The names that match one of the patterns, in full or by an end that begins after a dot.
 
     Raises:
         UserError: a pattern matches nothing.

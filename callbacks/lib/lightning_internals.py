@@ -59,7 +59,7 @@ def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
 
 
 def has_standard_training_loop(trainer: pl.Trainer) -> bool:
-    """Whether nobody has replaced the loop over batches, or the one that makes an update of a batch."""
+    """Whether the loop over batches, and the one that makes updates, are Lightning's own."""
     loop = trainer.fit_loop.epoch_loop
     return type(loop) is _TrainingEpochLoop and type(loop.automatic_optimization) is _AutomaticOptimization
 

@@ -137,7 +137,7 @@ def ending_on_signals(*signums: int) -> Iterator[None]:
 
 
 def is_batch_job(environ: Mapping[str, str]) -> bool:
-    """Whether this is a job of Slurm that runs by itself; a shell in an interactive one is a person."""
+    """Whether this is a batch job of Slurm, and not a shell in an interactive one."""
     # The names are what salloc and srun --pty call their jobs.
     return "SLURM_JOB_ID" in environ and environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 

@@ -35,7 +35,7 @@ class AccumulationSchedule:
         """Read one factor, or factors by the moment when they begin; before the first of them it is 1.
 
         Raises:
-            UserError: a factor is no positive int, or a moment is no whole number of steps or epochs.
+            UserError: a factor is not an int above 0, or a moment is not an integral number of steps or epochs.
 
         Example:
             >>> schedule = AccumulationSchedule.parse({0: 8, "2 epochs": 4, "5000 steps": 1})
@@ -47,10 +47,12 @@ class AccumulationSchedule:
             start = Duration.parse(key)
             if type(factor) is not int or factor < 1:
                 raise UserError(
-                    f"cannot accumulate over {factor!r} micro-batches from {start} on: write an int above 0"
+                    f"`steps`: cannot accumulate over {factor!r} micro-batches from {start} on: write an int above 0"
                 )
             if start.unit == "%" or start.value != int(start.value):
-                raise UserError(f'accumulation cannot change at "{start}": write whole epochs or steps, as "2 epochs"')
+                raise UserError(
+                    f'`steps`: accumulation cannot change at "{start}": write whole epochs or steps, as "2 epochs"'
+                )
             entries.append((start, factor))
         return cls(tuple(entries))
 

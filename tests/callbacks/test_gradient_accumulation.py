@@ -429,7 +429,7 @@ def test_the_factor_follows_from_the_global_batch_size() -> None:
     train(model, loader, Note(), GradientAccumulation(global_batch_size=30), max_epochs=2)
     assert set(sizes) == {(30, 4)}
     assert error(weights(model), by_hand([[(x[:30], y[:30])], [(x[30:], y[30:])]] * 2)) < 1e-14
-    with pytest.raises(ValueError, match="pass a global batch size of 30 or 40, or a batch size of 7"):
+    with pytest.raises(ValueError, match="pass global_batch_size=30 or global_batch_size=40, or batch_size=7"):
         train(Tagger(), loader, GradientAccumulation(global_batch_size=35))
     with pytest.raises(ValueError, match="cannot tell the batch size of the training loader"):
         train(Tagger(), BATCHES, GradientAccumulation(global_batch_size=30))
@@ -620,7 +620,7 @@ def test_a_global_batch_is_met_exactly_or_refused_with_sizes_that_are(size: int,
     try:
         assert accumulation_factor(size, batch_size, world) * batch_size * world == size
     except ValueError as refused:
-        numbers = str(refused).split("pass a global batch size of ")[1].split(", or a batch size of ")
+        numbers = str(refused).replace("global_batch_size=", "").split("pass ")[1].split(", or batch_size=")
         for other in map(int, numbers[0].split(" or ")):
             assert accumulation_factor(other, batch_size, world) * batch_size * world == other
         for other in map(int, numbers[1:]):
