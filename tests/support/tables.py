@@ -107,22 +107,22 @@ def noisy_images(n: int) -> tuple[Tensor, Tensor]:
 
 
 def sentences(n: int, longest: int = 20) -> tuple[Tensor, Tensor]:
-    """Sentences of 1 to `longest` words and a class for each word: int64 (n, longest), twice; the rest is padding."""
+    """Sentences of 1 to `longest` tokens and a class for each token: int64 (n, longest), twice; the rest is padding."""
     generator = torch.Generator().manual_seed(2)
-    words = torch.randint(11, (n, longest), generator=generator)
+    tokens = torch.randint(11, (n, longest), generator=generator)
     lengths = 1 + torch.randperm(n, generator=generator) % longest
-    return words, (words * 3 % CLASSES).masked_fill(torch.arange(longest) >= lengths[:, None], PADDING)
+    return tokens, (tokens * 3 % CLASSES).masked_fill(torch.arange(longest) >= lengths[:, None], PADDING)
 
 
 def image_network(dropout: float = 0.0) -> nn.Module:
-    """Convolution, batch normalisation, dropout, linear: what splitting and interrupting a run can spoil."""
+    """Convolution, batch normalisation, dropout, linear: what splitting and interrupting a run can change."""
     torch.manual_seed(3)
     body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Dropout(dropout), nn.Flatten())
     return nn.Sequential(body, nn.Linear(4 * 3 * 3, CLASSES))
 
 
 def sentence_network() -> nn.Module:
-    """A class for each word: (batch, time) -> (batch, time, classes)."""
+    """A class for each token: (batch, time) -> (batch, time, classes)."""
     torch.manual_seed(4)
     return nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
 
