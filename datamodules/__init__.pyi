@@ -1,3 +1,5 @@
+from .contract import DataContract as DataContract
+from .contract import data_contract as data_contract
 from .errors import RunFailedError as RunFailedError
 from .errors import UserError as UserError
 from .images.data_module import ImageFolderDataModule as ImageFolderDataModule

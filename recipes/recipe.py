@@ -14,6 +14,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from callbacks.lib.lightning_internals import attached_trainer
+from callbacks.lib.trainer_attributes import datamodule_of
 from callbacks.lib.updates import total_updates
 from callbacks.train_loss import TrainLoss
 from datamodules.errors import UserError
@@ -202,7 +203,8 @@ class Recipe(pl.LightningModule):
 
         Ask it through `datamodules.contract.data_contract`, which has defaults for what it does not have.
         """
-        return getattr(attached_trainer(self), "datamodule", None)
+        trainer = attached_trainer(self)
+        return None if trainer is None else datamodule_of(trainer)
 
     def updates_in_run(self) -> float:
         """Optimiser steps at which the run ends, known once training has begun."""

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from callbacks.freezing import FreezeLayers
 from callbacks.lib.durations import Duration
+from callbacks.lib.trainer_attributes import callbacks_of, datamodule_of
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from recipes.resnet.network import Stage, run_stages
@@ -76,15 +77,10 @@ def gather_rows(rows: Tensor) -> Tensor:
 
 
 def _images_of(trainer: pl.Trainer) -> NumberedImages:
-    data = getattr(trainer, "datamodule", None)
+    data = datamodule_of(trainer)
     if not isinstance(data, NumberedImages):
         raise UserError("`cache_features` needs an ImageFolderDataModule, whose images are numbered")
     return data
-
-
-def _callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
-    # Trainer sets this attribute where mypy does not see it.
-    return list(getattr(trainer, "callbacks", ()))
 
 
 class FeatureCache(pl.Callback):
@@ -119,7 +115,7 @@ class FeatureCache(pl.Callback):
                 "cached features need the same images in every epoch, and these are augmented; "
                 'pass augment="none", or leave `cache_features` out'
             )
-        for callback in _callbacks_of(trainer):
+        for callback in callbacks_of(trainer):
             if isinstance(callback, FreezeLayers):
                 for name, when in (callback.unfreeze or {}).items():
                     start = Duration.parse(when)
