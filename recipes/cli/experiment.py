@@ -55,9 +55,9 @@ class Classes:
     callbacks: Callable[[], Sequence[Callback]]
 
     @property
-    def declared(self) -> type[DataContract]:
+    def declared(self) -> DataContract:
         """Where the data module's class declares its parameters; the defaults for a stock LightningDataModule."""
-        return self.data if DataContract in self.data.__mro__ else DataContract  # type: ignore[return-value]
+        return data_contract(self.data)
 
     @property
     def free_parameters(self) -> frozenset[str]:

@@ -22,6 +22,7 @@ from typing_extensions import override
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from recipes.cli.experiment import Experiment
+from recipes.version import __version__
 
 __all__ = ["Stopwatch", "count_parameters", "flops_per_sample", "hardware", "report", "shown", "write_rows"]
 
@@ -213,7 +214,12 @@ def report(
         "samples_per_second": rate,
         "best_checkpoint": best,
         "hardware": hardware(trainer),
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "lightning": pl.__version__},
+        "versions": {
+            "lightning-recipes": __version__,
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            "lightning": pl.__version__,
+        },
         "config": dict(config),
     }
     write_rows(folder / "results.json", results)

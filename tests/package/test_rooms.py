@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "recipes.failures": "datamodules.errors recipes.launch",
     "recipes.resume": f"{_CALLBACKS} callbacks.checkpointing recipes.launch",
     "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing callbacks.fast_path recipes.failures recipes.launch "
-    "recipes.optim recipes.recipe recipes.resume",
+    "recipes.optim recipes.recipe recipes.resume recipes.version",
     "recipes.NAME": f"{_CALLBACKS} callbacks.drawing datamodules.images datamodules.loading datamodules.mnist "
     "datamodules.translation recipes.classification recipes.optim recipes.pretrained recipes.recipe recipes.weights",
     "recipes.NAME.__main__": "datamodules recipes recipes.cli",
