@@ -1,47 +1,80 @@
 """What belongs to a recipe stands in the recipe: one outside of the package needs no edit of ours."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import yaml
 
+from tests.support.ranks import run_ranks
+
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "own_recipe.py")]
+COMMON = ["--accelerator", "cpu", "--precision", "32", "--enable-progress-bar=false"]
 LAST = "runs/characters/run/checkpoints/last.ckpt"
 
 
-def typed(folder: Path, *args: str) -> "subprocess.CompletedProcess[str]":
+class Ended(NamedTuple):
     """The end of a command line."""
-    common = ["--accelerator", "cpu", "--precision", "32", "--enable-progress-bar=false"]
-    command = [*COMMAND, *args[:1], *common, *args[1:]] if args[0] == "predict" else [*COMMAND, *common, *args]
+
+    status: int
+    out: str
+    err: str
+
+
+def _run(args: list[str], folder: str) -> tuple[int, str, str]:
+    from recipes import run
+    from tests.support.own_recipe import NextCharacter, Text
+
+    os.chdir(folder)
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            run(NextCharacter, Text, args=args)
+        except SystemExit as end:
+            status = int(end.code or 0)
+    return status, out.getvalue(), err.getvalue()
+
+
+def typed(folder: Path, *args: str) -> Ended:
+    """A command line in a fresh process."""
+    command = [args[0], *COMMON, *args[1:]] if args[0] == "predict" else [*COMMON, *args]
+    return Ended(*run_ranks(_run, 1, command, str(folder))[0])
+
+
+def started(folder: Path, *args: str) -> Ended:
+    """A command line of the script, which starts the processes of other devices itself."""
+    program = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "own_recipe.py"), *COMMON, *args]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 def test_parameters_of_one_call_free_ones_and_the_printed_table_are_the_recipes_own(tmp_path: Path) -> None:
     begun = typed(tmp_path, "--name", "run", "--accumulate", "2")
-    assert begun.returncode == 0, begun.stderr
-    assert "global batch 64 tokens = 1 x 1 x 32 tokens x 2, precision" in begun.stdout
+    assert begun.status == 0, begun.err
+    assert "global batch 64 tokens = 1 x 1 x 32 tokens x 2, precision" in begun.out
     settings = yaml.safe_load((tmp_path / "runs/characters/run/config.yaml").read_text())
     assert settings["temperature"] == 1.0
     assert "histogram" not in settings
     assert "histogram" not in torch.load(tmp_path / LAST, weights_only=True)["config"]
 
     resumed = typed(tmp_path, "--resume", LAST, "--max-epochs", "3", "--temperature", "2", "--accumulate", "2")
-    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.status == 0, resumed.err
     refused = typed(tmp_path, "--resume", LAST, "--max-epochs", "4", "--length", "4")
-    assert refused.returncode == 2
-    assert "is of another experiment: --length is 4, and 8 in the checkpoint" in refused.stderr
+    assert refused.status == 2
+    assert "is of another experiment: --length is 4, and 8 in the checkpoint" in refused.err
 
     options = ["--ckpt", LAST, "--histogram", "logits.txt", "--output", "rows.json"]
     predicted = typed(tmp_path, "predict", *options, "abc", "gha")
-    assert predicted.returncode == 0, predicted.stderr
-    lines = predicted.stdout.splitlines()
+    assert predicted.status == 0, predicted.err
+    lines = predicted.out.splitlines()
     assert lines[0].split() == ["continued", "certainty"]
     assert [line.split()[0][:3] for line in lines[1:]] == ["abc", "gha"]
     assert all(line.endswith("%") for line in lines[1:])
@@ -52,12 +85,12 @@ def test_parameters_of_one_call_free_ones_and_the_printed_table_are_the_recipes_
 @pytest.mark.slow
 def test_its_batches_of_tokens_are_shared_among_more_devices_on_a_resume(tmp_path: Path) -> None:
     begun = typed(tmp_path, "--name", "run", "--accumulate", "2")
-    assert begun.returncode == 0, begun.stderr
+    assert begun.status == 0, begun.err
     more = ["--resume", LAST, "--max-epochs", "3", "--devices", "2"]
-    resumed = typed(tmp_path, *more)
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = started(tmp_path, *more)
+    assert resumed.status == 0, resumed.err
     line = "devices: 1 before, 2 now; the global batch stays (2 x 32 tokens x 1 micro-batches), and the order too"
-    assert line in resumed.stdout
-    refused = typed(tmp_path, *more[:2], "--max-epochs", "4", "--devices", "2", "--characters", "64")
-    assert refused.returncode == 2
-    assert "pass --characters 16" in refused.stderr
+    assert line in resumed.out
+    refused = started(tmp_path, *more[:2], "--max-epochs", "4", "--devices", "2", "--characters", "64")
+    assert refused.status == 2
+    assert "pass --characters 16" in refused.err
