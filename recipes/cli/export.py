@@ -132,7 +132,7 @@ def _check_possible(recipe: Recipe, kind: str) -> None:
     if kind in ("safetensors", "state-dict"):
         return
     if not isinstance(recipe.example_input_array, Tensor):
-        reason = recipe.no_graph or "it has no example_input_array, which says what goes into the network"
+        reason = recipe.no_graph or "it has no example_input_array with the shape of the network's input"
         raise UserError(f"{recipe.title} cannot be written as {kind}: {reason}; pass --format safetensors")
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     if kind == "onnx" and missing:

@@ -1,4 +1,4 @@
-"""Messages that speak of parameters, as callbacks and data modules write them, turned into those of a command line."""
+"""Messages of callbacks and data modules name parameters; here they are rewritten with the flags of a command line."""
 
 import re
 import shlex

@@ -78,11 +78,11 @@ def _new_folder(settings: RunSettings, title: str) -> Path:
 
 
 def _cannot_log(name: str, error: OSError) -> None:
-    log.warning("warning: %s cannot write (%s); the run goes on without", name, error.strerror or error)
+    log.warning("warning: %s cannot write (%s); the run continues without it", name, error.strerror or error)
 
 
 class _Writer:
-    """TensorBoard's writer; after an error, such as a full disk, it writes no more and the run goes on."""
+    """TensorBoard's writer; after an error, such as a full disk, it writes no more and the run continues."""
 
     def __init__(self, writer: Any) -> None:
         self._writer, self._failed = writer, False

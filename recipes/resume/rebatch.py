@@ -152,7 +152,7 @@ def _resumed_tokens(saved: SavedRun, config: Mapping[str, Any], devices: int, pa
     line = f"devices: {saved.devices} before, {devices} now; the global batch stays"
     if divided is None:
         return ResumedBatch(settings, added, f"{line} {config['global_batch_size']}, and the order too")
-    order = "and the order too" if divided.batch_size == saved.config[parameter] else "and batches are made anew"
+    order = "and the order too" if divided.batch_size == saved.config[parameter] else "and the batches are made again"
     parts = f"({devices} x {divided.batch_size} tokens x {divided.accumulate} micro-batches)"
     return ResumedBatch(settings, added, f"{line} {parts}, {order}")
 
