@@ -265,7 +265,7 @@ class FlagParser(ArgumentParser):
                 action = self._flags[name]
                 left = f"  --{name.replace('_', '-')} {_type_name(self._type(name))}"
                 text = re.sub(r"\s+", " ", (action.help or "").replace("%%", "%").strip())
-                text = "" if "==SUPPRESS==" in text else text
+                text = "" if "==SUPPRESS==" in text else self.as_flags(text)
                 if not everything:
                     text = re.split(r"(?<=[a-z\d)])[.;] ", text)[0]
                 text = text.strip().rstrip(".")
