@@ -119,7 +119,7 @@ class SeedControl(pl.Callback):
     It costs about 25 microseconds a step and never waits for the device.
 
     Three limits. A data set that draws from global generators depends on the number of workers. A stock `DataLoader`
-    starts its order anew on a resume. Data that are addressed by sample (`datamodules`) have neither fault. In a batch
+    starts a new order on a resume. Data that are addressed by sample (`datamodules`) have neither fault. In a batch
     transfer hook the first batch of an epoch draws alike on all ranks.
 
     Runs on: construction, `setup`, `on_fit_start`, `on_sanity_check_end`, `on_train_start`, `on_train_epoch_start`,

@@ -97,8 +97,8 @@ def _fits(name: str, value: object) -> bool:
             return isinstance(value, Sequence) and all(isinstance(item, str) for item in value)
         case "photographs" | "validates":
             return isinstance(value, bool)
-        case _:
-            return callable(value)
+        case _:  # A method of another module may take other arguments, and do something else.
+            return False
 
 
 class _Foreign:

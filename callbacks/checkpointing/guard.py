@@ -134,7 +134,8 @@ class CheckpointGuard(pl.Callback):
         resumed: the checkpoint that this rank resumes from.
 
     Raises:
-        UserError: the ranks differ, the disk is too small, or the last checkpoint could not be written.
+        UserError: the ranks differ, or the disk is too small.
+        RunFailedError: the last checkpoint could not be written.
     """
 
     def __init__(self, resumed: str | None = None) -> None:

@@ -80,7 +80,7 @@ class FrozenLayers:
     def __init__(self, module: nn.Module, names: Collection[str], train_bn: bool = True) -> None:
         self.module, self.names, self.train_bn = module, frozenset(names), train_bn
         self._requires_grad = {parameter: parameter.requires_grad for parameter in module.parameters()}
-        self._training = {submodule: submodule.training for submodule in module.modules()}
+        self._training: dict[nn.Module, bool] = {}
         self._handles: dict[nn.Module, RemovableHandle] = {}
         self._unfrozen: frozenset[str] = frozenset()
 
@@ -128,9 +128,10 @@ class FrozenLayers:
             self._handles.pop(module).remove()
             module.training = self._training[module]
         for module in modules:
-            module.training = False
             if module not in self._handles:
+                self._training[module] = module.training
                 self._handles[module] = module.register_forward_pre_hook(keep_in_eval)
+            module.training = False
 
     def __enter__(self) -> "FrozenLayers":
         return self

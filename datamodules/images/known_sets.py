@@ -82,7 +82,7 @@ def read_torchvision(name: str, part: str, data_dir: str, download: bool) -> tup
     if name.startswith("cifar"):
         samples = Samples(torch.from_numpy(found.data).permute(0, 3, 1, 2), list(found.targets))
     elif name == "pets":
-        samples = _read_pets(Path(data_dir), arguments["split"])
+        samples = _read_pets(Path(data_dir).expanduser(), arguments["split"])
     else:
         files, labels = zip(*(found[row] for row in range(len(found))))
         samples = Samples(list(files), list(labels))

@@ -48,6 +48,7 @@ def carry_out(experiment: Experiment, program: str, started_at: float) -> None:
         elif experiment.settings.trainer["fast_dev_run"]:
             stopwatch = Stopwatch()
             trainer = build_trainer(experiment, [stopwatch])
+            _refuse_finished(trainer, experiment)
             scores, best = _train_and_test(trainer, experiment, None, program)
             if trainer.is_global_zero:
                 report(trainer, experiment, None, stopwatch, scores, best, program, time.monotonic() - started_at)
@@ -81,25 +82,33 @@ def _fit(experiment: Experiment, program: str, started_at: float) -> None:
         trainer = build_trainer(experiment, [*_run_callbacks(experiment, folder), stopwatch], folder)
         if is_rank_zero():
             (folder / "config.yaml").write_text(yaml.safe_dump(dict(settings.config), sort_keys=False))
-        _prepare_resume(trainer, experiment, folder)
+        _refuse_finished(trainer, experiment)
+        _record_start(experiment, folder)
         scores, best = _train_and_test(trainer, experiment, folder, program)
         if trainer.is_global_zero:
             report(trainer, experiment, folder, stopwatch, scores, best, program, time.monotonic() - started_at)
 
 
-def _prepare_resume(trainer: pl.Trainer, experiment: Experiment, folder: Path) -> None:
-    """Refuse a run that has finished, and record where this job starts."""
+def _given_checkpoint(experiment: Experiment) -> str | None:
+    """The checkpoint of ``--resume FILE``; None where the run resumes by itself, or starts fresh."""
     settings = experiment.settings
-    checkpoint = settings.run.resume
-    if not checkpoint or settings.resumes_by_itself:
-        return
-    saved = read_run(checkpoint)
-    if saved.is_finished(trainer.max_epochs):
+    return None if settings.resumes_by_itself else settings.run.resume
+
+
+def _refuse_finished(trainer: pl.Trainer, experiment: Experiment) -> None:
+    if (checkpoint := _given_checkpoint(experiment)) and (saved := read_run(checkpoint)).is_finished(
+        trainer.max_epochs
+    ):
         raise UserError(
             f"this run has finished its {saved.epochs} epochs; pass --max-epochs {2 * saved.epochs} to train longer"
         )
-    for path in start_from(checkpoint, folder, settings.run.name):
-        rank_zero_print(f"{shown(path)} has more updates than the checkpoint to resume from, and is renamed")
+
+
+def _record_start(experiment: Experiment, folder: Path) -> None:
+    """Record where this job starts, and rename the later checkpoints of the run."""
+    if checkpoint := _given_checkpoint(experiment):
+        for path in start_from(checkpoint, folder, experiment.settings.run.name):
+            rank_zero_print(f"{shown(path)} has more updates than the checkpoint to resume from, and is renamed")
 
 
 def _train_and_test(

@@ -44,10 +44,10 @@ def configure_logging(translate: Callable[[str], str] = str) -> None:
     """
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    for name in ("lightning.pytorch.profilers", "lightning_recipes"):
+    for name, change in (("lightning.pytorch.profilers", str), ("lightning_recipes", translate)):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
-        logger.handlers, logger.propagate = [_OneLine(translate)], False
+        logger.handlers, logger.propagate = [_OneLine(change)], False
     for module in ("lightning", "torch", "tensorboard", "torchmetrics"):
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
     warnings.filterwarnings("ignore", message=r".*(isinstance\(treespec, LeafSpec\)|trace might not generalize).*")

@@ -157,20 +157,27 @@ def _build_recipe(settings: Settings, classes: Classes, data: pl.LightningDataMo
 
 def _resolved_data(
     settings: Settings, classes: Classes, data: pl.LightningDataModule, store: TCPStore | None
-) -> Mapping[str, Any]:
-    """The arguments of the data module, with those that were left open decided on rank 0."""
+) -> tuple[pl.LightningDataModule, Mapping[str, Any]]:
+    """The data module and its arguments, with those that were left open decided on rank 0."""
     if settings.command != "fit":
-        return settings.data
-    found: dict[str, Any] = {}
+        return data, settings.data
     if settings.run.resume:
-        # Found again elsewhere, "auto" might be another data set.
-        found = _fill(settings.data, read_run(settings.run.resume).config)
-    elif store is None:
-        found = data_contract(data).resolve()
+        # Found again elsewhere, "auto" might be another data set. What makes no difference is chosen anew.
+        saved = read_run(settings.run.resume).config
+        found = {name: value for name, value in saved.items() if name not in classes.free_parameters}
+        asked = False
     else:
-        resolve = data_contract(data).resolve
-        found = share(store, settings.launch, "settings of the data", resolve, settings.collective_timeout)
-    return _fill(settings.data, found)
+        resolve, wait = data_contract(data).resolve, settings.collective_timeout
+        found = resolve() if store is None else share(store, settings.launch, "settings of the data", resolve, wait)
+        asked = store is None or settings.launch.rank == 0
+    resolved = _fill(settings.data, found)
+    if resolved == settings.data:
+        return data, resolved
+    if not asked:
+        return classes.data(**resolved), resolved
+    # It has read and decided that itself, and need not read again.
+    data.hparams.update({name: value for name, value in resolved.items() if name in data.hparams})
+    return data, resolved
 
 
 def build_experiment(settings: Settings, classes: Classes, store: TCPStore | None) -> Experiment:
@@ -189,10 +196,9 @@ def build_experiment(settings: Settings, classes: Classes, store: TCPStore | Non
         data = classes.data(**settings.data)
         # Before the data are read, so that wrong flags are refused before a download.
         recipe = _build_recipe(settings, classes, data)
-        if (resolved := _resolved_data(settings, classes, data, store)) != settings.data:
-            data = classes.data(**resolved)
-        # The constructors compute defaults that depend on other parameters.
-        config = MappingProxyType(_fill(settings.config, {**recipe.hparams, **resolved}))
+        data, resolved = _resolved_data(settings, classes, data, store)
+        # The recipe's constructor computes defaults that depend on other parameters. It may share some with the data.
+        config = MappingProxyType(_fill(_fill(settings.config, recipe.hparams), resolved))
         recipe.run_config = dict(config)
         callbacks = [*run_callbacks(settings.run, recipe, seeds), *classes.callbacks()]
     return Experiment(replace(settings, data=resolved, config=config), recipe, data, callbacks)

@@ -10,7 +10,6 @@ ALIASES = {
     "duration": "warmup",
     "kind": "warmup_kind",
     "start_factor": "warmup_start_factor",
-    "scale": "lr_scale",
     "steps": "accumulate",
     "group_size": "sync_bn",
     "interval": "save_every",
@@ -41,7 +40,7 @@ def as_flags(message: str, flags: Collection[str], aliases: Mapping[str, str] | 
     Args:
         message: with parameters as ``name=value`` or in backticks.
         flags: the parameters that have a flag of their name.
-        aliases: parameters whose flag has another name.
+        aliases: parameters whose flag has another name; a flag of the same name takes precedence.
 
     Example:
         >>> text = '`val_fraction` is 2.0; pass val_fraction=0.1, unfreeze={"fc": 3}, and `seed`, not other=1'
@@ -50,7 +49,7 @@ def as_flags(message: str, flags: Collection[str], aliases: Mapping[str, str] | 
         >>> as_flags("pass drop_last=True or shuffle=False.", {"drop_last", "shuffle"})
         'pass --drop-last or --no-shuffle.'
     """
-    names = {name: name for name in flags} | dict(aliases or {})
+    names = dict(aliases or {}) | {name: name for name in flags}
 
     def replace(found: re.Match[str]) -> str:
         name = names.get(found["name"] or found["bare"])

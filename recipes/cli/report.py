@@ -12,7 +12,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.markup import escape
@@ -141,7 +140,9 @@ def print_pairs(rows: dict[str, str]) -> None:
 
 
 def print_rows(rows: Sequence[Mapping[str, str]]) -> None:
-    """Print a table with a column per key."""
+    """Print a table with a column per key; nothing without rows."""
+    if not rows:
+        return
     cells = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [escape("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip()) for row in cells]
@@ -224,7 +225,7 @@ def report(
     }
     write_rows(folder / "results.json", results)
     # TensorBoard holds numbers and text only.
-    plain = {k: v if isinstance(v, (int, float, str)) else yaml.safe_dump(v).strip() for k, v in config.items()}
+    plain = {k: v if isinstance(v, (int, float, str)) else json.dumps(v) for k, v in config.items()}
     final = {f"final/{name}": v for name, v in scores.items() if "_class_" not in name and math.isfinite(v)}
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):

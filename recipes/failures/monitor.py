@@ -95,7 +95,8 @@ class FailureMonitor:
         """Report that this rank ends with an exception; `handling`: it is still being handled."""
         kind, line, status = classify_exception(error)
         kind = "exception_pending" if handling and kind == "exception" else kind
-        self._send_report(kind, _translate(line), status)
+        # Only our own messages name parameters; another exception is reported as it is.
+        self._send_report(kind, _translate(line) if kind == "user_error" else line, status)
 
     def leave(self, status: int) -> None:
         """Report that this rank exits on purpose. With a status other than 0 the other ranks end as well."""

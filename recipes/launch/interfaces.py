@@ -2,6 +2,7 @@
 
 import contextlib
 import ipaddress
+import os
 import socket
 
 __all__ = ["address_for_others", "interface_towards", "own_address"]
@@ -40,6 +41,8 @@ def interface_towards(address: str) -> str | None:
     For an address of this machine, the interface that has it. Where this machine's own name resolves to the loopback
     interface, the interface of the default route.
     """
+    if os.name == "nt":  # gloo takes no interface there.
+        return None
     import psutil  # Here, since only runs on several nodes need it.
 
     try:

@@ -1,0 +1,95 @@
+"""Settings that were left open are completed from the data and the recipe, and saved as they were used."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import yaml
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from datamodules import DataContract
+from recipes import Classifier
+from tests.support.ranks import run_ranks
+
+
+class Points(pl.LightningDataModule, DataContract):
+    """Points of as many classes as there are.
+
+    Args:
+        num_classes: how many; by default as many as the points have.
+        shade: of the points; "auto" is found out.
+        batch_size: points in a batch.
+    """
+
+    built = 0
+
+    def __init__(self, num_classes: int | None = None, shade: str = "auto", batch_size: int = 8) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        Points.built += 1
+
+    @property
+    def num_classes(self) -> int:
+        return self.hparams["num_classes"] or 3
+
+    @property
+    def class_names(self) -> Sequence[str]:
+        return ("a", "b", "c")
+
+    def resolve(self) -> dict[str, Any]:
+        return {"shade": "grey"}
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.rand(24, 4), torch.arange(24) % 3), batch_size=self.hparams["batch_size"])
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+class Points3(Classifier):
+    """A linear classifier."""
+
+    title = "points"
+    trainer_defaults = {"max_epochs": 1}  # noqa: RUF012
+
+    def __init__(self, num_classes: int | None = None, **kwargs: Any) -> None:
+        super().__init__(num_classes=num_classes, **kwargs)
+
+    def build_network(self) -> nn.Module:
+        return nn.Linear(4, self.hparams.num_classes)
+
+
+def _typed(args: list[str], folder: str) -> tuple[int, int]:
+    import os
+
+    from recipes import run
+
+    os.chdir(folder)
+    status, Points.built = 0, 0
+    common = ["--accelerator", "cpu", "--precision", "32", "--enable-progress-bar=false"]
+    try:
+        run(Points3, Points, args=[*args[:1], *common, *args[1:]] if args[:1] == ["validate"] else [*common, *args])
+    except SystemExit as end:
+        status = int(end.code or 0)
+    return status, Points.built
+
+
+def test_what_recipe_and_data_share_is_saved_as_it_was_found_and_later_commands_use_it(tmp_path: Path) -> None:
+    assert run_ranks(_typed, 1, ["--name", "run"], str(tmp_path)) == [(0, 1)], "the data module is built once"
+    settings = yaml.safe_load((tmp_path / "runs/points/run/config.yaml").read_text())
+    assert (settings["num_classes"], settings["shade"]) == (3, "grey")
+    last = "runs/points/run/checkpoints/last.ckpt"
+    checkpoint = torch.load(tmp_path / last, weights_only=True)
+    assert checkpoint["config"] == settings
+    assert checkpoint["datamodule_hyper_parameters"]["shade"] == "grey"
+    assert run_ranks(_typed, 1, ["validate", "--ckpt", last], str(tmp_path))[0][0] == 0
+    assert run_ranks(_typed, 1, ["--resume", last, "--max-epochs", "2", "--shade", "auto"], str(tmp_path))[0][0] == 0
+
+
+def test_a_trial_of_a_finished_run_is_refused_as_the_run_is(tmp_path: Path) -> None:
+    assert run_ranks(_typed, 1, ["--name", "run"], str(tmp_path))[0][0] == 0
+    last = "runs/points/run/checkpoints/last.ckpt"
+    trial = ["--resume", last, "--resume-anyway", "--fast-dev-run", "--max-epochs", "1"]
+    assert run_ranks(_typed, 1, trial, str(tmp_path))[0][0] == 2
