@@ -19,7 +19,10 @@ class DataContract(Protocol):
     """Parameters of the constructor that do not make the experiment: a run may be resumed with other values."""
 
     call_parameters: ClassVar[frozenset[str]] = frozenset({"predict_inputs"})
-    """Parameters of the constructor that belong to one call, and are not saved with a run."""
+    """Parameters of the constructor that belong to one call, and are not saved with a run.
+
+    ``predict_inputs`` takes the arguments of the predict command.
+    """
 
     tokens_parameter: ClassVar[str | None] = None
     """The parameter that, where it is given, limits a batch by tokens in place of ``batch_size``."""

@@ -88,10 +88,10 @@ class Recipe(pl.LightningModule):
     of the Trainer.
 
     Args:
-        optimizer: any of torch.optim by name, such as sgd, adam or adamw.
+        optimizer: name of an optimiser of torch.optim, such as sgd, adam or adamw.
         lr: peak learning rate.
-        weight_decay: for weights; the parameters of norms and biases are exempt.
-        momentum: of optimisers that have it.
+        weight_decay: weight decay of weights; the parameters of norms and biases are exempt.
+        momentum: momentum, if the optimiser has it.
         schedule: shape of the learning rate over the run.
         fused: one kernel for the whole update; by default where the device has it.
         channels_last: the memory layout of convolutions in which bf16 kernels are fast.

@@ -151,7 +151,7 @@ class MNISTDataModule(BaseDataModule):
     the training device. A part of the training set is held out for validation; the test set is read by ``test`` only.
 
     Args:
-        dataset: which set; "auto" takes MNIST where its files are found or can be downloaded, else the bundled digits.
+        dataset: name of the data set; "auto" is MNIST where its files are found or can be downloaded, else the digits.
         data_dir: folder with the idx or idx.gz files, flat or in torchvision's layout; downloads go there.
         batch_size: samples on one device in one forward pass.
         eval_batch_size: samples in one forward pass of validation, test and prediction.

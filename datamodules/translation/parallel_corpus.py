@@ -61,7 +61,7 @@ class Faults:
         if choice == "error":
             raise UserError(
                 f"{where}: {len(self):,} of {total:,} lines cannot be used: {self.describe()}{more}; "
-                f'mend them, or pass {parameter}="skip" to leave them out'
+                f'correct them, or pass {parameter}="skip" to leave them out'
             )
         return f"{where}: left out {len(self):,} of {total:,} lines: {self.describe()}"
 

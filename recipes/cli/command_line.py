@@ -42,7 +42,7 @@ _COMMANDS = {
     "fit": "train, then test the best checkpoint (the default)",
     "validate": "score a checkpoint on the validation part",
     "test": "score a checkpoint on the test set",
-    "predict": "run inference on files with a checkpoint",
+    "predict": "run inference on the given inputs: predict --ckpt FILE INPUT ...",
     "export": "write the network of a checkpoint for other programs, and verify the file",
 }
 
@@ -210,6 +210,7 @@ class _CommandLine:
         rest = "" if everything else "  --help-all                        all flags, with their full texts\n"
         print(  # noqa: T201
             f"\nSettings:\n{rest}"
+            "  --no-NAME                         the same as --NAME false\n"
             "  --config FILE                     YAML file of settings; the command line takes precedence\n"
             "  --print-config                    print all settings as such a file, and exit"
         )

@@ -32,7 +32,7 @@ _LINEAR = {"sgd", "asgd"}
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a run is named, stored and divided, without an effect on what it learns.
+    """Settings of a run that belong neither to the recipe nor to the data.
 
     Args:
         name: the run's folder in RUN_DIR/RECIPE/, with a number if it exists; by default the time.
@@ -44,18 +44,18 @@ class RunSettings:
         save_top_k: how many of the best checkpoints are kept; -1 keeps all.
         ckpt: checkpoint to validate, test, predict with or export; its settings are the defaults.
         output: JSON or CSV file for scores and predictions, or the file that export writes.
-        format: of the file that export writes.
+        format: format of the file that export writes.
         seed: seed of all random numbers.
         deterministic: stop at operations without a deterministic implementation.
         benchmark: let cuDNN choose its algorithms by timing them.
-        precision: of the arithmetic; auto is bf16-mixed where the hardware has fast bf16, else 32-true.
+        precision: floating-point precision; auto is bf16-mixed where the hardware has fast bf16, else 32-true.
         global_batch_size: samples per update on all devices; accumulation follows from it.
-        accumulate: micro-batches per update, or from when on how many, as in '{0: 8, "2 epochs": 4}'.
+        accumulate: micro-batches per update, or a schedule of them, as in '{0: 8, "2 epochs": 4}'.
         warmup: duration of the learning rate warm-up, as in "500 steps", "2 epochs" or "5%".
         warmup_kind: shape of the warm-up.
         warmup_start_factor: fraction of the learning rate at the first update of the warm-up.
         lr_scale: how the learning rate follows the global batch; auto is linear for SGD, sqrt for adaptive ones.
-        base_batch_size: the global batch that the learning rate is stated for; by default the recipe's.
+        base_batch_size: the global batch that the learning rate refers to; by default the recipe's.
         sync_bn: synchronise BatchNorm over all devices, or over groups of this many.
         tune_allocator: keep freed memory for the next step (Linux, CPU).
         lean_loop: use a faster implementation of Lightning's training step, where possible.

@@ -16,7 +16,7 @@ class LaunchSettings:
     """How the processes of a run find each other.
 
     Args:
-        node_rank: which node this is, from 0, where the run is started manually on each node; also NODE_RANK.
+        node_rank: number of this node, from 0, where the run is started manually on each node; also NODE_RANK.
         master_addr: host name or address of node 0; also MASTER_ADDR.
         master_port: free TCP port of node 0, 29500 where none is given; also MASTER_PORT.
         launcher: what started the processes, where the automatic choice is wrong.

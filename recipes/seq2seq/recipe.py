@@ -17,7 +17,7 @@ class Seq2SeqTranslator(Translator):
     """Translates with a recurrent encoder and a decoder with attention; override `build_network` to train your own.
 
     Args:
-        hidden_size: width of the decoder, and of the encoder's two directions together; even.
+        hidden_size: width of the decoder, and of the encoder's two directions together; must be even.
         embedding_size: width of the token embeddings.
         num_layers: recurrent layers of encoder and decoder.
         cell: kind of the recurrent layers.

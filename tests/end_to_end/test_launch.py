@@ -265,7 +265,7 @@ def by_hand(port: int, *more: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_two_nodes_of_two_started_by_hand_train_and_prepare_the_data_once_each(tmp_path):
+def test_two_nodes_of_two_started_manually_train_and_prepare_the_data_once_each(tmp_path):
     port = free_port()
     zero, one = typed(tmp_path, *by_hand(port))
     assert (zero[0], one[0]) == (0, 0), (zero, one)

@@ -103,7 +103,7 @@ LIVES = {
     "where",
     ["in mid-window", *(pytest.param(name, marks=pytest.mark.slow) for name in LIVES if name != "in mid-window")],
 )
-def test_the_same_command_line_goes_on_after_kill_9_and_ends_with_the_same_bits(where, whole, tmp_path):
+def test_the_same_command_line_resumes_after_kill_9_and_ends_with_the_same_bits(where, whole, tmp_path):
     for dies in LIVES[where]:
         with pytest.raises(AssertionError, match="died with exit status -9"):
             run_ranks(live, 1, ranked(1), str(tmp_path), dies)

@@ -1,4 +1,4 @@
-"""Rank 0's watch hears the ranks of its run, and nobody else who connects to its port."""
+"""The failure monitor of rank 0 accepts reports of the ranks of its run only."""
 
 import json
 import socket
@@ -13,7 +13,7 @@ from recipes.failures.protocol import ProtocolError, receive
 from recipes.launch.plan import Launch
 from tests.support.ranks import run_ranks
 
-STRANGERS = [
+FOREIGN = [
     b"GET / HTTP/1.0\r\n\r\n",
     b'{"kind": "exception", "line": "end", "status": 1}\n',
     b'{"rank": 1, "node": 0, "host": "a", "token": "guessed"}\n{"kind": "exception", "line": "end", "status": 1}\n',
@@ -26,23 +26,23 @@ STRANGERS = [
 
 
 def _closes(port: int, data: bytes) -> bool:
-    """Whether the watch hangs up on who sends this."""
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
+    """Whether the monitor closes a connection that sends this."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as foreign:
         try:
-            stranger.sendall(data)
-            return not stranger.recv(1)
+            foreign.sendall(data)
+            return not foreign.recv(1)
         except TimeoutError:
             return False
         except OSError:
             return True
 
 
-def _watched_by_strangers() -> dict[str, Any]:
+def _monitored_with_foreign_connections() -> dict[str, Any]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     leader = FailureMonitor(Launch("manual", 2, 1, address="127.0.0.1", port=store.port), store, "127.0.0.1")
     rank = FailureMonitor(Launch("manual", 2, 1, node_rank=1, address="127.0.0.1", port=store.port), store, "127.0.0.1")
     port = leader.listener.getsockname()[1]
-    closed = [_closes(port, data) for data in STRANGERS]
+    closed = [_closes(port, data) for data in FOREIGN]
     before, alive = list(leader.reports), leader.thread.is_alive()
     rank.report(SystemExit(3))
     deadline = time.monotonic() + 10
@@ -51,9 +51,9 @@ def _watched_by_strangers() -> dict[str, Any]:
     return {"closed": closed, "before": before, "alive": alive, "after": leader.reports}
 
 
-def test_whoever_else_connects_is_hung_up_on_and_the_ranks_are_heard_all_the_same():
-    found = run_ranks(_watched_by_strangers, 1, timeout=100)[0]
-    assert found["closed"] == [True] * len(STRANGERS)
+def test_connections_of_other_programs_are_closed_and_the_ranks_are_still_received():
+    found = run_ranks(_monitored_with_foreign_connections, 1, timeout=100)[0]
+    assert found["closed"] == [True] * len(FOREIGN)
     assert found["alive"]
     assert found["before"] == []
     assert [(report.rank, report.kind, report.status) for report in found["after"]] == [(1, "exit", 3)]

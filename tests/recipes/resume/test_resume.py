@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, whether it is the same experiment, and how its global batch is cut."""
+"""Which checkpoint a run resumes from, whether it is the same experiment, and how its global batch is divided."""
 
 import json
 import os
@@ -44,7 +44,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_last_checkpoint_is_named_and_the_newest_good_one_is_taken(damage, tmp_path, caplog):
+def test_a_damaged_last_checkpoint_is_reported_and_the_newest_valid_one_is_taken(damage, tmp_path, caplog):
     best, last = save(tmp_path / "best.ckpt", 10), save(tmp_path / "last.ckpt", 12)
     assert newest_valid_checkpoint(tmp_path) == last
     DAMAGES[damage](last)
@@ -61,7 +61,7 @@ def test_progress_decides_which_checkpoint_is_the_newest_and_not_the_clock(tmp_p
     assert newest_valid_checkpoint(tmp_path) == last
 
 
-def test_of_two_at_the_same_update_the_last_is_taken_and_foreign_files_are_passed_over(tmp_path):
+def test_of_two_at_the_same_update_the_last_is_taken_and_foreign_files_are_skipped(tmp_path):
     save(tmp_path / "best.ckpt", 12)
     last = save(tmp_path / "last.ckpt", 12)
     torch.save({"weights": torch.ones(2)}, tmp_path / "zzz.ckpt")
@@ -88,7 +88,7 @@ def test_differences_name_each_setting_and_leave_out_what_may_differ():
         ({"global_batch_size": 64}, 8, Rebatch(8, 1)),
     ],
 )
-def test_the_global_batch_is_cut_for_the_devices_there_are(config, devices, expected):
+def test_the_global_batch_is_divided_among_the_devices(config, devices, expected):
     assert rebatch_samples(SavedRun(CONFIG, 0, 0, 1, 64), CONFIG | config, devices) == expected
 
 
@@ -107,7 +107,7 @@ def test_another_global_batch_is_refused(config, devices, message):
         rebatch_samples(SavedRun(CONFIG, 0, 0, 1, 64), CONFIG | config, devices)
 
 
-WORDS = {"batch_size": 64, "max_tokens": 4096, "accumulate": 2, "global_batch_size": None}
+TOKENS = {"batch_size": 64, "max_tokens": 4096, "accumulate": 2, "global_batch_size": None}
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ WORDS = {"batch_size": 64, "max_tokens": 4096, "accumulate": 2, "global_batch_si
         ({"accumulate": 4}, 1, Rebatch(4096, 4)),
     ],
 )
-def test_batches_of_words_are_shared_out_as_they_are(config, devices, expected):
-    assert rebatch_tokens(SavedRun(WORDS, 0, 0, 2, 34 * 4), WORDS | config, devices) == expected
+def test_batches_of_tokens_are_divided_among_devices_unchanged(config, devices, expected):
+    assert rebatch_tokens(SavedRun(TOKENS, 0, 0, 2, 34 * 4), TOKENS | config, devices) == expected
 
 
 @pytest.mark.parametrize(
@@ -135,21 +135,21 @@ def test_batches_of_words_are_shared_out_as_they_are(config, devices, expected):
         ({"accumulate": {0: 1, 5: 2}}, 2, "changes during the run"),
     ],
 )
-def test_another_global_batch_of_words_is_refused_with_the_flag(config, devices, message):
+def test_another_global_batch_of_tokens_is_refused_with_the_flag(config, devices, message):
     with pytest.raises(UserError, match=message):
-        rebatch_tokens(SavedRun(WORDS, 0, 0, 2, 34 * 4), WORDS | config, devices)
+        rebatch_tokens(SavedRun(TOKENS, 0, 0, 2, 34 * 4), TOKENS | config, devices)
 
 
-def test_a_restart_with_the_same_flags_keeps_the_batches_of_a_run_that_was_cut_anew():
+def test_a_restart_with_the_same_flags_keeps_the_batches_of_a_run_that_was_rebatched():
     """Two micro-batches on each of two devices, of which one was lost and came back."""
-    shrunk = SavedRun(WORDS | {"batches_per_update": 4}, 0, 0, 1, 34 * 4)
-    assert rebatch_tokens(shrunk, WORDS, 1) == Rebatch(4096, 4)
-    assert rebatch_tokens(shrunk, WORDS, 2) == Rebatch(4096, 2)
+    shrunk = SavedRun(TOKENS | {"batches_per_update": 4}, 0, 0, 1, 34 * 4)
+    assert rebatch_tokens(shrunk, TOKENS, 1) == Rebatch(4096, 4)
+    assert rebatch_tokens(shrunk, TOKENS, 2) == Rebatch(4096, 2)
 
 
-def test_batches_of_words_are_refused_where_those_of_the_checkpoint_are_of_sentences():
+def test_batches_of_tokens_are_refused_where_those_of_the_checkpoint_are_of_samples():
     with pytest.raises(UserError, match="batches have 64 samples; leave it out"):
-        rebatch_tokens(SavedRun(WORDS | {"max_tokens": None}, 0, 0, 1, 64), WORDS, 1)
+        rebatch_tokens(SavedRun(TOKENS | {"max_tokens": None}, 0, 0, 1, 64), TOKENS, 1)
 
 
 def test_a_launch_that_restarts_has_a_name_of_its_own_and_others_have_none():
@@ -195,7 +195,7 @@ def outside(monkeypatch):
     return monkeypatch
 
 
-def test_auto_goes_on_in_the_named_folder_and_begins_there_where_nothing_is_saved(outside, tmp_path):
+def test_auto_resumes_in_the_named_folder_and_starts_there_where_nothing_is_saved(outside, tmp_path):
     assert find_resume_point("auto", "a", tmp_path, CONFIG) == ResumePoint(str(tmp_path / "a"))
     path = make_run(tmp_path, "a")
     assert find_resume_point("auto", "a", tmp_path, CONFIG) == ResumePoint(str(tmp_path / "a"), str(path))
@@ -230,7 +230,7 @@ def test_a_requeued_slurm_job_finds_its_own_runs_and_no_other_jobs(outside, tmp_
     assert find_resume_point("none", None, tmp_path, CONFIG) == ResumePoint()
 
 
-def test_a_requeued_job_goes_on_where_its_data_have_moved(outside, tmp_path):
+def test_a_requeued_job_resumes_where_its_data_have_moved(outside, tmp_path):
     for key, value in (("JOB_ID", "7"), ("PROCID", "0")):
         outside.setenv(f"SLURM_{key}", value)
     path = make_run(tmp_path, "slurm-7", config=CONFIG | {"data_dir": "/scratch/1"})
@@ -238,7 +238,7 @@ def test_a_requeued_job_goes_on_where_its_data_have_moved(outside, tmp_path):
     assert find_resume_point(None, None, tmp_path, moved) == ResumePoint(str(tmp_path / "slurm-7"), str(path))
 
 
-def test_a_damaged_checkpoint_that_was_named_is_refused_with_the_newest_good_one(outside, tmp_path):
+def test_a_damaged_checkpoint_that_was_given_is_refused_with_the_newest_valid_one(outside, tmp_path):
     last = make_run(tmp_path, "a")
     best = save(last.with_name("best.ckpt"), 3)
     DAMAGES["truncated"](last)
@@ -247,7 +247,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_with_the_newest_good_one
 
 
 @pytest.mark.parametrize("name", [None, "two"])
-def test_a_job_that_began_with_a_file_goes_on_from_its_own_checkpoints_when_it_is_started_again(
+def test_a_job_that_started_from_a_file_resumes_from_its_own_checkpoints_when_it_is_restarted(
     name, outside, tmp_path, caplog
 ):
     file = str(save(tmp_path / "given.ckpt", 3))
@@ -271,7 +271,9 @@ def test_a_job_that_began_with_a_file_goes_on_from_its_own_checkpoints_when_it_i
     assert begins() == ResumePoint(f"{folder}-2" if name else str(folder.with_name("slurm-8")), file)
 
 
-def test_going_back_in_a_run_sets_aside_what_is_farther_on_and_a_requeue_keeps_its_own_progress(outside, tmp_path):
+def test_resuming_from_an_earlier_checkpoint_renames_the_later_ones_and_a_requeue_keeps_its_own_progress(
+    outside, tmp_path
+):
     last = make_run(tmp_path, "a", 14)
     home = last.parent
     best = str(save(home / "best.ckpt", 10))
