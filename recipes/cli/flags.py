@@ -97,6 +97,16 @@ def _dashed(name: str) -> str:
     return name.replace("_", "-")
 
 
+def _without_markup(text: str) -> str:
+    """A docstring's text without Sphinx roles and backticks.
+
+    Example:
+        >>> _without_markup("pass ``True``, see :class:`~torch.utils.data.DataLoader`")
+        'pass True, see DataLoader'
+    """
+    return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", text).replace("`", "")
+
+
 def _one_line(message: str) -> str:
     return re.sub(r"\s+", " ", message.removeprefix("error: ")).strip()
 
@@ -265,11 +275,13 @@ class FlagParser(ArgumentParser):
                 action = self._flags[name]
                 left = f"  --{name.replace('_', '-')} {_type_name(self._type(name))}"
                 text = re.sub(r"\s+", " ", (action.help or "").replace("%%", "%").strip())
-                text = "" if "==SUPPRESS==" in text else self.as_flags(text)
+                text = "" if "==SUPPRESS==" in text else _without_markup(self.as_flags(text))
                 if not everything:
                     text = re.split(r"(?<=[a-z\d)])[.;] ", text)[0]
                 text = text.strip().rstrip(".")
                 default = "" if action.default in (None, inspect.Parameter.empty) else f" ({action.default})"
+                if default:  # Lightning's texts repeat it.
+                    text = re.sub(r"[. ]*Default: \S+$", "", text)
                 room = width - 34 - len(default)
                 if not everything and len(text) > room:
                     text = text[: max(0, room - 3)].rstrip() + "..."

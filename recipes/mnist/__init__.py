@@ -1,4 +1,4 @@
-"""MNIST: a small convolutional network, trained in under a minute on two CPU cores."""
+"""A small convolutional network for MNIST, trained in under a minute on two CPU cores."""
 
 from lazy_loader import attach_stub
 

@@ -1,4 +1,4 @@
-"""ResNet fine-tuning: torchvision's ResNets on folders of images, with layers that stay frozen."""
+"""Fine-tuning of torchvision's ResNets on folders of images, with layers that stay frozen."""
 
 from lazy_loader import attach_stub
 

@@ -1,4 +1,4 @@
-"""Translation: a recurrent encoder and a decoder with attention, trained in minutes on two CPU cores."""
+"""Translation by a recurrent encoder and a decoder with attention, trained in minutes on two CPU cores."""
 
 from lazy_loader import attach_stub
 
