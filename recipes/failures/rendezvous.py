@@ -171,11 +171,8 @@ def _difference_message(everyone: dict[int, dict[str, Any]], launch: Launch) -> 
     """Why the ranks cannot train together, and what to type; empty where they can."""
     if not (difference := describe_differences(everyone, launch)):
         return ""
-    done = {rank: record["settings"].get(UPDATES_DONE) for rank, record in everyone.items()}
-    alike = {
-        rank: record | {"settings": record["settings"] | {UPDATES_DONE: done[0]}} for rank, record in everyone.items()
-    }
-    if not describe_differences(alike, launch):
+    # Settings that were left open come from the checkpoint, so ranks with another one differ in these, too.
+    if len({record["settings"].get(UPDATES_DONE) for record in everyone.values()}) > 1:
         return (
             f"the ranks do not find the same checkpoint: {difference}. Pass a `run_dir` that all nodes share, or"
             " resume=FILE"

@@ -203,6 +203,19 @@ def test_nodes_that_do_not_share_the_runs_folder_are_refused_before_they_train(t
     assert "updates done is 0, on rank 0 16. Pass a --run-dir that all nodes share" in zero.err
 
 
+def test_rank_0_decides_what_was_left_open_and_where_it_cannot_all_ranks_end(tmp_path):
+    decided = start(tmp_path, [(["--name", "run"], env) for env in by_torchrun(free_port())])
+    assert [ended.status for ended in decided] == [0, 0], decided
+    assert "curve: line" in (tmp_path / "runs/failing/run/config.yaml").read_text()
+    (tmp_path / "prepared-on-0-0").unlink()
+    (tmp_path / "no-curve").touch()
+    zero, one = start(tmp_path, [(["--name", "other"], env) for env in by_torchrun(free_port())])
+    assert (zero.status, one.status) == (2, 2), (zero, one)
+    assert last_line(zero) == "error: there is no curve"
+    assert max(zero.seconds, one.seconds) < 30
+    assert not (tmp_path / "runs/failing/other").exists()
+
+
 def test_restarts_on_several_nodes_without_a_name_never_start_fresh_silently(tmp_path):
     processes = [([], env | {"TORCHELASTIC_MAX_RESTARTS": "3"}) for env in by_torchrun(free_port(), 2, 1)]
     for ended in start(tmp_path, processes):

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from datamodules import DataContract, UserError
 from recipes import run
 from tests.support.minimal_recipe import Line, Points
 
@@ -44,8 +45,22 @@ class FailingLine(Line):
         return super().training_step(batch, batch_idx)
 
 
-class CountedPoints(Points):
-    """Points that each node prepares for itself, and that fail where they are prepared twice."""
+class CountedPoints(Points, DataContract):
+    """Points that each node prepares for itself, and that fail where they are prepared twice.
+
+    Args:
+        curve: what they lie on; "auto" is found out on rank 0.
+    """
+
+    def __init__(self, curve: str | None = "auto", broken_rank: int | None = None) -> None:
+        super().__init__(broken_rank)
+        self.curve = curve
+
+    def resolve(self) -> dict[str, Any]:
+        assert os.environ.get("RANK", "0") == "0", "rank 0 decides"
+        if Path("no-curve").exists():
+            raise UserError("there is no curve")
+        return {"curve": "line"}
 
     def prepare_data(self) -> None:
         node, start = os.environ.get("NODE_RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
