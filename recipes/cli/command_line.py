@@ -209,8 +209,7 @@ class _CommandLine:
         self.parser.print_flags(everything)
         rest = "" if everything else "  --help-all                        all flags, with their full texts\n"
         print(  # noqa: T201
-            f"\nSettings:\n{rest}"
-            "  --no-NAME                         the same as --NAME false\n"
+            f"\nSettings (--no-NAME is the same as --NAME false):\n{rest}"
             "  --config FILE                     YAML file of settings; the command line takes precedence\n"
             "  --print-config                    print all settings as such a file, and exit"
         )

@@ -242,7 +242,7 @@ def test_sentences_over_the_limit_are_skipped_with_a_count_or_refused(tmp_path: 
     assert data.info.kept == 9
     assert max(int(batch.source_lengths.max()) for batch in data.train_dataloader()) <= 3
     with pytest.raises(
-        UserError, match=r'2 over max_length=3 \(lines 2, 3\); mend them, or pass on_long_sentences="sk'
+        UserError, match=r'2 over max_length=3 \(lines 2, 3\); correct them, or pass on_long_sentences="sk'
     ):
         _data(tmp_path, *lines, max_length=3, on_long_sentences="error")
 
