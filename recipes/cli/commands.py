@@ -45,13 +45,6 @@ def carry_out(experiment: Experiment, program: str, started_at: float) -> None:
     with as_user_errors(MisconfigurationException):
         if command != "fit":
             _evaluate(experiment, program)
-        elif experiment.settings.trainer["fast_dev_run"]:
-            stopwatch = Stopwatch()
-            trainer = build_trainer(experiment, [stopwatch])
-            _refuse_finished(trainer, experiment)
-            scores, best = _train_and_test(trainer, experiment, None, program)
-            if trainer.is_global_zero:
-                report(trainer, experiment, None, stopwatch, scores, best, program, time.monotonic() - started_at)
         else:
             _fit(experiment, program, started_at)
 
@@ -75,18 +68,27 @@ def _run_callbacks(experiment: Experiment, folder: Path) -> list[Callback]:
 
 
 def _fit(experiment: Experiment, program: str, started_at: float) -> None:
-    """Train in the run's folder, then test the best checkpoint."""
+    """Train in the run's folder, which a trial of a few batches has not, then test the best checkpoint."""
     settings, stopwatch = experiment.settings, Stopwatch()
     title, point = experiment.recipe.title, settings.resume_point
-    with run_folder(settings.run, title, point, worth_keeping=lambda: stopwatch.started) as folder:
-        trainer = build_trainer(experiment, [*_run_callbacks(experiment, folder), stopwatch], folder)
-        if is_rank_zero():
+
+    def train(folder: Path | None) -> None:
+        more = _run_callbacks(experiment, folder) if folder else []
+        trainer = build_trainer(experiment, [*more, stopwatch], folder)
+        if folder and is_rank_zero():
             (folder / "config.yaml").write_text(yaml.safe_dump(dict(settings.config), sort_keys=False))
         _refuse_finished(trainer, experiment)
-        _record_start(experiment, folder)
+        if folder:
+            _record_start(experiment, folder)
         scores, best = _train_and_test(trainer, experiment, folder, program)
         if trainer.is_global_zero:
             report(trainer, experiment, folder, stopwatch, scores, best, program, time.monotonic() - started_at)
+
+    if settings.trainer["fast_dev_run"]:
+        train(None)
+        return
+    with run_folder(settings.run, title, point, worth_keeping=lambda: stopwatch.started) as folder:
+        train(folder)
 
 
 def _given_checkpoint(experiment: Experiment) -> str | None:
