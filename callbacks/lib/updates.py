@@ -56,11 +56,6 @@ class AccumulationSchedule:
             entries.append((start, factor))
         return cls(tuple(entries))
 
-    @property
-    def changes_within_epochs(self) -> bool:
-        """Whether a factor begins at an update's number."""
-        return any(start.unit == "steps" and start.value for start, _ in self.entries)
-
     def wanted(self, epoch: int, step: int) -> int:
         """The factor asked for in an epoch, after a number of updates."""
         reached = {"steps": step, "epochs": epoch}

@@ -14,6 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import shtab
 
 from recipes.cli.flags import FlagParser
+from recipes.launch.settings import flag_of
 
 __all__ = ["completion_script"]
 
@@ -32,7 +33,7 @@ def _add_flags(parser: argparse.ArgumentParser, flags: FlagParser, commands: Ite
     for name, annotation in flags.types().items():
         if name.startswith("print_"):  # jsonargparse's own
             continue
-        flag, choices = f"--{name.replace('_', '-')}", _choices(annotation)
+        flag, choices = flag_of(name), _choices(annotation)
         accepted = (annotation, *get_args(annotation))
         if bool in accepted and not choices:
             parser.add_argument(flag, f"--no-{flag[2:]}", action="store_true")

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from datamodules.errors import UserError
 from recipes.cli.messages import ALIASES, as_flags
+from recipes.launch.settings import flag_of
 
 __all__ = ["FlagGroup", "FlagParser", "describe_type"]
 
@@ -91,10 +92,6 @@ def _type_name(annotation: Any) -> str:
 
 def _allows_bare(annotation: Any) -> bool:
     return annotation is bool or (get_origin(annotation) in (Union, types.UnionType) and bool in get_args(annotation))
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def _without_markup(text: str) -> str:
@@ -187,7 +184,7 @@ class FlagParser(ArgumentParser):
             if known not in self._flags and name != "print_config":
                 close = [_OTHER_NAMES[known]] if _OTHER_NAMES.get(known) in self._flags else []
                 close = close or difflib.get_close_matches(known, self._flags, n=1, cutoff=0.5)
-                hint = f"did you mean --{close[0].replace('_', '-')}?" if close else "--help-all lists the flags"
+                hint = f"did you mean {flag_of(close[0])}?" if close else "--help-all lists the flags"
                 raise UserError(f"there is no flag --{flag}; {hint}")
             following = args[i + 1].lower() if i + 1 < len(args) else "--"
             bare = not equals and name in self._flags and _allows_bare(self._type(name))
@@ -234,13 +231,13 @@ class FlagParser(ArgumentParser):
             name, equals, value = args[i][2:].partition("=")
             if not equals:
                 if i + 1 == len(args) or args[i + 1].startswith("--"):
-                    return f"--{_dashed(name)} needs a value: {describe_type(self._type(name))}"
+                    return f"{flag_of(name)} needs a value: {describe_type(self._type(name))}"
                 value = args[next(words)]
             if name == "config":
                 if problem := self._explain_file(value):
                     return problem
             elif name in self._flags and self._failure(self.parse_args, [f"--{name}={value}"]) != required:
-                return f"--{_dashed(name)} {value} is not {describe_type(self._type(name))}"
+                return f"{flag_of(name)} {value} is not {describe_type(self._type(name))}"
         return None
 
     def _explain_file(self, path: str) -> str | None:
@@ -273,7 +270,7 @@ class FlagParser(ArgumentParser):
             lines.append(f"\n{group.title}:")
             for name in shown:
                 action = self._flags[name]
-                left = f"  --{name.replace('_', '-')} {_type_name(self._type(name))}"
+                left = f"  {flag_of(name)} {_type_name(self._type(name))}"
                 text = re.sub(r"\s+", " ", (action.help or "").replace("%%", "%").strip())
                 text = "" if "==SUPPRESS==" in text else _without_markup(self.as_flags(text))
                 if not everything:

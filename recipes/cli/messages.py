@@ -4,6 +4,8 @@ import re
 import shlex
 from collections.abc import Collection, Mapping
 
+from recipes.launch.settings import flag_of
+
 __all__ = ["ALIASES", "as_flags"]
 
 ALIASES = {
@@ -25,11 +27,11 @@ _PARAMETER = re.compile(rf"`(?P<name>\w+)(?:=(?P<quoted>[^`]*))?`|(?<![\w-])(?P<
 
 
 def _flag(name: str, value: str | None) -> str:
-    flag = f"--{name.replace('_', '-')}"
+    flag = flag_of(name)
     if value is None:
         return flag
     if value in ("True", "False"):
-        return flag if value == "True" else f"--no-{name.replace('_', '-')}"
+        return flag if value == "True" else flag_of(f"no_{name}")
     text = value[1:-1] if value[:1] in ("'", '"') and value[-1:] == value[:1] else value
     return f"{flag} {'null' if text == 'None' else shlex.quote(text)}"
 

@@ -5,10 +5,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["DEFAULT_PORT", "Command", "LaunchSettings"]
+__all__ = ["DEFAULT_PORT", "Command", "LaunchSettings", "flag_of"]
 
 Launcher = Literal["auto", "local", "torchrun", "slurm"]
 DEFAULT_PORT = 29500
+
+
+def flag_of(name: str) -> str:
+    """The flag of a parameter.
+
+    Example:
+        >>> flag_of("max_epochs")
+        '--max-epochs'
+    """
+    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,7 @@ class Command:
                 kept.append(shlex.quote(arg))
         for name, value in flags.items():
             if value is not None:
-                kept += [f"--{name.replace('_', '-')}", str(value)]
+                kept += [flag_of(name), str(value)]
         return " ".join([program or self.program, *kept])
 
     def torchrun(self, nodes: int, devices: int) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from datamodules.errors import UserError
+from recipes.launch.settings import flag_of
 from recipes.resume.saved_run import SavedRun
 
 __all__ = ["Rebatch", "ResumedBatch", "rebatch_samples", "rebatch_tokens", "resumed_batch"]
@@ -97,7 +98,7 @@ def rebatch_tokens(
     old, tokens, accumulate = saved.config, config[parameter], config.get("accumulate", 1)
     before, old_tokens, old_accumulate = saved.devices or devices, old.get(parameter), old.get("accumulate", 1)
     asked, old_asked = config.get("global_batch_size"), old.get("global_batch_size")
-    flag = f"--{parameter.replace('_', '-')}"
+    flag = flag_of(parameter)
     if old_tokens is None:
         batch = old.get("batch_size")
         raise UserError(f"{flag} is {tokens}, and the checkpoint's batches have {batch} samples; leave it out")

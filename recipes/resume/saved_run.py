@@ -12,6 +12,7 @@ import torch
 from callbacks.checkpointing.verified_io import describe_damage
 from datamodules.contract import DataContract
 from datamodules.errors import UserError
+from recipes.launch.settings import flag_of
 
 __all__ = ["SavedRun", "describe_differences", "newest_valid_checkpoint", "read_run"]
 
@@ -150,5 +151,5 @@ def describe_differences(
     for name, new in config.items():
         if name in _FREE or name in free or name not in saved or new in (None, "auto") or _same(saved[name], new):
             continue
-        lines.append(f"--{name.replace('_', '-')} is {new}, and {saved[name]} in the checkpoint")
+        lines.append(f"{flag_of(name)} is {new}, and {saved[name]} in the checkpoint")
     return lines
