@@ -11,26 +11,29 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from callbacks.lib.accumulation import (
     AccumulationWindow,
+    MeanLoss,
     check_schedule,
     check_single_accumulation,
     check_strategy,
     current_factor,
+    describe_second_call,
     ends_window,
     move_place_in_epoch,
     samples_per_batch,
     scale_gradients,
+    uses_loss,
     weigh_loss,
 )
 from callbacks.lib.consensus import SumWithFlag
 from callbacks.lib.global_batch import accumulation_factor, loader_batch_size
 from callbacks.lib.targets import observe_counts
 from callbacks.lib.updates import AccumulationSchedule
-from datamodules.errors import UserError
+from datamodules.errors import RunFailedError, UserError
 
 __all__ = ["GradientAccumulation"]
 
@@ -50,6 +53,11 @@ class GradientAccumulation(pl.Callback):
     averages them, GradScaler unscales them and clipping reads their norm. That costs one all-reduce of one number per
     update, and none on one device.
 
+    An optimiser may call its closure any number of times per update (LBFGS, SAM) where the update has one micro-batch:
+    each call is the mean over all targets. Of several micro-batches only the last could be computed again, so that is
+    refused. To LBFGS, and to optimisers other than torch's, the closure returns the mean loss over all targets of the
+    update, equal on every rank: line searches depend on it. It is a second number in the same all-reduce.
+
     A count of 0 takes a micro-batch out, even if its loss is NaN for want of samples. Where samples hold no
     target, divide by ``count.clamp(min=1)``: a gradient that is NaN stays NaN with any weight.
 
@@ -62,7 +70,9 @@ class GradientAccumulation(pl.Callback):
 
     Raises:
         UserError: `global_batch_size` does not divide, both arguments are given, something else accumulates as well,
-            or the strategy cannot. With one micro-batch per update such a strategy gets a warning only.
+            or the strategy cannot. With one micro-batch per update such a strategy gets a warning only. LBFGS would
+            accumulate over several micro-batches.
+        RunFailedError: another optimiser calls its closure again, and the update has several micro-batches.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[GradientAccumulation(global_batch_size=1024)], logger=False)
@@ -87,6 +97,8 @@ class GradientAccumulation(pl.Callback):
         self._running = False
         self._count: int | Tensor = 0
         self._window = AccumulationWindow()
+        self._mean_loss: MeanLoss | None = None
+        self._called = False
 
     def accumulation_schedule(self, trainer: pl.Trainer) -> AccumulationSchedule:
         """Micro-batches per update; known from `on_train_start` on where it follows from the global batch size."""
@@ -111,6 +123,8 @@ class GradientAccumulation(pl.Callback):
         self._schedule = self.accumulation_schedule(trainer)
         largest = max(factor for _, factor in self._schedule.entries)
         check_schedule(trainer, largest)
+        if largest > 1 and isinstance(trainer.optimizers[0], LBFGS):
+            raise UserError(describe_second_call(trainer.optimizers[0], largest))
         self._running = True
         self.sums.reset()
         old, self._samples_per_batch = self._samples_per_batch, samples_per_batch(trainer)
@@ -121,6 +135,8 @@ class GradientAccumulation(pl.Callback):
         self.sums_over_ranks = self._weighs and trainer.world_size > 1
         if self._weighs and (trainer.world_size > 1 or largest > 1):
             self._release_module = observe_counts(pl_module, self._set_count)
+            if uses_loss(trainer.optimizers[0]):
+                self._mean_loss = MeanLoss(trainer.optimizers[0])
 
     def _set_count(self, count: int | Tensor) -> None:
         self._count = count
@@ -135,6 +151,7 @@ class GradientAccumulation(pl.Callback):
     ) -> None:
         if self._release_module is None:
             return  # One device and one micro-batch, for the whole run.
+        self._called = False
         factor = trainer.accumulate_grad_batches
         if batch_idx % factor == 0:
             factor = self._schedule.switch(factor, trainer.current_epoch, trainer.global_step, batch_idx)
@@ -145,12 +162,25 @@ class GradientAccumulation(pl.Callback):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         if self._release_module is None:
             return  # The mean loss has the right gradient already.
+        if self._called and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches:
+            raise RunFailedError(describe_second_call(trainer.optimizers[0], trainer.accumulate_grad_batches))
+        self._called = True
         dtype = torch.promote_types(loss.dtype, torch.float32)
         count = self._count.detach().to(loss.device, dtype) if isinstance(self._count, Tensor) else float(self._count)
+        if self._mean_loss is not None:
+            self._mean_loss.add(loss.to(dtype) * trainer.accumulate_grad_batches, count)
         if not ends_window(trainer):
             weigh_loss(loss, self._window.weight(count))
             return
-        total = (lambda value: self.sums(value, loss.device, dtype)) if trainer.world_size > 1 else None
+
+        def total(count: float | Tensor) -> float | Tensor:
+            numbers = [count] if self._mean_loss is None else [count, self._mean_loss.total]
+            if trainer.world_size > 1:
+                numbers = [*self.sums(*numbers, device=loss.device, dtype=dtype)]
+            if self._mean_loss is not None:
+                self._mean_loss.close(numbers[1], numbers[0])
+            return numbers[0]
+
         earlier, weight = self._window.last_weight(count, trainer.world_size, total)
         self._scale_gradients(trainer, earlier)
         weigh_loss(loss, weight)
@@ -165,6 +195,8 @@ class GradientAccumulation(pl.Callback):
         if self._window.is_open:
             # The window's last training_step returned None (on one device), so there was no last backward pass.
             self._scale_gradients(trainer, self._window.close())
+            if self._mean_loss is not None:
+                self._mean_loss.total = 0.0
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -178,6 +210,9 @@ class GradientAccumulation(pl.Callback):
         if self._release_module is not None:
             self._release_module()
             self._release_module = None
+        if self._mean_loss is not None:
+            self._mean_loss.remove()
+            self._mean_loss = None
         if self._running:
             trainer.accumulate_grad_batches = 1
             self._running = False

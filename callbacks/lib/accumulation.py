@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
 
 from callbacks.lib.global_batch import loader_batch_size
 from callbacks.lib.trainer_attributes import callbacks_of
@@ -16,15 +17,18 @@ from datamodules.errors import UserError
 
 __all__ = [
     "AccumulationWindow",
+    "MeanLoss",
     "batches_for_samples",
     "check_schedule",
     "check_single_accumulation",
     "check_strategy",
     "current_factor",
+    "describe_second_call",
     "ends_window",
     "move_place_in_epoch",
     "samples_per_batch",
     "scale_gradients",
+    "uses_loss",
     "weigh_loss",
 ]
 
@@ -119,6 +123,71 @@ class AccumulationWindow:
         earlier = 1.0 if self._unit is None else self._unit / divisor
         self._total, self._unit = 0.0, None
         return earlier
+
+
+def uses_loss(optimizer: Optimizer) -> bool:
+    """Whether a step may depend on the loss that its closure returns: of torch's own optimisers only LBFGS's does."""
+    return isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith("torch.optim.")
+
+
+class MeanLoss:
+    """The mean loss over all targets of an update, which the optimiser gets from its closure.
+
+    Line searches decide by that loss how far to go and when to end. By the loss of its own batch each rank would decide
+    for itself, and wait in collective calls that the others do not make.
+
+    Args:
+        optimizer: its closures return this mean, until `remove`.
+
+    Example:
+        >>> optimizer = LBFGS([torch.zeros(1, requires_grad=True)])
+        >>> loss = MeanLoss(optimizer)
+        >>> loss.add(torch.tensor(5.0), 1)
+        >>> loss.add(torch.tensor(1.0), 3)
+        >>> loss.close(loss.total, 4)
+        >>> optimizer.step(closure=lambda: torch.tensor(1.0))
+        tensor(2.)
+        >>> loss.remove()
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.total: float | Tensor = 0.0
+        """The sum of the losses over the targets since the last `close`."""
+        self._mean: float | Tensor = 0.0
+        self._handle = optimizer.register_step_pre_hook(self._before_step)
+
+    def add(self, loss: Tensor, count: float | Tensor) -> None:
+        """Add a mean loss over so many targets; a mean over none may be NaN."""
+        total = loss.detach() * count
+        self.total = self.total + total.where(torch.as_tensor(count > 0, device=loss.device), 0.0)
+
+    def close(self, total: float | Tensor, count: float | Tensor) -> None:
+        """Set the mean, from the sum of the losses and the number of targets, over all ranks."""
+        self._mean, self.total = total / at_least_one(count), 0.0
+
+    def remove(self) -> None:
+        """Leave the optimiser as it was."""
+        self._handle.remove()
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure")
+        if closure is None:
+            return None  # A step that calls its parent class's step runs this once for each.
+
+        def with_mean() -> Any:
+            loss = closure()
+            return loss if loss is None else torch.as_tensor(self._mean, dtype=loss.dtype, device=loss.device)
+
+        return args, kwargs | {"closure": with_mean}
+
+
+def describe_second_call(optimizer: Optimizer, steps: int) -> str:
+    """What is wrong with an optimiser that calls its closure again, where an update has several micro-batches."""
+    name = type(optimizer).__name__
+    return (
+        f"{name} calls its closure several times per update, but of the {steps} micro-batches of an update only the"
+        " last can be computed again: pass steps=1 and a `batch_size` that holds the whole update, or another optimiser"
+    )
 
 
 def check_single_accumulation(trainer: pl.Trainer, pl_module: pl.LightningModule, kinds: tuple[type, ...]) -> None:

@@ -4,7 +4,6 @@ A rank that acts on a flag of its own leaves the others waiting in the next coll
 all-reduce of the flag at the same moments, and all act on the result.
 """
 
-from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -63,37 +62,42 @@ class FlagAllReduce:
 class DeferredFlags:
     """Reads sums of flags without waiting for the device that computes them.
 
-    On a CPU a sum is read at once. Elsewhere it is copied behind the work queued so far, and read one call later, when
-    the device has the next update to work on.
+    On a CPU the last sum is read at once. Elsewhere it is copied behind the work queued so far, and read one update
+    later, when the device has the next one to work on. An optimiser that calls its closure several times sends several
+    sums per update, of which the last counts.
     """
 
     def __init__(self) -> None:
-        self._sent: deque[tuple[Tensor, torch.Event | None]] = deque(maxlen=2)
+        self._last: tuple[Tensor, torch.Event | None] | None = None
+        self._of_update_before: tuple[Tensor, torch.Event | None] | None = None
 
     def push(self, flags: Tensor) -> None:
-        """Send a sum of flags, once an update."""
+        """Send a sum of flags."""
         event = None
         if flags.device.type != "cpu":
             event = torch.Event(flags.device)
             flags = flags.to("cpu", non_blocking=True)  # Into pinned memory.
             event.record()
-        self._sent.append((flags, event))
+        self._last = flags, event
 
     def pop(self) -> bool:
-        """Whether the last sum is above 0, or on a device the one before; False when called again."""
-        if not self._sent or (len(self._sent) == 1 and self._sent[0][1] is not None):
+        """Whether the last sum is above 0, or on a device that of the update before; to be called once an update."""
+        sent, self._last = self._last, None
+        if sent is not None and sent[1] is not None:
+            sent, self._of_update_before = self._of_update_before, sent
+        if sent is None:
             return False
-        flags, event = self._sent.popleft()
+        flags, event = sent
         if event is not None:
             event.synchronize()
         return bool(flags)
 
 
 class SumWithFlag:
-    """Sums a number over the ranks once per update, and a flag in the same all-reduce.
+    """Sums numbers over the ranks once per update, and a flag in the same all-reduce.
 
     Attributes:
-        flag: asked on each rank for its flag; without it only the number is summed.
+        flag: asked on each rank for its flag; without it only the numbers are summed.
     """
 
     def __init__(self) -> None:
@@ -104,19 +108,20 @@ class SumWithFlag:
         """Forget the flags of an earlier run."""
         self._flags = DeferredFlags()
 
-    def __call__(self, value: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The sum over the ranks, without waiting for the device."""
-        if self.flag is None:
-            return sum_over_ranks(value, device, dtype)
-        value = torch.as_tensor(value, device=device, dtype=dtype)
-        both = torch.stack([value, torch.full_like(value, self.flag())])
-        total, flags = sum_over_ranks(both, device, dtype).unbind()
-        self._flags.push(flags)
-        return total
+    def __call__(self, *values: float | Tensor, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        """The sums over the ranks, without waiting for the device."""
+        if self.flag is None and len(values) == 1:
+            return [sum_over_ranks(values[0], device, dtype)]
+        flag = [] if self.flag is None else [float(self.flag())]
+        numbers = [torch.as_tensor(value, device=device, dtype=dtype) for value in (*values, *flag)]
+        sums = list(sum_over_ranks(torch.stack(numbers), device, dtype).unbind())
+        if flag:
+            self._flags.push(sums.pop())
+        return sums
 
     def any_flag(self) -> bool:
         """Whether the flag was set on any rank, to be called once per update.
 
-        On a CPU in the last sum, on a GPU in the one before: to read the last would be to wait for it.
+        On a CPU in the last sum, on a GPU in that of the update before: to read the last would be to wait for it.
         """
         return self._flags.pop()
