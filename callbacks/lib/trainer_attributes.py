@@ -6,7 +6,15 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.profilers import Profiler
 
-__all__ = ["callbacks_of", "datamodule_of", "is_fast_dev_run", "log_interval", "profiler_of", "surround_callbacks"]
+__all__ = [
+    "callbacks_of",
+    "datamodule_of",
+    "is_fast_dev_run",
+    "log_interval",
+    "profiler_of",
+    "set_callbacks",
+    "surround_callbacks",
+]
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
@@ -14,6 +22,12 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     untyped: Any = trainer
     callbacks: list[pl.Callback] = untyped.callbacks
     return callbacks
+
+
+def set_callbacks(trainer: pl.Trainer, callbacks: list[pl.Callback]) -> None:
+    """Replaces all callbacks; not while the Trainer runs."""
+    untyped: Any = trainer
+    untyped.callbacks = callbacks
 
 
 def surround_callbacks(trainer: pl.Trainer, first: pl.Callback, last: pl.Callback) -> Callable[[], None]:

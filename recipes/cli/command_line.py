@@ -84,7 +84,7 @@ def run(
     Args:
         recipe_class: what to train.
         data_class: what to train on.
-        callbacks: makes further callbacks for the Trainer.
+        callbacks: makes further callbacks for the Trainer, new ones for the scores after training.
         args: the command line; by default that of the process.
     """
     drop_inherited_variables(os.environ)

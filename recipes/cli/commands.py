@@ -21,7 +21,7 @@ from recipes.cli.export import export
 from recipes.cli.report import Stopwatch, print_pairs, print_rows, report, shown, write_rows
 from recipes.cli.run_folder import run_folder
 from recipes.cli.settings import checkpoint_callbacks
-from recipes.cli.trainer import build_trainer
+from recipes.cli.trainer import build_trainer, renew_callbacks
 from recipes.failures.monitor import exit_run
 from recipes.failures.shared_folder import SharedFolder
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
@@ -55,13 +55,18 @@ def _export(experiment: Experiment) -> None:
     print_pairs({"written": shown(written.path), "checked": written.check})
 
 
+def _validates(experiment: Experiment) -> bool:
+    recipe, data = experiment.recipe, experiment.data
+    overridden = is_overridden("validation_step", recipe) and is_overridden("val_dataloader", data)
+    return overridden and data_contract(data).validates
+
+
 def _run_callbacks(experiment: Experiment, folder: Path) -> list[Callback]:
     """The callbacks of a run with a folder."""
-    recipe, data, settings = experiment.recipe, experiment.data, experiment.settings
+    recipe, settings = experiment.recipe, experiment.settings
     callbacks: list[Callback] = [SharedFolder(folder)]
     if settings.trainer["enable_checkpointing"] is not False:
-        validates = is_overridden("validation_step", recipe) and is_overridden("val_dataloader", data)
-        monitor = recipe.monitor if validates and data_contract(data).validates else None
+        monitor = recipe.monitor if _validates(experiment) else None
         callbacks += checkpoint_callbacks(folder, monitor, recipe, settings.run)
         callbacks.append(CheckpointGuard(settings.run.resume))
     return callbacks
@@ -116,26 +121,25 @@ def _record_start(experiment: Experiment, folder: Path) -> None:
 def _train_and_test(
     trainer: pl.Trainer, experiment: Experiment, folder: Path | None, program: str
 ) -> tuple[dict[str, float], str | None]:
-    """Train, and test the best checkpoint. Returns the scores and the checkpoint."""
+    """Train, then score the best checkpoint as validate and test do. Returns the scores and the checkpoint."""
     recipe, data, resume = experiment.recipe, experiment.data, experiment.settings.run.resume
     with _interruptible(trainer, folder, program):
         trainer.fit(recipe, data, ckpt_path=resume, weights_only=True)
-    checkpoints = trainer.checkpoint_callback
-    best = getattr(checkpoints, "best_model_path", "") or None
+    best = getattr(trainer.checkpoint_callback, "best_model_path", "") or None
     if best is None and folder is not None and (last := folder / "checkpoints" / "last.ckpt").is_file():
         best = str(last)
     scores = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    best_score = getattr(checkpoints, "best_model_score", None)
-    if best and recipe.monitor in scores and best_score is not None:
-        # The score of the checkpoint that is tested, not of the last epoch.
-        scores = {k: v for k, v in scores.items() if not k.startswith("val/")}
-        scores[recipe.monitor] = float(best_score)
-    if is_overridden("test_step", recipe) and is_overridden("test_dataloader", data):
-        with _interruptible(trainer, folder, program):
-            final = trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
-            if not final and recipe.monitor in scores:  # There is no test set.
-                final = trainer.validate(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
-        scores |= final[0] if final else {}
+    renew_callbacks(trainer, experiment)
+    with _interruptible(trainer, folder, program):
+        if _validates(experiment):
+            # The scores so far are those of the last epoch. Nothing is logged: the curves end with the training.
+            loggers, trainer.loggers = trainer.loggers, []
+            validated = trainer.validate(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
+            trainer.loggers = loggers
+            scores |= validated[0] if validated else {}
+        if is_overridden("test_step", recipe) and is_overridden("test_dataloader", data):
+            tested = trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
+            scores |= tested[0] if tested else {}
     return scores, best
 
 
@@ -180,7 +184,7 @@ def _interruptible(trainer: pl.Trainer, folder: Path | None, program: str) -> It
             rank_zero_print(why)
         elif not last.exists():
             rank_zero_print(f"{why} before the first update, so nothing was saved")
-        elif stopped.trained or trainer.state.fn == "test":
+        elif stopped.trained or trainer.state.fn != "fit":
             rank_zero_print(f"{why}; the training is done, so test with\n  {program} test --ckpt {shown(last)}")
         else:
             rank_zero_print(f"{why}; resume with\n  {program} --resume {shown(last)}")

@@ -47,7 +47,7 @@ class Classes:
     Args:
         recipe: what to train.
         data: what to train on.
-        callbacks: makes further callbacks for the Trainer.
+        callbacks: makes further callbacks for the Trainer, new ones at each call.
     """
 
     recipe: type[Recipe]
@@ -105,12 +105,16 @@ class Settings:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a command works with; its settings are resolved and read-only."""
+    """What a command works with; its settings are resolved and read-only.
+
+    Args:
+        callbacks: makes the callbacks of a Trainer, new ones at each call.
+    """
 
     settings: Settings
     recipe: Recipe
     data: pl.LightningDataModule
-    callbacks: Sequence[Callback]
+    callbacks: Callable[[], list[Callback]]
 
 
 def _refuse_unless(resume_anyway: bool, error: UserError) -> None:
@@ -200,5 +204,7 @@ def build_experiment(settings: Settings, classes: Classes, store: TCPStore | Non
         # The recipe's constructor computes defaults that depend on other parameters. It may share some with the data.
         config = MappingProxyType(_fill(_fill(settings.config, recipe.hparams), resolved))
         recipe.run_config = dict(config)
-        callbacks = [*run_callbacks(settings.run, recipe, seeds), *classes.callbacks()]
-    return Experiment(replace(settings, data=resolved, config=config), recipe, data, callbacks)
+    settings = replace(settings, data=resolved, config=config)
+    return Experiment(
+        settings, recipe, data, lambda: [*run_callbacks(settings.run, recipe, seeds), *classes.callbacks()]
+    )

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.fast_path.no_profiler import NoProfiler
 from callbacks.lib.lightning_internals import set_collective_timeout
+from callbacks.lib.trainer_attributes import set_callbacks
 from callbacks.run_progress import RunProgress
 from datamodules.errors import UserError
 from recipes.cli.experiment import Experiment, as_user_errors
@@ -25,7 +26,7 @@ from recipes.failures.monitor import FailureReporter
 from recipes.launch.rank_zero import rank_zero_print
 from recipes.resume.saved_run import read_run
 
-__all__ = ["build_trainer"]
+__all__ = ["build_trainer", "renew_callbacks"]
 
 
 def _backend(trainer: pl.Trainer) -> str:
@@ -48,6 +49,21 @@ def _print_first_line(trainer: pl.Trainer, experiment: Experiment) -> None:
     rank_zero_print(f"{experiment.recipe.title}: {launch}{hardware(trainer)}, {batch}{precision}{memory}")
 
 
+def _callbacks(experiment: Experiment) -> list[Callback]:
+    """New callbacks of any command."""
+    progress = [RunProgress()] if experiment.settings.trainer["enable_progress_bar"] is not False else []
+    return [FailureReporter(), *experiment.callbacks(), *progress]
+
+
+def renew_callbacks(trainer: pl.Trainer, experiment: Experiment) -> None:
+    """Give a Trainer that has trained the callbacks of one that evaluates a checkpoint.
+
+    Those that have trained may put their own weights in place of the checkpoint's: Lightning's `WeightAveraging` loads
+    those that were not averaged.
+    """
+    set_callbacks(trainer, _callbacks(experiment))
+
+
 def build_trainer(experiment: Experiment, more: Sequence[Callback] = (), folder: Path | None = None) -> pl.Trainer:
     """Build the Trainer of a command and print what it will use.
 
@@ -62,13 +78,13 @@ def build_trainer(experiment: Experiment, more: Sequence[Callback] = (), folder:
         options["strategy"] = ModelParallelStrategy(save_distributed_checkpoint=False)
     # DeepSpeed writes folders in its own format.
     saving = [] if "deepspeed" in str(options["strategy"]).lower() else [VerifiedCheckpointIO()]
-    progress = [RunProgress()] if options["enable_progress_bar"] is not False else []
+    callbacks = [*_callbacks(experiment), *more]
     with as_user_errors(ValueError, TypeError, MisconfigurationException):
         trainer = pl.Trainer(
             **(options | {"profiler": options["profiler"] or NoProfiler()}),
             precision=settings.run.precision,  # type: ignore[arg-type]
             logger=loggers(folder, settings.run.resume) if folder else False,
-            callbacks=[FailureReporter(), *experiment.callbacks, *progress, *more],
+            callbacks=callbacks,
             plugins=[LightningEnvironment(), *saving],
             default_root_dir=str(folder) if folder else None,
             enable_autolog_hparams=False,

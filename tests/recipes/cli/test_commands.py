@@ -1,0 +1,102 @@
+"""A run scores the checkpoint that it leaves, whatever its callbacks do to the weights."""
+
+import contextlib
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from torch import Tensor
+from typing_extensions import override
+
+from callbacks import BNRecalibration
+from tests.support.ranks import run_ranks
+
+QUICK = ["--dataset", "digits", "--max-epochs", "2", "--network", "default", "--precision", "32"]
+QUICK += ["--accelerator", "cpu"]
+
+
+class EvaluateAverage(pl.Callback):
+    """A user's own average, which is in no checkpoint: it takes the weights' place during each evaluation."""
+
+    def __init__(self) -> None:
+        self.average: list[Tensor] = []
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        weights = [p.detach() for p in pl_module.parameters()]
+        self.average = [0.95 * a + 0.05 * w for a, w in zip(self.average or weights, weights, strict=True)]
+
+    def _exchange(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for parameter, average in zip(pl_module.parameters(), self.average):
+            weights = parameter.detach().clone()
+            parameter.data.copy_(average)
+            average.copy_(weights)
+
+    on_validation_start = on_validation_end = on_test_start = on_test_end = _exchange
+
+
+AVERAGES: dict[str, Callable[[], Sequence[pl.Callback]]] = {
+    "Lightning's": lambda: [EMAWeightAveraging(decay=0.9), BNRecalibration()],
+    "stochastic": lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)],
+    "a user's own": lambda: [EvaluateAverage()],
+}
+
+
+def _type(kind: str, folder: str, *commands: list[str]) -> None:
+    from datamodules import MNISTDataModule
+    from recipes import run
+    from recipes.mnist import MNISTClassifier
+
+    os.chdir(folder)
+    for args in commands:
+        with contextlib.redirect_stdout(io.StringIO()):
+            run(MNISTClassifier, MNISTDataModule, AVERAGES[kind], args)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [
+        ("Lightning's", 1),
+        ("Lightning's", 2),
+        ("a user's own", 1),
+        pytest.param("stochastic", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_with_averaged_weights_has_the_scores_of_its_checkpoint(kind: str, world_size: int, tmp_path: Path):
+    best = tmp_path / "runs" / "mnist" / "run" / "checkpoints" / "best.ckpt"
+    commands = [[*QUICK, "--name", "run", "--batch-size", str(128 // world_size)]]
+    if world_size > 1:
+        run_ranks(_type, world_size, kind, str(tmp_path), *commands, env={"TORCHELASTIC_RUN_ID": "run"})
+        commands = []
+    given = ["--ckpt", str(best)]
+    commands += [[name, *given, "--accelerator", "cpu", "--output", f"{name}.json"] for name in ("validate", "test")]
+    commands.append(["export", *given, "--format", "state-dict", "--output", "weights.pt"])
+    run_ranks(_type, 1, kind, str(tmp_path), *commands)
+
+    scores = json.loads((best.parents[1] / "results.json").read_text())["scores"]
+    alone = json.loads((tmp_path / "validate.json").read_text()) | json.loads((tmp_path / "test.json").read_text())
+    assert {"val/loss", "val/accuracy", "test/loss", "test/accuracy"} <= alone.keys()
+    assert {name: scores[name] for name in alone} == alone
+    saved, exported = torch.load(best, weights_only=True), torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert all(torch.equal(value, saved["state_dict"][f"network.{name}"]) for name, value in exported.items())
+    raw = saved.get("current_model_state", {})
+    assert all(not torch.equal(exported[name], raw[f"network.{name}"]) for name in exported if raw and "weight" in name)
+
+
+@pytest.mark.slow
+def test_without_checkpoints_the_final_weights_are_tested(tmp_path: Path):
+    fit = [*QUICK, "--name", "run", "--enable-checkpointing", "false"]
+    run_ranks(_type, 1, "Lightning's", str(tmp_path), fit)
+    # The average, which the callback has put into the module as the training ended: as in the last validation.
+    with (tmp_path / "runs" / "mnist" / "run" / "metrics.csv").open() as file:
+        last = [row["val/loss"] for row in csv.DictReader(file) if row["val/loss"]][-1]
+    scores = json.loads((tmp_path / "runs" / "mnist" / "run" / "results.json").read_text())["scores"]
+    assert scores["val/loss"] == float(last)
