@@ -209,11 +209,12 @@ class Classifier(Recipe):
 
     @override
     def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
-        rows = []
+        rows: list[dict[str, Any]] = []
         for batch in outputs:
             best = batch["probabilities"].topk(min(self.top_k, len(self.class_names)))
-            for number, classes, values in zip(batch["number"].tolist(), best.indices.tolist(), best.values.tolist()):
-                row: dict[str, Any] = {"file": names[number]}
+            numbers = batch["number"].tolist() if names else range(len(best.values))
+            for number, classes, values in zip(numbers, best.indices.tolist(), best.values.tolist()):
+                row = {"file": names[number]} if names else {"sample": len(rows)}
                 for place, (index, probability) in enumerate(zip(classes, values), 1):
                     suffix = f"_{place}" if place > 1 else ""
                     row |= {f"class{suffix}": self.class_names[index], f"probability{suffix}": probability}
@@ -313,10 +314,14 @@ class Classifier(Recipe):
         self._log_scores("test", self.test_scores)
 
     @override
-    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """The sample numbers of shape (batch,) and the probabilities of shape (batch, classes)."""
-        inputs, numbers = batch
-        return {"number": numbers, "probabilities": self(inputs).float().softmax(1)}
+    def predict_step(self, batch: Tensor | Sequence[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """The probabilities of shape (batch, classes).
+
+        Batches are ``inputs`` or ``(inputs, ...)``; of ``(inputs, numbers)`` the numbers of the samples are returned
+        too, as indices of the data module's ``prediction_names``.
+        """
+        inputs, *numbers = (batch,) if isinstance(batch, Tensor) else batch
+        return dict(zip(["number"], numbers)) | {"probabilities": self(inputs).float().softmax(1)}
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

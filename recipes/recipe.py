@@ -175,14 +175,30 @@ class Recipe(pl.LightningModule):
         """
         return {}
 
+    @override
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """What the network makes of the inputs: of the batch, or of its first part where it is a tuple or a list."""
+        return self(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
     def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
-        """A row per prediction, for the table and the file of the predict command.
+        """A row per prediction, for the table and the file of the predict command: here the network's output.
 
         Args:
             outputs: what `predict_step` returned, a batch each.
-            names: the data module's ``prediction_names``: of each sample, such as its file.
+            names: the data module's ``prediction_names``: of each sample, such as its file; may be empty.
+
+        Raises:
+            UserError: the outputs are no tensors of shape (batch, ...), so a subclass has to override this method.
         """
-        raise NotImplementedError(f"{type(self).__name__} has to override prediction_rows()")
+        if wrong := [output for output in outputs if not isinstance(output, Tensor) or not output.ndim]:
+            raise UserError(
+                f"predict_step of {type(self).__name__} returns a {type(wrong[0]).__name__}, and predict prints tensors"
+                " of shape (batch, ...): override prediction_rows(outputs, names)"
+            )
+        values = [value for output in outputs for value in output.tolist()]
+        if names:
+            return [{"file": name, "output": value} for name, value in zip(names, values, strict=True)]
+        return [{"sample": number, "output": value} for number, value in enumerate(values)]
 
     def prediction_table(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
         """What the predict command prints of `prediction_rows`, whose values go into the file as they are.

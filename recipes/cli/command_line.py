@@ -17,7 +17,7 @@ from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals, requeue
 from datamodules.errors import UserError
 from recipes.cli.commands import carry_out
 from recipes.cli.console import configure_logging, program_name
-from recipes.cli.experiment import Classes, Settings, build_experiment
+from recipes.cli.experiment import Classes, Settings, build_experiment, takes_inputs
 from recipes.cli.flags import FlagGroup, FlagParser
 from recipes.cli.report import check_output, shown
 from recipes.cli.settings import RunSettings
@@ -189,6 +189,12 @@ class _CommandLine:
             return
         if namespace.resume:
             raise UserError(f"--resume continues training; pass --ckpt FILE to {command}")
+        if command == "predict" and namespace.inputs and not takes_inputs(self.classes.data):
+            data = self.classes.data.__name__
+            raise UserError(
+                f"{data} takes no inputs, because its constructor has no parameter predict_inputs; leave"
+                f" {' '.join(namespace.inputs)} out to predict what {data}.predict_dataloader() yields"
+            )
         if not namespace.ckpt:
             example = f"runs/{self.classes.recipe.title}/NAME/checkpoints/best.ckpt"
             raise UserError(f"{command} needs a checkpoint; pass --ckpt {example}")

@@ -5,12 +5,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader
 
 from callbacks.checkpointing.guard import CheckpointGuard
 from callbacks.lib.signals import Preempted, requeue
@@ -18,7 +20,7 @@ from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from recipes.cli.experiment import Experiment, as_user_errors
 from recipes.cli.export import export
-from recipes.cli.report import Stopwatch, print_pairs, print_rows, report, shown, write_rows
+from recipes.cli.report import print_pairs, print_rows, report, shown, stopwatch_for, write_rows
 from recipes.cli.run_folder import run_folder
 from recipes.cli.settings import checkpoint_callbacks
 from recipes.cli.trainer import build_trainer, renew_callbacks
@@ -29,6 +31,30 @@ from recipes.resume.resume_point import start_from
 from recipes.resume.saved_run import read_run
 
 __all__ = ["carry_out"]
+
+_NEEDS = {
+    "fit": ("training_step", "train_dataloader"),
+    "validate": ("validation_step", "val_dataloader"),
+    "test": ("test_step", "test_dataloader"),
+    "predict": ("predict_step", "predict_dataloader"),
+}
+"""The methods of recipe and data module that a command calls."""
+
+
+class _AsIs:
+    """A DataLoader that Lightning iterates over without making another one.
+
+    To predict it would make one that reports indices, and fail where ``batch_size`` was passed by position.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
 
 
 def carry_out(experiment: Experiment, program: str, started_at: float) -> None:
@@ -42,11 +68,21 @@ def carry_out(experiment: Experiment, program: str, started_at: float) -> None:
     if command == "export":
         _export(experiment)
         return
+    _check_parts(experiment)
     with as_user_errors(MisconfigurationException):
         if command != "fit":
             _evaluate(experiment, program)
         else:
             _fit(experiment, program, started_at)
+
+
+def _check_parts(experiment: Experiment) -> None:
+    """Refuse a command for which recipe or data module have no method."""
+    command = experiment.settings.command
+    step, loader = _NEEDS[command]
+    for part, name in ((experiment.recipe, step), (experiment.data, loader)):
+        if not is_overridden(name, part):
+            raise UserError(f"{command} needs a method {name}, and {type(part).__name__} has none")
 
 
 def _export(experiment: Experiment) -> None:
@@ -74,7 +110,7 @@ def _run_callbacks(experiment: Experiment, folder: Path) -> list[Callback]:
 
 def _fit(experiment: Experiment, program: str, started_at: float) -> None:
     """Train in the run's folder, which a trial of a few batches has not, then test the best checkpoint."""
-    settings, stopwatch = experiment.settings, Stopwatch()
+    settings, stopwatch = experiment.settings, stopwatch_for(experiment.data)
     title, point = experiment.recipe.title, settings.resume_point
 
     def train(folder: Path | None) -> None:
@@ -151,6 +187,10 @@ def _evaluate(experiment: Experiment, program: str) -> None:
     rows: Sequence[dict[str, object]]
     with _interruptible(trainer, None, program):
         if command == "predict":
+            # On one device nothing has to be distributed.
+            make_loader = data.predict_dataloader
+            loader = lambda: _AsIs(made) if isinstance(made := make_loader(), DataLoader) else made  # noqa: E731
+            data.predict_dataloader = loader  # type: ignore[method-assign]
             outputs = trainer.predict(recipe, data, ckpt_path=run.ckpt, weights_only=True)
             rows = recipe.prediction_rows(outputs or [], data_contract(data).prediction_names)
         else:

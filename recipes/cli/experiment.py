@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
+from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed import TCPStore
@@ -28,7 +29,7 @@ from recipes.resume.rebatch import resumed_batch
 from recipes.resume.resume_point import ResumePoint
 from recipes.resume.saved_run import read_run
 
-__all__ = ["Classes", "Experiment", "Settings", "as_user_errors", "build_experiment"]
+__all__ = ["Classes", "Experiment", "Settings", "as_user_errors", "build_experiment", "takes_inputs"]
 
 
 @contextmanager
@@ -38,6 +39,11 @@ def as_user_errors(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise error if isinstance(error, UserError) else UserError(str(error)) from error
+
+
+def takes_inputs(data_class: type[pl.LightningDataModule]) -> bool:
+    """Whether a data module's constructor takes the arguments of the predict command."""
+    return "predict_inputs" in ArgumentParser(exit_on_error=False).add_class_arguments(data_class)
 
 
 @dataclass(frozen=True)

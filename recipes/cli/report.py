@@ -1,41 +1,74 @@
 """The results of a run: the table at its end, results.json and TensorBoard's hyper-parameters."""
 
+import contextlib
 import csv
 import json
 import math
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from rich.markup import escape
 from torch import nn
 from typing_extensions import override
 
-from datamodules.contract import data_contract
+from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError
-from recipes.cli.experiment import Experiment
+from recipes.cli.experiment import Experiment, takes_inputs
 from recipes.version import __version__
 
-__all__ = ["Stopwatch", "count_parameters", "flops_per_sample", "hardware", "report", "shown", "write_rows"]
+__all__ = [
+    "SampleCounter",
+    "Stopwatch",
+    "count_parameters",
+    "flops_per_sample",
+    "hardware",
+    "report",
+    "shown",
+    "stopwatch_for",
+    "write_rows",
+]
+
+
+def loader_sizes(**loaders: Any) -> dict[str, int]:
+    """Samples in the data sets of the loaders of each part; without the parts that do not tell.
+
+    Example:
+        >>> loader_sizes(train=torch.utils.data.DataLoader(range(10), batch_size=4), val=None, test=iter("abc"))
+        {'train': 10}
+    """
+    sizes = {}
+    for part, loader in loaders.items():
+        data = [getattr(one, "dataset", None) for one in CombinedLoader(loader).flattened]
+        sized = [one for one in data if isinstance(one, Sized)]
+        if sized and len(sized) == len(data):
+            sizes[part] = sum(map(len, sized))
+    return sizes
 
 
 class Stopwatch(pl.Callback):
     """Measures seconds of training and of validation in it, the epochs trained, and the parameters that trained.
 
-    `started` is True once the first batch is about to be trained, after all checks.
+    `started` is True once the first batch is about to be trained, after all checks. `sizes` holds the samples of the
+    parts that the loaders tell and the data module does not have to.
     """
 
     def __init__(self) -> None:
         self.seconds = self.validation_seconds = 0.0
         self.epochs = 0.0
         self.trainable = 0
+        self.sizes: dict[str, int] = {}
         self.started = False
         self._began = self._validation_began = 0.0
         self._first_batch = 0
@@ -56,7 +89,8 @@ class Stopwatch(pl.Callback):
         batches = trainer.fit_loop.total_batch_idx - self._first_batch
         loader: Any = trainer.train_dataloader
         # In full epochs: limit_train_batches shortens them.
-        self.epochs = batches / max(1, len(loader))
+        with contextlib.suppress(TypeError):  # Without length, as of an iterable.
+            self.epochs = batches / max(1, len(loader))
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -69,7 +103,41 @@ class Stopwatch(pl.Callback):
 
     def samples_per_second(self, samples_per_epoch: int) -> float:
         """Training samples of all devices per second of training."""
-        return self.epochs * samples_per_epoch / max(1e-9, self.seconds - self.validation_seconds)
+        return self._samples(samples_per_epoch) / max(1e-9, self.seconds - self.validation_seconds)
+
+    def _samples(self, samples_per_epoch: int) -> float:
+        return self.epochs * samples_per_epoch
+
+
+class SampleCounter(Stopwatch):
+    """Counts the samples of all ranks batch by batch, for a data module that does not tell how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = 0
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        with contextlib.suppress(MisconfigurationException):  # It holds no tensor.
+            self.samples += extract_batch_size(batch)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        count = torch.tensor(self.samples, device=pl_module.device)
+        self.samples = int(trainer.strategy.reduce(count, reduce_op="sum"))
+        self.sizes = loader_sizes(train=trainer.train_dataloader, val=trainer.val_dataloaders)
+
+    @override
+    def _samples(self, samples_per_epoch: int) -> float:
+        return self.samples
+
+
+def stopwatch_for(data: pl.LightningDataModule) -> Stopwatch:
+    """A stopwatch that counts samples itself where the data module is none of `DataContract`."""
+    return Stopwatch() if DataContract in type(data).__mro__ else SampleCounter()
 
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:
@@ -185,21 +253,24 @@ def report(
     recipe, data, config = experiment.recipe, data_contract(experiment.data), experiment.settings.config
     parameters, trainable = count_parameters(recipe)[0], stopwatch.trainable
     flops = flops_per_sample(recipe)
-    sizes = dict(data.sizes)
+    sizes = stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders) | dict(data.sizes)
     rate = stopwatch.samples_per_second(sizes.get("train", 0))
+    speed = f", {rate:,.0f} samples/s" if rate else ""
     rows = {
-        "data": f"{data.title}: " + ", ".join(f"{size:,} {part}" for part, size in sizes.items()),
+        "data": ": ".join(filter(None, (data.title, ", ".join(f"{n:,} {part}" for part, n in sizes.items())))),
         "parameters": f"{parameters:,} ({trainable:,} trainable)",
         **({"FLOPs per sample": f"{_with_unit(flops)}, forward"} if flops is not None else {}),
         **recipe.headline(scores),
-        "training": f"{stopwatch.seconds:.1f} s, {rate:,.0f} samples/s; {wall_seconds:.1f} s in all",
+        "training": f"{stopwatch.seconds:.1f} s{speed}; {wall_seconds:.1f} s in all",
     }
     if folder is not None and best:
         rows |= {
             "best checkpoint": shown(best),
             "TensorBoard": f"tensorboard --logdir {shown(folder.parent)}",
-            "predict": f"{program} predict --ckpt {shown(best)} {recipe.predict_example}",
         }
+        example = f" {recipe.predict_example}" if takes_inputs(type(experiment.data)) else ""
+        if example or is_overridden("predict_dataloader", experiment.data):
+            rows["predict"] = f"{program} predict --ckpt {shown(best)}{example}"
     print_pairs(rows)
     if folder is None:
         return

@@ -1,0 +1,111 @@
+"""Every command on a data module without our contract: stock DataLoaders in a stock LightningDataModule."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from recipes.cli.report import SampleCounter
+from tests.support.minimal_recipe import Line
+from tests.support.ranks import run_ranks
+from tests.support.tables import QUIET, silence
+
+BEST = "runs/quadrants/run/checkpoints/best.ckpt"
+Ended = tuple[int, str, str]
+
+
+def _type(all_args: list[list[str]], folder: str) -> list[Ended]:
+    from recipes import run
+    from tests.support.stock_data import Points, Quadrants
+
+    os.chdir(folder)
+    ended = []
+    for args in all_args:
+        out, err, status = io.StringIO(), io.StringIO(), 0
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                run(Quadrants, Points, args=[*args, "--accelerator=cpu", "--enable-progress-bar=false"])
+            except SystemExit as end:
+                status = int(end.code or 0)
+        ended.append((status, out.getvalue(), err.getvalue()))
+    return ended
+
+
+def typed(folder: Path, *commands: str) -> list[Ended]:
+    """What command lines end with and print, one after the other in one fresh process."""
+    return run_ranks(_type, 1, [shlex.split(command) for command in commands], str(folder))[0]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder with a run, and what the run printed."""
+    folder = tmp_path_factory.mktemp("trained")
+    ((status, out, err),) = typed(folder, "--num-classes 2 --max-epochs 2 --limit-train-batches 5 --name run")
+    assert status == 0, err
+    return folder, out
+
+
+def test_the_table_tells_the_sizes_of_the_loaders_and_the_samples_that_were_trained(trained):
+    folder, out = trained
+    assert re.search(r"^data +Points: 101 train, 40 val$", out, re.MULTILINE)
+    results = json.loads((folder / "runs/quadrants/run/results.json").read_text())
+    assert results["data"] == {"name": "Points", "sizes": {"train": 101, "val": 40}}
+    seconds = results["training_seconds"] - results["validation_seconds"]
+    assert results["samples_per_second"] * seconds == pytest.approx(2 * 5 * 16)
+
+
+def test_the_commands_score_and_predict_and_the_one_that_the_run_prints_works(trained):
+    folder, out = trained
+    (command,) = re.findall(r"^predict +python \S+ (predict .*)$", out, re.MULTILINE)
+    validated, predicted = typed(folder, f"validate --ckpt {BEST}", f"{command} --output rows.json")
+    assert validated[0] == 0, validated[2]
+    assert "val/accuracy" in validated[1]
+    assert predicted[0] == 0, predicted[2]
+    rows = json.loads((folder / "rows.json").read_text())
+    assert [row["sample"] for row in rows] == list(range(101))
+    network = torch.load(folder / BEST, weights_only=True)["state_dict"]
+    points = torch.randn(101, 2, generator=torch.Generator().manual_seed(1))
+    hidden = (points @ network["network.0.weight"].T + network["network.0.bias"]).relu()
+    expected = (hidden @ network["network.2.weight"].T + network["network.2.bias"]).softmax(1).max(1).values
+    assert torch.allclose(torch.tensor([row["probability"] for row in rows]), expected, atol=0.02)
+
+
+def test_what_the_data_module_lacks_is_said_in_words(trained):
+    folder, _ = trained
+    ended = typed(folder, f"predict --ckpt {BEST} one.png two.png", f"test --ckpt {BEST}")
+    assert [status for status, _, _ in ended] == [2, 2]
+    assert ended[0][2] == (
+        "error: Points takes no inputs, because its constructor has no parameter predict_inputs; leave one.png two.png"
+        " out to predict what Points.predict_dataloader() yields\n"
+    )
+    assert ended[1][2] == "error: test needs a method test_dataloader, and Points has none\n"
+
+
+def count_samples() -> int:
+    silence()
+    counter = SampleCounter()
+    samples = torch.linspace(-1, 1, 13).unsqueeze(1)
+    trainer = pl.Trainer(**QUIET | {"use_distributed_sampler": True}, devices=2, max_epochs=2, callbacks=[counter], enable_checkpointing=False)
+    trainer.fit(Line(), DataLoader(TensorDataset(samples, samples), batch_size=2))
+    return counter.samples
+
+
+def test_samples_of_all_ranks_are_counted_the_repeated_ones_of_lightnings_sampler_too():
+    assert run_ranks(count_samples, 2) == [28, 28]
+
+
+def test_a_recipe_without_a_table_of_its_own_prints_the_networks_outputs():
+    rows = Line().prediction_rows([torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0]])], [])
+    assert rows == [{"sample": 0, "output": [1.0]}, {"sample": 1, "output": [2.0]}, {"sample": 2, "output": [3.0]}]
+    named = Line().prediction_rows([torch.tensor([[1.0]])], ["a.txt"])
+    assert named == [{"file": "a.txt", "output": [1.0]}]
+    with pytest.raises(ValueError, match=r"predict_step of Line returns a dict.*override prediction_rows"):
+        Line().prediction_rows([{"logits": torch.zeros(1)}], [])
