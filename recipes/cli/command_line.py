@@ -19,6 +19,7 @@ from recipes.cli.commands import carry_out
 from recipes.cli.console import configure_logging, program_name
 from recipes.cli.experiment import Classes, Settings, build_experiment, takes_inputs
 from recipes.cli.flags import FlagGroup, FlagParser
+from recipes.cli.limits import LIMIT_TEXTS
 from recipes.cli.report import check_output, shown
 from recipes.cli.settings import RunSettings
 from recipes.failures.fingerprint import fingerprint
@@ -61,6 +62,9 @@ _COMMON_RUN_SETTINGS = """
     lr_scale sync_bn
 """
 _COMMON_LAUNCH_SETTINGS = "node_rank master_addr master_port launcher"
+_TRAINER_TEXTS = LIMIT_TEXTS | {
+    "barebones": "measure the speed of training: without logs, progress, checkpoints and test",
+}
 # They belong to one call and not to the experiment, so they are not saved with a run.
 _OF_ONE_CALL = {
     *("name", "run_dir", "resume", "resume_anyway", "ckpt", "output", "format", "config", "inputs", "profiler"),
@@ -122,7 +126,7 @@ def _build_parser(classes: Classes, program: str) -> FlagParser:
         FlagGroup("Launch", LaunchSettings, common=frozenset(_COMMON_LAUNCH_SETTINGS.split())),
         FlagGroup("Data", classes.data, skip=frozenset({"predict_inputs"})),
         FlagGroup("Recipe", classes.recipe),
-        FlagGroup("Trainer", pl.Trainer, trainer_skips, frozenset(_COMMON_TRAINER_PARAMETERS.split())),
+        FlagGroup("Trainer", pl.Trainer, trainer_skips, frozenset(_COMMON_TRAINER_PARAMETERS.split()), _TRAINER_TEXTS),
     ]
     parser = FlagParser(groups, program)
     parser.set_defaults(classes.recipe.trainer_defaults)
@@ -230,7 +234,7 @@ class _CommandLine:
         if namespace.name is not None and Path(namespace.name).name != namespace.name:
             raise UserError(f"--name {namespace.name} is not the name of a folder; pass --run-dir for where runs go")
         resume = namespace.resume
-        if namespace.fast_dev_run or namespace.enable_checkpointing is False:
+        if namespace.fast_dev_run or namespace.barebones or namespace.enable_checkpointing is False:
             resume = "none" if resume in (None, "auto") else resume
         parent = Path(namespace.run_dir) / self.classes.recipe.title
         return find_resume_point(resume, namespace.name, parent, self._config(namespace), self.classes.free_parameters)

@@ -125,7 +125,9 @@ def _fit(experiment: Experiment, program: str, started_at: float) -> None:
         if trainer.is_global_zero:
             report(trainer, experiment, folder, stopwatch, scores, best, program, time.monotonic() - started_at)
 
-    if settings.trainer["fast_dev_run"]:
+    if settings.trainer["barebones"]:
+        rank_zero_print("--barebones measures speed: nothing is logged, saved or tested, so the run cannot be resumed")
+    if settings.trainer["fast_dev_run"] or settings.trainer["barebones"]:
         train(None)
         return
     with run_folder(settings.run, title, point, worth_keeping=lambda: stopwatch.started) as folder:
@@ -161,6 +163,8 @@ def _train_and_test(
     recipe, data, resume = experiment.recipe, experiment.data, experiment.settings.run.resume
     with _interruptible(trainer, folder, program):
         trainer.fit(recipe, data, ckpt_path=resume, weights_only=True)
+    if experiment.settings.trainer["barebones"]:
+        return {}, None
     best = getattr(trainer.checkpoint_callback, "best_model_path", "") or None
     if best is None and folder is not None and (last := folder / "checkpoints" / "last.ckpt").is_file():
         best = str(last)

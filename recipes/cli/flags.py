@@ -11,8 +11,8 @@ import shutil
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
@@ -51,12 +51,14 @@ class FlagGroup:
         cls: the class whose constructor is read.
         skip: parameters without a flag.
         common: parameters that ``--help`` shows; None shows all.
+        texts: what parameters do, in place of the text in the class's docstring.
     """
 
     title: str
     cls: type
     skip: frozenset[str] = frozenset()
     common: frozenset[str] | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 def describe_type(annotation: Any) -> str:
@@ -137,6 +139,8 @@ class FlagParser(ArgumentParser):
             seen |= set(names)
         self.add_argument("--config", action=ActionConfigFile, help="a YAML file of settings, as --print-config prints")
         self._flags = {action.dest: action for action in self._actions if action.option_strings}
+        for name, text in (pair for group in groups for pair in group.texts.items()):
+            self._flags[name].help = text
 
     def _type(self, name: str) -> Any:
         action = self._flags[name]

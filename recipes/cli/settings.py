@@ -21,6 +21,7 @@ from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
 from callbacks.warmup_lr import WarmupLR
 from datamodules.errors import UserError
+from recipes.cli.limits import WholeUpdates
 from recipes.launch.precision import Precision
 from recipes.recipe import Recipe
 
@@ -126,6 +127,7 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
     callbacks: list[Callback] = [
         # First, so that the others read the factor of the current window.
         GradientAccumulation(settings.accumulate, settings.global_batch_size),
+        WholeUpdates(),
         seeds,
         WarmupLR(settings.warmup, settings.warmup_kind, settings.warmup_start_factor, scale, base if scale else None),
     ]

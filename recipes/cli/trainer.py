@@ -18,7 +18,8 @@ from callbacks.lib.lightning_internals import set_collective_timeout
 from callbacks.lib.trainer_attributes import set_callbacks
 from callbacks.run_progress import RunProgress
 from datamodules.errors import UserError
-from recipes.cli.experiment import Experiment, as_user_errors
+from recipes.cli.experiment import Experiment, Settings, as_user_errors
+from recipes.cli.limits import limits_per_device, micro_batches_per_update
 from recipes.cli.report import hardware
 from recipes.cli.run_folder import loggers
 from recipes.cli.settings import global_batch_text
@@ -51,7 +52,8 @@ def _print_first_line(trainer: pl.Trainer, experiment: Experiment) -> None:
 
 def _callbacks(experiment: Experiment) -> list[Callback]:
     """New callbacks of any command."""
-    progress = [RunProgress()] if experiment.settings.trainer["enable_progress_bar"] is not False else []
+    options = experiment.settings.trainer
+    progress = [RunProgress()] if options["enable_progress_bar"] is not False and not options["barebones"] else []
     return [FailureReporter(), *experiment.callbacks(), *progress]
 
 
@@ -64,6 +66,16 @@ def renew_callbacks(trainer: pl.Trainer, experiment: Experiment) -> None:
     set_callbacks(trainer, _callbacks(experiment))
 
 
+def _limits(settings: Settings) -> dict[str, Any]:
+    run, launch = settings.run, settings.launch
+    per_update = None
+    if settings.command == "fit":
+        per_update = micro_batches_per_update(
+            run.accumulate, run.global_batch_size, settings.data, launch.world_size, settings.tokens_parameter
+        )
+    return limits_per_device(settings.trainer, per_update, launch.rank, launch.world_size)
+
+
 def build_trainer(experiment: Experiment, more: Sequence[Callback] = (), folder: Path | None = None) -> pl.Trainer:
     """Build the Trainer of a command and print what it will use.
 
@@ -72,16 +84,18 @@ def build_trainer(experiment: Experiment, more: Sequence[Callback] = (), folder:
         folder: the run's folder, for logs.
     """
     settings = experiment.settings
-    options: dict[str, Any] = dict(settings.trainer)
+    options: dict[str, Any] = {**settings.trainer, **_limits(settings)}
     if options["strategy"] == "fsdp2":
         # Lightning has no short name for it. Checkpoints stay one file, which any strategy loads.
         options["strategy"] = ModelParallelStrategy(save_distributed_checkpoint=False)
     # DeepSpeed writes folders in its own format.
     saving = [] if "deepspeed" in str(options["strategy"]).lower() else [VerifiedCheckpointIO()]
     callbacks = [*_callbacks(experiment), *more]
+    if not options["barebones"]:
+        options["profiler"] = options["profiler"] or NoProfiler()
     with as_user_errors(ValueError, TypeError, MisconfigurationException):
         trainer = pl.Trainer(
-            **(options | {"profiler": options["profiler"] or NoProfiler()}),
+            **options,
             precision=settings.run.precision,  # type: ignore[arg-type]
             logger=loggers(folder, settings.run.resume) if folder else False,
             callbacks=callbacks,

@@ -93,7 +93,13 @@ def count_samples() -> int:
     silence()
     counter = SampleCounter()
     samples = torch.linspace(-1, 1, 13).unsqueeze(1)
-    trainer = pl.Trainer(**QUIET | {"use_distributed_sampler": True}, devices=2, max_epochs=2, callbacks=[counter], enable_checkpointing=False)
+    trainer = pl.Trainer(
+        **QUIET | {"use_distributed_sampler": True},
+        devices=2,
+        max_epochs=2,
+        callbacks=[counter],
+        enable_checkpointing=False,
+    )
     trainer.fit(Line(), DataLoader(TensorDataset(samples, samples), batch_size=2))
     return counter.samples
 

@@ -1,0 +1,115 @@
+"""Limits that do not depend on how a run is split: numbers of updates, and of the batches of all devices together.
+
+Lightning counts the batches of each device. With 2 devices in place of 1, or with accumulation, the same number is then
+another amount of training.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from callbacks.lib.global_batch import accumulation_factor
+from datamodules.errors import UserError
+
+__all__ = ["LIMIT_TEXTS", "WholeUpdates", "limits_per_device", "micro_batches_per_update"]
+
+_OF_TRAINING = ("limit_train_batches", "overfit_batches", "val_check_interval")
+_OF_EVALUATION = ("limit_val_batches", "limit_test_batches")
+
+_OF_ALL_DEVICES = "a number of batches, counted over all devices, or a share of each device's"
+LIMIT_TEXTS = {
+    "limit_train_batches": "train on a number of updates in each epoch, or on a share of it, as in 0.1",
+    "limit_val_batches": f"validate on {_OF_ALL_DEVICES}",
+    "limit_test_batches": f"test on {_OF_ALL_DEVICES}",
+    "overfit_batches": "train and validate on the same number of updates, or the same share of an epoch, not shuffled",
+    "val_check_interval": "validate after a number of updates, a share of an epoch or a time, as in 00:00:30:00",
+    "log_every_n_steps": "updates between two entries of the log",
+}
+"""What the flags do on the command line, in place of the Trainer's texts."""
+
+
+def micro_batches_per_update(
+    accumulate: Any, global_batch_size: int | None, data: Mapping[str, Any], world_size: int, tokens: str | None = None
+) -> int | None:
+    """Batches of each device in an update; None where it changes during the run or the settings do not tell.
+
+    Args:
+        accumulate: the number of them, or a schedule.
+        data: arguments of the data module, such as ``batch_size``.
+        tokens: the argument that, where it is given, limits a batch by tokens.
+    """
+    if global_batch_size is None:
+        return accumulate if isinstance(accumulate, int) else None
+    batch_size = data.get("batch_size")
+    if not isinstance(batch_size, int) or (tokens and data.get(tokens)):
+        return None
+    return accumulation_factor(global_batch_size, batch_size, world_size)
+
+
+def _counts(options: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, int]:
+    """Those limits that are numbers; the others are shares, times, 0 or not given."""
+    given = {name: options.get(name) for name in names}
+    return {name: n for name, n in given.items() if isinstance(n, int) and not isinstance(n, bool) and n > 0}
+
+
+def limits_per_device(options: Mapping[str, Any], per_update: int | None, rank: int, world_size: int) -> dict[str, Any]:
+    """The Trainer's limits on one device, for those that are numbers of updates or of the batches of all devices.
+
+    Args:
+        options: arguments of the Trainer.
+        per_update: as `micro_batches_per_update` returns it.
+
+    Raises:
+        UserError: the size of an update is not known, or a device would get no batch.
+
+    Example:
+        >>> limits_per_device({"limit_train_batches": 40, "limit_val_batches": 5}, per_update=4, rank=1, world_size=2)
+        {'limit_train_batches': 160, 'limit_val_batches': 2}
+    """
+    limits = {}
+    for name, count in _counts(options, _OF_TRAINING).items():
+        if per_update is None:
+            raise UserError(
+                f"{name}={count} counts updates, and their number of batches changes during this run or is not known"
+                f" before it; pass a share of the epoch, such as {name}=0.5"
+            )
+        limits[name] = count * per_update
+    for name, count in _counts(options, _OF_EVALUATION).items():
+        if count < world_size:
+            raise UserError(
+                f"{name}={count} leaves {world_size - count} of {world_size} devices without a batch; pass"
+                f" {name}={world_size} or more"
+            )
+        limits[name] = len(range(rank, count, world_size))
+    return limits
+
+
+class WholeUpdates(pl.Callback):
+    """Makes shares of an epoch end with an update where several micro-batches make one.
+
+    Runs on: `on_train_start`, after the callback that decides the accumulation.
+
+    Raises:
+        UserError: ``limit_train_batches`` is a share that ends within an update, so that the epoch's last update would
+            see other samples on another number of devices.
+    """
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        factor, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
+        if factor == 1:
+            return
+        loader: Any = trainer.train_dataloader
+        share = trainer.limit_train_batches
+        if isinstance(share, float) and share < 1 and batches % factor:
+            updates = max(1, int(share * math.ceil(len(loader) / factor)))
+            raise UserError(
+                f"limit_train_batches={share} is {batches:,} of {len(loader):,} batches, and an update takes {factor}:"
+                f" pass a number of updates, limit_train_batches={updates}"
+            )
+        every = trainer.val_check_batch
+        if isinstance(trainer.val_check_interval, float) and isinstance(every, int) and every < batches:
+            trainer.val_check_batch = max(1, every // factor) * factor

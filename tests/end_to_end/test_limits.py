@@ -1,0 +1,67 @@
+"""--limit-train-batches and the Trainer's other limits on the command line: the same training on any split."""
+
+import contextlib
+import io
+import json
+import os
+import shlex
+from pathlib import Path
+
+import torch
+
+from tests.support.ranks import run_ranks
+
+COMMON = "--dataset digits --accelerator cpu --precision 64 --lr 0.001 --schedule constant --name run"
+
+
+def _type(args: list[str], folder: str) -> tuple[int, str, str]:
+    from datamodules import MNISTDataModule
+    from recipes import run
+    from tests.support.plain_recipe import Plain
+
+    os.chdir(folder)
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            run(Plain, MNISTDataModule, args=args)
+        except SystemExit as end:
+            status = int(end.code or 0)
+    return status, out.getvalue(), err.getvalue()
+
+
+def typed(folder: Path, args: str, devices: int = 1) -> dict[str, torch.Tensor]:
+    """The weights of a run that trains on several devices, a process each."""
+    folder.mkdir(exist_ok=True)
+    command = [*shlex.split(f"{args} {COMMON}"), "--devices", str(devices)]
+    for status, _, err in run_ranks(_type, devices, command, str(folder)):
+        assert status == 0, err
+    checkpoint = torch.load(folder / "runs/plain/run/checkpoints/last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 8, "two epochs of four updates"
+    return checkpoint["state_dict"]
+
+
+def test_a_number_of_updates_is_trained_on_any_split_also_resumed_on_other_devices(tmp_path):
+    limits = "--limit-train-batches 4 --val-check-interval 2 --limit-val-batches 2 --global-batch-size 64"
+    run = f"{limits} --max-epochs 2"
+    whole = typed(tmp_path / "1x1", f"{run} --batch-size 64")
+    split = typed(tmp_path / "2x2", f"{run} --batch-size 16", devices=2)
+    first = f"{limits} --max-epochs 1 --batch-size 32"
+    (tmp_path / "resumed").mkdir()
+    command = [*shlex.split(f"{first} {COMMON}"), "--devices", "2"]
+    for status, _, err in run_ranks(_type, 2, command, str(tmp_path / "resumed")):
+        assert status == 0, err
+    resumed = typed(tmp_path / "resumed", "--resume runs/plain/run/checkpoints/last.ckpt --max-epochs 2")
+    for name, value in whole.items():
+        assert torch.allclose(value, split[name], rtol=1e-9, atol=1e-12), name
+        assert torch.allclose(value, resumed[name], rtol=1e-9, atol=1e-12), name
+    results = [json.loads((tmp_path / f"{n}/runs/plain/run/results.json").read_text()) for n in ("1x1", "2x2")]
+    assert results[0]["config"]["limit_train_batches"] == results[1]["config"]["limit_train_batches"] == 4
+
+
+def test_barebones_trains_without_a_folder_and_says_what_it_leaves_out(tmp_path):
+    args = shlex.split(f"{COMMON} --barebones --max-epochs 1 --batch-size 256")
+    ((status, out, err),) = run_ranks(_type, 1, args, str(tmp_path))
+    assert status == 0, err
+    assert "nothing is logged, saved or tested" in out
+    assert "samples/s" in out
+    assert not (tmp_path / "runs").exists()
