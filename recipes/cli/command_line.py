@@ -29,7 +29,7 @@ from recipes.failures.orphans import declare_parent, drop_inherited_variables, e
 from recipes.failures.rendezvous import UPDATES_DONE
 from recipes.launch.devices import detect_machine, devices_of
 from recipes.launch.host_tuning import stop_gpu_search, tune_allocator
-from recipes.launch.plan import Launch, plan_launch
+from recipes.launch.plan import Launch, check_strategy, plan_launch
 from recipes.launch.precision import check_precision, resolve_precision
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.launch.settings import Command, LaunchSettings
@@ -267,12 +267,13 @@ class _CommandLine:
         """Find out which process of the run this one is, and wait for the others."""
         here = detect_machine(values["accelerator"])
         check_precision(str(values["precision"]), here, self.typed)
+        check_strategy(values["strategy"], self.typed)
         if command == "predict":
             return Launch("local", 1, 1), None
         options = LaunchSettings(**self.parser.select(values, "Launch"))
         asked = (values["devices"], values["num_nodes"])
-        launch = plan_launch(os.environ, options, asked, here, self.typed, strategy=values["strategy"])
-        if launch.launcher in ("torchrun", "slurm"):
+        launch = plan_launch(os.environ, options, asked, here, self.typed)
+        if launch.address is not None and not launch.spawns:
             values["devices"] = devices_of(launch.devices, values["devices"], here)
             values["num_nodes"] = launch.num_nodes
 

@@ -68,7 +68,7 @@ def renew_callbacks(trainer: pl.Trainer, experiment: Experiment) -> None:
 
 def _limits(settings: Settings) -> dict[str, Any]:
     run, launch = settings.run, settings.launch
-    per_update = None
+    per_update: int | None = 1
     if settings.command == "fit":
         per_update = micro_batches_per_update(
             run.accumulate, run.global_batch_size, settings.data, launch.world_size, settings.tokens_parameter

@@ -180,12 +180,36 @@ def _difference_message(everyone: dict[int, dict[str, Any]], launch: Launch) -> 
     return f"the ranks have different settings: {difference}. Start all with one command and one version of the code"
 
 
+def _unequal_nodes(store: TCPStore, launch: Launch, command: Command) -> str:
+    """On rank 0: which of the nodes so far has another number of devices or of nodes; empty where none has."""
+    for node in range(1, launch.num_nodes):
+        if not store.check([f"node/{node}"]):
+            continue
+        nodes, devices, host = json.loads(store.get(f"node/{node}"))
+        if (nodes, devices) == (launch.num_nodes, launch.devices):
+            continue
+        text = (
+            f"node {node} ({host}) was started as one of {nodes} nodes x {devices} devices, node 0 as one of"
+            f" {launch.num_nodes} x {launch.devices}; every node needs the same numbers"
+        )
+        if launch.launcher == "manual":
+            here: dict[str, Any] = {"devices": min(devices, launch.devices), "num_nodes": launch.num_nodes}
+            there = here | {"master_addr": launch.address, "master_port": launch.port, "node_rank": node}
+            text += f": on node 0 {command.using(**here)} and on node {node} {command.using(**there)}"
+        return text
+    return ""
+
+
 def _compare(store: TCPStore, launch: Launch, timeout: float, deadline: float, command: Command) -> str:
     """On rank 0: wait for the other ranks and compare. Returns the problem; empty where there is none."""
     everyone: dict[int, dict[str, Any]] = {}
-    for rank in launch.first_ranks:
-        if record := _await(store, f"record/{rank}", deadline):
-            everyone[rank] = json.loads(record)
+    while len(everyone) < len(launch.first_ranks) and time.monotonic() <= deadline:
+        if problem := _unequal_nodes(store, launch, command):
+            return problem
+        for rank in launch.first_ranks:
+            if rank not in everyone and store.check([f"record/{rank}"]):
+                everyone[rank] = json.loads(store.get(f"record/{rank}"))
+        time.sleep(_POLL_INTERVAL)
     if len(everyone) < len(launch.first_ranks):
         return _missing(launch, set(everyone), timeout, command)
     twice = [rank for rank in launch.first_ranks if int(store.add(f"arrived/{rank}", 0)) > 1]
@@ -238,6 +262,7 @@ def rendezvous(launch: Launch, settings: dict[str, Any], timeout: float, command
     problem: str | None
     try:
         store.add(f"arrived/{launch.rank}", 1)
+        store.set(f"node/{launch.node_rank}", json.dumps([launch.num_nodes, launch.devices, record["host"]]))
         store.set(f"record/{launch.rank}", json.dumps(record))
         if launch.rank == 0:
             store.set("problem", problem := _compare(store, launch, timeout, deadline, command))

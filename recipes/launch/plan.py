@@ -5,6 +5,7 @@ with the command to type instead. Lightning's environment classes do not serve h
 at a time when a strategy asks, and do not compare the values with each other, the flags and the devices.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from recipes.launch.devices import Machine, number_of_devices
 from recipes.launch.settings import DEFAULT_PORT, Command, LaunchSettings
 from recipes.launch.slurm import slurm_step
 
-__all__ = ["LAUNCHER_VARIABLE", "Launch", "plan_launch"]
+__all__ = ["LAUNCHER_VARIABLE", "Launch", "check_strategy", "plan_launch"]
 
 LAUNCHER_VARIABLE = "LIGHTNING_RECIPES_LAUNCHER"
 
@@ -140,6 +141,11 @@ def _by_slurm(env: Mapping[str, str], asked: tuple[Any, int], here: Machine, com
             f" {command.srun(step.nodes, -(-step.tasks // step.nodes))}"
         )
     devices = step.tasks // step.nodes
+    if "," in (each := env.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        raise UserError(
+            f"Slurm has started {each} processes on the nodes, one number for each; expected as many on each:"
+            f" {command.srun(step.nodes, devices)}"
+        )
     _check_agreement((step.nodes, devices), asked, here, "Slurm", command)
     address = env.get("MASTER_ADDR") or step.first_host
     port = _port(_integer(env, "MASTER_PORT"), "MASTER_PORT") or step.port
@@ -149,30 +155,45 @@ def _by_slurm(env: Mapping[str, str], asked: tuple[Any, int], here: Machine, com
     )
 
 
-def _by_environment(env: Mapping[str, str], asked: tuple[Any, int], here: Machine, command: Command) -> Launch:
-    """For processes that exist already, with their ranks in the environment: our own children, mpirun, a script."""
+def _by_parent(env: Mapping[str, str], asked: tuple[Any, int], here: Machine) -> Launch:
+    """For the processes that the first one of their node has started."""
+    node, local = _integer(env, "NODE_RANK") or 0, _integer(env, "LOCAL_RANK") or 0
     nodes, devices = asked[1], number_of_devices(asked[0], here)
-    world = _integer(env, "WORLD_SIZE")
-    if world is not None and world != nodes * devices:
+    address, port = env["MASTER_ADDR"], _integer(env, "MASTER_PORT")
+    return Launch(env[LAUNCHER_VARIABLE], nodes, devices, node, local, address, port, joins=True)
+
+
+def _by_environment(
+    env: Mapping[str, str], settings: LaunchSettings, asked: tuple[Any, int], here: Machine, command: Command
+) -> Launch:
+    """For processes that mpirun or a script has started, with their ranks in the environment."""
+    address, world = settings.master_addr or env.get("MASTER_ADDR"), _integer(env, "WORLD_SIZE") or 1
+    local, rank = _integer(env, "LOCAL_RANK"), _integer(env, "RANK")
+    missing = [name for name, value in (("LOCAL_RANK", local), ("MASTER_ADDR", address)) if value is None]
+    if address is None or local is None:
         raise UserError(
-            f"WORLD_SIZE={world} contradicts --num-nodes {nodes} x --devices {devices} = {nodes * devices} processes:"
-            f" {command.using(num_nodes=nodes, devices=max(1, world // nodes))}"
+            f"RANK and WORLD_SIZE say that this is one of {world} processes; set {' and '.join(missing)} too, or unset"
+            " them to start the processes of this machine from here"
         )
-    local = _integer(env, "LOCAL_RANK") or 0
-    node = _integer(env, "NODE_RANK")
-    node = node if node is not None else _integer(env, "GROUP_RANK")
-    node = node if node is not None else (_integer(env, "RANK") or 0) // devices
-    who = env.get(LAUNCHER_VARIABLE, "manual")
-    return Launch(
-        who,
-        nodes,
-        devices,
-        node,
-        local,
-        env["MASTER_ADDR"],
-        _integer(env, "MASTER_PORT"),
-        joins=LAUNCHER_VARIABLE in env,
-    )
+    given = str(asked[0]) not in ("auto", "-1") or here.count is not None
+    of_node = number_of_devices(asked[0], here) if given else world // asked[1]
+    devices = _integer(env, "LOCAL_WORLD_SIZE") or of_node
+    nodes = asked[1] if asked[1] > 1 else max(1, world // max(1, devices))
+    if world != nodes * devices:
+        raise UserError(
+            f"WORLD_SIZE={world} is not {nodes} node{'s' * (nodes > 1)} x {devices} processes; every node needs as many"
+            f" processes as the others: {command.using(num_nodes=nodes, devices=max(1, world // nodes))}"
+        )
+    _check_agreement((nodes, devices), asked, here, "LOCAL_WORLD_SIZE", command)
+    told = (_integer(env, name) for name in ("NODE_RANK", "GROUP_RANK"))
+    node = next((number for number in told if number is not None), (rank or 0) // devices)
+    if rank is not None and rank != node * devices + local:
+        raise UserError(
+            f"RANK={rank} is not process {local} (LOCAL_RANK) of node {node} where each of {nodes} has {devices};"
+            " number them node by node, and set LOCAL_WORLD_SIZE to the number of processes on each node"
+        )
+    port = settings.master_port or _port(_integer(env, "MASTER_PORT"), "MASTER_PORT") or DEFAULT_PORT
+    return Launch("manual", nodes, devices, node, local, address, port)
 
 
 def _manual(
@@ -208,14 +229,27 @@ def _manual(
     return Launch("manual", nodes, devices, node, 0, address, port, spawns=True)
 
 
+def check_strategy(strategy: Any, command: Command) -> None:
+    """Refuse the strategies whose processes do not run the command line.
+
+    Raises:
+        UserError: it spawns or forks.
+    """
+    if not isinstance(strategy, str) or not (found := re.search(r"_(spawn|fork|notebook)", strategy)):
+        return
+    plain = strategy.replace(found[0], "")
+    raise UserError(
+        f"--strategy {strategy} starts processes without this program's checks and logs; {plain} starts them with"
+        f" these: {command.using(strategy=plain)}"
+    )
+
+
 def plan_launch(
     env: Mapping[str, str],
     settings: LaunchSettings,
     asked: tuple[Any, int],
     here: Machine,
     command: Command,
-    *,
-    strategy: Any = "auto",
 ) -> Launch:
     """Find out which process of which run this one is.
 
@@ -224,18 +258,12 @@ def plan_launch(
         asked: ``--devices`` and ``--num-nodes``.
         here: the devices of this machine.
         command: what the user typed, for the corrected command.
-        strategy: ``--strategy``; spawn and fork start processes without a command line, on one node only.
 
     Raises:
         UserError: the run could not start, or would wait for ever.
     """
     launch = _plan(env, settings, asked, here, command)
     _check_devices(launch.devices, here, command, by_slurm=launch.launcher == "slurm")
-    forks = isinstance(strategy, str) and any(word in strategy for word in ("spawn", "fork", "notebook"))
-    if forks and launch.num_nodes > 1:
-        raise UserError(f"--strategy {strategy} works on one node only: {command.using(strategy='ddp')}")
-    if forks:
-        return Launch("local", 1, launch.devices)
     return launch
 
 
@@ -244,7 +272,7 @@ def _plan(
 ) -> Launch:
     nodes, devices = asked[1], number_of_devices(asked[0], here)
     if LAUNCHER_VARIABLE in env and "LOCAL_RANK" in env:
-        return _by_environment(env, asked, here, command)
+        return _by_parent(env, asked, here)
     if settings.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in env:
         raise UserError(f"torchrun has not started this process: {command.torchrun(nodes, devices)}")
     if settings.launcher == "torchrun" or (settings.launcher == "auto" and "TORCHELASTIC_RUN_ID" in env):
@@ -252,8 +280,9 @@ def _plan(
     step = slurm_step(env)
     if settings.launcher == "slurm" or (settings.launcher == "auto" and step is not None and step.tasks > 1):
         return _by_slurm(env, asked, here, command)
-    if settings.launcher == "auto" and {"LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"} <= env.keys():
-        return _by_environment(env, asked, here, command)
+    several = (_integer(env, "WORLD_SIZE") or 1) > 1
+    if settings.launcher == "auto" and several and (env.keys() & {"RANK", "LOCAL_RANK"}):
+        return _by_environment(env, settings, asked, here, command)
     if (launch := _manual(env, settings, nodes, devices, command)) is not None:
         return launch
     tasks = _integer(env, "SLURM_NTASKS") or 1

@@ -152,6 +152,30 @@ def test_a_master_that_does_not_answer_is_named_within_the_timeout(tmp_path):
     assert ended.seconds < 45
 
 
+def test_nodes_with_unequal_numbers_of_devices_are_named_within_seconds_with_what_to_type_on_each(tmp_path):
+    port = free_port()
+    where = ["--num-nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    each = [["--devices", devices, *where, "--node-rank", node] for node, devices in (("0", "2"), ("1", "1"))]
+    zero, one = start(tmp_path, [(args, {}) for args in each])
+    assert (zero.status, one.status) == (2, 2), (zero, one)
+    line = last_line(zero)
+    assert f"node 1 ({socket.gethostname()}) was started as one of 2 nodes x 1 devices, node 0 as one of 2 x 2" in line
+    on_zero, on_one = line.split(": on node 0 ")[1].split(" and on node 1 ")
+    assert "--node-rank 0" in on_zero
+    assert "--node-rank 1" in on_one
+    assert f"--master-addr 127.0.0.1 --master-port {port}" in on_one
+    assert on_zero.count("--devices 1") == on_one.count("--devices 1") == 1
+    assert max(zero.seconds, one.seconds) < 30, "the rendezvous timeout is 60"
+
+
+def test_processes_with_nothing_but_their_ranks_in_the_environment_find_each_other(tmp_path):
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [where | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    zero, one = start(tmp_path, [(["--name", "run"], env) for env in ranks])
+    assert (zero.status, one.status) == (0, 0), (zero, one)
+    assert "started manually, 1 node x 2 devices, 127.0.0.1:" in zero.out
+
+
 def test_a_mistake_of_one_rank_alone_and_of_all_ranks_is_said_once(tmp_path):
     args = ["--name", "run", "--broken-rank", "1"]
     zero, one = start(tmp_path, [(args, env) for env in by_torchrun(free_port())])
@@ -304,6 +328,17 @@ def test_torchrun_starts_two_nodes_of_two(tmp_path):
     ended = typed(tmp_path, command, command)
     assert [status for status, _, _ in ended] == [0, 0], ended
     assert sum("started by torchrun, 2 nodes x 2 devices" in out for _, out, _ in ended) == 1
+
+
+@pytest.mark.slow
+def test_the_readmes_line_for_a_script_of_ones_own_starts_two_processes(tmp_path):
+    readme = (ROOT / "README.md").read_text()
+    (line,) = [line for line in readme.splitlines() if "WORLD_SIZE=2" in line]
+    line = line.replace("python -m recipes.mnist", f"{sys.executable} {' '.join(RECIPE)}")
+    ((status, out, err),) = typed(tmp_path, ["bash", "-c", line.replace("29500", str(free_port()))])
+    assert status == 0, err
+    assert "started manually, 1 node x 2 devices" in out
+    assert "epoch 2/2" in out
 
 
 @pytest.mark.slow

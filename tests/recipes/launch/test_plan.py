@@ -6,26 +6,24 @@ import pytest
 
 from datamodules import UserError
 from recipes.launch.devices import Machine, devices_of
-from recipes.launch.plan import Launch, plan_launch
+from recipes.launch.plan import Launch, check_strategy, plan_launch
 from recipes.launch.precision import check_precision
 from recipes.launch.settings import Command, LaunchSettings
 from recipes.launch.slurm import first_host, slurm_step
 from tests.end_to_end.test_launch import by_slurm, by_torchrun
 
 CPU, GPUS = Machine("cpu"), Machine("cuda", 2)
+BY_HAND = {"LOCAL_RANK": "0", "MASTER_ADDR": "head", "MASTER_PORT": "9"}
 
 
 def plan(env: dict[str, str], devices: Any = "auto", nodes: int = 1, here: Machine = CPU, **flags: Any) -> Launch:
     typed = ["--lr", "0.1", f"--devices={devices}", "--num_nodes", str(nodes)]
-    strategy = flags.pop("strategy", "auto")
-    settings = LaunchSettings(**flags)
-    return plan_launch(env, settings, (devices, nodes), here, Command("python -m r", typed), strategy=strategy)
+    return plan_launch(env, LaunchSettings(**flags), (devices, nodes), here, Command("python -m r", typed))
 
 
 def test_one_process_and_local_processes_need_no_address():
     assert plan({}) == Launch("local", 1, 1)
     assert plan({}, devices="auto", here=GPUS) == Launch("local", 1, 2, address="127.0.0.1", spawns=True)
-    assert plan({}, 2, strategy="ddp_spawn") == Launch("local", 1, 2)
 
 
 def test_flags_and_variables_both_serve_on_nodes_started_by_hand_and_flags_win():
@@ -113,16 +111,54 @@ def test_another_process_of_ours_is_told_where_it_belongs():
         (by_torchrun(1)[0] | {"WORLD_SIZE": "3"}, {}, "3 processes on 1 nodes, 2 of them on this one"),
         (
             {"LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1", "WORLD_SIZE": "4"},
-            {"devices": 2},
-            "WORLD_SIZE=4 contradicts --num-nodes 1 x --devices 2 = 2 processes",
+            {"devices": 2, "nodes": 3},
+            "WORLD_SIZE=4 is not 3 nodes x 2 processes",
         ),
-        ({}, {"nodes": 2, "strategy": "ddp_spawn", "node_rank": 0, "master_addr": "a"}, "works on one node only"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, {}, "one of 2 processes; set LOCAL_RANK and MASTER_ADDR too, or unset them"),
+        (
+            BY_HAND | {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"},
+            {},
+            "RANK=2 is not process 0 (LOCAL_RANK) of node 0 where each of 1 has 4; number them node by node, and set",
+        ),
+        (BY_HAND | {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "3"}, {}, "WORLD_SIZE=3 is not 1 node x 2 processes"),
+        (BY_HAND | {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, {"devices": 4}, "LOCAL_WORLD_SIZE has started 2 x 2"),
+        (by_slurm(1, 2)[0] | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, {}, "Slurm has started 3,1 processes on the nodes"),
     ],
 )
 def test_what_cannot_succeed_is_refused_with_the_command_to_type(env, arguments, message):
     with pytest.raises(UserError) as refused:
         plan(env, **arguments)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "instead"),
+    [
+        ("ddp_spawn", "ddp"),
+        ("ddp_fork", "ddp"),
+        ("ddp_notebook_find_unused_parameters_true", "ddp_find_unused_parameters_true"),
+    ],
+)
+def test_strategies_whose_processes_do_not_run_the_command_line_are_refused(strategy, instead):
+    command = Command("python -m r", ["--strategy", strategy, "--lr", "1"])
+    with pytest.raises(UserError, match=rf"--strategy {strategy} starts.*: python -m r --lr 1 --strategy {instead}$"):
+        check_strategy(strategy, command)
+    check_strategy(instead, command)
+
+
+def test_ranks_in_the_environment_alone_tell_nodes_and_devices():
+    env = BY_HAND | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    assert plan(env) == Launch("manual", 1, 2, 0, 1, "head", 9)
+    env = BY_HAND | {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+    two_by_two = Launch("manual", 2, 2, 1, 1, "head", 9)
+    assert (
+        plan(env | {"LOCAL_WORLD_SIZE": "2"})
+        == plan(env, 2)
+        == plan(env, nodes=2)
+        == plan(env, here=GPUS)
+        == two_by_two
+    )
+    assert plan(BY_HAND | {"RANK": "0", "WORLD_SIZE": "1"}) == Launch("local", 1, 1)
 
 
 def test_16_mixed_on_a_cpu_is_refused():
