@@ -118,9 +118,9 @@ class SeedControl(pl.Callback):
 
     It costs about 25 microseconds a step and never waits for the device.
 
-    Three limits. A data set that draws from global generators depends on the number of workers. A stock `DataLoader`
-    starts a new order on a resume. Data that are addressed by sample (`datamodules`) have neither fault. In a batch
-    transfer hook the first batch of an epoch draws alike on all ranks.
+    Three limits. A data set that draws from global generators depends on the number of workers. The order of a stock
+    `DataLoader` is repeated on a resume with `ExactCheckpoint` only. Data that are addressed by sample (`datamodules`)
+    have neither fault. In a batch transfer hook the first batch of an epoch draws alike on all ranks.
 
     Runs on: construction, `setup`, `on_fit_start`, `on_sanity_check_end`, `on_train_start`, `on_train_epoch_start`,
     `on_train_batch_start`, `on_train_batch_end`, around validation, the start of each evaluation batch. What it set
@@ -186,12 +186,12 @@ class SeedControl(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._seed_between_steps(trainer)
+        self.seed_between_steps(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Also seeds the loader's iterator, which Lightning makes right after this hook (before it, in the first epoch).
-        self._seed("epoch", trainer.current_epoch)
+        self.seed_epoch(trainer)
 
     @override
     def on_train_batch_start(
@@ -203,7 +203,7 @@ class SeedControl(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._seed_between_steps(trainer)
+        self.seed_between_steps(trainer)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -214,7 +214,7 @@ class SeedControl(pl.Callback):
         python, numpy = self._before_validation
         random.setstate(python)
         np.random.set_state(numpy)
-        self._seed_between_steps(trainer)
+        self.seed_between_steps(trainer)
 
     def _on_evaluation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -253,13 +253,18 @@ class SeedControl(pl.Callback):
             exception.add_note(note)
         self._restore_settings()
 
-    def _seed(self, *address: int | str) -> None:
-        seed_generators(derive_seed(self.seed, *address), self._device)
+    def seed_epoch(self, trainer: pl.Trainer) -> None:
+        """Seeds the generators as the start of the present epoch does, so that a loader repeats its order."""
+        self._seed("epoch", trainer.current_epoch)
 
-    def _seed_between_steps(self, trainer: pl.Trainer) -> None:
-        """For loading and transferring the next batch, whatever was drawn before. Torch only: the others cost more."""
+    def seed_between_steps(self, trainer: pl.Trainer) -> None:
+        """Seeds torch for loading and transferring the next batch, whatever was drawn before."""
+        # Not Python and NumPy, which cost more.
         next_batch = trainer.fit_loop.epoch_loop.batch_idx + 1
         seed_torch(self._seed_of_step(trainer, next_batch) ^ 1, self._device)
+
+    def _seed(self, *address: int | str) -> None:
+        seed_generators(derive_seed(self.seed, *address), self._device)
 
     def _seed_of_step(self, trainer: pl.Trainer, batch_idx: int) -> int:
         return derive_seed_at(self._steps, trainer.global_step, batch_idx)

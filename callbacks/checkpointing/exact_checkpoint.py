@@ -6,6 +6,8 @@ And it saves on an epoch's last batch before the epoch has ended: the run resume
 that it begins, and a second such resume trains one epoch too many. The same holds after a validation in mid-epoch.
 Nor does a run resume exactly that ``max_steps`` has ended: the epoch that it cut counts as done.
 A folder of checkpoints that was moved is not recognised: a worse model then takes the best one's place.
+
+What Lightning leaves out where it resumes is done in `callbacks.checkpointing.replay`.
 """
 
 from pathlib import Path
@@ -16,8 +18,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
+from callbacks.checkpointing.replay import pass_over_trained_batches, resume_order, resume_schedule_of_averaging
 from callbacks.checkpointing.stopping_points import uncount_cut_epoch, update_is_whole
 from callbacks.lib.lightning_internals import resume_max_steps_at_epoch_end, saves_within_epochs
+from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.errors import UserError
 
 __all__ = ["ExactCheckpoint"]
@@ -28,11 +32,16 @@ class ExactCheckpoint(ModelCheckpoint):
 
     Of equal scores the later is the best: it has learnt for longer, and small validation sets often give equal ones.
 
+    A run resumes within an epoch with any training loader: one without ``state_dict`` and ``load_state_dict``, such as
+    a `DataLoader`, repeats the order of the epoch and passes over the batches that were trained, which takes the time
+    to read them. If it shuffles, `SeedControl` has to be there.
+
     Runs on: `on_train_batch_end`, `on_validation_end` and `on_train_epoch_end`, as the stock one; takes the same
-    arguments.
+    arguments. `on_train_start` and `on_train_epoch_start` of a resumed run.
 
     Raises:
-        UserError: a validation in mid-epoch would always fall into an accumulation window, where nothing can be saved.
+        UserError: a validation in mid-epoch would always fall into an accumulation window, where nothing can be saved,
+            or the order of a loader without position cannot be repeated, or not on another number of devices.
 
     Example:
         >>> checkpoint = ExactCheckpoint("checkpoints", every_n_train_steps=100, save_last=True)
@@ -40,10 +49,13 @@ class ExactCheckpoint(ModelCheckpoint):
 
     _validated_at_epoch_end = False
     _loaded: dict[str, Any] | None = None
+    _world_size = 1
+    _saved_world_size: int | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        self._world_size = trainer.world_size
         resume_max_steps_at_epoch_end(trainer)
 
     @override
@@ -57,6 +69,10 @@ class ExactCheckpoint(ModelCheckpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._take_loaded(trainer)  # Some strategies restore after `on_fit_start`.
+        if self._places_loaders(trainer) and trainer.fit_loop.restarted_mid_epoch:
+            resume_schedule_of_averaging(trainer)
+            pass_over_trained_batches(trainer, self._saved_world_size or trainer.world_size)
+            self._saved_world_size = None
         every, factor = trainer.val_check_batch, trainer.accumulate_grad_batches
         if self.monitor is None or not isinstance(every, int) or every >= trainer.num_training_batches:
             return
@@ -66,6 +82,17 @@ class ExactCheckpoint(ModelCheckpoint):
                 f"a validation after every {every} batches falls within updates of {factor} micro-batches,"
                 f" where no checkpoint can be saved: pass {' or '.join(f'val_check_interval={n}' for n in near)}"
             )
+
+    def _places_loaders(self, trainer: pl.Trainer) -> bool:
+        """Whether the run is resumed, and this is the first of its callbacks that does it."""
+        first = next(callback for callback in callbacks_of(trainer) if isinstance(callback, ExactCheckpoint))
+        return first is self and self._saved_world_size is not None
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._places_loaders(trainer) and trainer.current_epoch > 0:
+            resume_order(trainer)
+        self._saved_world_size = None
 
     @override
     def on_train_batch_end(
@@ -94,8 +121,13 @@ class ExactCheckpoint(ModelCheckpoint):
         super().on_train_epoch_end(trainer, pl_module)
 
     @override
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"world_size": self._world_size}
+
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
+        self._saved_world_size = state_dict.get("world_size", self._world_size)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -9,11 +9,13 @@ from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import CombinedLoader
 
 __all__ = [
     "RUNNING_HOOK",
@@ -25,6 +27,7 @@ __all__ = [
     "has_standard_training_loop",
     "keep_signal_handlers",
     "original_training_loader",
+    "restart_training_loaders",
     "resume_max_steps_at_epoch_end",
     "save_last",
     "save_now_unless_saved",
@@ -140,6 +143,27 @@ def original_training_loader(trainer: pl.Trainer) -> tuple[Any, bool]:
     """
     source = trainer.fit_loop._data_source
     return source.dataloader(), source.is_module()
+
+
+def restart_training_loaders(trainer: pl.Trainer, skip: int, seed: Callable[[pl.Trainer], None] | None = None) -> None:
+    """Starts the training loaders again, in the order of the present epoch, and reads over some batches.
+
+    Args:
+        skip: how many.
+        seed: called where Lightning's loop would call `on_train_epoch_start`.
+    """
+    loop = trainer.fit_loop
+    fetcher: Any = loop._data_fetcher
+    for loader in CombinedLoader(trainer.train_dataloader).flattened:
+        _set_sampler_epoch(loader, trainer.current_epoch)
+    if seed is not None:
+        seed(trainer)
+    # Epoch 0 has its iterator already: Lightning makes it before that hook, and later ones after it.
+    if trainer.current_epoch > 0:
+        iter(fetcher)
+    for _ in range(skip):
+        next(fetcher)
+    fetcher.fetched -= skip
 
 
 # Signals, strategies and loggers

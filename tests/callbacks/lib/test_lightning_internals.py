@@ -346,6 +346,22 @@ def test_a_checkpoint_callback_saves_once_after_an_update(tmp_path: Path) -> Non
     assert saved == [["top.ckpt"], []]
 
 
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_training_loaders_start_again_behind_the_batches_that_are_skipped(epoch: int) -> None:
+    found: list[Any] = []
+
+    def restart(trainer: pl.Trainer, _: Any) -> None:
+        if trainer.current_epoch == epoch:
+            internals.restart_training_loaders(trainer, skip=1, seed=found.append)
+            fetcher: Any = trainer.fit_loop._data_fetcher
+            found.append((len(next(fetcher)[0][1]), fetcher.fetched))
+            iter(fetcher)
+
+    trainer = trainer_with(LambdaCallback(on_train_epoch_start=restart), max_epochs=2)
+    trainer.fit(tiny(), loader(6))
+    assert found == [trainer, (2, 1)]
+
+
 # One file alone
 
 

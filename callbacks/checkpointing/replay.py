@@ -1,0 +1,85 @@
+"""What Lightning leaves out where a run resumes, done before its first batch.
+
+Lightning goes on in an epoch with the first batches of a loader that saves no position, a `DataLoader` for instance,
+and leaves out the last ones (#19764); the epoch after a resume begins in the order of epoch 0 (#18780). Where the order
+of an epoch can be repeated, the loader starts again, and the batches that were trained are read and passed over.
+
+`StochasticWeightAveraging` sets its schedule at an epoch's start only, so that the rest of a resumed epoch had none.
+"""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+
+from callbacks.lib.lightning_internals import restart_training_loaders
+from callbacks.lib.trainer_attributes import callbacks_of
+from datamodules.errors import UserError
+
+__all__ = ["pass_over_trained_batches", "resume_order", "resume_schedule_of_averaging"]
+
+
+def _without_position(trainer: pl.Trainer) -> list[Any]:
+    loaders = CombinedLoader(trainer.train_dataloader).flattened
+    return [loader for loader in loaders if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"))]
+
+
+def _seeds(trainer: pl.Trainer) -> Any:
+    """The callback that seeds the generators for each epoch; None where there is none."""
+    return next((callback for callback in callbacks_of(trainer) if hasattr(callback, "seed_epoch")), None)
+
+
+def _repeats_its_order(loader: Any) -> bool:
+    """Whether an epoch's order depends on no generator's state; assumed of loaders and iterable data sets of a user."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return True
+    sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    return isinstance(sampler, SequentialSampler) or hasattr(sampler, "set_epoch")
+
+
+def pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int) -> None:
+    """Put loaders without position to where the run was saved within an epoch; for `on_train_start` of a resumed run.
+
+    Args:
+        saved_world_size: the number of processes that saved it.
+
+    Raises:
+        UserError: the epoch's order cannot be repeated.
+    """
+    loaders = _without_position(trainer)
+    done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    if not loaders or not done:
+        return
+    name, seeds = type(loaders[0]).__name__, _seeds(trainer)
+    advice = "resume from an epoch's end, or use a loader with `state_dict` and `load_state_dict`"
+    if len(loaders) < len(CombinedLoader(trainer.train_dataloader).flattened):
+        raise UserError(f"of several training loaders a {name} saves no position within an epoch: {advice}")
+    if saved_world_size != trainer.world_size:
+        raise UserError(
+            f"the run was saved within an epoch, with devices={saved_world_size}, and a {name} saves no position that"
+            f" another number of devices can use: pass devices={saved_world_size}, {advice}"
+        )
+    if seeds is None and not all(_repeats_its_order(loader) for loader in loaders):
+        raise UserError(
+            f"the run was saved within an epoch, and the {name} shuffles with torch's global generator, so that its"
+            f" order cannot be repeated: train with SeedControl, {advice}"
+        )
+    rank_zero_info(f"epoch {trainer.current_epoch}: passing over the {done:,} batches that were trained")
+    restart_training_loaders(trainer, done, seeds and seeds.seed_epoch)
+    if seeds is not None:
+        seeds.seed_between_steps(trainer)
+
+
+def resume_order(trainer: pl.Trainer) -> None:
+    """Give loaders without position the order of the epoch that begins; for `on_train_epoch_start` after a resume."""
+    if _without_position(trainer):
+        restart_training_loaders(trainer, 0)
+
+
+def resume_schedule_of_averaging(trainer: pl.Trainer) -> None:
+    """Set the schedule of `StochasticWeightAveraging` again; for `on_train_start` of a run resumed within an epoch."""
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, StochasticWeightAveraging):
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
