@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from callbacks.lib.targets import count_targets, sum_over_ranks
 from callbacks.lib.trainer_attributes import log_interval
+from datamodules.errors import RunFailedError
 
 __all__ = ["TrainLoss", "weighted_sum"]
 
@@ -44,6 +45,9 @@ class TrainLoss(pl.Callback):
 
     Args:
         name: under which it is logged.
+
+    Raises:
+        RunFailedError: there was no target since the last log, on any rank.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[TrainLoss("loss")], logger=False, accelerator="cpu")
@@ -96,7 +100,12 @@ class TrainLoss(pl.Callback):
         if isinstance(total := self._folded, Tensor):
             if trainer.world_size > 1:
                 total = sum_over_ranks(total, total.device, total.dtype)
-            mean = total[0] / total[1].clamp(min=1)
+            if not total[1]:
+                raise RunFailedError(
+                    f"the {trainer.global_step - self._update:,} updates before update {trainer.global_step:,} had no"
+                    " target: every `count` was 0, as where all labels are -100; correct the labels"
+                )
+            mean = total[0] / total[1]
             # Past `pl_module.log`, which would show nothing in an epoch that is shorter than the interval.
             trainer.callback_metrics[self.name] = mean
             for logger in trainer.loggers:

@@ -7,13 +7,16 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
 from callbacks.drawing.classification_images import ClassificationImages
+from datamodules.base import BaseDataModule
 from datamodules.contract import data_contract
-from datamodules.errors import UserError
+from datamodules.errors import RunFailedError, UserError
+from recipes.labels import LabelCheck
 from recipes.recipe import MeanOverTargets, Recipe, RecipeParameters
 
 __all__ = ["ClassificationScores", "Classifier", "ClassifierParameters", "calibration_error", "macro_f1"]
@@ -22,6 +25,7 @@ _BINS = 15
 # What float32 holds below 1. A sum of integers is the same in any order, and 2^39 samples fit.
 _FIXED_POINT = 2**24
 _MOST_CLASSES_LOGGED = 25
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _RUNNER_UP = re.compile(r"(class|probability)_\d+")
 
 
@@ -77,12 +81,12 @@ class _Counts(Metric):
         classes = self.confusion.shape[0]
         confidence, predicted = logits.softmax(1).max(1)
         confidence = confidence.nan_to_num(0.0)  # Of a network that has diverged.
-        ones = torch.ones_like(targets)
-        self.confusion.view(-1).index_add_(0, targets * classes + predicted, ones)
+        counts = (targets >= 0).long()
+        self.confusion.view(-1).index_add_(0, targets.clamp(min=0) * classes + predicted, counts)
         # The bins are ]0, 1/15], ]1/15, 2/15] and so on.
         bins = (confidence * _BINS).ceil().long().sub(1).clamp(0, _BINS - 1)
-        fixed_point = (confidence * _FIXED_POINT).round().long()
-        self.bins.index_add_(1, bins, torch.stack((ones, (predicted == targets).long(), fixed_point)))
+        fixed_point = (confidence * _FIXED_POINT).round().long() * counts
+        self.bins.index_add_(1, bins, torch.stack((counts, (predicted == targets).long(), fixed_point)))
         if classes > 5:
             self.top5 += (logits.topk(5, 1).indices == targets.unsqueeze(1)).sum()
 
@@ -105,8 +109,8 @@ class ClassificationScores(torch.nn.Module):
         self.counts = _Counts(num_classes)
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
-        """Add a batch: logits of shape (batch, classes), targets int64 of shape (batch,)."""
-        self.loss.update(F.cross_entropy(logits.float(), targets, reduction="sum"), len(targets))
+        """Add a batch: logits of shape (batch, classes), targets int64 of shape (batch,), where -100 does not count."""
+        self.loss.update(F.cross_entropy(logits.float(), targets, reduction="sum"), (targets >= 0).sum())
         self.counts.update(logits.float(), targets)
 
     def compute(self) -> tuple[dict[str, Tensor], Tensor]:
@@ -152,9 +156,11 @@ class ClassifierParameters(RecipeParameters):
 class Classifier(Recipe):
     """The base of the classification recipes: batches are ``(images, labels)``.
 
-    In training the labels may be soft, that is floats of shape (batch, classes) as MixUp and CutMix give them. The
-    names of the classes come from the data module (``class_names``) and are saved in the checkpoint; data with other
-    names is refused later, because labels are numbered in the order of the names.
+    In training the labels may be soft, that is floats of shape (batch, classes) as MixUp and CutMix give them. A label
+    of -100 leaves its sample out of the loss, of its count and of all scores. One that is no class is refused: before
+    training where all labels are in memory (the loaders of `datamodules`, a `DataLoader` over a `TensorDataset`), else
+    in its batch. The names of the classes come from the data module (``class_names``) and are saved in the checkpoint;
+    data with other names is refused later, because labels are numbered in the order of the names.
 
     Args:
         num_classes: labels are 0 to this less one; null takes the data's.
@@ -185,6 +191,8 @@ class Classifier(Recipe):
         self.top_k = top_k
         self.val_scores = ClassificationScores(num_classes)
         self.test_scores = ClassificationScores(num_classes)
+        parts = {"train": "training", "val": "validation", "test": "test"}
+        self.label_checks = {name: LabelCheck(num_classes, part) for name, part in parts.items()}
         self.class_names: Sequence[str] = [str(i) for i in range(num_classes)]
         self._names_in_checkpoint: Sequence[str] | None = None
         self.confusion_matrix: Tensor | None = None
@@ -268,30 +276,68 @@ class Classifier(Recipe):
         super().on_fit_start()
         self._name_classes()
 
+    def _check_labels(self, part: str, loaders: Any) -> None:
+        """Check the labels of a part of the data, where they are in memory and no hook changes them later."""
+        data = self.data_module()
+        changed = any(is_overridden(name, self) for name in _TRANSFERS)
+        if not isinstance(data, BaseDataModule):
+            changed |= data is not None and any(is_overridden(name, data) for name in _TRANSFERS)
+        self.label_checks[part].check_set(None if changed else loaders)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        # A run that resumes within an epoch does not start it, and the first validation may be hours away.
+        self._check_labels("train", self.trainer.train_dataloader)
+        self._check_labels("val", self.trainer.val_dataloaders)
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        self._check_labels("train", self.trainer.train_dataloader)
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.label_checks["train"].raise_found()
+
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self._name_classes()
+        self._check_labels("val", self.trainer.val_dataloaders)
 
     @override
     def on_test_start(self) -> None:
         super().on_test_start()
         self._name_classes()
+        self._check_labels("test", self.trainer.test_dataloaders)
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         inputs, targets = batch
+        targets, count = self.label_checks["train"](targets)
         loss = F.cross_entropy(self(inputs), targets, label_smoothing=self.label_smoothing)
-        return {"loss": loss, "count": len(targets)}
+        if not self.label_checks["train"].all_count:
+            # The mean over no label is NaN.
+            loss = torch.where(torch.as_tensor(count, device=loss.device) > 0, loss, 0.0)
+        return {"loss": loss, "count": count}
 
-    def _evaluation_step(self, scores: ClassificationScores, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    def _evaluation_step(
+        self, part: str, scores: ClassificationScores, batch: tuple[Tensor, Tensor]
+    ) -> dict[str, Tensor]:
         inputs, targets = batch
+        targets, _ = self.label_checks[part](targets)
         logits = self(inputs).float()
         scores.update(logits, targets)
         return {"logits": logits}
 
     def _log_scores(self, prefix: str, scores: ClassificationScores) -> None:
+        self.label_checks[prefix].raise_found()
         values, self.confusion_matrix = scores.compute()
+        if not (self.confusion_matrix.any() or self.trainer.sanity_checking):
+            part = self.label_checks[prefix].part
+            raise RunFailedError(f"no {part} sample has a label, so there is no score: all labels are -100")
         # Equal on all ranks already: the maximum keeps the last digit, where a mean over ranks would round again.
         values = {f"{prefix}/{name}": value.float().to(self.device) for name, value in values.items()}
         self.log_dict(values, sync_dist=True, reduce_fx="max")
@@ -299,7 +345,7 @@ class Classifier(Recipe):
 
     @override
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        return self._evaluation_step(self.val_scores, batch)
+        return self._evaluation_step("val", self.val_scores, batch)
 
     @override
     def on_validation_epoch_end(self) -> None:
@@ -307,7 +353,7 @@ class Classifier(Recipe):
 
     @override
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        return self._evaluation_step(self.test_scores, batch)
+        return self._evaluation_step("test", self.test_scores, batch)
 
     @override
     def on_test_epoch_end(self) -> None:
@@ -326,6 +372,7 @@ class Classifier(Recipe):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
+        self.label_checks["train"].raise_found()
         checkpoint["class_names"] = list(self.class_names)
 
     @override

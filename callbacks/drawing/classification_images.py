@@ -19,9 +19,9 @@ __all__ = ["ClassificationImages", "confusion_figure", "most_confident_mistakes"
 
 
 def mistake_confidence(logits: Tensor, targets: Tensor) -> Tensor:
-    """The probability of each wrong prediction, and -1 for each right one, of shape (batch,)."""
+    """The probability of each wrong prediction, and -1 for each right one and without a label, of shape (batch,)."""
     confidence, predicted = logits.softmax(1).max(1)
-    return torch.where(predicted != targets, confidence, -1.0)
+    return torch.where((predicted != targets) & (targets >= 0), confidence, -1.0)
 
 
 def most_confident_mistakes(logits: Tensor, targets: Tensor, count: int) -> Tensor:
@@ -82,7 +82,7 @@ def samples_figure(
     Args:
         images: of shape (n, channels, height, width), in any range: each is stretched to black and white.
         logits: of shape (n, classes).
-        targets: of shape (n,).
+        targets: of shape (n,); a negative one is not known.
     """
     from matplotlib.figure import Figure
 
@@ -90,9 +90,10 @@ def samples_figure(
     side = 1.35 if images.shape[3] <= 64 else 2.0  # In inches.
     width = int(14 * side)
     labels = []
-    for guess, share, target in zip(predicted.tolist(), confidence.tolist(), targets.tolist()):
+    wrong = ((predicted != targets) & (targets >= 0)).tolist()
+    for i, (guess, share, target) in enumerate(zip(predicted.tolist(), confidence.tolist(), targets.tolist())):
         label = wrapped(f"{class_names[guess]} ({100 * share:.0f} %)", width)
-        labels.append(label if guess == target else f"{label}\n{wrapped(f'is {class_names[target]}', width)}")
+        labels.append(f"{label}\n{wrapped(f'is {class_names[target]}', width)}" if wrong[i] else label)
     rows = max(1, -(-len(images) // columns))
     tallest = max((label.count("\n") + 1 for label in labels), default=1)
     figure = Figure(figsize=(side * columns, (side + 0.14 * tallest) * rows + 0.5), layout="constrained")
@@ -101,7 +102,7 @@ def samples_figure(
         axes.set_axis_off()
         if i < len(images):
             axes.imshow(stretched(images[i]), cmap="gray")
-            axes.set_title(labels[i], fontsize=8, color="black" if predicted[i] == targets[i] else "tab:red")
+            axes.set_title(labels[i], fontsize=8, color="tab:red" if wrong[i] else "black")
     return figure
 
 

@@ -103,7 +103,7 @@ def grad_cam_figure(
         images: of shape (n, channels, height, width), in any range.
         maps: of shape (n, height, width), 0 to 1.
         logits: of shape (n, classes).
-        targets: of shape (n,).
+        targets: of shape (n,); a negative one is not known.
     """
     from matplotlib.figure import Figure
 
@@ -116,9 +116,10 @@ def grad_cam_figure(
             axes.set_axis_off()
             axes.imshow(stretched(images[i]), cmap="gray")
         below.imshow(maps[i].numpy(), cmap="turbo", vmin=0, vmax=1, alpha=0.5)
-        above.set_title(wrapped(f"is {class_names[true[i]]}", 28), fontsize=8)
+        if true[i] >= 0:
+            above.set_title(wrapped(f"is {class_names[true[i]]}", 28), fontsize=8)
         label = wrapped(f"{class_names[predicted[i]]} ({100 * confidence[i]:.0f} %)", 28)
-        below.set_title(label, fontsize=8, color="black" if predicted[i] == true[i] else "tab:red")
+        below.set_title(label, fontsize=8, color="black" if true[i] in (predicted[i], -100) else "tab:red")
     return figure
 
 

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 __all__ = ["count_targets", "observe_counts", "sum_over_ranks"]
@@ -37,6 +38,22 @@ def count_targets(output: Any, batch: Any) -> int | Tensor:
         ) from error
 
 
+def warn_of_ignored_targets(output: Any, batch: Any) -> None:
+    """Warn of a step without ``count`` whose batch holds labels of -100, which torch leaves out of the mean.
+
+    The device is waited for.
+    """
+    if isinstance(output, Mapping) and output.get("count") is not None:
+        return
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else [batch]
+    labels = [part for part in parts if isinstance(part, Tensor) and part.dtype == torch.int64]
+    if any(bool((part == -100).any()) for part in labels):
+        rank_zero_warn(
+            "the first batch holds labels of -100, which cross_entropy leaves out of its mean: return"
+            ' {"loss": loss, "count": (labels != -100).sum()} from training_step, which weighs as a mean over the others'
+        )
+
+
 def observe_counts(pl_module: pl.LightningModule, tell: Callable[[int | Tensor], None]) -> Callable[[], None]:
     """Hand the count of each `training_step` to `tell` until the function returned here is called.
 
@@ -45,10 +62,17 @@ def observe_counts(pl_module: pl.LightningModule, tell: Callable[[int | Tensor],
     module: Any = pl_module
     original, inherited = pl_module.training_step, "training_step" not in vars(pl_module)
 
+    first = True
+
     @wraps(original)
     def training_step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
         output = original(*args, **kwargs)
-        tell(count_targets(output, args[0] if args else next(iter(kwargs.values()))))
+        batch = args[0] if args else next(iter(kwargs.values()))
+        if first:
+            first = False
+            warn_of_ignored_targets(output, batch)
+        tell(count_targets(output, batch))
         return output
 
     def restore() -> None:

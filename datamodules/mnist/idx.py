@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from datamodules.errors import UserError
+from datamodules.loading.labels import check_labels
 
 __all__ = ["check_images_and_labels", "read_idx"]
 
@@ -59,7 +60,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
 def check_images_and_labels(
     images: Tensor, labels: Tensor, num_classes: int, images_from: str, labels_from: str, image_size: int = 28
 ) -> None:
-    """Check images and labels before training: on a GPU a label out of range is an unreadable device assert.
+    """Check images and labels before training.
 
     Args:
         images: uint8 of shape (n, height, width).
@@ -73,11 +74,5 @@ def check_images_and_labels(
     if tuple(images.shape[1:]) != (image_size, image_size):
         height, width = images.shape[1:]
         raise UserError(f"{images_from} holds images of {height} x {width}, expected {image_size} x {image_size}")
-    # As int: uint8 wraps the number it is compared with, and 256 classes would be none.
-    outside = (labels.int() >= num_classes).nonzero()
-    if len(outside):
-        row, largest = int(outside[0]), int(labels.max())
-        raise UserError(
-            f"label {int(labels[row])} at row {row} of {labels_from} is outside 0..{num_classes - 1} "
-            f"({len(outside):,} of {len(labels):,} labels are); pass num_classes={largest + 1} or fix the file"
-        )
+    # As int64: uint8 wraps the number it is compared with, and 256 classes would be none.
+    check_labels(labels.long(), num_classes, labels_from)

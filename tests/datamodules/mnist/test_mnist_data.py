@@ -196,7 +196,7 @@ def _break(path: Path, how: str) -> None:
         (
             FILES[1],
             "label 11",
-            r"label 11 at row 17 of .*{file} is outside 0\.\.9 .*pass num_classes=12 or fix",
+            r"label 11 at row 17 of .*{file} is outside 0\.\.9 .*pass num_classes=12 or correct",
         ),
     ],
 )

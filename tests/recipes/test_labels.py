@@ -1,0 +1,273 @@
+"""Labels that are no class end a run with the reason, and those of -100 count for nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from typing_extensions import override
+
+from callbacks import GradientAccumulation
+from callbacks.drawing.classification_images import most_confident_mistakes
+from datamodules import RunFailedError, TrainLoader, UserError
+from recipes.classification import ClassificationScores, Classifier
+from recipes.labels import LabelCheck
+from tests.support.ranks import run_ranks
+from tests.support.tables import QUIET, on_ranks, silence
+
+CLASSES, IGNORED = 3, -100
+GENERATOR = torch.Generator().manual_seed(1)
+INPUTS = torch.randn(24, 1, 4, 4, dtype=torch.float64, generator=GENERATOR)
+LABELS = torch.randint(CLASSES, (24,), generator=GENERATOR)
+# All of one micro-batch, some of others: the ranks and micro-batches have unequal numbers of labels.
+PARTLY = LABELS.clone()
+PARTLY[torch.tensor([0, 1, 2, 3, 5, 9, 13, 14, 15])] = IGNORED
+
+
+class Linear(Classifier):
+    def __init__(self, num_classes: int = CLASSES, **kwargs: Any) -> None:
+        torch.manual_seed(1)
+        super().__init__(
+            num_classes=num_classes, optimizer="sgd", lr=0.5, weight_decay=0.0, schedule="constant", **kwargs
+        )
+        self.double()
+
+    def build_network(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(16, self.hparams.num_classes))
+
+
+class ImagesAndLabels(Dataset):
+    """A user's own data set: nobody knows its labels before they are loaded."""
+
+    def __init__(self, labels: Tensor) -> None:
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return INPUTS[index], self.labels[index]
+
+
+def loader(labels: Tensor, known: bool = True) -> DataLoader:
+    return DataLoader(TensorDataset(INPUTS, labels) if known else ImagesAndLabels(labels), 4)
+
+
+def trainer(**options: Any) -> pl.Trainer:
+    silence()
+    options = {"max_epochs": 1, "enable_checkpointing": False, "enable_progress_bar": False, "devices": 1} | options
+    return pl.Trainer(**QUIET | options)
+
+
+def with_label(label: int, row: int = 17) -> Tensor:
+    labels = LABELS.clone()
+    labels[row] = label
+    return labels
+
+
+# Out of range
+
+
+@pytest.mark.parametrize(
+    ("part", "train", "val"), [("training", with_label(11), LABELS), ("validation", LABELS, with_label(11))]
+)
+def test_a_label_out_of_range_is_refused_before_the_first_batch(part: str, train: Tensor, val: Tensor):
+    run, module = trainer(), Linear()
+    with pytest.raises(
+        UserError, match=rf"label 11 at row 17 of the {part} set is outside 0\.\.2 .*pass num_classes=12"
+    ):
+        run.fit(module, loader(train), loader(val))
+    assert run.global_step == 0
+    for evaluate, name in ((run.validate, "validation"), (run.test, "test")):
+        with pytest.raises(UserError, match=f"label 11 at row 17 of the {name} set"):
+            evaluate(module, loader(with_label(11)), verbose=False)
+
+
+def test_a_loader_that_is_made_anew_is_checked_again():
+    class Worse(pl.LightningDataModule):
+        def train_dataloader(self) -> DataLoader:
+            return loader(with_label(3) if self.trainer.current_epoch else LABELS)  # type: ignore[union-attr]
+
+    run = trainer(max_epochs=2, reload_dataloaders_every_n_epochs=1)
+    with pytest.raises(UserError, match="label 3 at row 17"):
+        run.fit(Linear(), Worse())
+    assert run.global_step == 6
+
+
+def test_a_label_of_a_users_own_data_set_ends_the_run_with_the_reason():
+    wrong = r"label 11 at row 1 of a {} batch is outside 0\.\.2 \(1 of 4 labels are\); pass num_classes=12"
+    run = trainer()
+    with pytest.raises(RunFailedError, match=wrong.format("training")):
+        run.fit(Linear(), loader(with_label(11), known=False))
+    assert run.global_step == 4
+    for evaluate, part in ((run.validate, "validation"), (run.test, "test")):
+        with pytest.raises(RunFailedError, match=wrong.format(part)):
+            evaluate(Linear(), loader(with_label(11), known=False), verbose=False)
+
+
+class Shifted(Linear):
+    """Its labels begin with 1."""
+
+    @override
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0], batch[1] - 1
+
+
+def test_labels_that_a_hook_changes_are_checked_behind_it():
+    trainer().fit(Shifted(), loader(LABELS + 1), loader(LABELS + 1))
+    with pytest.raises(RunFailedError, match="label -1 at row 1 of a training batch"):
+        trainer().fit(Shifted(), loader(with_label(0, row=1)))
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("labels", "cure"), [(LABELS.double(), "long"), (LABELS.unsqueeze(1), "squeeze"), (F.one_hot(LABELS), "argmax")]
+)
+def test_labels_of_another_form_are_refused_with_the_conversion(labels: Tensor, cure: str, known: bool):
+    with pytest.raises(UserError, match=rf"expected class numbers 0 to 2.*pass labels\.{cure}\("):
+        trainer().fit(Linear(), loader(labels, known))
+    with pytest.raises(UserError, match=rf"expected class numbers 0 to 2.*pass labels\.{cure}\("):
+        trainer().validate(Linear(), loader(labels, known), verbose=False)
+
+
+def test_probabilities_are_labels_in_training_alone():
+    soft = F.one_hot(LABELS, CLASSES).double() * 0.7 + 0.1
+    for known in (True, False):
+        trainer().fit(Linear(), loader(soft, known))
+        with pytest.raises(UserError, match=r"pass labels\.argmax\(1\)"):
+            trainer().validate(Linear(), loader(soft, known), verbose=False)
+
+
+class OnDevice(LabelCheck):
+    """As on a GPU, whose labels are not read in each step."""
+
+    at_once = False
+
+
+def test_on_a_gpu_a_wrong_label_is_ignored_until_the_device_is_waited_for():
+    check = OnDevice(CLASSES, "training")
+    good, count = check(PARTLY)
+    assert torch.equal(good, PARTLY)
+    assert int(count) == int((PARTLY != IGNORED).sum())
+    check.raise_found()
+    usable, count = check(with_label(11))
+    assert usable[17] == IGNORED
+    assert int(count) == 23
+    check(with_label(-7))
+    check(LABELS)
+    with pytest.raises(RunFailedError, match=r"labels -7 to 11 of training batches .*0\.\.2; pass num_classes=12"):
+        check.raise_found()
+    check.raise_found()
+    for _ in range(49):
+        check(LABELS)
+        check._batches -= 1
+    with pytest.raises(RunFailedError, match="label"):
+        for _ in range(50):
+            check(with_label(11))
+
+
+@pytest.mark.parametrize("when", ["a checkpoint", "the epoch's end", "a score"])
+def test_what_a_gpu_has_found_ends_the_run_before(when: str, tmp_path: Path):
+    module = Linear()
+    module.label_checks = {name: OnDevice(CLASSES, check.part) for name, check in module.label_checks.items()}
+    wrong = loader(with_label(11), known=False)
+    with pytest.raises(RunFailedError, match="label"):
+        if when == "a score":
+            trainer().validate(module, wrong, verbose=False)
+        else:
+            saving = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=5)
+            more = {"callbacks": [saving], "enable_checkpointing": True} if when == "a checkpoint" else {}
+            trainer(**more).fit(module, wrong)
+    assert not list(tmp_path.iterdir())
+
+
+# Labels of -100
+
+
+class Batches:
+    """A user's own loader."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = list(batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def weights_on_ranks(world_size: int, accumulate: int, known: bool) -> Tensor:
+    silence()
+    batch = 12 // world_size // accumulate
+
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            rank = self.trainer.global_rank  # type: ignore[union-attr]
+            rows = torch.arange(24)
+            ours = TrainLoader(INPUTS, PARTLY, rows, batch, 1, rank, world_size, shuffle=False)
+            return ours if known else Batches(ours)
+
+    run = trainer(**on_ranks(world_size), max_epochs=2, callbacks=[GradientAccumulation(accumulate)])
+    module = Linear(label_smoothing=0.1)
+    run.fit(module, Data())
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_update_is_the_mean_over_all_labels_that_are_given(known: bool):
+    module = Linear(label_smoothing=0.1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9, nesterov=True)
+    for start in (0, 12, 0, 12):
+        some = slice(start, start + 12)
+        given = PARTLY[some] != IGNORED
+        optimizer.zero_grad()
+        F.cross_entropy(module(INPUTS[some][given]), PARTLY[some][given], label_smoothing=0.1).backward()
+        optimizer.step()
+    expected = torch.cat([p.detach().flatten() for p in module.parameters()])
+    found = [run_ranks(weights_on_ranks, n, n, steps, known)[0] for n, steps in ((1, 1), (1, 3), (2, 3))]
+    assert [(weights - expected).abs().max().item() < 1e-12 for weights in found] == [True] * 3
+
+
+def test_scores_are_those_of_the_samples_with_labels():
+    logits = torch.randn(24, 7, generator=torch.Generator().manual_seed(2))
+    partly, given = ClassificationScores(7), ClassificationScores(7)
+    partly.update(logits, PARTLY)
+    given.update(logits[PARTLY != IGNORED], PARTLY[PARTLY != IGNORED])
+    (found, matrix), (expected, expected_matrix) = partly.compute(), given.compute()
+    assert torch.equal(matrix, expected_matrix)
+    assert {name: value.item() for name, value in found.items()} == {
+        name: pytest.approx(value.item(), rel=1e-6) for name, value in expected.items()
+    }
+    assert torch.equal(found["accuracy"], expected["accuracy"])
+    mistakes = most_confident_mistakes(logits, PARTLY, 24)
+    assert set(mistakes.tolist()) == set(
+        ((logits.argmax(1) != PARTLY) & (PARTLY != IGNORED)).nonzero().flatten().tolist()
+    )
+
+
+def test_a_set_without_any_label_is_refused():
+    none = torch.full_like(LABELS, IGNORED)
+    with pytest.raises(UserError, match="all 24 labels of the training set are -100"):
+        trainer().fit(Linear(), loader(none))
+    with pytest.raises(RunFailedError, match="6 updates before update 6 had no target"):
+        trainer().fit(Linear(), loader(none, known=False))
+    with pytest.raises(UserError, match="all 24 labels of the validation set are -100"):
+        trainer().validate(Linear(), loader(none), verbose=False)
+    with pytest.raises(RunFailedError, match="no validation sample has a label"):
+        trainer().validate(Linear(), loader(none, known=False), verbose=False)
+
+
+def test_images_without_a_label_are_drawn_without_one(tmp_path: Path):
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer(logger=TensorBoardLogger(tmp_path)).fit(Linear(), loader(PARTLY), loader(PARTLY))
+    tags: set[str] = set()
+    for file in tmp_path.rglob("events*"):
+        tags |= set(EventAccumulator(str(file)).Reload().Tags()["images"])
+    assert tags == {"val/predictions", "val/mistakes", "val/confusion_matrix"}
