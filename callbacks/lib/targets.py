@@ -50,7 +50,7 @@ def warn_of_ignored_targets(output: Any, batch: Any) -> None:
     if any(bool((part == -100).any()) for part in labels):
         rank_zero_warn(
             "the first batch holds labels of -100, which cross_entropy leaves out of its mean: return"
-            ' {"loss": loss, "count": (labels != -100).sum()} from training_step, which weighs as a mean over the others'
+            ' {"loss": loss, "count": (labels != -100).sum()} from training_step, to weigh as a mean over the others'
         )
 
 
