@@ -6,27 +6,27 @@ holds a test for each, so that a release of Lightning that renames one fails the
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core import module
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.loops import training_epoch_loop
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import CombinedLoader
 
 __all__ = [
     "RUNNING_HOOK",
-    "StepInternals",
-    "TrainingStepResult",
+    "HookCalls",
     "attached_trainer",
-    "averages_models",
     "collective_timeout",
-    "has_standard_training_loop",
+    "hook_calls",
     "keep_signal_handlers",
     "original_training_loader",
+    "replace_hook_calls",
     "restart_training_loaders",
     "resume_max_steps_at_epoch_end",
     "save_last",
@@ -36,8 +36,10 @@ __all__ = [
     "set_writer",
     "training_is_done",
     "uncount_update",
-    "warn_of_step_without_loss",
 ]
+
+
+# Hooks
 
 RUNNING_HOOK = "_current_fx_name"
 """The entry of a LightningModule's ``__dict__`` with the name of the running hook, which decides how `log` logs.
@@ -45,8 +47,44 @@ RUNNING_HOOK = "_current_fx_name"
 A name and no function: `LeanLoop` writes it several times in each step.
 """
 
-TrainingStepResult = ClosureResult
-"""What Lightning makes of the output of `training_step`: the loss for backward, a detached copy, and other entries."""
+
+class HookCalls(NamedTuple):
+    """The functions through which Lightning calls each hook, or asks for the parameters of one.
+
+    Those of callbacks, module, data module and strategy take the Trainer, the hook's name and its arguments.
+    """
+
+    of_callbacks: Callable[..., None]
+    of_module: Callable[..., Any]
+    of_datamodule: Callable[..., Any]
+    of_strategy: Callable[..., Any]
+    has_parameter: Callable[..., bool]
+
+
+def hook_calls() -> HookCalls:
+    """The functions that Lightning uses now."""
+    return HookCalls(
+        call._call_callback_hooks,
+        call._call_lightning_module_hook,
+        call._call_lightning_datamodule_hook,
+        call._call_strategy_hook,
+        training_epoch_loop.is_param_in_hook_signature,
+    )
+
+
+def replace_hook_calls(before: HookCalls, after: HookCalls) -> None:
+    """Replaces those of `before` by those of `after`, in the whole process; functions of others stay as they are."""
+    places: tuple[Any, ...] = (
+        (call, "_call_callback_hooks", before.of_callbacks, after.of_callbacks),
+        (call, "_call_lightning_module_hook", before.of_module, after.of_module),
+        (call, "_call_lightning_datamodule_hook", before.of_datamodule, after.of_datamodule),
+        (call, "_call_strategy_hook", before.of_strategy, after.of_strategy),
+        (training_epoch_loop, "is_param_in_hook_signature", before.has_parameter, after.has_parameter),
+        (module, "is_param_in_hook_signature", before.has_parameter, after.has_parameter),
+    )
+    for owner, name, old, new in places:
+        if getattr(owner, name) is old:
+            setattr(owner, name, new)
 
 
 # The module
@@ -59,56 +97,6 @@ def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
 
 
 # The loops
-
-
-def has_standard_training_loop(trainer: pl.Trainer) -> bool:
-    """Whether the loop over batches, and the one that makes updates, are Lightning's own."""
-    loop = trainer.fit_loop.epoch_loop
-    return type(loop) is _TrainingEpochLoop and type(loop.automatic_optimization) is _AutomaticOptimization
-
-
-class StepInternals:
-    """What Lightning's loop calls in each step, looked up once, so that a step costs no more than the calls.
-
-    Args:
-        trainer: one that trains now.
-    """
-
-    def __init__(self, trainer: pl.Trainer) -> None:
-        loop, module = trainer.fit_loop.epoch_loop, trainer.lightning_module
-        self._loop, self._optimization = loop, loop.automatic_optimization
-        self.broadcast_sigterm: Callable[[], None] = loop._broadcast_sigterm_tensor
-        self.is_last_batch: Callable[[], bool] = loop._num_ready_batches_reached
-        self.accumulates: Callable[[], bool] = trainer.fit_loop._should_accumulate
-        self.transfer_batch: Callable[..., Any] = module._on_before_batch_transfer
-        self.clip_gradients: Callable[..., None] = trainer.precision_plugin._clip_gradients
-        logs = trainer._logger_connector
-        self.begin_batch_logs: Callable[[Any], None] = logs.on_batch_start
-        self.end_batch_logs: Callable[[], None] = logs.on_batch_end
-        self.log_step: Callable[[], None] = logs.update_train_step_metrics
-
-    def skips_backward(self) -> bool:
-        """Whether steps run without backward pass and update, as when SWA measures batch normalisation."""
-        return bool(self._optimization._skip_backward)
-
-    def logged(self) -> bool:
-        """Whether anything was logged with `LightningModule.log` since the epoch began."""
-        return bool(self._loop._results)
-
-    def forget_batch(self) -> None:
-        """What `end_batch_logs` does where nothing was logged."""
-        results = self._loop._results
-        results.batch = results.batch_size = None
-
-    def warn_of_missing_batch(self) -> None:
-        """Lightning's warning about a loader that yields None, once a run."""
-        message = "train_dataloader yielded None. If this was on purpose, ignore this warning..."
-        self._loop._warning_cache.warn(message)
-
-
-def warn_of_step_without_loss() -> None:
-    """Lightning's warning about a `training_step` that returns None, once a process."""
-    Closure.warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
 
 
 def training_is_done(trainer: pl.Trainer) -> bool:
@@ -178,11 +166,6 @@ def keep_signal_handlers(trainer: pl.Trainer) -> Callable[[], None]:
         del connector.register_signal_handlers
 
     return undo
-
-
-def averages_models(strategy: Strategy) -> bool:
-    """Whether DDP averages the weights of the ranks now and then (post-local SGD)."""
-    return getattr(strategy, "_model_averager", None) is not None
 
 
 def collective_timeout(strategy: Strategy) -> timedelta | None:

@@ -10,10 +10,9 @@ from lightning.pytorch.callbacks import Callback
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.checkpointing.guard import LastCheckpoint
-from callbacks.fast_path.lean_loop import LeanLoop
-from callbacks.fast_path.unused_hooks import SkipUnusedHooks
 from callbacks.finite_weights import FiniteWeights
 from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.lean_loop import LeanLoop
 from callbacks.lib.rate_factor import Kind, Scale
 from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
@@ -131,7 +130,7 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
         seeds,
         WarmupLR(settings.warmup, settings.warmup_kind, settings.warmup_start_factor, scale, base if scale else None),
     ]
-    callbacks += [FiniteWeights(), RankConsistency(), SkipUnusedHooks(), Preemption()]
+    callbacks += [FiniteWeights(), RankConsistency(), Preemption()]
     if settings.lean_loop:
         callbacks.append(LeanLoop())
     if settings.sync_bn:

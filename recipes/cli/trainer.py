@@ -13,7 +13,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
-from callbacks.fast_path.no_profiler import NoProfiler
 from callbacks.lib.lightning_internals import set_collective_timeout
 from callbacks.lib.trainer_attributes import set_callbacks
 from callbacks.run_progress import RunProgress
@@ -91,8 +90,6 @@ def build_trainer(experiment: Experiment, more: Sequence[Callback] = (), folder:
     # DeepSpeed writes folders in its own format.
     saving = [] if "deepspeed" in str(options["strategy"]).lower() else [VerifiedCheckpointIO()]
     callbacks = [*_callbacks(experiment), *more]
-    if not options["barebones"]:
-        options["profiler"] = options["profiler"] or NoProfiler()
     with as_user_errors(ValueError, TypeError, MisconfigurationException):
         trainer = pl.Trainer(
             **options,

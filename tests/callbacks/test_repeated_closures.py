@@ -20,9 +20,9 @@ from typing_extensions import override
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
-from callbacks.fast_path.lean_loop import LeanLoop
 from callbacks.finite_weights import FiniteWeights
 from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.lean_loop import LeanLoop
 from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.seed_control import SeedControl

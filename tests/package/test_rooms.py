@@ -29,7 +29,6 @@ MAY_IMPORT = {
     "callbacks.lib": f"{_DATA} datamodules.loading",
     "callbacks.checkpointing": f"{_DATA} callbacks.lib",
     "callbacks.drawing": f"{_DATA} callbacks.lib",
-    "callbacks.fast_path": f"{_DATA} callbacks.lib",
     "callbacks.*": f"{_DATA} datamodules.loading callbacks.checkpointing callbacks.drawing callbacks.lib",
     "recipes": "",
     "recipes.__main__": "recipes.cli recipes.version",
@@ -43,7 +42,7 @@ MAY_IMPORT = {
     "recipes.launch": "datamodules.errors callbacks.lib",
     "recipes.failures": "datamodules.errors recipes.launch",
     "recipes.resume": f"{_CALLBACKS} callbacks.checkpointing recipes.launch",
-    "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing callbacks.fast_path recipes.failures recipes.launch "
+    "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing recipes.failures recipes.launch "
     "recipes.optim recipes.recipe recipes.resume recipes.version",
     "recipes.NAME": f"{_CALLBACKS} callbacks.drawing datamodules.NAME datamodules.images datamodules.loading "
     "datamodules.mnist datamodules.translation recipes.classification recipes.optim recipes.pretrained recipes.recipe "

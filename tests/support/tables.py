@@ -14,11 +14,10 @@ from callbacks.checkpointing.guard import CheckpointGuard
 from callbacks.drawing.classification_images import ClassificationImages
 from callbacks.drawing.grad_cam import GradCAM
 from callbacks.drawing.translation_samples import TranslationSamples
-from callbacks.fast_path.lean_loop import LeanLoop
-from callbacks.fast_path.unused_hooks import SkipUnusedHooks
 from callbacks.finite_weights import FiniteWeights
 from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.lean_loop import LeanLoop
 from callbacks.parameter_group_table import ParameterGroupTable
 from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
@@ -49,7 +48,6 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "TrainLoss": lambda: TrainLoss(),
     "Preemption": lambda: Preemption(),
     "TranslationSamples": lambda: TranslationSamples(samples=2),
-    "SkipUnusedHooks": lambda: SkipUnusedHooks(),
     "LeanLoop": lambda: LeanLoop(),
     "CheckpointGuard": lambda: CheckpointGuard(),
 }
@@ -71,7 +69,6 @@ TOGETHER = (
     "TrainLoss",
     "Preemption",
     "TranslationSamples",
-    "SkipUnusedHooks",
     "LeanLoop",
     "CheckpointGuard",
 )

@@ -1,6 +1,8 @@
 """What we rely on of Lightning's private names holds in the installed release, and one file alone relies on it."""
 
 import ast
+import hashlib
+import inspect
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -12,13 +14,9 @@ import lightning.fabric
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.loops import _TrainingEpochLoop
-from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from torch import nn
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.lib import lightning_internals as internals
@@ -75,122 +73,59 @@ def test_the_attached_trainer_is_none_before_a_run() -> None:
     assert internals.attached_trainer(module) is trainer
 
 
-def test_another_loop_is_told_from_the_standard_one() -> None:
-    class OtherEpochs(_TrainingEpochLoop):
-        pass
-
-    class OtherUpdates(_AutomaticOptimization):
-        pass
-
-    trainer = trainer_with()
-    assert internals.has_standard_training_loop(trainer)
-    trainer.fit_loop.epoch_loop.automatic_optimization = OtherUpdates(trainer)
-    assert not internals.has_standard_training_loop(trainer)
-    trainer = trainer_with()
-    trainer.fit_loop.epoch_loop = OtherEpochs(trainer)
-    assert not internals.has_standard_training_loop(trainer)
+HOOK_CALLS = {
+    "_call_callback_hooks": "c413fb9a",
+    "_call_lightning_module_hook": "558a87d0",
+    "_call_lightning_datamodule_hook": "2c4500ed",
+    "_call_strategy_hook": "ff429e3a",
+    "is_param_in_hook_signature": "6bd4f22c",
+}
+"""The functions that LeanLoop has a shorter form of, and a digest of their source."""
 
 
-def test_a_step_knows_the_last_batch_and_whether_it_accumulates() -> None:
-    def look(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[bool, bool]:
-        step = internals.StepInternals(trainer)
-        return step.accumulates(), step.is_last_batch()
-
-    expected = [(True, False), (True, False), (False, False), (False, True)]
-    assert in_each_step(look, accumulate_grad_batches=3) == expected
+def test_the_functions_that_call_hooks_are_those_that_were_shortened() -> None:
+    sources = {function.__name__: inspect.getsource(function) for function in internals.hook_calls()}
+    assert {name: hashlib.sha256(source.encode()).hexdigest()[:8] for name, source in sources.items()} == HOOK_CALLS
 
 
-def test_a_step_knows_whether_backward_is_skipped() -> None:
-    found: list[bool] = []
+def test_hooks_are_called_through_functions_that_can_be_replaced() -> None:
+    called: dict[str, set[str]] = {}
 
-    def look(trainer: pl.Trainer, *_: Any) -> None:
-        found.append(internals.StepInternals(trainer).skips_backward())
+    def traced(field: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(first: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+            called.setdefault(field, set()).add(name)
+            return function(first, name, *args, **kwargs)
 
-    averaging = StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)
-    trainer_with(averaging, LambdaCallback(on_train_batch_end=look), max_epochs=2).fit(tiny(), loader())
-    assert found == [False] * 8 + [True] * 4
+        return wrapper
 
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return loader()
 
-def test_a_step_moves_a_batch_through_the_modules_hooks() -> None:
-    class Doubling(Tiny):
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            return [2 * batch[0], batch[1]]
+            return batch
 
-    module = Doubling(image_network().double(), torch.optim.SGD, lr=0.1)
-    found: list[Any] = []
+    class Logging(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("one", 1.0)
+            return super().training_step(batch, batch_idx)
 
-    def look(trainer: pl.Trainer, *_: Any) -> None:
-        found.append(internals.StepInternals(trainer).transfer_batch([torch.ones(1), 7], dataloader_idx=0))
-
-    trainer_with(LambdaCallback(on_train_batch_end=look)).fit(module, loader())
-    assert found[0] == [torch.full((1,), 2.0), 7]
-
-
-def test_a_step_clips_gradients_as_the_trainer_is_told() -> None:
-    def look(trainer: pl.Trainer, module: pl.LightningModule) -> float:
-        step, optimizer = internals.StepInternals(trainer), trainer.optimizers[0]
-        for parameter in module.parameters():
-            parameter.grad = torch.full_like(parameter, 100.0)
-        step.clip_gradients(module, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-        return float(nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None]))
-
-    assert in_each_step(look, gradient_clip_val=0.5) == [pytest.approx(0.5, rel=1e-5)] * 4
-
-
-def test_a_step_logs_through_the_trainers_results() -> None:
-    def look(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[bool, bool]:
-        step = internals.StepInternals(trainer)
-        before = step.logged()
-        step.forget_batch()
-        step.begin_batch_logs([torch.zeros(3)])
-        module.log("value", 1.0, on_step=True)
-        step.end_batch_logs()
-        step.log_step()
-        assert trainer.logged_metrics["value"] == 1.0
-        return before, step.logged()
-
-    assert in_each_step(look, log_every_n_steps=1)[0] == (False, True)
-
-
-def test_warnings_of_steps_without_batch_or_loss_are_given_once() -> None:
-    def look(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        internals.StepInternals(trainer).warn_of_missing_batch()
-        internals.warn_of_step_without_loss()
-
-    with pytest.warns(UserWarning, match="yielded None") as caught:
-        in_each_step(look)
-    assert sum("yielded None" in str(warning.message) for warning in caught) == 1
-    assert any("returned `None`" in str(message) for message in Closure.warning_cache)
-
-
-def _sigterm_of_rank_0(_: str) -> str:
-    silence()
-
-    def look(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if trainer.global_rank == 0:
-            trainer.received_sigterm = True  # type: ignore[misc]
-        internals.StepInternals(trainer).broadcast_sigterm()
-
-    pl.Trainer.received_sigterm = False  # type: ignore[misc, assignment]
+    stock = internals.hook_calls()
+    ours = internals.HookCalls(*(traced(*pair) for pair in stock._asdict().items()))
+    internals.replace_hook_calls(stock, ours)
     try:
-        in_each_step(look, strategy="ddp", devices=2)
-    except BaseException as error:
-        return type(error).__name__
-    return "nothing"
-
-
-def test_a_sigterm_of_rank_0_reaches_the_other_ranks() -> None:
-    assert run_ranks(_sigterm_of_rank_0, 2, "") == ["SIGTERMException"] * 2
-
-
-def test_the_output_of_a_step_is_divided_by_the_factor() -> None:
-    loss = torch.tensor(3.0, requires_grad=True)
-    result = internals.TrainingStepResult.from_training_step_output({"loss": loss, "count": 5}, 2)
-    assert result.closure_loss is not None
-    assert result.closure_loss.requires_grad
-    assert result.asdict() == {"loss": torch.tensor(1.5), "count": 5}
-    assert result.loss is not None
-    assert not result.loss.requires_grad
+        assert internals.hook_calls() == ours
+        internals.replace_hook_calls(stock, stock)
+        assert internals.hook_calls() == ours
+        trainer_with().fit(Logging(image_network().double(), torch.optim.SGD, lr=0.1), Data())
+    finally:
+        internals.replace_hook_calls(ours, stock)
+    assert internals.hook_calls() == stock
+    assert {"on_train_batch_start", "on_before_backward", "on_train_end"} <= called["of_callbacks"]
+    assert {"optimizer_step", "configure_gradient_clipping", "on_train_batch_end"} <= called["of_module"]
+    assert {"on_before_batch_transfer", "setup"} <= called["of_datamodule"]
+    assert {"training_step", "backward", "batch_to_device"} <= called["of_strategy"]
+    assert {"batch_idx", "dataloader_iter"} <= called["has_parameter"]
 
 
 def test_training_is_done_at_max_steps_and_at_the_last_batch() -> None:
@@ -291,14 +226,6 @@ def _timeout_of_group(_: str) -> bool:
 
 def test_the_timeout_that_is_set_is_that_of_the_process_group() -> None:
     assert run_ranks(_timeout_of_group, 2, "") == [True, True]
-
-
-def test_a_strategy_that_averages_models_is_told_from_others() -> None:
-    strategy = DDPStrategy()
-    assert not internals.averages_models(strategy)
-    assert not internals.averages_models(SingleDeviceStrategy("cpu"))
-    strategy._model_averager = object.__new__(PeriodicModelAverager)
-    assert internals.averages_models(strategy)
 
 
 def test_a_loggers_writer_can_be_replaced(tmp_path: Path) -> None:

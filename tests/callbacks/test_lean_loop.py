@@ -1,0 +1,714 @@
+"""Whatever a run does, it does the same with LeanLoop: the hooks in their order, counters, logs, errors and bits."""
+
+import functools
+import gc
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import callbacks
+from callbacks import GradientAccumulation, LeanLoop
+from callbacks.lib.lightning_internals import RUNNING_HOOK, attached_trainer, hook_calls
+from tests.support.ranks import run_ranks
+from tests.support.tables import QUIET, silence
+
+BATCHES = 6
+STOCK = hook_calls()
+
+
+def hooks_of(kind: type) -> list[str]:
+    """The names of its hooks: what starts with ``on_``, and `setup` and `teardown`."""
+    names = [name for name in dir(kind) if name.startswith("on_") or name in ("setup", "teardown")]
+    return [name for name in names if inspect.isfunction(getattr(kind, name))]
+
+
+MODULE_HOOKS = [
+    *hooks_of(pl.LightningModule),
+    *("training_step", "validation_step", "backward", "optimizer_step", "optimizer_zero_grad"),
+    *("configure_gradient_clipping", "lr_scheduler_step", "transfer_batch_to_device"),
+]
+STRATEGY_HOOKS = [
+    *hooks_of(pl.strategies.Strategy)[1:],
+    *("training_step", "validation_step", "backward", "optimizer_step", "batch_to_device"),
+]
+STEP_HOOKS = [
+    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_start", "on_validation_batch_start"),
+    *("on_validation_epoch_end", "on_train_epoch_end"),
+]
+
+
+# What is compared
+
+
+class Transcript:
+    """Everything that happens in a run, in its order."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.lean: set[bool] = set()
+
+    def note(self, owner: str, name: str, module: pl.LightningModule) -> None:
+        trainer = attached_trainer(module)
+        assert trainer is not None
+        self.lean.add(hook_calls() != STOCK)
+        counters = repr(trainer.fit_loop.state_dict())
+        self.events.append((owner, name, vars(module)[RUNNING_HOOK], trainer.global_step, counters))
+
+    def recording(self, kind: type, names: list[str], owner: str, at: int = 0) -> type:
+        """A subclass that notes each hook before it does what its parent does; `at` is the module's place in `args`."""
+
+        def recorded(name: str) -> Callable[..., Any]:
+            def hook(instance: Any, *args: Any, **kwargs: Any) -> Any:
+                self.note(owner, name, (instance, *args)[at])
+                return getattr(kind, name)(instance, *args, **kwargs)
+
+            return hook
+
+        return type(kind.__name__, (kind,), {name: recorded(name) for name in names})
+
+    def wrap(self, instance: Any, names: list[str], owner: str) -> Any:
+        """Wraps each hook on the instance, as a decorator does."""
+
+        def wrapped(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(hook)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                modules = {"module": lambda: instance, "strategy": lambda: instance.lightning_module}
+                self.note(owner, name, modules.get(owner, lambda: args[1])())
+                return hook(*args, **kwargs)
+
+            return wrapper
+
+        for name in names:
+            setattr(instance, name, wrapped(name, getattr(instance, name)))
+        return instance
+
+
+class Logged(DummyLogger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Any] = []
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        self.rows.append((args, kwargs))
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two trees of tensors and values are equal, to the bit."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, Tensor):
+        return bool(torch.equal(one, other))
+    return bool(one == other) or (one != one and other != other)
+
+
+# What runs
+
+
+class Model(pl.LightningModule):
+    """Batch normalisation, dropout and a linear layer; its loss is logged in the step and over the epoch."""
+
+    def __init__(self, optimizer: Callable[..., Any] = torch.optim.SGD) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.network = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 3))
+        self.make = functools.partial(optimizer, lr=0.1)
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return nn.functional.cross_entropy(self.network(inputs), targets)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return {"loss": loss, "count": len(batch[1])}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make(self.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def samples(n: int = 4 * BATCHES - 1) -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    return TensorDataset(torch.randn(n, 4, generator=generator), torch.randint(3, (n,), generator=generator))
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(samples(), batch_size=4)
+
+
+Case = Callable[[Transcript], dict[str, Any]]
+"""Makes the arguments of a Trainer, and a `model`, `train` and `val` loaders and `callbacks`, all optional."""
+
+CASES: dict[str, Case] = {}
+
+
+def case(make: Case) -> Case:
+    CASES[make.__name__] = make
+    return make
+
+
+def fit(make: Case, lean: bool, folder: Path, **more: Any) -> dict[str, Any]:
+    """One run: what happened in it, and what came of it."""
+    transcript, logger = Transcript(), Logged()
+    settings = make(transcript) | more
+    settings.setdefault("model", Model())
+    model, resume = settings.pop("model"), settings.pop("resume", None)
+    loaders = (settings.pop("train", loader()), settings.pop("val", loader()))
+    recorder = transcript.recording(pl.Callback, hooks_of(pl.Callback), "callback", at=2)()
+    called = [recorder, *settings.pop("callbacks", []), *([LeanLoop()] if lean else [])]
+    defaults = {"max_epochs": 2, "log_every_n_steps": 2, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(callbacks=called, **(QUIET | defaults | {"logger": logger} | settings))
+    torch.manual_seed(4)
+    error = None
+    try:
+        trainer.fit(model, *loaders, ckpt_path=resume)
+    except Exception as raised:
+        error = (type(raised), str(raised))
+    assert hook_calls() == STOCK
+    result = {
+        "events": transcript.events,
+        "error": error,
+        "rows": logger.rows,
+        "metrics": dict(trainer.callback_metrics),
+        "weights": model.state_dict(),
+        "loop": trainer.fit_loop.state_dict(),
+        "random numbers": torch.get_rng_state(),
+    }
+    if error is None:
+        trainer.save_checkpoint(folder / "end.ckpt")
+        result["checkpoint"] = torch.load(folder / "end.ckpt", weights_only=False)
+    assert transcript.lean <= {lean, False}
+    assert not lean or True in transcript.lean
+    return result
+
+
+def assert_equal_with_lean_loop(make: Case, folder: Path, **more: Any) -> dict[str, Any]:
+    """Returns what Lightning's own calls gave."""
+    lean, stock = (fit(make, lean, folder, **more) for lean in (True, False))
+    assert lean["events"] == stock["events"]
+    for part, value in stock.items():
+        assert equal(lean[part], value), part
+    return stock
+
+
+# The table
+
+
+@case
+def nothing_is_overridden(_: Transcript) -> dict[str, Any]:
+    return {}
+
+
+@case
+def all_hooks_are_overridden(transcript: Transcript) -> dict[str, Any]:
+    model = transcript.recording(Model, MODULE_HOOKS, "module")()
+    return {"model": model, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "val_check_interval": 3}
+
+
+@case
+def all_hooks_are_wrapped_on_the_instances(transcript: Transcript) -> dict[str, Any]:
+    model = transcript.wrap(Model(), MODULE_HOOKS, "module")
+    callback = transcript.wrap(pl.Callback(), hooks_of(pl.Callback), "wrapped callback")
+    strategy = transcript.wrap(SingleDeviceStrategy("cpu"), STRATEGY_HOOKS, "strategy")
+    windows = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    return {"model": model, "callbacks": [callback], "strategy": strategy, **windows}
+
+
+@case
+def a_strategy_has_its_own_backward(transcript: Transcript) -> dict[str, Any]:
+    class Own(SingleDeviceStrategy):
+        def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            transcript.note("strategy", "backward", self.lightning_module)
+            return super().backward(2 * closure_loss, *args, **kwargs)
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            transcript.note("strategy", "on_train_batch_start", self.lightning_module)
+
+    return {"strategy": Own("cpu")}
+
+
+@case
+def an_optimizer_ignores_its_closure(_: Transcript) -> dict[str, Any]:
+    class Ignoring(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+
+    return {"model": Model(Ignoring)}
+
+
+@case
+def a_closure_is_called_twice(_: Transcript) -> dict[str, Any]:
+    class Twice(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            super().step()
+            return super().step(closure)
+
+    return {"model": Model(Twice), "accumulate_grad_batches": 2}
+
+
+@case
+def a_closure_is_called_many_times(_: Transcript) -> dict[str, Any]:
+    return {"model": Model(functools.partial(torch.optim.LBFGS, max_iter=3))}
+
+
+@case
+def a_step_returns_none(_: Transcript) -> dict[str, Any]:
+    class Skipping(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx in (2, 3) else super().training_step(batch, batch_idx)
+
+    return {"model": Skipping(), "accumulate_grad_batches": 2}
+
+
+@case
+def steps_have_other_parameters(_: Transcript) -> dict[str, Any]:
+    class OnlyBatch(Model):
+        def training_step(self, batch: Any) -> Any:
+            return self.loss(batch)
+
+        def validation_step(self, *args: Any) -> None:
+            self.log("arguments", float(len(args)))
+
+    return {"model": OnlyBatch()}
+
+
+@case
+def the_step_changes_between_epochs(_: Transcript) -> dict[str, Any]:
+    class Changing(Model):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.training_step = self.loss  # type: ignore[method-assign]
+
+    return {"model": Changing()}
+
+
+@case
+def the_step_takes_the_loader(_: Transcript) -> dict[str, Any]:
+    class Taking(Model):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            batch, *_ = next(dataloader_iter)
+            return self.loss(batch)
+
+    return {"model": Taking()}
+
+
+@case
+def optimization_is_manual(_: Transcript) -> dict[str, Any]:
+    class Manual(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            with optimizer.toggle_model():
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+                optimizer.step()
+
+    return {"model": Manual()}
+
+
+@case
+def hooks_come_and_go_in_an_epoch(transcript: Transcript) -> dict[str, Any]:
+    class Empty(pl.Callback):
+        """Gets a hook on the instance, then on the class."""
+
+    class Toggling(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                empty.on_after_backward = lambda _, module: transcript.note("added", "on_after_backward", module)
+                module.on_before_zero_grad = lambda _: transcript.note("added", "on_before_zero_grad", module)
+                module.on_after_backward = None
+            elif batch_idx == 3:
+                del empty.on_after_backward, module.on_before_zero_grad, module.on_after_backward
+                Empty.on_before_backward = lambda _, __, module, ___: transcript.note("class", "backward", module)
+                trainer.callbacks.append(late)
+            elif batch_idx == 4:
+                trainer.callbacks.remove(late)
+
+    empty: Any = Empty()
+    late = transcript.wrap(pl.Callback(), hooks_of(pl.Callback), "late")
+    return {"callbacks": [Toggling(), empty]}
+
+
+@case
+def the_epoch_is_skipped_by_the_module(_: Transcript) -> dict[str, Any]:
+    class Skipping(Model):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 3 else None
+
+    return {"model": Skipping()}
+
+
+@case
+def all_hooks_log(_: Transcript) -> dict[str, Any]:
+    def logging_hook(name: str) -> Callable[..., Any]:
+        def hook(module: Any, *args: Any, **kwargs: Any) -> Any:
+            output = getattr(Model, name)(module, *args, **kwargs)
+            try:
+                module.log(f"{name}/default", float(module.global_step))
+                module.log(f"{name}/both", torch.tensor(1.0), on_step=True, on_epoch=True, prog_bar=True)
+            except Exception as error:
+                # Where a hook may not log, the message says so.
+                module.refused.append((name, str(error)))
+            return output
+
+        return hook
+
+    logs = type("Logs", (Model,), {name: logging_hook(name) for name in MODULE_HOOKS})
+    model: Any = logs()
+    model.refused = []
+    return {"model": model, "val_check_interval": 3}
+
+
+class Counting(SimpleProfiler):
+    """Knows how often each action was measured, and no times."""
+
+    def summary(self) -> str:
+        return ""
+
+
+@case
+def a_profiler_is_set(transcript: Transcript) -> dict[str, Any]:
+    class Measured(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            measured = {action: len(times) for action, times in profiler.recorded_durations.items()}
+            transcript.events.append({action: count for action, count in measured.items() if "LeanLoop" not in action})
+
+    profiler = Counting()
+    return {"profiler": profiler, "callbacks": [Measured()]}
+
+
+@case
+def a_profiler_is_set_in_an_epoch(transcript: Transcript) -> dict[str, Any]:
+    class Setting(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            def note(action: str) -> None:
+                if "LeanLoop" not in action:
+                    transcript.note("profiler", action, module)
+
+            if batch_idx == 2:
+                trainer.profiler.start = note
+
+    return {"callbacks": [Setting()]}
+
+
+@case
+def several_loaders(_: Transcript) -> dict[str, Any]:
+    class Both(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch["one"]) + self.loss(batch["other"])
+
+    return {"model": Both(), "train": {"one": loader(), "other": loader()}, "val": loader()}
+
+
+@case
+def an_iterable_data_set(_: Transcript) -> dict[str, Any]:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(samples())
+
+    stream = DataLoader(Stream(), batch_size=4)
+    return {"train": stream, "limit_val_batches": 0, "accumulate_grad_batches": 4}
+
+
+@case
+def a_loader_that_yields_none(_: Transcript) -> dict[str, Any]:
+    class Gaps:
+        def __iter__(self) -> Iterator[Any]:
+            return iter([*loader(), None, *loader()])
+
+    return {"train": Gaps(), "limit_val_batches": 0}
+
+
+@case
+def a_data_module_with_hooks(transcript: Transcript) -> dict[str, Any]:
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return loader()
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            transcript.note("data module", "on_before_batch_transfer", self.trainer.lightning_module)
+            return [2 * batch[0], batch[1]]
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            transcript.note("data module", "on_after_batch_transfer", self.trainer.lightning_module)
+            return batch
+
+    return {"train": Data(), "val": None}
+
+
+@case
+def bf16(_: Transcript) -> dict[str, Any]:
+    return {"precision": "bf16-mixed", "gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
+
+
+@case
+def fp16_with_skipped_updates(_: Transcript) -> dict[str, Any]:
+    class Overflowing(Model):
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(batch) * (torch.inf if self.global_step == 2 and self.training else 1)
+
+    return {"model": Overflowing(), "plugins": [MixedPrecision("16-mixed", "cpu")], "max_steps": 7, "max_epochs": -1}
+
+
+@case
+def double_precision(_: Transcript) -> dict[str, Any]:
+    return {"precision": "64-true"}
+
+
+@case
+def averaged_weights(_: Transcript) -> dict[str, Any]:
+    return {"callbacks": [StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)], "max_epochs": 3}
+
+
+@case
+def it_ends_within_an_epoch_and_a_window(_: Transcript) -> dict[str, Any]:
+    return {"max_steps": 5, "max_epochs": -1, "accumulate_grad_batches": 2, "val_check_interval": 2}
+
+
+@case
+def few_batches(_: Transcript) -> dict[str, Any]:
+    return {"limit_train_batches": 3, "accumulate_grad_batches": 2, "num_sanity_val_steps": 1}
+
+
+@case
+def our_accumulation(_: Transcript) -> dict[str, Any]:
+    return {"callbacks": [GradientAccumulation({0: 2, "1 epochs": 3})]}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_is_the_same_with_lean_loop(name: str, tmp_path: Path) -> None:
+    stock = assert_equal_with_lean_loop(CASES[name], tmp_path)
+    failing = {"an_optimizer_ignores_its_closure": "The closure hasn't been executed"}
+    assert failing.get(name, "") in str(stock["error"])
+    assert (stock["error"] is None) == (name not in failing)
+
+
+@pytest.mark.parametrize("owner", ["callback", "module"])
+@pytest.mark.parametrize("hook", STEP_HOOKS)
+@pytest.mark.parametrize("what", ["stops", "raises", "ends the epoch"])
+def test_a_hook_that_stops_or_raises_does_it_at_the_same_place(
+    what: str, hook: str, owner: str, tmp_path: Path
+) -> None:
+    def make(_: Transcript) -> dict[str, Any]:
+        def act(instance: Any, *args: Any) -> None:
+            module = instance if owner == "module" else args[1]
+            if module.trainer.fit_loop.epoch_loop.total_batch_idx == 2 and what == "stops":
+                module.trainer.should_stop = True
+            elif module.trainer.fit_loop.epoch_loop.total_batch_idx == 2:
+                raise (StopIteration if what == "ends the epoch" else RuntimeError)("in a hook")
+
+        if owner == "module":
+            return {"model": type("Acting", (Model,), {hook: act})()}
+        return {"callbacks": [type("Acting", (pl.Callback,), {hook: act})()]}
+
+    options = {"max_epochs": 1, "val_check_interval": 3, "limit_val_batches": 1}
+    assert_equal_with_lean_loop(make, tmp_path, **options)
+
+
+SAVED = [
+    # Before an update, in the middle of a window; in it; and after it.
+    ("on_train_batch_start", 2),
+    ("on_after_backward", 3),
+    ("on_train_batch_end", 0),
+    ("on_train_batch_end", 1),
+    # In the validation within the epoch, and around it.
+    ("on_train_batch_end", 2),
+    ("on_validation_start", 2),
+    ("on_validation_batch_end", 2),
+    ("on_validation_end", 2),
+    # At the end of an epoch and at the start of the next one.
+    ("on_train_batch_end", BATCHES - 1),
+    ("on_validation_batch_end", BATCHES - 1),
+    ("on_train_epoch_end", BATCHES - 1),
+    ("on_train_epoch_start", BATCHES - 1),
+    ("on_train_batch_start", BATCHES),
+]
+RESUMABLE: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 3}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of one run from each place of `SAVED`."""
+    folder = tmp_path_factory.mktemp("saved")
+
+    def saving(hook: str) -> Callable[..., None]:
+        def save(_: Any, trainer: pl.Trainer, *__: Any) -> None:
+            batch = trainer.fit_loop.epoch_loop.total_batch_idx
+            path = folder / f"{hook}-{batch}.ckpt"
+            if (hook, batch) in SAVED and not path.exists():
+                trainer.save_checkpoint(path)
+
+        return save
+
+    callback = type("Saving", (pl.Callback,), {hook: saving(hook) for hook, _ in SAVED})()
+    fit(nothing_is_overridden, lean=False, folder=folder, callbacks=[callback], **RESUMABLE)
+    return folder
+
+
+@pytest.mark.parametrize(("hook", "batch"), SAVED)
+def test_a_run_resumes_in_the_same_way_from_wherever_it_was_saved(
+    hook: str, batch: int, saved: Path, tmp_path: Path
+) -> None:
+    resume = saved / f"{hook}-{batch}.ckpt"
+    assert_equal_with_lean_loop(all_hooks_are_overridden, tmp_path, resume=resume, **RESUMABLE)
+
+
+# Where it stands aside, and what is left behind
+
+
+def test_debug_messages_are_written(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("lightning.pytorch.trainer.call")
+
+    def messages(lean: bool) -> list[str]:
+        caplog.clear()
+        trainer = pl.Trainer(callbacks=[LeanLoop()] if lean else [], max_steps=2, **(QUIET | {"barebones": True}))
+        trainer.fit(Model(), loader())
+        return [record.message for record in caplog.records if record.name == log.name]
+
+    log.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.DEBUG, log.name):
+            lean, stock = messages(True), messages(False)
+    finally:
+        log.removeHandler(caplog.handler)
+    assert len(stock) > 20
+    assert lean == stock
+
+
+class Calls(pl.Callback):
+    """Whether the faster calls are in use; "inner" runs another Trainer in each batch."""
+
+    def __init__(self, inner: bool = False) -> None:
+        self.inner, self.lean = inner, []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.inner:
+            trainer_with(LeanLoop(), max_steps=1).fit(Model(), loader())
+        self.lean.append(hook_calls() != STOCK)
+
+
+def trainer_with(*called: pl.Callback, **options: Any) -> pl.Trainer:
+    defaults = {"max_epochs": 1, "limit_val_batches": 0, "enable_progress_bar": False, "enable_checkpointing": False}
+    return pl.Trainer(callbacks=list(called), **(QUIET | defaults | options))
+
+
+def test_another_release_of_lightning_keeps_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning.__version__", "2.7.0")
+    calls = Calls()
+    trainer_with(LeanLoop(), calls).fit(Model(), loader())
+    assert calls.lean == [False] * BATCHES
+
+
+def test_functions_that_somebody_else_has_replaced_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+
+    def traced(trainer: pl.Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+        names.append(hook_name)
+        return STOCK.of_strategy(trainer, hook_name, *args, **kwargs)
+
+    monkeypatch.setattr("lightning.pytorch.trainer.call._call_strategy_hook", traced)
+    trainer_with(LeanLoop()).fit(Model(), loader())
+    assert names.count("training_step") == BATCHES
+    assert hook_calls().of_strategy is traced
+
+
+def test_a_trainer_within_a_hook_of_another_leaves_its_results_as_they_are() -> None:
+    def weights(*called: pl.Callback) -> dict[str, Tensor]:
+        model = Model()
+        model.network[1].p = 0
+        trainer_with(*called).fit(model, loader())
+        return model.state_dict()
+
+    calls = Calls(inner=True)
+    assert equal(weights(LeanLoop(), calls), weights())
+    assert len(calls.lean) == BATCHES
+    assert hook_calls() == STOCK
+
+
+def test_evaluation_and_prediction_are_the_same(tmp_path: Path) -> None:
+    def run(lean: bool) -> tuple[list[Any], list[Any]]:
+        transcript = Transcript()
+        model = transcript.recording(Evaluated, hooks_of(pl.LightningModule), "module")()
+        recorder = transcript.recording(pl.Callback, hooks_of(pl.Callback), "callback", at=2)()
+        trainer = trainer_with(recorder, *([LeanLoop()] if lean else []), limit_val_batches=1.0)
+        results = [trainer.validate(model, loader()), trainer.test(model, loader()), trainer.predict(model, loader())]
+        assert transcript.lean <= {lean, False}
+        assert hook_calls() == STOCK
+        return transcript.events, results
+
+    class Evaluated(Model):
+        test_step = Model.validation_step
+
+        def predict_step(self, batch: Any) -> Tensor:
+            return self.network(batch[0])
+
+    (events, results), (stock_events, stock_results) = run(True), run(False)
+    assert events == stock_events
+    assert equal(results, stock_results)
+
+
+def test_what_it_replaces_still_works_with_a_warning(tmp_path: Path) -> None:
+    def make(_: Transcript) -> dict[str, Any]:
+        with pytest.warns(DeprecationWarning, match="leave it out"):
+            callback = callbacks.SkipUnusedHooks()
+        with pytest.warns(DeprecationWarning, match="leave it out"):
+            return {"callbacks": [callback], "profiler": callbacks.NoProfiler()}
+
+    assert_equal_with_lean_loop(make, tmp_path)
+
+
+def test_nothing_of_a_run_is_kept() -> None:
+    class Wrapped(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.training_step = lambda batch, *_: self.loss(batch)  # type: ignore[method-assign]
+
+    model = Wrapped()
+    trainer_with(LeanLoop()).fit(model, loader())
+    kept = weakref.ref(model)
+    del model
+    gc.collect()
+    assert kept() is None
+
+
+def _rank(folder: str) -> dict[str, Tensor]:
+    silence()
+
+    def make(_: Transcript) -> dict[str, Any]:
+        options = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": True}
+        return {"callbacks": [GradientAccumulation(3)], **options}
+
+    return assert_equal_with_lean_loop(make, Path(folder))["weights"]
+
+
+def test_two_ranks_run_as_without_lean_loop(tmp_path: Path) -> None:
+    one, other = run_ranks(_rank, 2, str(tmp_path))
+    assert equal(one["network.2.weight"], other["network.2.weight"])
