@@ -22,7 +22,12 @@ from .lib.freezing import freeze_layers as freeze_layers
 from .lib.rate_factor import RateFactor as RateFactor
 from .lib.rate_factor import batch_size_scale as batch_size_scale
 from .lib.rate_factor import warmup_factor as warmup_factor
+from .lib.sample_noise import dropout_factors as dropout_factors
+from .lib.sample_noise import sample_keys as sample_keys
+from .lib.sample_noise import sample_noise as sample_noise
 from .lib.signals import Preempted as Preempted
+from .lib.stateless_dropout import StatelessDropout as StatelessDropout
+from .lib.stateless_dropout import stateless_dropout as stateless_dropout
 from .parameter_group_table import ParameterGroupTable as ParameterGroupTable
 from .preemption import Preemption as Preemption
 from .rank_consistency import RankConsistency as RankConsistency

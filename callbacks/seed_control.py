@@ -3,6 +3,7 @@
 Lightning gives every rank the same generator state, so that dropout masks are equal on all of them, and stores no
 generator state in checkpoints. Here the state is an address: before each step the generators are seeded from
 ``(seed, rank, update, micro-batch)``. Nothing has to be stored, and nothing drawn in between can shift what follows.
+Layers of `stateless_dropout` draw by sample, whatever the rank.
 """
 
 import os
@@ -20,6 +21,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
+from callbacks.lib.batch_positions import batch_positions
+from callbacks.lib.sample_noise import begin_noise, end_noise, number_layers, repeat_noise, sample_keys
 from datamodules.errors import UserError
 from datamodules.loading.randomness import derive_seed, derive_seed_at
 
@@ -111,6 +114,11 @@ class SeedControl(pl.Callback):
       sends rank 0's weights to every rank in any case.
     - Each training step draws from (seed, rank, update, micro-batch), the last counted within the epoch. What torch
       draws between two steps has its own address. So a rerun, or a resume at any point, draws the same numbers.
+    - Layers of `stateless_dropout`, as in the networks of the recipes, draw from (seed, epoch, place of the sample in
+      the epoch's order, layer) in training. So their masks are the same on any number of ranks, in micro-batches of
+      any size and beside any padding. The loader has to tell the places: those of `datamodules` do, and they are known
+      of one `DataLoader` with a batch size, on several ranks with torch's `DistributedSampler`. Otherwise a warning
+      says so, and the layers draw as torch's. A closure that is called again, as by LBFGS, draws the same masks again.
     - Each evaluation step draws from (seed, loader, number of the batch over all ranks). Training after a validation
       draws what it would have drawn without it.
     - Before each epoch the generators are seeded alike on all ranks, so that samplers whose indices Lightning deals to
@@ -123,8 +131,8 @@ class SeedControl(pl.Callback):
     have neither fault. In a batch transfer hook the first batch of an epoch draws alike on all ranks.
 
     Runs on: construction, `setup`, `on_fit_start`, `on_sanity_check_end`, `on_train_start`, `on_train_epoch_start`,
-    `on_train_batch_start`, `on_train_batch_end`, around validation, the start of each evaluation batch. What it set
-    in torch and the environment is put back in `teardown` and `on_exception`.
+    `on_train_batch_start`, `on_after_backward`, `on_train_batch_end`, around validation, the start of each evaluation
+    batch. What it set in torch and the environment is put back in `teardown` and `on_exception`.
 
     Args:
         seed: 0 or greater. None draws one, shares rank 0's with all ranks and records it in ``seed``, the checkpoint
@@ -154,6 +162,7 @@ class SeedControl(pl.Callback):
         self._drawn = seed is None
         self._device = torch.device("cpu")
         self._steps = 0
+        self._addresses_noise = False
         self._before_validation: tuple[Any, Any] = ((), ())
         self._undo: list[Callable[[], None]] = []
         if deterministic:
@@ -186,6 +195,7 @@ class SeedControl(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._addresses_noise = number_layers(pl_module) > 0
         self.seed_between_steps(trainer)
 
     @override
@@ -198,15 +208,39 @@ class SeedControl(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         seed_generators(self._seed_of_step(trainer, batch_idx), self._device)
+        if self._addresses_noise:
+            self._address_noise(trainer, batch_idx)
+
+    def _address_noise(self, trainer: pl.Trainer, batch_idx: int) -> None:
+        """Let the layers of `stateless_dropout` draw by sample in this step."""
+        positions = batch_positions(trainer.train_dataloader, batch_idx, trainer.global_rank, trainer.world_size)
+        if positions is None:
+            self._addresses_noise = False
+            rank_zero_warn(
+                "it is not known which samples a batch holds, so dropout depends on the number of devices and "
+                "micro-batches; pass one loader of datamodules, or one DataLoader with a batch_size over a data set "
+                "with a length, and leave its sampler to Lightning"
+            )
+            return
+        places = torch.arange(positions.start, positions.stop, positions.step, device=self._device)
+        begin_noise(sample_keys(self.seed, trainer.current_epoch, places))
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._addresses_noise and pl_module.automatic_optimization:
+            # An optimizer that calls its closure again (SAM, LBFGS) evaluates the same function.
+            repeat_noise()
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        end_noise()
         self.seed_between_steps(trainer)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        end_noise()
         self._before_validation = random.getstate(), np.random.get_state()
 
     @override
@@ -245,12 +279,14 @@ class SeedControl(pl.Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        end_noise()
         self._restore_settings()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self.deterministic and (note := explain_nondeterminism(exception, pl_module)):
             exception.add_note(note)
+        end_noise()
         self._restore_settings()
 
     def seed_epoch(self, trainer: pl.Trainer) -> None:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Self, TypeVar
 
-from datamodules.loading.sampling import num_training_steps, training_spans
+from datamodules.loading.sampling import num_training_steps, training_span, training_spans
 
 __all__ = ["ResumableLoader", "Spans"]
 
@@ -30,7 +30,7 @@ class ResumableLoader(ABC, Generic[Batch]):
     def __init__(self, items: int, items_at_once: int, rank: int, world_size: int, drop_last: bool = False) -> None:
         self.rank, self.world_size, self.drop_last = rank, world_size, drop_last
         self._items, self._items_at_once = items, items_at_once
-        self._epoch = self._consumed = self._start_at = 0
+        self._epoch = self._consumed = self._start_at = self._began_at = 0
 
     @abstractmethod
     def _batches_of_epoch(self, epoch: int, start_at: int, spans: Spans) -> Iterator[Batch]:
@@ -47,7 +47,7 @@ class ResumableLoader(ABC, Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         # A generator: Lightning makes the iterator before it says which epoch it is, and asks for a batch after.
         epoch, start_at = self._epoch, self._start_at
-        self._start_at = 0
+        self._start_at, self._began_at = 0, start_at
         step_size = self._items_at_once * self.world_size
         spans = list(
             training_spans(self._items, self._items_at_once, self.rank, self.world_size, self.drop_last, start_at)
@@ -59,6 +59,22 @@ class ResumableLoader(ABC, Generic[Batch]):
             if step == len(spans):
                 self._epoch, self._consumed = epoch + 1, 0
             yield batch
+
+    def batch_positions(self, batch_idx: int) -> range:
+        """Where the samples of this rank's batch of that number stand in the order of the epoch that is iterated over.
+
+        The same samples have the same positions on any number of ranks, in batches of any size, and after a resume.
+        """
+        step_size = self._items_at_once * self.world_size
+        # A resumed epoch may begin within a step, where steps have another size than before.
+        start = batch_idx * step_size + self._began_at % step_size
+        return self._sample_positions(
+            *training_span(self._items, self._items_at_once, self.rank, self.world_size, start)
+        )
+
+    def _sample_positions(self, start: int, stop: int) -> range:
+        """The positions of the samples in these items."""
+        return range(start, stop)
 
     def set_epoch(self, epoch: int) -> None:
         """Start `epoch` with its first batch, unless the restored position lies in it."""

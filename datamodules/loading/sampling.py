@@ -12,7 +12,7 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.loading.randomness import permutation
 
-__all__ = ["epoch_order", "evaluation_spans", "num_training_steps", "split_indices", "training_spans"]
+__all__ = ["epoch_order", "evaluation_spans", "num_training_steps", "split_indices", "training_span", "training_spans"]
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
@@ -48,13 +48,21 @@ def num_training_steps(n: int, batch_size: int, world_size: int, drop_last: bool
     return n // samples if drop_last else -(-n // samples)
 
 
+def training_span(n: int, batch_size: int, rank: int, world_size: int, start: int) -> tuple[int, int]:
+    """This rank's part of the step that begins at a position of the epoch's order, as positions ``[start, stop)``.
+
+    A full step gives every rank `batch_size` samples. The last step shares what is left; the parts differ by one
+    sample at most, and are empty on some ranks when fewer samples than ranks are left.
+    """
+    size, larger = divmod(max(0, min(batch_size * world_size, n - start)), world_size)
+    first = start + rank * size + min(rank, larger)
+    return first, first + size + (rank < larger)
+
+
 def training_spans(
     n: int, batch_size: int, rank: int, world_size: int, drop_last: bool = False, consumed: int = 0
 ) -> Iterator[tuple[int, int]]:
-    """This rank's part of each step of an epoch, as positions ``[start, stop)`` in the epoch's order.
-
-    Full steps give every rank `batch_size` samples. The last step shares what is left; the parts differ by one
-    sample at most, and are empty on some ranks when fewer samples than ranks are left.
+    """This rank's part of each step of an epoch, as `training_span` says.
 
     Args:
         consumed: samples that all ranks together have used in this epoch already.
@@ -68,9 +76,7 @@ def training_spans(
     slice_size = batch_size * world_size
     end = n // slice_size * slice_size if drop_last else n
     for start in range(consumed, end, slice_size):
-        size, larger = divmod(min(slice_size, end - start), world_size)
-        first = start + rank * size + min(rank, larger)
-        yield first, first + size + (rank < larger)
+        yield training_span(end, batch_size, rank, world_size, start)
 
 
 def evaluation_spans(n: int, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[int, int]]:

@@ -131,6 +131,7 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         """Sentences that one rank takes at a time; with `max_tokens` their mean number."""
         super().__init__(items, items_at_once, rank, world_size)
         self._unit = 0
+        self._item_starts = torch.arange(items + 1)
 
     def _unit_size(self) -> int:
         """Items in one update of all ranks, at present."""
@@ -156,10 +157,15 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         # An epoch goes on as it started: with other units the rest would not be the sentences not yet seen.
         if not start_at:
             self._unit = self._unit_size()
-        order, bounds = self._plan(epoch, self._unit)
+        order, self._item_starts = self._plan(epoch, self._unit)
         rows = self.rows[order]
         for start, stop in spans:
-            yield self.pairs.batch(rows[bounds[start] : bounds[stop]])
+            positions = self._sample_positions(start, stop)
+            yield self.pairs.batch(rows[positions.start : positions.stop])
+
+    @override
+    def _sample_positions(self, start: int, stop: int) -> range:
+        return range(int(self._item_starts[start]), int(self._item_starts[stop]))
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from collections import OrderedDict
 
 from torch import Tensor, nn
 
+from callbacks.lib.stateless_dropout import StatelessDropout
+
 __all__ = ["ClassicNet", "MNISTNet"]
 
 
@@ -70,13 +72,13 @@ class ClassicNet(nn.Module):
             nn.Conv2d(32, 64, 3),
             nn.ReLU(inplace=True),
             nn.MaxPool2d(2),  # (batch, 64, 12, 12)
-            nn.Dropout(0.25),
+            StatelessDropout(0.25),
         )
         self.classifier = nn.Sequential(
             nn.Flatten(),
             nn.Linear(9216, 128),
             nn.ReLU(inplace=True),
-            nn.Dropout(0.5),
+            StatelessDropout(0.5),
             nn.Linear(128, num_classes),
         )
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from callbacks.lib.stateless_dropout import StatelessDropout
+
 __all__ = ["Encoder", "reversed_positions"]
 
 
@@ -48,7 +50,7 @@ class Encoder(nn.Module):
         sizes = [input_size] + [hidden_size] * (num_layers - 1)
         self.forward_layers = nn.ModuleList(recurrent(size, hidden_size // 2, batch_first=True) for size in sizes)
         self.backward_layers = nn.ModuleList(recurrent(size, hidden_size // 2, batch_first=True) for size in sizes)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = StatelessDropout(dropout)
 
     @override
     def forward(self, inputs: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

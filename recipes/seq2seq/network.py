@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from callbacks.lib.stateless_dropout import StatelessDropout
+from callbacks.lib.stateless_rnn import StatelessGRU, StatelessLSTM
 from recipes.seq2seq.attention import ATTENTIONS, Attention, AttentionName
 from recipes.seq2seq.encoder import Encoder
 
 __all__ = ["CellName", "Encoded", "Seq2SeqNet", "State", "position_mask", "target_positions"]
 
 CellName = Literal["gru", "lstm"]
-_CELLS: dict[str, type[nn.GRU] | type[nn.LSTM]] = {"gru": nn.GRU, "lstm": nn.LSTM}
+_CELLS: dict[str, type[nn.GRU] | type[nn.LSTM]] = {"gru": StatelessGRU, "lstm": StatelessLSTM}
 
 
 def position_mask(lengths: Tensor, time: int) -> Tensor:
@@ -115,7 +117,7 @@ class Seq2SeqNet(nn.Module):
         readout = embedding_size if tie_embeddings else hidden_size
         recurrent, between = _CELLS[cell], dropout if num_layers > 1 else 0.0
         self.input_feeding = input_feeding
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = StatelessDropout(dropout)
         self.source_embedding = nn.Embedding(source_vocab_size, embedding_size)
         self.target_embedding = nn.Embedding(target_vocab_size, embedding_size)
         self.encoder = Encoder(recurrent, embedding_size, hidden_size, num_layers, dropout)
@@ -162,8 +164,10 @@ class Seq2SeqNet(nn.Module):
             outputs, (hidden, cell) = self.decoder(inputs, (hidden.contiguous(), cell.to(inputs.dtype).contiguous()))
         return outputs, hidden, cell
 
-    def _read_out(self, outputs: Tensor, contexts: Tensor) -> Tensor:
-        readouts: Tensor = self.dropout(torch.tanh(self.combine(torch.cat((outputs, contexts), -1))))
+    def _read_out(self, outputs: Tensor, contexts: Tensor, rows: Tensor | None = None, time: int = 1) -> Tensor:
+        """Attentional vectors; `rows` and `time` as in `StatelessDropout`."""
+        combined = torch.tanh(self.combine(torch.cat((outputs, contexts), -1)))
+        readouts: Tensor = self.dropout(combined, rows, time)
         return readouts
 
     def logits(self, readouts: Tensor) -> Tensor:
@@ -218,7 +222,7 @@ class Seq2SeqNet(nn.Module):
             outputs, _, _ = self._recur(self.dropout(self.target_embedding(inputs)), state)
             contexts, _ = self.attention(outputs, encoded.keys, encoded.memory, encoded.mask)
             outputs, contexts = (part.flatten(0, 1)[target_positions] for part in (outputs, contexts))
-            return self.logits(self._read_out(outputs, contexts))
+            return self.logits(self._read_out(outputs, contexts, target_positions, inputs.shape[1]))
         readouts: list[Tensor] = []
         tokens = inputs[:, 0]
         for position in range(inputs.shape[1]):
