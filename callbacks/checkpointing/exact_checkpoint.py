@@ -4,12 +4,15 @@ Lightning's `ModelCheckpoint(every_n_train_steps=...)` saves at two others, too.
 it has saved and saves again after the next micro-batch, in mid-window, and no checkpoint holds half-summed gradients.
 And it saves on an epoch's last batch before the epoch has ended: the run resumed from there does not count the epoch
 that it begins, and a second such resume trains one epoch too many. The same holds after a validation in mid-epoch.
-Nor does a run resume exactly that ``max_steps`` has ended: the epoch that it cut counts as done.
+Nor does a run resume exactly that ``max_steps`` has ended: the epoch that it cut counts as done. A run that is told to
+stop (`max_time`, `EarlyStopping` within an epoch, `should_stop`) ends in mid-window, and its micro-batches are lost.
+ReduceLROnPlateau steps after the checkpoint was saved, and not at all in the epoch that a run resumes in.
 A folder of checkpoints that was moved is not recognised: a worse model then takes the best one's place.
 
 What Lightning leaves out where it resumes is done in `callbacks.checkpointing.replay`.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,25 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks.checkpointing.replay import pass_over_trained_batches, resume_order, resume_schedule_of_averaging
-from callbacks.checkpointing.stopping_points import uncount_cut_epoch, update_is_whole
-from callbacks.lib.lightning_internals import resume_max_steps_at_epoch_end, saves_within_epochs
+from callbacks.checkpointing.stopping_points import (
+    monitored_metrics,
+    uncount_cut_epoch,
+    update_is_whole,
+    validation_is_next,
+)
+from callbacks.lib.lightning_internals import (
+    PlateauSteps,
+    resume_max_steps_at_epoch_end,
+    saves_within_epochs,
+    stop_after_updates,
+)
 from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.errors import UserError
 
 __all__ = ["ExactCheckpoint"]
+
+_METRICS = "monitored_metrics"
+"""The entry of a checkpoint with what ReduceLROnPlateau monitors."""
 
 
 class ExactCheckpoint(ModelCheckpoint):
@@ -36,12 +52,18 @@ class ExactCheckpoint(ModelCheckpoint):
     a `DataLoader`, repeats the order of the epoch and passes over the batches that were trained, which takes the time
     to read them. If it shuffles, `SeedControl` has to be there.
 
+    A run that is told to stop, by whatever sets `trainer.should_stop`, does so after the present update, so that its
+    resume loses no micro-batch. ReduceLROnPlateau makes its step before the checkpoint is saved; a resumed run knows
+    the value that it monitors.
+
     Runs on: `on_train_batch_end`, `on_validation_end` and `on_train_epoch_end`, as the stock one; takes the same
-    arguments. `on_train_start` and `on_train_epoch_start` of a resumed run.
+    arguments. `on_train_start` and `on_train_epoch_start` of a resumed run. An update that a validation follows is
+    saved after it.
 
     Raises:
-        UserError: a validation in mid-epoch would always fall into an accumulation window, where nothing can be saved,
-            or the order of a loader without position cannot be repeated, or not on another number of devices.
+        UserError: `save_on_exception`, which saves wherever the exception was raised; a validation in mid-epoch would
+            always fall into an accumulation window, where nothing can be saved; or the order of a loader without
+            position cannot be repeated, or not on another number of devices.
 
     Example:
         >>> checkpoint = ExactCheckpoint("checkpoints", every_n_train_steps=100, save_last=True)
@@ -51,9 +73,17 @@ class ExactCheckpoint(ModelCheckpoint):
     _loaded: dict[str, Any] | None = None
     _world_size = 1
     _saved_world_size: int | None = None
+    _metrics: dict[str, Tensor] | None = None
+    _plateaus: PlateauSteps | None = None
+    _undo: Callable[[], None] | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self.save_on_exception:
+            raise UserError(
+                "save_on_exception=True saves in the midst of a batch, from where nothing resumes exactly: pass"
+                " save_on_exception=False, and add Preemption(), which saves after the update in which Ctrl-C came"
+            )
         super().setup(trainer, pl_module, stage)
         self._world_size = trainer.world_size
         resume_max_steps_at_epoch_end(trainer)
@@ -64,6 +94,14 @@ class ExactCheckpoint(ModelCheckpoint):
     ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         uncount_cut_epoch(checkpoint["loops"]["fit_loop"])
+        checkpoint[_METRICS] = {name: value.detach().clone() for name, value in monitored_metrics(trainer).items()}
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        self._metrics = checkpoint.get(_METRICS, {})
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -73,6 +111,12 @@ class ExactCheckpoint(ModelCheckpoint):
             resume_schedule_of_averaging(trainer)
             pass_over_trained_batches(trainer, self._saved_world_size or trainer.world_size)
             self._saved_world_size = None
+        self._release()
+        self._undo = stop_after_updates(trainer, update_is_whole)
+        if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
+            self._plateaus = PlateauSteps(trainer)
+        metrics, self._metrics = self._metrics or {}, None
+        trainer.callback_metrics.update({n: value.to(trainer.strategy.root_device) for n, value in metrics.items()})
         every, factor = trainer.val_check_batch, trainer.accumulate_grad_batches
         if self.monitor is None or not isinstance(every, int) or every >= trainer.num_training_batches:
             return
@@ -98,22 +142,30 @@ class ExactCheckpoint(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not saves_within_epochs(self):
+        if self._plateaus is None and not saves_within_epochs(self):
             return  # The parent comes to the same, at every step, by asking for much more.
-        if update_is_whole(trainer) and not trainer.is_last_batch:
+        if not update_is_whole(trainer) or validation_is_next(trainer):
+            return
+        if self._plateaus is not None:
+            self._plateaus.make("step")
+        if saves_within_epochs(self) and not trainer.is_last_batch:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
-        if trainer.is_last_batch:
+        if trainer.is_last_batch or (trainer.should_stop and not validation_is_next(trainer)):
             self._validated_at_epoch_end = True
         elif update_is_whole(trainer):
+            if saves_within_epochs(self):
+                super().on_train_batch_end(trainer, pl_module, None, None, trainer.fit_loop.batch_idx)
             super().on_validation_end(trainer, pl_module)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._plateaus is not None:
+            self._plateaus.make("epoch")
         super().on_train_batch_end(trainer, pl_module, None, None, trainer.fit_loop.batch_idx)
         if self._validated_at_epoch_end:
             self._validated_at_epoch_end = False
@@ -138,6 +190,24 @@ class ExactCheckpoint(ModelCheckpoint):
             # Rank 0 alone may see the files, and ranks that remember different ones would wait for each other.
             super().load_state_dict(trainer.strategy.broadcast(_found_here(self._loaded, self.dirpath)))
             self._loaded = None
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        self._release()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        self._release()
+
+    def _release(self) -> None:
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+        if self._plateaus is not None:
+            self._plateaus.remove()
+            self._plateaus = None
 
     @override
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from torch import Tensor
 
 from callbacks.lib.lightning_internals import save_last, uncount_update
 from callbacks.lib.trainer_attributes import callbacks_of, is_fast_dev_run
@@ -18,6 +19,7 @@ from callbacks.lib.trainer_attributes import callbacks_of, is_fast_dev_run
 __all__ = [
     "Place",
     "checkpoint_callback",
+    "monitored_metrics",
     "move_counters",
     "save_now",
     "uncount_cut_epoch",
@@ -40,8 +42,10 @@ def update_is_whole(trainer: pl.Trainer) -> bool:
 def validation_is_next(trainer: pl.Trainer) -> bool:
     """Whether a validation within the epoch comes right after this batch; for `on_train_batch_end`."""
     every = trainer.val_check_batch
-    if not trainer.enable_validation or not every or math.isinf(every):
+    if not trainer.enable_validation or not every:
         return False
+    if math.isinf(every):
+        return trainer.is_last_batch
     if trainer.check_val_every_n_epoch is None:
         return (trainer.fit_loop.total_batch_idx + 1) % every == 0
     if (trainer.current_epoch + 1) % trainer.check_val_every_n_epoch:
@@ -86,6 +90,12 @@ def uncount_cut_epoch(loop: dict[str, Any]) -> None:
     for counters in (batch["total"], batch["current"]):
         counters["completed"] -= 1
     uncount_update(loop)
+
+
+def monitored_metrics(trainer: pl.Trainer) -> dict[str, Tensor]:
+    """What ReduceLROnPlateau monitors, as far as it is known; Lightning's checkpoints do not hold it."""
+    names = {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
+    return {name: value for name, value in trainer.callback_metrics.items() if name in names} if names else {}
 
 
 def checkpoint_callback(trainer: pl.Trainer) -> ModelCheckpoint | None:

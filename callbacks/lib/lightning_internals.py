@@ -6,7 +6,7 @@ holds a test for each, so that a release of Lightning that renames one fails the
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _set_sampler_epoch
@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import CombinedLoader
 __all__ = [
     "RUNNING_HOOK",
     "HookCalls",
+    "PlateauSteps",
     "attached_trainer",
     "collective_timeout",
     "hook_calls",
@@ -34,6 +35,7 @@ __all__ = [
     "saves_within_epochs",
     "set_collective_timeout",
     "set_writer",
+    "stop_after_updates",
     "training_is_done",
     "uncount_update",
 ]
@@ -111,6 +113,81 @@ def resume_max_steps_at_epoch_end(trainer: pl.Trainer) -> None:
     """
     loop: Any = trainer.fit_loop
     loop._iteration_based_training = lambda: False
+
+
+def stop_after_updates(trainer: pl.Trainer, update_is_whole: Callable[[pl.Trainer], bool]) -> Callable[[], None]:
+    """Makes a run that is told to stop do so after a complete update; returns how to undo it.
+
+    Lightning ends at the next micro-batch, whoever has set `should_stop` and in whichever hook. Here it is taken back
+    until the update's last micro-batch.
+
+    Args:
+        trainer: one that trains now.
+        update_is_whole: whether the micro-batch just trained was its update's last.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    if "on_advance_end" in vars(loop):
+        return lambda: None
+    end_batch, requested = loop.on_advance_end, False
+
+    def on_advance_end(data_fetcher: Any) -> None:
+        nonlocal requested
+        trainer.should_stop |= requested
+        is_whole = update_is_whole(trainer)
+        requested = trainer.should_stop and not is_whole
+        trainer.should_stop = trainer.should_stop and is_whole
+        end_batch(data_fetcher)
+        if not is_whole:
+            # A validation, which comes before the update is complete, may ask for the end, too.
+            requested |= trainer.should_stop
+            trainer.should_stop = False
+
+    def undo() -> None:
+        vars(loop).pop("on_advance_end", None)
+
+    loop.on_advance_end = on_advance_end
+    return undo
+
+
+class PlateauSteps:
+    """Makes the steps of ReduceLROnPlateau before a checkpoint is saved, which Lightning makes after it.
+
+    Nor does Lightning make those of the epoch in which a run resumes. A step that was made here is not made again.
+
+    Args:
+        trainer: one that trains now.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        loop: Any = trainer.fit_loop.epoch_loop
+        self._loop, self._update = loop, loop.update_lr_schedulers
+        self._made_at: dict[str, int] = {}
+        loop.update_lr_schedulers = self._update_unless_made
+
+    def make(self, interval: Literal["step", "epoch"]) -> None:
+        """Make the steps that are due after this batch, or at the epoch's end if its last batch was trained.
+
+        A value that is not known in mid-epoch may come from the module's own hook, which follows: left to Lightning.
+        """
+        configs = [c for c in self._trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == interval]
+        if interval == "step":
+            known = self._trainer.callback_metrics if configs else {}
+            ready = all(config.monitor in known for config in configs)
+        else:
+            ready = self._loop._num_ready_batches_reached()
+        if not configs or not ready:
+            return
+        self._update_unless_made(interval, update_plateau_schedulers=True)
+        self._made_at[interval] = self._loop.total_batch_idx
+
+    def _update_unless_made(self, interval: str, update_plateau_schedulers: bool) -> None:
+        if not update_plateau_schedulers or self._made_at.get(interval) != self._loop.total_batch_idx:
+            self._update(interval, update_plateau_schedulers=update_plateau_schedulers)
+
+    def remove(self) -> None:
+        """Leave the steps to Lightning again."""
+        vars(self._loop).pop("update_lr_schedulers", None)
 
 
 def uncount_update(loop_state: dict[str, Any]) -> None:

@@ -73,6 +73,59 @@ def test_the_attached_trainer_is_none_before_a_run() -> None:
     assert internals.attached_trainer(module) is trainer
 
 
+def test_a_stop_waits_for_the_end_of_an_update(tmp_path: Path) -> None:
+    def until(batch: int) -> int:
+        def stop(trainer: pl.Trainer, *_: Any) -> None:
+            trainer.should_stop = trainer.fit_loop.batch_idx == batch
+
+        def install(trainer: pl.Trainer, _: Any) -> None:
+            internals.stop_after_updates(trainer, lambda trainer: trainer.fit_loop.batch_idx % 2 == 1)
+
+        hooks = LambdaCallback(on_train_start=install, on_train_batch_end=stop)
+        (trainer := trainer_with(hooks)).fit(tiny(), loader())
+        return trainer.fit_loop.batch_idx + 1
+
+    assert [until(batch) for batch in range(4)] == [2, 2, 4, 4]
+
+
+def test_a_step_of_reduce_lr_on_plateau_is_made_when_asked_and_not_again() -> None:
+    steps: list[tuple[str, float]] = []
+
+    class Plateau(Tiny):
+        def configure_optimizers(self) -> Any:
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer := super().configure_optimizers())
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": plateau, "monitor": "x", "interval": interval},
+            }
+
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            steps.append((now, float(metric)))
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.log("x", float(batch_idx))
+
+    def make(hook: str) -> Callable[..., None]:
+        def run(trainer: pl.Trainer, *_: Any) -> None:
+            nonlocal now
+            now = hook
+            makers[-1].make(interval)
+            now = "Lightning"
+
+        return run
+
+    now, makers = "Lightning", []
+    intervals: tuple[Any, ...] = ("step", "epoch")
+    for interval in intervals:  # noqa: B007
+        hooks = LambdaCallback(
+            on_train_start=lambda trainer, _: makers.append(internals.PlateauSteps(trainer)),
+            on_train_batch_end=make("ours"),
+            on_train_epoch_end=make("ours"),
+        )
+        trainer_with(hooks).fit(Plateau(image_network().double(), torch.optim.SGD, lr=0.1), loader())
+    assert steps == [("ours", 0.0), ("ours", 1.0), ("ours", 2.0), ("ours", 3.0), ("ours", 3.0)]
+
+
 HOOK_CALLS = {
     "_call_callback_hooks": "c413fb9a",
     "_call_lightning_module_hook": "558a87d0",

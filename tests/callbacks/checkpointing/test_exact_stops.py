@@ -1,0 +1,189 @@
+"""A run that is told to stop, in any hook at any micro-batch, ends after the update, and its resume loses nothing."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor
+from typing_extensions import override
+
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
+from callbacks.checkpointing.guard import LastCheckpoint
+from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.lean_loop import LeanLoop
+from callbacks.seed_control import SeedControl
+from datamodules.errors import UserError
+from datamodules.loading.loaders import EvaluationLoader, TrainLoader
+from tests.end_to_end.test_exact_resume import adamw, hash_of
+from tests.support.ranks import run_ranks
+from tests.support.tables import QUIET, Tiny, image_network, noisy_images, on_ranks, silence
+
+# 13 micro-batches an epoch on one process, 7 on two: windows of 4, 4, 4, 1 and of 4, 3.
+TRAIN, VALIDATION = ([part.float() if part.is_floating_point() else part for part in noisy_images(n)] for n in (50, 9))
+EPOCHS = 2
+Place = tuple[int, int]
+
+
+class Model(Tiny):
+    """Asks for the end in a hook of its own, which Lightning calls after those of all callbacks."""
+
+    def __init__(self, hook: str = "", place: Place = (-1, -1)) -> None:
+        super().__init__(image_network(dropout=0.3), adamw)
+        self.hook, self.place = hook, place
+        self.trained: list[Place] = []
+
+    def _stop(self, hook: str) -> None:
+        if hook == self.hook and (self.current_epoch, self.trainer.fit_loop.batch_idx) == self.place:
+            self.trainer.should_stop = True
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        self.trained.append((self.current_epoch, batch_idx))
+        loss = super().training_step(batch, batch_idx)
+        self.log("step", float(self.place != self.trained[-1]), on_step=True, on_epoch=False)
+        return loss
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._stop("on_train_batch_end")
+
+    @override
+    def on_validation_end(self) -> None:
+        self._stop("on_validation_end")
+
+
+class Stop(pl.Callback):
+    """Asks for the end in `on_train_batch_end`, once: later it sets `should_stop` to False."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop = (trainer.current_epoch, trainer.fit_loop.batch_idx) == self.place
+
+
+class Sleep(pl.Callback):
+    """Sleeps for longer than the run may take."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if (trainer.current_epoch, batch_idx) == self.place:
+            time.sleep(1.1)
+
+
+class StopOnStepMetric(EarlyStopping):
+    """Early stopping within an epoch, on what `training_step` logs."""
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._run_early_stopping_check(trainer)
+
+
+def fit(
+    folder: Path, world_size: int, own: bool, lean: bool, model: Model, *callbacks: pl.Callback, **options: Any
+) -> Any:
+    """One life of a run, from its `last.ckpt` on."""
+    silence()
+    accumulation = [GradientAccumulation(4)] if own else []
+    step = [LeanLoop()] if lean else []
+    settings = QUIET | on_ranks(world_size) | {"max_epochs": EPOCHS, "enable_progress_bar": False}
+    if not own:
+        settings["accumulate_grad_batches"] = 4
+    if not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
+        callbacks = (*callbacks, ExactCheckpoint(folder, save_last=True))
+    trainer = pl.Trainer(callbacks=[SeedControl(1), *accumulation, *step, *callbacks], **(settings | options))
+    rank = trainer.global_rank
+    train = TrainLoader(*TRAIN, torch.arange(50), 4, 1, rank, world_size)
+    validation = EvaluationLoader(*VALIDATION, torch.arange(9), 4, rank, world_size)
+    last = folder / "last.ckpt"
+    trainer.fit(model, train, validation, ckpt_path=last if last.exists() else None, weights_only=True)
+    return trainer
+
+
+STOPS: dict[str, Callable[[], tuple[Model, list[pl.Callback], dict[str, Any]]]] = {
+    "a callback": lambda: (Model(), [Stop((1, 5))], {}),
+    "a callback, at a window's first": lambda: (Model(), [Stop((1, 4))], {}),
+    "a callback, at a window's last": lambda: (Model(), [Stop((0, 3))], {}),
+    "the module": lambda: (Model("on_train_batch_end", (0, 5)), [], {}),
+    "a validation in mid-window": lambda: (Model("on_validation_end", (0, 5)), [], {"val_check_interval": 2}),
+    "early stopping on a validation in mid-window": lambda: (
+        Model(),
+        [EarlyStopping("val_loss", check_finite=False, stopping_threshold=9.0, check_on_train_epoch_end=False)],
+        {"val_check_interval": 2},
+    ),
+    "early stopping on a training metric": lambda: (
+        Model(place=(1, 1)),
+        [StopOnStepMetric("step", stopping_threshold=0.5, patience=99)],
+        {},
+    ),
+    "max_time": lambda: (
+        Model(),
+        [Sleep((1, 1))],
+        {"max_time": {"seconds": 1}},
+    ),
+    "max_time, not before min_steps": lambda: (
+        Model(),
+        [Sleep((0, 1))],
+        {"max_time": {"seconds": 1}, "min_steps": 3},
+    ),
+}
+
+
+def stopped_and_resumed(folder: Path, world_size: int, name: str, own: bool, lean: bool) -> list[str]:
+    """The weights of a run that nobody stopped, and of one that was stopped and resumed."""
+    model, callbacks, options = STOPS[name]()
+    resumed_options = {key: value for key, value in options.items() if key == "val_check_interval"}
+    whole = fit(folder / "whole", world_size, own, lean, Model(), **resumed_options)
+    stopped = fit(folder / "stopped", world_size, own, lean, model, *callbacks, **options)
+    assert stopped.global_step < whole.global_step, "it has stopped"
+    end = stopped.fit_loop.batch_idx + 1
+    assert end % 4 == 0 or end == stopped.num_training_batches, "after an update"
+    resumed = fit(folder / "stopped", world_size, own, lean, again := Model(), **resumed_options)
+    assert resumed.global_step == whole.global_step
+    assert model.trained + again.trained == whole.lightning_module.trained, "each micro-batch once"
+    return [hash_of(whole.lightning_module), hash_of(again)]
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_stop_waits_for_the_updates_end_and_its_resume_is_exact(name: str, tmp_path: Path) -> None:
+    for number, (own, lean) in enumerate([(True, True), (False, False)]):
+        whole, resumed = stopped_and_resumed(tmp_path / str(number), 1, name, own, lean)
+        assert resumed == whole, (own, lean)
+
+
+def test_a_save_in_the_midst_of_a_batch_is_refused(tmp_path: Path) -> None:
+    checkpoint = ExactCheckpoint(tmp_path, save_last=True, save_on_exception=True)
+    with pytest.raises(UserError, match=r"save_on_exception=True.*add Preemption\(\)"):
+        fit(tmp_path, 1, True, True, Model(), checkpoint)
+
+
+def two_ranks(folder: Path) -> list[list[str]]:
+    names = ["the module", "early stopping on a validation in mid-window", "max_time"]
+    cases = [(name, own, not own) for name in names for own in (True, False)]
+    return [stopped_and_resumed(folder / f"{i}", 2, *case) for i, case in enumerate(cases)]
+
+
+def test_two_ranks_stop_after_the_same_update(tmp_path: Path) -> None:
+    for rank in run_ranks(two_ranks, 2, tmp_path):
+        assert all(resumed == whole for whole, resumed in rank)
+
+
+def test_a_run_that_stops_early_leaves_its_last_update_in_last_ckpt(tmp_path: Path) -> None:
+    for name in ("a callback", "the module"):
+        model, callbacks, options = STOPS[name]()
+        last = LastCheckpoint(tmp_path / name, "500 steps")
+        stopped = fit(tmp_path / name, 1, True, True, model, *callbacks, last, **options)
+        saved = torch.load(tmp_path / name / "last.ckpt", weights_only=True)
+        assert saved["global_step"] == stopped.global_step > 0
+        assert all(torch.equal(saved["state_dict"][key], value) for key, value in model.state_dict().items())
