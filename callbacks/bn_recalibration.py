@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from callbacks.lib.batch_norm import recalibrate
-from callbacks.lib.lightning_internals import original_training_loader
+from callbacks.lib.lightning_internals import deal_to_ranks, original_training_loader
 from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.errors import UserError
 
@@ -35,7 +35,7 @@ def _another_loader(trainer: pl.Trainer) -> Any:
     """A training loader whose use does not move the one that training goes through."""
     loader, is_new = original_training_loader(trainer)
     if is_new:
-        return loader
+        return deal_to_ranks(trainer, loader)
     loader = copy.copy(loader)
     if isinstance(loader, DataLoader):
         # Persistent workers would otherwise serve both, and begin again for the second.
@@ -45,7 +45,7 @@ def _another_loader(trainer: pl.Trainer) -> Any:
         # Its position differs in a run that was resumed in a validation, before any batch. The next epoch's order is
         # the same in the last validation and as the run ends: a run resumed in between ends at once.
         sampler.set_epoch(trainer.current_epoch + (1 if trainer.validating else 0))
-    return loader
+    return deal_to_ranks(trainer, loader)
 
 
 class BNRecalibration(pl.Callback):

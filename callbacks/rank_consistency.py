@@ -12,12 +12,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from datamodules.errors import RunFailedError
+from callbacks.lib.trainer_attributes import callbacks_of
+from datamodules.errors import RunFailedError, UserError
 
 __all__ = ["RankConsistency", "checksums", "describe_difference"]
 
@@ -92,6 +94,7 @@ class RankConsistency(pl.Callback):
     Runs on: `on_train_epoch_end`, before checkpoints of that moment are saved, and `on_train_end`.
 
     Raises:
+        UserError: at set-up, of several ranks that would unfreeze layers with Lightning's callbacks (#20340).
         RunFailedError: on every rank, if one differs.
 
     Example:
@@ -102,6 +105,16 @@ class RankConsistency(pl.Callback):
         super().__init__()
         self._active = False
         self._checked_step = -1
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        for callback in callbacks_of(trainer):
+            if stage == "fit" and trainer.world_size > 1 and isinstance(callback, BaseFinetuning):
+                name = type(callback).__name__
+                raise UserError(
+                    f"DDP does not reduce the gradients of layers that {name} unfreezes, so each rank would train"
+                    " a model of its own: use FreezeLayers, or one device"
+                )
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

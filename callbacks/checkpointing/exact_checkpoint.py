@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks.checkpointing.replay import pass_over_trained_batches, resume_order, resume_schedule_of_averaging
+from callbacks.checkpointing.replay import replay_epoch, resume_order
 from callbacks.checkpointing.stopping_points import (
     monitored_metrics,
     uncount_cut_epoch,
@@ -107,10 +107,10 @@ class ExactCheckpoint(ModelCheckpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._take_loaded(trainer)  # Some strategies restore after `on_fit_start`.
-        if self._places_loaders(trainer) and trainer.fit_loop.restarted_mid_epoch:
-            resume_schedule_of_averaging(trainer)
-            pass_over_trained_batches(trainer, self._saved_world_size or trainer.world_size)
-            self._saved_world_size = None
+        if self._saved_world_size is not None and self._is_first(trainer):
+            replay_epoch(trainer, self._saved_world_size)
+        if trainer.fit_loop.restarted_mid_epoch:
+            self._saved_world_size = None  # The next epoch's start has nothing to put back.
         self._release()
         self._undo = stop_after_updates(trainer, update_is_whole)
         if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
@@ -127,16 +127,15 @@ class ExactCheckpoint(ModelCheckpoint):
                 f" where no checkpoint can be saved: pass {' or '.join(f'val_check_interval={n}' for n in near)}"
             )
 
-    def _places_loaders(self, trainer: pl.Trainer) -> bool:
-        """Whether the run is resumed, and this is the first of its callbacks that does it."""
-        first = next(callback for callback in callbacks_of(trainer) if isinstance(callback, ExactCheckpoint))
-        return first is self and self._saved_world_size is not None
-
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._places_loaders(trainer) and trainer.current_epoch > 0:
+        if self._saved_world_size is not None and self._is_first(trainer):
             resume_order(trainer)
         self._saved_world_size = None
+
+    def _is_first(self, trainer: pl.Trainer) -> bool:
+        """Whether this is the first of the run's callbacks of this class; one is to put its loaders back."""
+        return next(callback for callback in callbacks_of(trainer) if isinstance(callback, ExactCheckpoint)) is self
 
     @override
     def on_train_batch_end(

@@ -1,4 +1,4 @@
-"""What Lightning leaves out where a run resumes, done before its first batch.
+"""What Lightning leaves out where a run resumes, done before its first batch, or refused.
 
 Lightning goes on in an epoch with the first batches of a loader that saves no position, a `DataLoader` for instance,
 and leaves out the last ones (#19764); the epoch after a resume begins in the order of epoch 0 (#18780). Where the order
@@ -10,7 +10,7 @@ of an epoch can be repeated, the loader starts again, and the batches that were 
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
@@ -18,7 +18,7 @@ from callbacks.lib.lightning_internals import restart_training_loaders
 from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.errors import UserError
 
-__all__ = ["pass_over_trained_batches", "resume_order", "resume_schedule_of_averaging"]
+__all__ = ["replay_epoch", "resume_order"]
 
 
 def _without_position(trainer: pl.Trainer) -> list[Any]:
@@ -39,15 +39,8 @@ def _repeats_its_order(loader: Any) -> bool:
     return isinstance(sampler, SequentialSampler) or hasattr(sampler, "set_epoch")
 
 
-def pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int) -> None:
-    """Put loaders without position to where the run was saved within an epoch; for `on_train_start` of a resumed run.
-
-    Args:
-        saved_world_size: the number of processes that saved it.
-
-    Raises:
-        UserError: the epoch's order cannot be repeated.
-    """
+def _pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int) -> None:
+    """Put loaders without position to where the run was saved."""
     loaders = _without_position(trainer)
     done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     if not loaders or not done:
@@ -72,14 +65,29 @@ def pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int) -> Non
         seeds.seed_between_steps(trainer)
 
 
+def replay_epoch(trainer: pl.Trainer, saved_world_size: int) -> None:
+    """Do what Lightning leaves out; for `on_train_start` of a resumed run.
+
+    Args:
+        saved_world_size: the number of processes that saved it.
+
+    Raises:
+        UserError: the order of the epoch cannot be repeated, or a callback of Lightning unfreezes layers.
+    """
+    within_epoch = trainer.fit_loop.restarted_mid_epoch
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, BaseFinetuning):
+            raise UserError(
+                f"{type(callback).__name__} freezes its layers again where a run resumes, for good (Lightning #21901):"
+                " use FreezeLayers"
+            )
+        if isinstance(callback, StochasticWeightAveraging) and within_epoch:
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+    if within_epoch:
+        _pass_over_trained_batches(trainer, saved_world_size)
+
+
 def resume_order(trainer: pl.Trainer) -> None:
     """Give loaders without position the order of the epoch that begins; for `on_train_epoch_start` after a resume."""
-    if _without_position(trainer):
+    if trainer.current_epoch > 0 and _without_position(trainer):
         restart_training_loaders(trainer, 0)
-
-
-def resume_schedule_of_averaging(trainer: pl.Trainer) -> None:
-    """Set the schedule of `StochasticWeightAveraging` again; for `on_train_start` of a run resumed within an epoch."""
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, StochasticWeightAveraging):
-            callback.on_train_epoch_start(trainer, trainer.lightning_module)

@@ -16,7 +16,10 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loops import training_epoch_loop
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.data import _is_dataloader_shuffled
+from torch.utils.data import DataLoader
 
 __all__ = [
     "RUNNING_HOOK",
@@ -24,6 +27,7 @@ __all__ = [
     "PlateauSteps",
     "attached_trainer",
     "collective_timeout",
+    "deal_to_ranks",
     "hook_calls",
     "keep_signal_handlers",
     "original_training_loader",
@@ -208,6 +212,15 @@ def original_training_loader(trainer: pl.Trainer) -> tuple[Any, bool]:
     """
     source = trainer.fit_loop._data_source
     return source.dataloader(), source.is_module()
+
+
+def deal_to_ranks(trainer: pl.Trainer, loader: Any) -> Any:
+    """A loader of which each rank reads its part, as Lightning makes it of a `DataLoader` that is trained on."""
+    if not isinstance(loader, DataLoader):
+        return loader
+    return trainer._data_connector._prepare_dataloader(
+        loader, shuffle=_is_dataloader_shuffled(loader), mode=RunningStage.TRAINING
+    )
 
 
 def restart_training_loaders(trainer: pl.Trainer, skip: int, seed: Callable[[pl.Trainer], None] | None = None) -> None:

@@ -221,6 +221,20 @@ def test_the_count_of_updates_is_in_the_checkpoint(tmp_path: Path) -> None:
     assert trainer.fit_loop.epoch_loop._batches_that_stepped == 3
 
 
+def _dealt_samples(_: str) -> Any:
+    silence()
+    trainer = trainer_with(strategy="ddp", devices=2, use_distributed_sampler=True)
+    dealt: list[Any] = []
+    hook = LambdaCallback(on_train_start=lambda trainer, _: dealt.append(internals.deal_to_ranks(trainer, loader(6))))
+    trainer.callbacks.append(hook)  # type: ignore[attr-defined]
+    trainer.fit(tiny(), loader(6))
+    return [len(targets) for _, targets in dealt[0]], internals.deal_to_ranks(trainer, trainer) is trainer
+
+
+def test_a_loader_is_dealt_to_the_ranks_as_the_trainer_does_it() -> None:
+    assert run_ranks(_dealt_samples, 2, "") == [([3], True)] * 2
+
+
 def test_a_loader_is_new_where_a_module_makes_it() -> None:
     found: list[tuple[Any, bool]] = []
     hook = LambdaCallback(on_train_start=lambda trainer, _: found.append(internals.original_training_loader(trainer)))
