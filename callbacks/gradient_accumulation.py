@@ -31,6 +31,7 @@ from callbacks.lib.accumulation import (
 )
 from callbacks.lib.consensus import SumWithFlag
 from callbacks.lib.global_batch import accumulation_factor, loader_batch_size
+from callbacks.lib.lightning_internals import skips_backward
 from callbacks.lib.targets import observe_counts
 from callbacks.lib.updates import AccumulationSchedule
 from datamodules.errors import RunFailedError, UserError
@@ -143,14 +144,15 @@ class GradientAccumulation(pl.Callback):
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.accumulate_grad_batches = self._schedule.wanted(trainer.current_epoch, trainer.global_step)
+        if not skips_backward(trainer):
+            trainer.accumulate_grad_batches = self._schedule.wanted(trainer.current_epoch, trainer.global_step)
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._release_module is None:
-            return  # One device and one micro-batch, for the whole run.
+        if self._release_module is None or skips_backward(trainer):
+            return  # One device and one micro-batch, for the whole run; or no update.
         self._called = False
         factor = trainer.accumulate_grad_batches
         if batch_idx % factor == 0:

@@ -39,6 +39,7 @@ __all__ = [
     "saves_within_epochs",
     "set_collective_timeout",
     "set_writer",
+    "skips_backward",
     "stop_after_updates",
     "training_is_done",
     "uncount_update",
@@ -201,6 +202,11 @@ def uncount_update(loop_state: dict[str, Any]) -> None:
         loop_state: a checkpoint's entry for the fit loop; changed in place.
     """
     loop_state["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+
+
+def skips_backward(trainer: pl.Trainer) -> bool:
+    """Whether steps run without backward pass and update, as when `StochasticWeightAveraging` measures BatchNorm."""
+    return bool(trainer.fit_loop._skip_backward)
 
 
 def original_training_loader(trainer: pl.Trainer) -> tuple[Any, bool]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -732,3 +732,24 @@ def test_a_run_without_end_has_no_finite_total() -> None:
     assert stop.seen == {math.inf}
     train(Tagger(), Stream(BATCHES), stop := Stop(), max_epochs=2)
     assert stop.seen == {math.inf}
+
+
+def test_no_update_is_made_in_the_epoch_in_which_lightning_measures_batch_normalisation() -> None:
+    class Normalised(Tagger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            return self.norm(self.layer(batch[0]).mean(1)).square().mean() + self.layer.weight.square().sum()
+
+    def run(*callbacks: pl.Callback, **options: Any) -> tuple[int, list[Tensor]]:
+        averaging = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
+        batches = sentences([4] * 6)
+        trainer = train(model := Normalised(), batches, *callbacks, averaging, max_epochs=3, **options)
+        return trainer.global_step, [*weights(model), model.norm.running_mean]
+
+    steps, stock = run(accumulate_grad_batches=2)
+    own_steps, own = run(GradientAccumulation(2))
+    assert own_steps == steps
+    assert all(torch.equal(a, b) for a, b in zip(own, stock, strict=True))

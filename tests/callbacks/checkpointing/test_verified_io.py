@@ -122,6 +122,27 @@ def test_a_flipped_bit_anywhere_is_found_or_harmless_and_never_changes_what_is_l
     assert missed < len(good) / 11 / 2
 
 
+def test_what_the_disk_changes_is_found_when_it_is_read_back_and_the_old_checkpoint_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "last.ckpt"
+    write_checkpoint(checkpoint(1), path)
+    old, flush = path.read_bytes(), os.fsync
+
+    def flush_with_a_flipped_bit(descriptor: int) -> None:
+        (part,) = tmp_path.glob(".*.part")
+        data = bytearray(part.read_bytes())
+        data[len(data) // 2] ^= 1
+        part.write_bytes(data)
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flush_with_a_flipped_bit)
+    with pytest.raises(OSError, match="does not read back"):
+        write_checkpoint(checkpoint(2), path)
+    assert path.read_bytes() == old
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
 def test_damage_is_named_and_a_damaged_checkpoint_is_not_loaded(tmp_path):
     path = tmp_path / "last.ckpt"
     assert describe_damage(path) == "it does not exist"

@@ -1,0 +1,81 @@
+"""A second `fit` on one Trainer: callbacks that have been in the first do what new ones would."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
+from callbacks.checkpointing.guard import LastCheckpoint
+from callbacks.seed_control import SeedControl
+from callbacks.warmup_lr import WarmupLR
+from datamodules.loading.loaders import EvaluationLoader, TrainLoader
+from tests.end_to_end.test_exact_resume import TRAIN, VALIDATION, adamw, hash_of
+from tests.support.tables import CALLBACKS, QUIET, TOGETHER, Tiny, image_network, on_ranks, silence
+
+# In steps: one in per cent continues at the fraction that it had reached of a shorter run, as after a resume.
+MAKE = CALLBACKS | {"WarmupLR": lambda: WarmupLR("30 steps", scale="linear", base_batch_size=8)}
+ROWS: dict[str, tuple[str, ...]] = {name: (name,) for name in CALLBACKS} | {"together": TOGETHER}
+
+
+def callbacks(names: tuple[str, ...], folder: Path) -> list[pl.Callback]:
+    """New ones, of the table and what saves."""
+    seeds = [] if "SeedControl" in names else [SeedControl(1)]
+    saves = [ExactCheckpoint(folder, "best", monitor="val_loss"), LastCheckpoint(folder, "3 steps")]
+    return [*seeds, *(MAKE[name]() for name in names), *saves]
+
+
+def model() -> Tiny:
+    return Tiny(image_network(dropout=0.3), adamw)
+
+
+def two_fits(names: tuple[str, ...], folder: Path, world_size: int, renewed: bool, other_module: bool) -> list[Any]:
+    """The weights after two fits, in which `max_epochs` is raised, and what the last checkpoint of the second says."""
+    silence()
+    bar = "RunProgress" in names
+    settings = QUIET | on_ranks(world_size) | {"max_epochs": 1, "enable_progress_bar": bar}
+    trainer = pl.Trainer(callbacks=callbacks(names, folder), **settings)
+    rows, module = torch.arange(len(TRAIN[1])), model()
+    for epochs in (1, 3):
+        train = TrainLoader(*TRAIN, rows, 4, 1, trainer.global_rank, world_size)
+        validation = EvaluationLoader(*VALIDATION, torch.arange(9), 4, trainer.global_rank, world_size)
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(module, train, validation)
+        assert trainer.current_epoch == epochs
+        if epochs == 1:
+            untyped: Any = trainer
+            if renewed:
+                untyped.callbacks = callbacks(names, folder)
+            module = model() if other_module else module
+    saved = torch.load(folder / "last.ckpt", weights_only=False)
+    assert saved["global_step"] == trainer.global_step
+    assert trainer.optimizers[0].state_dict()["param_groups"][0]["lr"] == pytest.approx(
+        saved["optimizer_states"][0]["param_groups"][0]["lr"]
+    )
+    return [hash_of(module), trainer.global_step, trainer.accumulate_grad_batches]
+
+
+def differences(names: tuple[str, ...], folder: Path, world_size: int) -> list[str]:
+    found = []
+    for other_module in (False, True):
+        used, new = (
+            two_fits(names, folder / f"{other_module} {renewed}", world_size, renewed, other_module)
+            for renewed in (False, True)
+        )
+        if used != new:
+            found.append(f"{names}, {'another' if other_module else 'the same'} module: {used} and {new}")
+    return found
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_callbacks_of_a_first_fit_do_in_a_second_what_new_ones_do(name: str, tmp_path: Path) -> None:
+    assert differences(ROWS[name], tmp_path, 1) == []
+
+
+def test_callbacks_that_change_no_weight_leave_a_second_fit_as_it_is_without_them(tmp_path: Path) -> None:
+    neutral = ["FiniteWeights", "RankConsistency", "TrainLoss", "Preemption", "SkipUnusedHooks", "LeanLoop"]
+    neutral = [name for name in neutral if name in CALLBACKS]
+    bare, with_all = (two_fits(names, tmp_path / str(len(names)), 1, False, False) for names in ((), tuple(neutral)))
+    assert bare == with_all
