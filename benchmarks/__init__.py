@@ -12,6 +12,7 @@ SECTIONS = {
     "allocator": "glibc's allocator, default and tuned by the command line",
     "input_pipeline": "seconds to load and augment an epoch of MNIST",
     "callbacks_cost": "microseconds that the callbacks add to an update",
+    "dropout": "dropout addressed by sample, and torch's",
     "checkpoint_cost": "how long training is blocked while a checkpoint is saved",
     "start_up": "seconds to the first step, by part, and of --help",
     "fine_tuning": "seconds of a step by what is frozen, and of an epoch with cached features",

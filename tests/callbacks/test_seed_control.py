@@ -1,6 +1,6 @@
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
+from callbacks import LeanLoop, StatelessDropout
 from callbacks.seed_control import SeedControl, seed_generators
 from tests.support.ranks import run_ranks
 
@@ -198,9 +199,9 @@ def test_a_resume_in_mid_epoch_draws_the_same_masks_where_stock_draws_others(tmp
         assert len(_differences(common, rest.drawn)) == len(common)
 
 
-def _on_two_ranks(ours: bool) -> dict[str, Any]:
+def _on_two_ranks(ours: bool, seed: int | None = None) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
-    callbacks: list[pl.Callback] = [SeedControl(seed=None)] if ours else _stock()
+    callbacks: list[pl.Callback] = [SeedControl(seed)] if ours else _stock()
     torch.manual_seed(100 + rank)  # what a script may do to the ranks before the fit
     if not ours:
         pl.seed_everything(1, verbose=False)
@@ -211,8 +212,10 @@ def _on_two_ranks(ours: bool) -> dict[str, Any]:
     loader = DataLoader(Augmented(), 2, sampler=sampler, num_workers=1, multiprocessing_context="fork")
     trainer = pl.Trainer(callbacks=callbacks, max_epochs=2, strategy="ddp", devices=2, logger=False, **QUIET)
     trainer.fit(net, loader)
+    trainer.validate(net, DataLoader(torch.arange(12.0), 2), verbose=False)
     return {
         "initial": initial[0],
+        "validated": net.validated,
         "masks": [drawn[0] for drawn in net.drawn.values()],
         "samples": torch.cat(net.batches).view(2, 6, 4),
         "seed": getattr(callbacks[0], "seed", None) if callbacks else None,
@@ -237,6 +240,15 @@ def test_ranks_share_seed_weights_and_order_but_not_noise_which_stock_shares():
     assert torch.equal(stock[0]["samples"][..., 1:], stock[1]["samples"][..., 1:])
 
 
+def test_an_evaluation_batch_draws_alike_on_any_number_of_ranks_and_each_batch_for_itself():
+    ranks = run_ranks(_on_two_ranks, 2, True, seed=1)
+    net = Noisy()
+    trainer = pl.Trainer(callbacks=[SeedControl(seed=1)], logger=False, **QUIET)
+    trainer.validate(net, DataLoader(torch.arange(12.0), 2), verbose=False)
+    assert len(set(net.validated)) == 6
+    assert [number for pair in zip(*(rank["validated"] for rank in ranks)) for number in pair] == net.validated
+
+
 def test_two_workers_draw_differently_and_alike_on_a_rerun():
     one, two = (_fit([SeedControl(1)], _loader(workers=2)) for _ in range(2))
     samples = torch.cat(one.batches)
@@ -258,6 +270,60 @@ def test_a_drawn_seed_is_recorded_and_a_resumed_run_uses_it(tmp_path: Path):
     assert _differences({key: value for key, value in whole.drawn.items() if key[0] >= 4}, rest.drawn) == []
     with pytest.warns(UserWarning, match=f"pass seed={drawn.seed} to continue as that run"):
         _fit([SeedControl(5)], StatefulLoader(), ckpt=path, max_epochs=1)
+
+
+class Dropping(pl.LightningModule):
+    """Remembers what its dropout made of ones in each call of `training_step`."""
+
+    def __init__(self, optimizer: Callable[..., Any] = torch.optim.SGD) -> None:
+        super().__init__()
+        self.layer, self.optimizer = nn.Sequential(nn.Linear(4, 1), StatelessDropout(0.5)), optimizer
+        self.masks: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.masks.append(self.layer[1](torch.ones(len(batch), 16)))
+        return (self.layer[0](self.masks[-1][:, :4] * batch) ** 2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=0.01)
+
+
+def _fit_dropping(net: Dropping, loader: Any, **settings: Any) -> list[Tensor]:
+    trainer = pl.Trainer(callbacks=[SeedControl(1)], logger=False, max_epochs=2, **QUIET | settings)
+    trainer.fit(net, loader)
+    return net.masks
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_dropout_of_every_sample_is_drawn_anew_in_each_epoch_and_alike_in_each_closure(lean: bool):
+    data = torch.arange(24.0).view(12, 2, 1)[:, 0]
+    whole = torch.stack(_fit_dropping(Dropping(), DataLoader(data, 12)))
+    assert len({tuple(mask) for epoch in whole.tolist() for mask in epoch}) == 24
+    parts = _fit_dropping(Dropping(), DataLoader(data, 5), accumulate_grad_batches=2)
+    assert [len(part) for part in parts] == [5, 5, 2] * 2
+    assert torch.equal(torch.cat(parts).view_as(whole), whole)
+    net = Dropping(lambda parameters, lr: torch.optim.LBFGS(parameters, lr, max_iter=3))
+    trainer = pl.Trainer(callbacks=[SeedControl(1), *[LeanLoop()] * lean], logger=False, max_epochs=2, **QUIET)
+    trainer.fit(net, DataLoader(data, 12))
+    calls = len(net.masks) // 2
+    assert calls > 1
+    assert all(torch.equal(mask, whole[i // calls]) for i, mask in enumerate(net.masks))
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.arange(12.0).view(12, 1)
+
+
+def test_a_loader_that_does_not_tell_its_samples_leaves_dropout_to_torch_and_says_so():
+    with pytest.warns(UserWarning, match="not known which samples a batch holds") as caught:
+        masks = _fit_dropping(Dropping(), DataLoader(Stream(), 4))
+    assert sum("which samples" in str(warning.message) for warning in caught) == 1
+    assert all(
+        torch.equal(a, b) for a, b in zip(masks, _fit_dropping(Dropping(), DataLoader(Stream(), 4)), strict=True)
+    )
+    other = _fit_dropping(Dropping(), DataLoader(Stream(), 6))
+    assert not torch.equal(torch.cat(masks), torch.cat(other)), "by micro-batch"
 
 
 class Scatter(nn.Module):

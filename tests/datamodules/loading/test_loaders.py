@@ -110,6 +110,19 @@ def test_a_resume_on_other_ranks_trains_on_the_rest_exactly_once():
     assert seen < set(order[:16])
 
 
+@given(world_size=st.integers(1, 4), batch_size=st.integers(1, 7), consumed=st.integers(0, N - 1), ahead=st.booleans())
+def test_batches_tell_the_positions_of_their_samples_also_in_a_resumed_epoch(world_size, batch_size, consumed, ahead):
+    for rank in range(world_size):
+        loader = _loader(batch_size, rank=rank, world_size=world_size)
+        loader.load_state_dict({"epoch": 0, "consumed": consumed})
+        for epoch, first in enumerate((consumed // (batch_size * world_size), 0)):
+            order = ROWS[epoch_order(N, 1, epoch)].tolist()
+            # A fetcher may be as far ahead as it likes within an epoch.
+            batches = enumerate(list(_targets(loader)) if ahead else (targets.tolist() for _, targets in loader), first)
+            for number, targets in batches:
+                assert [order[position] for position in loader.batch_positions(number)] == targets
+
+
 def test_only_the_resumed_epoch_starts_in_its_middle():
     loader = _loader()
     loader.load_state_dict({"epoch": 0, "consumed": 8})

@@ -229,6 +229,17 @@ def test_a_resume_on_other_ranks_trains_on_the_rest_exactly_once(world_size: int
     assert sorted(seen + rest) == ROWS.tolist()
 
 
+@given(options=OPTIONS, rank=st.integers(0, 1))
+def test_sentences_have_the_same_position_in_the_epoch_on_any_split(options: dict, rank: int) -> None:
+    micro_batches = options.get("micro_batches", lambda: 1)() * options["world_size"]
+    alone = _loader(**options | {"world_size": 1, "micro_batches": lambda: micro_batches})
+    split = _loader(**options | {"rank": rank % options["world_size"]})
+    for _ in range(2):
+        order = sum(_numbers(alone), [])
+        for number, sentences in enumerate(_numbers(split)):
+            assert [order[position] for position in split.batch_positions(number)] == sentences
+
+
 def test_the_epoch_and_the_micro_batches_may_be_set_after_the_iterator_is_created() -> None:
     factor = [1]
     loader = _loader(micro_batches=lambda: factor[0])
