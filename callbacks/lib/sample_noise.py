@@ -175,12 +175,11 @@ class StatelessLayer(nn.Module):
     name: str = ""
     _falls_back: bool = False
 
-    def _address(self, shape: torch.Size, samples: int | None) -> tuple[Tensor, int, int] | None:
+    def _address(self, input: Tensor, samples: int | None) -> tuple[Tensor, int, int] | None:
         """The keys of the samples, the layer's number and the number of this call; None where torch draws the noise.
 
         Args:
-            shape: of the input.
-            samples: how many it holds by that shape; None where it does not tell.
+            samples: how many the input holds by its shape; None where it does not tell.
         """
         noise = _noise
         if noise is None:
@@ -198,8 +197,8 @@ class StatelessLayer(nn.Module):
             return None
         if samples not in (None, len(noise.keys)):
             self._fall_back(
-                f"its input of shape {tuple(shape)} does not hold the batch of {len(noise.keys)} samples where it is "
-                "expected; set the layer's `batch_dim`, or pass `rows`"
+                f"its input of shape {tuple(input.shape)} does not hold the batch of {len(noise.keys)} samples where it "
+                "is expected; set the layer's `batch_dim`, or pass `rows`"
             )
             return None
         call = noise.calls.get(self.number, 0)
@@ -212,7 +211,7 @@ class StatelessLayer(nn.Module):
                 f"{self._title()} is called {call} times in a forward pass and again by activation checkpointing, so "
                 "that its noise cannot be repeated: checkpoint another part, or use a layer for each call"
             )
-        return noise.keys, self.number, call
+        return noise.keys.to(input.device), self.number, call
 
     def _title(self) -> str:
         return f"layer {self.name!r} ({type(self).__name__})" if self.name else type(self).__name__

@@ -35,9 +35,9 @@ class StatelessDropout(StatelessLayer, nn.Dropout):
         """
         if not self.training or self.p == 0 or not input.is_floating_point():
             return super().forward(input)
-        dim, shape = (self.batch_dim, input.shape) if rows is None else (0, input.shape)
+        dim, shape = self.batch_dim if rows is None else 0, input.shape
         samples = None if rows is not None else shape[dim] if len(shape) > dim else -1
-        address = self._address(shape, samples)
+        address = self._address(input, samples)
         if address is None:
             return super().forward(input)
         keys, layer, call = address
@@ -58,7 +58,7 @@ class _StatelessFeatureDropout(StatelessLayer, _DropoutNd):
         if not self.training or self.p == 0 or not input.is_floating_point():
             return self._torch_forward(input)
         shape = input.shape
-        address = self._address(shape, shape[0] if len(shape) == self.dims else -1)
+        address = self._address(input, shape[0] if len(shape) == self.dims else -1)
         if address is None:
             return self._torch_forward(input)
         keys, layer, call = address
@@ -122,7 +122,8 @@ def stateless_dropout(module: Network) -> Network:
 
     It changes the class of each `nn.Dropout`, `nn.Dropout1d`, `2d`, `3d`, `nn.GRU` and `nn.LSTM` and nothing else:
     parameters, hooks, names and modes stay. Without `SeedControl` or `sample_noise` they act as before. What a
-    ``forward`` draws by functions, as ``F.dropout``, is not found.
+    ``forward`` draws by functions, as ``F.dropout``, is not found. Layers can be traced, compiled and exported, but not
+    scripted (``torch.jit.script``).
 
     Raises:
         UserError: a layer draws noise that cannot be addressed by sample; nothing is changed.

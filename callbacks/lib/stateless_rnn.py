@@ -39,7 +39,7 @@ class _StatelessRNN(StatelessLayer, nn.RNNBase):
             samples = int(packed.batch_sizes[0])
         else:
             samples = data.shape[0 if self.batch_first else 1] if data.dim() == 3 else -1
-        address = self._address(data.shape, samples)
+        address = self._address(data, samples)
         if address is None:
             return super().forward(input, hx)
         return self._run_layers(data, packed, hx, *address)

@@ -225,7 +225,7 @@ def _threads_put_back() -> Iterator[None]:
 
 
 _NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-QUICK_SECTIONS = ["input_pipeline", "callbacks_cost", "fine_tuning", "seq2seq"]
+QUICK_SECTIONS = ["input_pipeline", "callbacks_cost", "dropout", "fine_tuning", "seq2seq"]
 
 
 def run_tiny(names: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
