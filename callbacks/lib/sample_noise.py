@@ -54,7 +54,7 @@ def sample_keys(seed: int, epoch: int, positions: Tensor) -> Tensor:
 
 def dropout_factors(
     keys: Tensor,
-    elements: int,
+    elements: int | Tensor,
     p: float,
     layer: int = 0,
     call: int = 0,
@@ -70,12 +70,12 @@ def dropout_factors(
 
     Args:
         keys: of the samples, from `sample_keys`, int64 of shape (n,).
-        elements: how many a row has.
+        elements: how many a row has, or the numbers of some of them, int32 of shape (elements,).
         layer: number of the layer in its network.
         call: how often the layer was called before with these samples.
         part: which of several masks of one call.
         rows: rows of a flattened (n, time, elements), int64 of shape (rows,); the result has those rows only.
-        time: rows of a sample, where `rows` is given.
+        time: rows of a sample, where `rows` is given; `elements` is a number then.
 
     Example:
         >>> keys = sample_keys(seed=1, epoch=0, positions=torch.arange(8))
@@ -86,13 +86,15 @@ def dropout_factors(
     mixed = (keys ^ derive_seed_at(0, layer, call, part)) * _MIX_64
     high = mixed >> 32
     shift, multiplier = (mixed ^ high).to(torch.int32).unsqueeze(1), (high | 1).to(torch.int32).unsqueeze(1)
-    numbers = torch.arange(elements if rows is None else elements * time, dtype=torch.int32, device=keys.device)
+    numbers = elements
+    if not isinstance(numbers, Tensor):
+        numbers = torch.arange(numbers * time, dtype=torch.int32, device=keys.device)
     # Inductor computes multiples of an arange with overflows that are undefined in C++, unless bits change first.
     numbers = _mix_bits((numbers ^ _MIX_2).mul_(_MIX_1)).mul_(_MIX_2)
     if rows is not None:
         samples = rows // time
         shift, multiplier = shift[samples], multiplier[samples]
-        numbers = numbers.view(time, elements)[rows - samples * time]
+        numbers = numbers.view(time, -1)[rows - samples * time]
     # A random affine map for each sample (Dietzfelbinger et al., 1997), and a round that breaks its linearity.
     bits = _mix_bits((numbers ^ shift).mul_(multiplier)).mul_(_MIX_1)
     threshold = min(int(p * 2**32), 2**32 - 1) - 2**31
@@ -197,8 +199,8 @@ class StatelessLayer(nn.Module):
             return None
         if samples not in (None, len(noise.keys)):
             self._fall_back(
-                f"its input of shape {tuple(input.shape)} does not hold the batch of {len(noise.keys)} samples where it "
-                "is expected; set the layer's `batch_dim`, or pass `rows`"
+                f"its input of shape {tuple(input.shape)} does not hold the batch of {len(noise.keys)} samples where "
+                "it is expected; set the layer's `batch_dim`, or pass `rows`"
             )
             return None
         call = noise.calls.get(self.number, 0)

@@ -2,6 +2,7 @@
 
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from typing_extensions import override
@@ -11,6 +12,11 @@ from callbacks.lib.stateless_rnn import StatelessGRU, StatelessLSTM
 from datamodules.errors import UserError
 
 __all__ = ["StatelessDropout", "StatelessDropout1d", "StatelessDropout2d", "StatelessDropout3d", "stateless_dropout"]
+
+
+def _is_channels_last(input: Tensor) -> bool:
+    last = torch.channels_last
+    return input.dim() == 4 and not input.is_contiguous() and input.is_contiguous(memory_format=last)
 
 
 class StatelessDropout(StatelessLayer, nn.Dropout):
@@ -41,9 +47,17 @@ class StatelessDropout(StatelessLayer, nn.Dropout):
         if address is None:
             return super().forward(input)
         keys, layer, call = address
-        rest = shape[:dim] + shape[dim + 1 :]
-        factors = dropout_factors(keys, rest.numel(), self.p, layer, call, rows=rows, time=time, dtype=input.dtype)
-        factors = factors.view(shape[dim], *rest).movedim(0, dim)
+        if rows is None and dim == 0 and _is_channels_last(input):
+            # The same factors in the layout of the input; a product of two layouts is slower.
+            batch, channels, height, width = shape
+            numbers = torch.arange(channels * height * width, dtype=torch.int32, device=input.device)
+            numbers = numbers.view(channels, -1).t().flatten()
+            factors = dropout_factors(keys, numbers, self.p, layer, call, dtype=input.dtype)
+            factors = factors.view(batch, height, width, channels).permute(0, 3, 1, 2)
+        else:
+            rest = shape[:dim] + shape[dim + 1 :]
+            factors = dropout_factors(keys, rest.numel(), self.p, layer, call, rows=rows, time=time, dtype=input.dtype)
+            factors = factors.view(shape[dim], *rest).movedim(0, dim)
         return input.mul_(factors) if self.inplace else input * factors
 
 

@@ -288,8 +288,8 @@ class Dropping(pl.LightningModule):
         return self.optimizer(self.parameters(), lr=0.01)
 
 
-def _fit_dropping(net: Dropping, loader: Any, **settings: Any) -> list[Tensor]:
-    trainer = pl.Trainer(callbacks=[SeedControl(1)], logger=False, max_epochs=2, **QUIET | settings)
+def _fit_dropping(net: Dropping, loader: Any, seed: int = 1, **settings: Any) -> list[Tensor]:
+    trainer = pl.Trainer(callbacks=[SeedControl(seed)], logger=False, max_epochs=2, **QUIET | settings)
     trainer.fit(net, loader)
     return net.masks
 
@@ -299,6 +299,7 @@ def test_dropout_of_every_sample_is_drawn_anew_in_each_epoch_and_alike_in_each_c
     data = torch.arange(24.0).view(12, 2, 1)[:, 0]
     whole = torch.stack(_fit_dropping(Dropping(), DataLoader(data, 12)))
     assert len({tuple(mask) for epoch in whole.tolist() for mask in epoch}) == 24
+    assert not torch.equal(whole, torch.stack(_fit_dropping(Dropping(), DataLoader(data, 12), seed=2)))
     parts = _fit_dropping(Dropping(), DataLoader(data, 5), accumulate_grad_batches=2)
     assert [len(part) for part in parts] == [5, 5, 2] * 2
     assert torch.equal(torch.cat(parts).view_as(whole), whole)

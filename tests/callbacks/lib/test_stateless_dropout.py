@@ -131,6 +131,7 @@ def test_without_noise_of_samples_it_is_nn_dropout():
     ("layer", "shape"),
     [
         (nn.Dropout(0.5), (6, 4, 5)),
+        (nn.Dropout(0.5), (6, 4, 3, 5)),
         (nn.Dropout(0.5, inplace=True), (6, 7)),
         (nn.Dropout1d(0.5), (6, 9, 2)),
         (nn.Dropout2d(0.5), (6, 9, 2, 3)),
@@ -158,6 +159,11 @@ def test_a_sample_loses_the_same_elements_in_any_batch_and_gradients_are_masked_
             assert torch.equal(layer(inputs[part] * 1), whole[part])
     with sample_noise(1, 1, PLACES):
         assert not torch.equal(layer(inputs * 1), whole), "another epoch, another mask"
+    if len(shape) == 4:
+        with sample_noise(1, 0, PLACES):
+            last = layer((inputs * 1).contiguous(memory_format=torch.channels_last))
+        assert torch.equal(last, whole), "another layout in memory"
+        assert last.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_padding_changes_no_mask_and_time_may_come_first():
