@@ -60,8 +60,9 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     return Section(
         title="dropout: addressed by sample, and torch's",
         header={
-            "layer": f"dropout of {P}, float32, on the CPU; the keys of the samples once for {CALLS} calls",
+            "layer": f"dropout of {P} on the CPU; the keys of the samples once for {CALLS} calls",
             "threads": threads,
+            "precision": "float32",
             "repeats": f"{timings.rounds} rounds of {steps * CALLS} calls in turn, after 1 that does not count",
         },
         columns=[Column("torch, microseconds", ".0f"), Column("ours, microseconds", ".0f"), Column("ratio", ".2f")],

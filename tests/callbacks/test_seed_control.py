@@ -311,6 +311,27 @@ def test_dropout_of_every_sample_is_drawn_anew_in_each_epoch_and_alike_in_each_c
     assert all(torch.equal(mask, whole[i // calls]) for i, mask in enumerate(net.masks))
 
 
+class DrawAtEpochEnd(pl.Callback):
+    """Calls the dropout outside of steps."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        ones = torch.ones(12, 16)
+        torch.manual_seed(1)
+        drawn = pl_module.layer[1](ones)
+        torch.manual_seed(1)
+        self.found.append(torch.equal(drawn, F.dropout(ones, 0.5)))
+
+
+def test_between_steps_dropout_is_torchs():
+    draw = DrawAtEpochEnd()
+    trainer = pl.Trainer(callbacks=[SeedControl(1), draw], logger=False, max_epochs=2, **QUIET)
+    trainer.fit(Dropping(), DataLoader(torch.arange(12.0).view(12, 1), 12))
+    assert draw.found == [True, True]
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Iterator[Tensor]:
         yield from torch.arange(12.0).view(12, 1)
