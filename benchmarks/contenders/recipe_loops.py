@@ -46,8 +46,8 @@ def recipe_loop(job: Job, root: Path, augment: bool, profile: bool = False, lean
     Args:
         root: folder of MNIST's files.
         augment: shift, turn and zoom the images, as is the recipe's default.
-        profile: split the steps, which takes Lightning's own loop.
-        lean: take the short way through a step, as is the default.
+        profile: split the steps, which takes Lightning's own calls of hooks.
+        lean: use `LeanLoop`, as is the default.
     """
     laps = Laps(job.settling, job.steps)
     profiler = PartsProfiler(laps) if profile else None

@@ -220,7 +220,7 @@ def _notes(absent: list[str], quick: bool) -> list[str]:
     notes = [
         "lower quartile: the time that three quarters of the steps exceed, which other programs disturb less",
         "the second table splits the microseconds of a step, in a run of its own in which measuring takes time as well"
-        " and the recipe takes Lightning's own loop, which alone has a profiler",
+        " and the recipe takes Lightning's own calls of hooks, which alone are profiled",
         "compute is forward and backward with what the framework does around them, rest is the framework elsewhere",
         "stock Lightning also reads images one by one; its optimiser is not fused",
     ]

@@ -4,14 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.profilers import Profiler
 
 __all__ = [
     "callbacks_of",
     "datamodule_of",
     "is_fast_dev_run",
     "log_interval",
-    "profiler_of",
     "set_callbacks",
     "surround_callbacks",
 ]
@@ -58,10 +56,3 @@ def is_fast_dev_run(trainer: pl.Trainer) -> bool:
     """Whether the run is a trial of a few batches, which saves and logs nothing."""
     untyped: Any = trainer
     return bool(untyped.fast_dev_run)
-
-
-def profiler_of(trainer: pl.Trainer) -> Profiler:
-    """The profiler; Lightning's `PassThroughProfiler` where none was asked for."""
-    untyped: Any = trainer
-    profiler: Profiler = untyped.profiler
-    return profiler

@@ -58,7 +58,7 @@ class RunSettings:
         base_batch_size: the global batch that the learning rate refers to; by default the recipe's.
         sync_bn: synchronise BatchNorm over all devices, or over groups of this many.
         tune_allocator: keep freed memory for the next step (Linux, CPU).
-        lean_loop: use a faster implementation of Lightning's training step, where possible.
+        lean_loop: call hooks with less of Lightning's work around each; the results stay the same.
     """
 
     name: str | None = None
