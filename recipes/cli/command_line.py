@@ -21,6 +21,7 @@ from recipes.cli.experiment import Classes, Settings, build_experiment, takes_in
 from recipes.cli.flags import FlagGroup, FlagParser
 from recipes.cli.limits import LIMIT_TEXTS
 from recipes.cli.report import check_output, shown
+from recipes.cli.run_folder import logger_names
 from recipes.cli.settings import RunSettings
 from recipes.failures.fingerprint import fingerprint
 from recipes.failures.join import join_run
@@ -59,7 +60,7 @@ _COMMON_TRAINER_PARAMETERS = """
 """
 _COMMON_RUN_SETTINGS = """
     name run_dir resume save_every ckpt output format seed precision global_batch_size accumulate warmup
-    lr_scale sync_bn
+    lr_scale sync_bn callbacks early_stopping patience logger
 """
 _COMMON_LAUNCH_SETTINGS = "node_rank master_addr master_port launcher"
 _TRAINER_TEXTS = LIMIT_TEXTS | {
@@ -155,7 +156,8 @@ class _CommandLine:
         point = self._resume_point(namespace) if command == "fit" else ResumePoint()
         if point.finished:
             folder = shown(point.folder or "")
-            rank_zero_print(f"the run in {folder} has finished; pass a larger --max-epochs to train longer")
+            longer = "--max-epochs (or --patience, where it was stopped early)"
+            rank_zero_print(f"the run in {folder} has finished; pass a larger {longer} to train longer")
             return
         checkpoint = point.checkpoint or namespace.ckpt
         if checkpoint:
@@ -183,6 +185,11 @@ class _CommandLine:
 
     def _check(self, command: str, namespace: Namespace) -> None:
         """Refuse flags that the command does not use, and a command without what it needs."""
+        logger_names(namespace.logger)
+        if namespace.patience is not None and (namespace.patience < 1 or not namespace.early_stopping):
+            raise UserError("--patience is a number of validations, 1 or more, for --early-stopping SCORE")
+        if namespace.barebones and namespace.early_stopping:
+            raise UserError("--barebones has no scores to stop by; leave --early-stopping out")
         if command == "fit":
             if namespace.format is not None:
                 raise UserError("--format is for export; a run writes its own checkpoints")
@@ -242,11 +249,17 @@ class _CommandLine:
     def _with_saved_settings(self, command: str, checkpoint: str, args: list[str]) -> Namespace:
         """Parse again, with the settings of a checkpoint as defaults."""
         saved = read_run(checkpoint).config
-        other = self._not_saved | _OF_THE_MACHINE
+        other = self._not_saved | _OF_THE_MACHINE | {"callbacks"}
         self.parser.set_known_defaults({name: value for name, value in saved.items() if name not in other})
         namespace = self.parser.parse(args)
         if command != "fit":
             return namespace
+        if saved.get("callbacks") and namespace.callbacks is None and not namespace.resume_anyway:
+            names = ", ".join(str(callback["class_path"]).rpartition(".")[2] for callback in saved["callbacks"])
+            raise UserError(
+                f"{shown(checkpoint)} was trained with --callbacks ({names}), and a checkpoint must not make a program"
+                " run them: pass them again, or the run's settings as --config config.yaml; or pass --resume-anyway"
+            )
         differences = "; ".join(describe_differences(saved, self._config(namespace), self.classes.free_parameters))
         if differences and not namespace.resume_anyway:
             raise UserError(

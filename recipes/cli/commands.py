@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import yaml
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
@@ -118,6 +119,9 @@ def _fit(experiment: Experiment, program: str, started_at: float) -> None:
         trainer = build_trainer(experiment, [*more, stopwatch], folder)
         if folder and is_rank_zero():
             (folder / "config.yaml").write_text(yaml.safe_dump(dict(settings.config), sort_keys=False))
+            for logger in trainer.loggers:
+                if not isinstance(logger, (TensorBoardLogger, CSVLogger)):  # `report` gives TensorBoard the scores too.
+                    logger.log_hyperparams(dict(settings.config))
         _refuse_finished(trainer, experiment)
         if folder:
             _record_start(experiment, folder)

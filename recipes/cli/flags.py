@@ -119,6 +119,13 @@ def _names_unknown_class(value: Any) -> bool:
     return (bool(module) and module not in sys.modules) or any(map(_names_unknown_class, value.values()))
 
 
+def _names_of_classes(annotation: Any) -> set[str]:
+    """The names of a class and its subclasses, and of those in a type such as a list of them."""
+    if isinstance(annotation, type) and not get_args(annotation):
+        return {annotation.__name__}.union(*map(_names_of_classes, type.__subclasses__(annotation)))
+    return set().union(*map(_names_of_classes, get_args(annotation)))
+
+
 class FlagParser(ArgumentParser):
     """A parser for the parameters of several classes, which share one flag where they share a name.
 
@@ -126,8 +133,9 @@ class FlagParser(ArgumentParser):
         UserError: from `parse_args`, for any mistake on the command line or in the file.
     """
 
-    def __init__(self, groups: Sequence[FlagGroup], prog: str) -> None:
-        super().__init__(prog=prog, add_help=False, exit_on_error=False)
+    def __init__(self, groups: Sequence[FlagGroup] = (), prog: str | None = None, **options: Any) -> None:
+        # jsonargparse makes further parsers of this class, without groups, for the parameters of a class by name.
+        super().__init__(prog=prog, **{"add_help": False, "exit_on_error": False} | options)
         self.names: dict[str, list[str]] = {}
         self._shown: list[tuple[FlagGroup, list[str]]] = []
         seen: set[str] = set()
@@ -137,7 +145,10 @@ class FlagParser(ArgumentParser):
             self.add_class_arguments(group.cls, skip=set(group.skip) | (seen & set(names)), instantiate=False)
             self._shown.append((group, [name for name in names if name not in seen]))
             seen |= set(names)
-        self.add_argument("--config", action=ActionConfigFile, help="a YAML file of settings, as --print-config prints")
+        if groups:
+            self.add_argument(
+                "--config", action=ActionConfigFile, help="a YAML file of settings, as --print-config prints"
+            )
         self._flags = {action.dest: action for action in self._actions if action.option_strings}
         for name, text in (pair for group in groups for pair in group.texts.items()):
             self._flags[name].help = text
@@ -181,7 +192,7 @@ class FlagParser(ArgumentParser):
                 spelled.append(arg)
                 continue
             flag, equals, value = arg[2:].partition("=")
-            name = flag.replace("-", "_")
+            name, plus = flag.replace("-", "_").removesuffix("+"), "+" * flag.endswith("+")
             if name.startswith("no_") and name not in self._flags and not equals:
                 name, equals, value = name[3:], "=", "false"
             known = name.split(".")[0]
@@ -194,7 +205,7 @@ class FlagParser(ArgumentParser):
             bare = not equals and name in self._flags and _allows_bare(self._type(name))
             if bare and following not in _SWITCH_VALUES and not following.lstrip("-").isdigit():
                 equals, value = "=", "true"
-            spelled += ["--config", value] if name == "config" and equals else [f"--{name}{equals}{value}"]
+            spelled += ["--config", value] if name == "config" and equals else [f"--{name}{plus}{equals}{value}"]
         # With jsonargparse the last one wins; here the command line wins over the file, wherever the file is named.
         files = [i for i, arg in enumerate(spelled) if arg == "--config" and i + 1 < len(spelled)]
         for i in reversed(files):
@@ -207,7 +218,7 @@ class FlagParser(ArgumentParser):
         try:
             return self.parse_args(args)
         except Exception as error:
-            raise UserError(self._explain(args) or _one_line(str(error))) from error
+            raise UserError(self._explain(args) or self._explain_class(str(error)) or _one_line(str(error))) from error
 
     def as_flags(self, message: str) -> str:
         """A message about parameters, written with this parser's flags."""
@@ -240,9 +251,27 @@ class FlagParser(ArgumentParser):
             if name == "config":
                 if problem := self._explain_file(value):
                     return problem
-            elif name in self._flags and self._failure(self.parse_args, [f"--{name}={value}"]) != required:
+            elif name not in self._flags or self._holds_classes(name):
+                continue
+            elif self._failure(self.parse_args, [f"--{name}={value}"]) != required:
                 return f"{flag_of(name)} {value} is not {describe_type(self._type(name))}"
         return None
+
+    def _holds_classes(self, name: str) -> bool:
+        """Whether the value of a flag is an object of a class that the user names, whose parameters are flags, too."""
+        return f"{name}.help" in self._flags
+
+    def _explain_class(self, message: str) -> str | None:
+        """The mistake in a class by name or in its parameters; None where the message is about something else."""
+        found = re.search(r'key "(\w+)":.*?Errors:\s+- (.+?)(?=\n\s+- |\n\s+Given|\Z)', message, re.DOTALL)
+        if found is None or not self._holds_classes(found[1]):
+            return None
+        flag, reason = flag_of(found[1]), _one_line(found[2])
+        if name := re.search(r"Expected a dot import path string: (\S+)", reason):
+            close = difflib.get_close_matches(name[1], _names_of_classes(self._type(found[1])), n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            return f"{flag} {name[1]} is not the name of a class; {hint}A class of yours is written as module.Class"
+        return f"{flag}: {reason}"
 
     def _explain_file(self, path: str) -> str | None:
         """The setting of a file that cannot be parsed."""
@@ -259,7 +288,7 @@ class FlagParser(ArgumentParser):
             if name not in self._flags:
                 close = difflib.get_close_matches(str(name), self._flags, n=1, cutoff=0.5)
                 return f"there is no setting {name}" + (f"; did you mean {close[0]}?" if close else "")
-            if self._failure(self.parse_object, {name: value}) != required:
+            if not self._holds_classes(name) and self._failure(self.parse_object, {name: value}) != required:
                 return f"{name}: {value} in the file is not {describe_type(self._type(name))}"
         return None
 

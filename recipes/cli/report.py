@@ -23,8 +23,10 @@ from rich.markup import escape
 from torch import nn
 from typing_extensions import override
 
+from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError
+from recipes.cli.early_stopping import why_stopped
 from recipes.cli.experiment import Experiment, takes_inputs
 from recipes.version import __version__
 
@@ -69,6 +71,7 @@ class Stopwatch(pl.Callback):
         self.epochs = 0.0
         self.trainable = 0
         self.sizes: dict[str, int] = {}
+        self.stopped_early = ""
         self.started = False
         self._began = self._validation_began = 0.0
         self._first_batch = 0
@@ -84,6 +87,7 @@ class Stopwatch(pl.Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.seconds = time.monotonic() - self._began
+        self.stopped_early = why_stopped(callbacks_of(trainer))
         # Here, since frozen layers are unfrozen when the run has ended.
         self.trainable = count_parameters(pl_module)[1]
         batches = trainer.fit_loop.total_batch_idx - self._first_batch
@@ -263,11 +267,14 @@ def report(
         **recipe.headline(scores),
         "training": f"{stopwatch.seconds:.1f} s{speed}; {wall_seconds:.1f} s in all",
     }
+    if stopwatch.stopped_early:
+        rows["stopped early"] = stopwatch.stopped_early
     if folder is not None and best:
         rows |= {
             "best checkpoint": shown(best),
-            "TensorBoard": f"tensorboard --logdir {shown(folder.parent)}",
         }
+        if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
+            rows["TensorBoard"] = f"tensorboard --logdir {shown(folder.parent)}"
         example = f" {recipe.predict_example}" if takes_inputs(type(experiment.data)) else ""
         if example or is_overridden("predict_dataloader", experiment.data):
             rows["predict"] = f"{program} predict --ckpt {shown(best)}{example}"
@@ -285,6 +292,7 @@ def report(
         "wall_seconds": wall_seconds,
         "samples_per_second": rate,
         "best_checkpoint": best,
+        "stopped_early": stopwatch.stopped_early or None,
         "hardware": hardware(trainer),
         "versions": {
             "lightning-recipes": __version__,

@@ -1,16 +1,19 @@
 """A run's folder, and what is logged into it."""
 
 import csv
+import difflib
 import logging
+import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from typing_extensions import override
 
 from callbacks.lib.lightning_internals import set_writer
@@ -20,7 +23,10 @@ from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.resume.resume_point import ResumePoint, locked
 from recipes.resume.saved_run import read_run
 
-__all__ = ["loggers", "run_folder"]
+__all__ = ["logger_names", "loggers", "run_folder"]
+
+_LOGGERS: dict[str, tuple[str, ...]] = {"tensorboard": (), "csv": (), "wandb": ("wandb",), "mlflow": ("mlflow",)}
+"""The loggers, and the packages one of which each needs besides those of this one."""
 
 log = logging.getLogger("lightning_recipes.cli")
 
@@ -138,8 +144,61 @@ def _warned_once(logger: Any, name: str) -> Iterator[None]:
         logger._warned = True
 
 
-def loggers(folder: Path, resume: str | None) -> list[Logger]:
-    """TensorBoard and CSV in a run's folder; with `resume`, what was logged before that checkpoint stays."""
+def logger_names(text: str) -> list[str]:
+    """The loggers that ``--logger`` names, each once.
+
+    Raises:
+        UserError: there is no such logger, or its package is not installed.
+
+    Example:
+        >>> logger_names("csv, TensorBoard"), logger_names("none")
+        (['csv', 'tensorboard'], [])
+    """
+    names = list(dict.fromkeys(name.strip().lower() for name in text.split(",")))
+    if names == ["none"]:
+        return []
+    for name in names:
+        if name not in _LOGGERS:
+            close = difflib.get_close_matches(name, _LOGGERS, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise UserError(f"--logger {name}: expected some of {', '.join(_LOGGERS)} with commas, or none{hint}")
+        packages = _LOGGERS[name]
+        if packages and not any(find_spec(package) for package in packages):
+            raise UserError(f"--logger {name} needs another package: pip install {packages[0]}")
+    return names
+
+
+def loggers(folder: Path, resume: str | None, names: Sequence[str] = ("tensorboard", "csv")) -> list[Logger]:
+    """The loggers of a run, by name. TensorBoard and CSV write into its folder.
+
+    With `resume`, what was logged before that checkpoint stays there.
+    """
+    make: dict[str, Callable[[], Logger]] = {
+        "tensorboard": lambda: _TensorBoard(str(folder), name="", version="", log_graph=True, default_hp_metric=False),
+        "csv": lambda: _csv(folder, resume),
+        "wandb": lambda: WandbLogger(folder.name, save_dir=folder, project=folder.parent.name),
+        "mlflow": lambda: _mlflow(folder),
+    }
+    made = []
+    for name in names:
+        try:
+            made.append(make[name]())
+        except Exception as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"--logger {name} cannot start: {reason}; set it up, or leave it out") from error
+    return made
+
+
+def _mlflow(folder: Path) -> MLFlowLogger:
+    """Logs to MLFLOW_TRACKING_URI; without it, into a data base beside the runs."""
+    parent = folder.parent.resolve()
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    artifacts = None if uri else str(parent / "mlartifacts")
+    uri = uri or f"sqlite:///{parent}/mlflow.db"
+    return MLFlowLogger(parent.name, folder.name, uri, artifact_location=artifacts)
+
+
+def _csv(folder: Path, resume: str | None) -> CSVLogger:
     rows: list[dict[str, Any]] = []
     metrics_file = folder / "metrics.csv"
     if resume and metrics_file.is_file():
@@ -151,5 +210,4 @@ def loggers(folder: Path, resume: str | None) -> list[Logger]:
         # The logger starts with an empty file; what was logged up to the checkpoint is written first.
         csv_logger.experiment.metrics.extend(rows)
         csv_logger.save()
-    tensorboard = _TensorBoard(str(folder), name="", version="", log_graph=True, default_hp_metric=False)
-    return [tensorboard, csv_logger]
+    return csv_logger

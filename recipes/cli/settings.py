@@ -1,5 +1,6 @@
 """The settings of a run, as opposed to its network and data, and the callbacks that implement them."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
 from callbacks.warmup_lr import WarmupLR
 from datamodules.errors import UserError
+from recipes.cli.early_stopping import PatientStopping, score_mode
 from recipes.cli.limits import WholeUpdates
 from recipes.launch.precision import Precision
 from recipes.recipe import Recipe
@@ -28,6 +30,7 @@ __all__ = ["RunSettings", "checkpoint_callbacks", "global_batch_text", "learning
 
 # Adaptive optimisers divide by the size of the gradient, so noise grows only with the square root.
 _LINEAR = {"sgd", "asgd"}
+_PATIENCE = 3
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,10 @@ class RunSettings:
         sync_bn: synchronise BatchNorm over all devices, or over groups of this many.
         tune_allocator: keep freed memory for the next step (Linux, CPU).
         lean_loop: call hooks with less of Lightning's work around each; the results stay the same.
+        callbacks: further callbacks, Lightning's by name and yours as module.Class, with their parameters.
+        early_stopping: end the run when this score, such as val/loss, does not improve any more.
+        patience: validations without improvement after which early stopping ends the run; 3 where none is given.
+        logger: tensorboard, csv, wandb and mlflow, several with commas, or none.
     """
 
     name: str | None = None
@@ -84,6 +91,10 @@ class RunSettings:
     sync_bn: bool | int = False
     tune_allocator: bool = True
     lean_loop: bool = True
+    callbacks: list[Callback] | None = None
+    early_stopping: str | None = None
+    patience: int | None = None
+    logger: str = "tensorboard,csv"
 
 
 def learning_rate_scale(rule: Literal["auto", "none"] | Scale, optimizer: str) -> Scale | None:
@@ -135,6 +146,11 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
         callbacks.append(LeanLoop())
     if settings.sync_bn:
         callbacks.append(SyncBN(None if settings.sync_bn is True else settings.sync_bn))
+    if score := settings.early_stopping:
+        mode = score_mode(score, recipe.monitor, recipe.monitor_mode)
+        callbacks.append(PatientStopping(score, patience=settings.patience or _PATIENCE, mode=mode))
+    # Copies, since a run takes new ones for its final test.
+    callbacks += copy.deepcopy(settings.callbacks or [])
     return callbacks
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -20,7 +20,7 @@ from datamodules.errors import UserError
 from recipes.cli.experiment import Experiment, Settings, as_user_errors
 from recipes.cli.limits import limits_per_device, micro_batches_per_update
 from recipes.cli.report import hardware
-from recipes.cli.run_folder import loggers
+from recipes.cli.run_folder import logger_names, loggers
 from recipes.cli.settings import global_batch_text
 from recipes.failures.monitor import FailureReporter
 from recipes.launch.rank_zero import rank_zero_print
@@ -51,9 +51,10 @@ def _print_first_line(trainer: pl.Trainer, experiment: Experiment) -> None:
 
 def _callbacks(experiment: Experiment) -> list[Callback]:
     """New callbacks of any command."""
-    options = experiment.settings.trainer
-    progress = [RunProgress()] if options["enable_progress_bar"] is not False and not options["barebones"] else []
-    return [FailureReporter(), *experiment.callbacks(), *progress]
+    options, callbacks = experiment.settings.trainer, experiment.callbacks()
+    shows = options["enable_progress_bar"] is not False and not options["barebones"]
+    given = any(isinstance(callback, ProgressBar) for callback in callbacks)
+    return [FailureReporter(), *callbacks, *([RunProgress()] if shows and not given else [])]
 
 
 def renew_callbacks(trainer: pl.Trainer, experiment: Experiment) -> None:
@@ -89,12 +90,14 @@ def build_trainer(experiment: Experiment, more: Sequence[Callback] = (), folder:
         options["strategy"] = ModelParallelStrategy(save_distributed_checkpoint=False)
     # DeepSpeed writes folders in its own format.
     saving = [] if "deepspeed" in str(options["strategy"]).lower() else [VerifiedCheckpointIO()]
-    callbacks = [*_callbacks(experiment), *more]
+    # Lightning moves the callbacks that save behind the others, and calls the first of them the Trainer's.
+    saves = [callback for callback in more if isinstance(callback, Checkpoint)]
+    callbacks = [*saves, *_callbacks(experiment), *(callback for callback in more if callback not in saves)]
     with as_user_errors(ValueError, TypeError, MisconfigurationException):
         trainer = pl.Trainer(
             **options,
             precision=settings.run.precision,  # type: ignore[arg-type]
-            logger=loggers(folder, settings.run.resume) if folder else False,
+            logger=loggers(folder, settings.run.resume, logger_names(settings.run.logger)) if folder else False,
             callbacks=callbacks,
             plugins=[LightningEnvironment(), *saving],
             default_root_dir=str(folder) if folder else None,

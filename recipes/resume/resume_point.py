@@ -56,13 +56,28 @@ def _settings_of(folder: Path) -> dict[str, Any]:
         return {}
 
 
+def _results_of(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder / "results.json").read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def _stopped_early(results: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Whether early stopping has ended a run, and would again with these settings."""
+    return bool(results.get("stopped_early")) and all(
+        config.get(name) in (None, results["config"].get(name)) for name in ("early_stopping", "patience")
+    )
+
+
 def _resume_in(folder: Path, config: Mapping[str, Any]) -> ResumePoint:
     """Resume in a run's folder, or start in it where it has no valid checkpoint."""
     checkpoint = newest_valid_checkpoint(folder / "checkpoints")
     if checkpoint is None:
         return ResumePoint(str(folder))
-    finished = read_run(checkpoint).is_finished(*_bounds(config)) and (folder / "results.json").is_file()
-    return ResumePoint(str(folder), str(checkpoint), finished)
+    results = _results_of(folder)
+    finished = read_run(checkpoint).is_finished(*_bounds(config)) or _stopped_early(results, config)
+    return ResumePoint(str(folder), str(checkpoint), finished and bool(results))
 
 
 def _numbered(folder: Path) -> Iterator[Path]:

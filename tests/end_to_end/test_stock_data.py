@@ -1,11 +1,7 @@
 """Every command on a data module without our contract: stock DataLoaders in a stock LightningDataModule."""
 
-import contextlib
-import io
 import json
-import os
 import re
-import shlex
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -14,34 +10,12 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from recipes.cli.report import SampleCounter
+from tests.support.command_lines import typed
 from tests.support.minimal_recipe import Line
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, silence
 
 BEST = "runs/quadrants/run/checkpoints/best.ckpt"
-Ended = tuple[int, str, str]
-
-
-def _type(all_args: list[list[str]], folder: str) -> list[Ended]:
-    from recipes import run
-    from tests.support.stock_data import Points, Quadrants
-
-    os.chdir(folder)
-    ended = []
-    for args in all_args:
-        out, err, status = io.StringIO(), io.StringIO(), 0
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                run(Quadrants, Points, args=[*args, "--accelerator=cpu", "--enable-progress-bar=false"])
-            except SystemExit as end:
-                status = int(end.code or 0)
-        ended.append((status, out.getvalue(), err.getvalue()))
-    return ended
-
-
-def typed(folder: Path, *commands: str) -> list[Ended]:
-    """What command lines end with and print, one after the other in one fresh process."""
-    return run_ranks(_type, 1, [shlex.split(command) for command in commands], str(folder))[0]
 
 
 @pytest.fixture(scope="module")
