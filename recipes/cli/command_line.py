@@ -60,9 +60,9 @@ _COMMON_TRAINER_PARAMETERS = """
 """
 _COMMON_RUN_SETTINGS = """
     name run_dir resume save_every ckpt output format seed precision global_batch_size accumulate warmup
-    lr_scale sync_bn callbacks early_stopping patience logger
+    lr_scale sync_bn callbacks early_stopping logger
 """
-_COMMON_LAUNCH_SETTINGS = "node_rank master_addr master_port launcher"
+_COMMON_LAUNCH_SETTINGS = "node_rank master_addr master_port"
 _TRAINER_TEXTS = LIMIT_TEXTS | {
     "barebones": "measure the speed of training: without logs, progress, checkpoints and test",
 }

@@ -235,7 +235,10 @@ def _interruptible(trainer: pl.Trainer, folder: Path | None, program: str) -> It
         elif stopped.trained or trainer.state.fn != "fit":
             rank_zero_print(f"{why}; the training is done, so test with\n  {program} test --ckpt {shown(last)}")
         else:
-            rank_zero_print(f"{why}; resume with\n  {program} --resume {shown(last)}")
+            # Callbacks of the command line are not taken from a checkpoint.
+            given = read_run(last).config.get("callbacks")
+            settings = f" --config {shown(last.parents[1] / 'config.yaml')}" if given else ""
+            rank_zero_print(f"{why}; resume with\n  {program}{settings} --resume {shown(last)}")
         sys.stderr.flush()
         # Loggers and processes are closed; a regular exit of the interpreter would take another second.
         exit_run(int(stopped.code or 1))

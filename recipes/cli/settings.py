@@ -62,10 +62,11 @@ class RunSettings:
         sync_bn: synchronise BatchNorm over all devices, or over groups of this many.
         tune_allocator: keep freed memory for the next step (Linux, CPU).
         lean_loop: call hooks with less of Lightning's work around each; the results stay the same.
-        callbacks: further callbacks, Lightning's by name and yours as module.Class, with their parameters.
-        early_stopping: end the run when this score, such as val/loss, does not improve any more.
+        callbacks: Lightning's callbacks by name, yours as module.Class; write --callbacks+=NAME for each, and after it
+            --callbacks.PARAMETER=VALUE for its parameters.
+        early_stopping: end the run when this score no longer improves; such as val/loss, see patience.
         patience: validations without improvement after which early stopping ends the run; 3 where none is given.
-        logger: tensorboard, csv, wandb and mlflow, several with commas, or none.
+        logger: any of tensorboard,csv,wandb,mlflow, or none.
     """
 
     name: str | None = None

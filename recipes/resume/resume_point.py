@@ -75,9 +75,8 @@ def _resume_in(folder: Path, config: Mapping[str, Any]) -> ResumePoint:
     checkpoint = newest_valid_checkpoint(folder / "checkpoints")
     if checkpoint is None:
         return ResumePoint(str(folder))
-    results = _results_of(folder)
-    finished = read_run(checkpoint).is_finished(*_bounds(config)) or _stopped_early(results, config)
-    return ResumePoint(str(folder), str(checkpoint), finished and bool(results))
+    ended = read_run(checkpoint).is_finished(*_bounds(config)) or _stopped_early(_results_of(folder), config)
+    return ResumePoint(str(folder), str(checkpoint), ended and (folder / "results.json").is_file())
 
 
 def _numbered(folder: Path) -> Iterator[Path]:
