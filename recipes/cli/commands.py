@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import yaml
@@ -13,7 +12,6 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader
 
 from callbacks.checkpointing.guard import CheckpointGuard
 from callbacks.lib.signals import Preempted, requeue
@@ -24,6 +22,7 @@ from recipes.cli.export import export
 from recipes.cli.report import print_pairs, print_rows, report, shown, stopwatch_for, write_rows
 from recipes.cli.run_folder import run_folder
 from recipes.cli.settings import checkpoint_callbacks
+from recipes.cli.stock_loaders import evaluate_each_sample_once
 from recipes.cli.trainer import build_trainer, renew_callbacks
 from recipes.failures.monitor import exit_run
 from recipes.failures.shared_folder import SharedFolder
@@ -42,22 +41,6 @@ _NEEDS = {
 """The methods of recipe and data module that a command calls."""
 
 
-class _AsIs:
-    """A DataLoader that Lightning iterates over without making another one.
-
-    To predict it would make one that reports indices, and fail where ``batch_size`` was passed by position.
-    """
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-
 def carry_out(experiment: Experiment, program: str, started_at: float) -> None:
     """Run a command.
 
@@ -70,6 +53,9 @@ def carry_out(experiment: Experiment, program: str, started_at: float) -> None:
         _export(experiment)
         return
     _check_parts(experiment)
+    settings = experiment.settings
+    if settings.trainer["use_distributed_sampler"]:
+        evaluate_each_sample_once(experiment.data, settings.launch.rank, settings.launch.world_size)
     with as_user_errors(MisconfigurationException):
         if command != "fit":
             _evaluate(experiment, program)
@@ -195,10 +181,6 @@ def _evaluate(experiment: Experiment, program: str) -> None:
     rows: Sequence[dict[str, object]]
     with _interruptible(trainer, None, program):
         if command == "predict":
-            # On one device nothing has to be distributed.
-            make_loader = data.predict_dataloader
-            loader = lambda: _AsIs(made) if isinstance(made := make_loader(), DataLoader) else made  # noqa: E731
-            data.predict_dataloader = loader  # type: ignore[method-assign]
             outputs = trainer.predict(recipe, data, ckpt_path=run.ckpt, weights_only=True)
             rows = recipe.prediction_rows(outputs or [], data_contract(data).prediction_names)
         else:

@@ -1,0 +1,62 @@
+"""Stock DataLoaders of a user's data module in an evaluation: every sample once, on any number of devices.
+
+Lightning repeats samples so that every device has as many, and counts them twice. To predict it makes another
+DataLoader, which fails where ``batch_size`` was passed by position. It leaves loaders alone that are no DataLoader.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader, SequentialSampler
+
+__all__ = ["evaluate_each_sample_once", "share_of"]
+
+
+_OPTIONS = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+    *("prefetch_factor", "persistent_workers"),
+)
+"""How a DataLoader makes the batches that its sampler lists."""
+
+
+class _AsIs:
+    """A DataLoader as an iterable with a length."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+        self.dataset = loader.dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+def share_of(loader: Any, rank: int, world_size: int) -> Any:
+    """This rank's batches of a DataLoader in order; another loader, or one with too few batches, is returned as it is.
+
+    Whole batches go to the ranks in turn, as those of `datamodules.EvaluationLoader`.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader
+    if world_size == 1:
+        return _AsIs(loader)
+    batches = loader.batch_sampler if type(loader) is DataLoader else None
+    if batches is None or not isinstance(loader.sampler, SequentialSampler) or len(loader) < world_size:
+        return loader
+    options = {name: getattr(loader, name) for name in _OPTIONS}
+    return _AsIs(DataLoader(loader.dataset, batch_sampler=list(batches)[rank::world_size], **options))
+
+
+def evaluate_each_sample_once(data: pl.LightningDataModule, rank: int, world_size: int) -> None:
+    """Have the loaders of a data module for validation, test and prediction replaced by their `share_of` this rank."""
+
+    def shared(make: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: share_of(make(), rank, world_size)
+
+    for name in ("val_dataloader", "test_dataloader", "predict_dataloader"):
+        if is_overridden(name, data):
+            setattr(data, name, shared(getattr(data, name)))
