@@ -11,12 +11,13 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.global_batch import accumulation_factor
 from datamodules.errors import UserError
 
 __all__ = ["LIMIT_TEXTS", "WholeUpdates", "limits_per_device", "micro_batches_per_update"]
 
-_OF_TRAINING = ("limit_train_batches", "overfit_batches", "val_check_interval")
+_OF_TRAINING = ("limit_train_batches", "overfit_batches")
 _OF_EVALUATION = ("limit_val_batches", "limit_test_batches")
 
 _OF_ALL_DEVICES = "a number of batches, counted over all devices, or a share of each device's"
@@ -88,28 +89,75 @@ def limits_per_device(options: Mapping[str, Any], per_update: int | None, rank: 
 
 
 class WholeUpdates(pl.Callback):
-    """Makes shares of an epoch end with an update where several micro-batches make one.
+    """Counts the Trainer's limits in updates where several micro-batches make one, as if one forward pass made each.
 
-    Runs on: `on_train_start`, after the callback that decides the accumulation.
+    Runs on: `on_train_start`, `on_train_epoch_start` and `on_validation_end`, after the callback that accumulates.
+    ``val_check_interval`` is a number of updates, or a share of an epoch's updates.
+
+    Args:
+        accumulation: the callback that accumulates.
 
     Raises:
         UserError: ``limit_train_batches`` is a share that ends within an update, so that the epoch's last update would
-            see other samples on another number of devices.
+            see other samples on another number of devices; or ``val_check_interval`` is longer than an epoch.
     """
+
+    def __init__(self, accumulation: GradientAccumulation) -> None:
+        self.accumulation = accumulation
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        factor, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
-        if factor == 1:
+        self._check_share(trainer)
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        self._set_next_validation(trainer, progress.processed)
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._set_next_validation(trainer, 0)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._set_next_validation(trainer, trainer.fit_loop.batch_idx + 1)
+
+    def _check_share(self, trainer: pl.Trainer) -> None:
+        share, batches = trainer.limit_train_batches, trainer.num_training_batches
+        factors = [factor for _, factor in self.accumulation.accumulation_schedule(trainer).entries]
+        cut = [factor for factor in factors if batches % factor]
+        if not isinstance(share, float) or share >= 1 or not cut:
             return
         loader: Any = trainer.train_dataloader
-        share = trainer.limit_train_batches
-        if isinstance(share, float) and share < 1 and batches % factor:
-            updates = max(1, int(share * math.ceil(len(loader) / factor)))
+        updates = max(1, int(share * math.ceil(len(loader) / cut[0])))
+        instead = (
+            f": pass a number of updates, limit_train_batches={updates}"
+            if isinstance(self.accumulation.steps, int)
+            else ""
+        )
+        raise UserError(
+            f"limit_train_batches={share} is {batches:,} of {len(loader):,} batches, and an update takes"
+            f" {cut[0]}{instead}"
+        )
+
+    def _set_next_validation(self, trainer: pl.Trainer, batch: int) -> None:
+        """Choose the interval until the next validation; the last update of an epoch may have fewer micro-batches.
+
+        Args:
+            batch: micro-batches that were trained in this epoch.
+        """
+        interval, batches = trainer.val_check_interval, trainer.num_training_batches
+        factor = trainer.accumulate_grad_batches
+        if trainer.val_check_batch is None or not isinstance(interval, (int, float)) or interval == 1.0:
+            return
+        updates = math.inf if math.isinf(batches) else math.ceil(batches / factor)
+        if isinstance(interval, float) and math.isinf(updates):
+            return
+        every = interval if isinstance(interval, int) else max(1, int(updates * interval))
+        if trainer.check_val_every_n_epoch is not None and every > updates:
             raise UserError(
-                f"limit_train_batches={share} is {batches:,} of {len(loader):,} batches, and an update takes {factor}:"
-                f" pass a number of updates, limit_train_batches={updates}"
+                f"val_check_interval={interval} is more than the {updates} updates of an epoch; pass"
+                f" val_check_interval={updates} or less"
             )
-        every = trainer.val_check_batch
-        if isinstance(trainer.val_check_interval, float) and isinstance(every, int) and every < batches:
-            trainer.val_check_batch = max(1, every // factor) * factor
+        trainer.val_check_batch = every * factor
+        ends_epoch = trainer.check_val_every_n_epoch is not None and not math.isinf(updates) and updates % every == 0
+        if ends_epoch and batch >= (updates - every) * factor:
+            trainer.val_check_batch = batches

@@ -135,10 +135,11 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
     """The callbacks of every run."""
     scale = learning_rate_scale(settings.lr_scale, recipe.hparams.optimizer)
     base = settings.base_batch_size or recipe.base_batch_size
+    accumulation = GradientAccumulation(settings.accumulate, settings.global_batch_size)
     callbacks: list[Callback] = [
         # First, so that the others read the factor of the current window.
-        GradientAccumulation(settings.accumulate, settings.global_batch_size),
-        WholeUpdates(),
+        accumulation,
+        WholeUpdates(accumulation),
         seeds,
         WarmupLR(settings.warmup, settings.warmup_kind, settings.warmup_start_factor, scale, base if scale else None),
     ]

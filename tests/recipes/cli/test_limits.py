@@ -17,8 +17,8 @@ from tests.support.tables import QUIET, silence
 @pytest.mark.parametrize(("devices", "batch_size", "limit"), [(1, 64, 40), (1, 16, 160), (2, 32, 40), (4, 8, 80)])
 def test_a_number_of_updates_is_the_same_on_any_split_of_a_global_batch(devices, batch_size, limit):
     per_update = micro_batches_per_update(1, 64, {"batch_size": batch_size}, devices)
-    limits = limits_per_device({"limit_train_batches": 40, "val_check_interval": 10}, per_update, 0, devices)
-    assert limits == {"limit_train_batches": limit, "val_check_interval": limit // 4}
+    limits = limits_per_device({"limit_train_batches": 40, "overfit_batches": 10}, per_update, 0, devices)
+    assert limits == {"limit_train_batches": limit, "overfit_batches": limit // 4}
 
 
 def test_batches_of_an_evaluation_are_dealt_to_the_devices():
@@ -56,12 +56,13 @@ class Scored(Line):
         self.validated.append(self.trainer.global_step)
 
 
-def fit(batches: int, **options: Any) -> tuple[pl.Trainer, Scored]:
+def fit(batches: int, steps: Any = 4, **options: Any) -> tuple[pl.Trainer, Scored]:
     silence()
     samples = torch.linspace(-1, 1, batches).unsqueeze(1)
     loader: Any = DataLoader(TensorDataset(samples, samples), batch_size=1)
-    callbacks = [GradientAccumulation(4), WholeUpdates()]
-    trainer = pl.Trainer(**QUIET | {"max_epochs": 1, "callbacks": callbacks, "enable_checkpointing": False} | options)
+    accumulation = GradientAccumulation(steps)
+    options = {"max_epochs": 1, "enable_checkpointing": False, "num_sanity_val_steps": 0} | options
+    trainer = pl.Trainer(**QUIET | options, callbacks=[accumulation, WholeUpdates(accumulation)])
     module = Scored()
     trainer.fit(module, loader, DataLoader(TensorDataset(samples[:1], samples[:1])))
     return trainer, module
@@ -71,10 +72,32 @@ def test_a_share_that_ends_within_an_update_is_refused_and_named_in_updates():
     message = r"limit_train_batches=0\.5 is 31 of 63 batches, and an update takes 4: .* limit_train_batches=8$"
     with pytest.raises(UserError, match=message):
         fit(63, limit_train_batches=0.5)
+    with pytest.raises(UserError, match="is 31 of 63 batches, and an update takes 4$"):
+        fit(63, {0: 1, "1 epochs": 4}, limit_train_batches=0.5)
     assert fit(64, limit_train_batches=0.5)[0].global_step == 8
     assert fit(63)[0].global_step == 16, "the last update of an epoch may be short"
 
 
-def test_validations_at_a_share_of_an_epoch_follow_whole_updates():
-    assert fit(30, val_check_interval=0.25, num_sanity_val_steps=0)[1].validated == [1, 2, 3, 4, 5, 6, 7]
-    assert fit(40, val_check_interval=0.5, num_sanity_val_steps=0)[1].validated == [5, 10]
+@pytest.mark.parametrize(
+    ("interval", "validated"),
+    [
+        (0.25, [2, 4, 6, 8]),
+        (0.3, [2, 4, 6, 8]),
+        (2, [2, 4, 6, 8]),
+        (3, [3, 6]),
+        (8, [8]),
+        (1.0, [8]),
+        (0.01, [*range(1, 9)]),
+    ],
+)
+def test_validations_follow_the_same_updates_on_any_split(interval, validated):
+    two_epochs = [*validated, *(step + 8 for step in validated)]
+    assert fit(8, 1, val_check_interval=interval, max_epochs=2)[1].validated == two_epochs
+    for batches in (29, 30, 32):
+        assert fit(batches, val_check_interval=interval, max_epochs=2)[1].validated == two_epochs, batches
+
+
+def test_an_interval_longer_than_an_epoch_is_refused_in_updates():
+    with pytest.raises(UserError, match="val_check_interval=9 is more than the 8 updates of an epoch"):
+        fit(30, val_check_interval=9)
+    assert fit(30, val_check_interval=9, max_epochs=2, check_val_every_n_epoch=None)[1].validated == [9]
