@@ -146,10 +146,10 @@ class WholeUpdates(pl.Callback):
         """
         interval, batches = trainer.val_check_interval, trainer.num_training_batches
         factor = trainer.accumulate_grad_batches
-        if trainer.val_check_batch is None or not isinstance(interval, (int, float)) or interval == 1.0:
+        if trainer.val_check_batch is None or not isinstance(interval, (int, float)):
             return
         updates = math.inf if math.isinf(batches) else math.ceil(batches / factor)
-        if isinstance(interval, float) and math.isinf(updates):
+        if isinstance(interval, float) and (interval == 1 or math.isinf(updates)):
             return
         every = interval if isinstance(interval, int) else max(1, int(updates * interval))
         if trainer.check_val_every_n_epoch is not None and every > updates:

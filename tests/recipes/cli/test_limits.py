@@ -81,6 +81,7 @@ def test_a_share_that_ends_within_an_update_is_refused_and_named_in_updates():
 @pytest.mark.parametrize(
     ("interval", "validated"),
     [
+        (1, [*range(1, 9)]),
         (0.25, [2, 4, 6, 8]),
         (0.3, [2, 4, 6, 8]),
         (2, [2, 4, 6, 8]),
