@@ -19,6 +19,9 @@ __all__ = ["TrainLoss", "weighted_sum"]
 
 _FOLD = 64
 
+_SUMS = "train_loss_sums"
+"""The entry of a checkpoint with what was summed up since the last log, by name."""
+
 
 def weighted_sum(means: list[Tensor], counts: list[int | Tensor]) -> Tensor:
     """Sum over all targets, and their number, float32 of shape (2,). A mean over no target may be NaN and counts as 0.
@@ -41,7 +44,8 @@ class TrainLoss(pl.Callback):
     An epoch with fewer updates logs once, at its end.
 
     Runs on: every training batch, where it keeps a reference to the loss; `training_step` returns it, and may add the
-    ``count`` of targets behind it. Logging costs one reduction of two numbers.
+    ``count`` of targets behind it. Logging costs one reduction of two numbers. Checkpoints hold the sums since the
+    last log, so that a resumed run logs the same.
 
     Args:
         name: under which it is logged.
@@ -55,6 +59,7 @@ class TrainLoss(pl.Callback):
 
     def __init__(self, name: str = "train/loss") -> None:
         self.name = name
+        self._saved: dict[str, Any] | None = None
         self._start(0)
 
     def _start(self, update: int) -> None:
@@ -72,6 +77,40 @@ class TrainLoss(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start(trainer.global_step)
+
+        if self._saved is not None:
+            self._load(trainer, self._saved["sums"].to(pl_module.device))
+            self._update, self._logged = self._saved["update"], self._saved["logged"]
+            self._saved = None
+
+    def _load(self, trainer: pl.Trainer, by_rank: Tensor) -> None:
+        """Take this rank's sums of (ranks, 2, 1 + micro-batches), or all of them on rank 0 if their number differs."""
+        if len(by_rank) == trainer.world_size:
+            mine = by_rank[trainer.global_rank]
+            self._means, self._counts = list(mine[0, 1:]), list(mine[1, 1:])
+            self._folded = mine[:, 0] if bool(mine[1, 0]) else 0.0
+        elif trainer.global_rank == 0:
+            parts = weighted_sum(list(by_rank[:, 0, 1:].flatten()), list(by_rank[:, 1, 1:].flatten()))
+            self._folded = parts + by_rank[:, :, 0].sum(0)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn != "fit" or trainer.interrupted:
+            return  # After an exception the other ranks may be gone.
+        means = [mean.float().to(pl_module.device) for mean in self._means]
+        counts = [torch.as_tensor(count, device=pl_module.device).float() for count in self._counts]
+        folded = torch.as_tensor(self._folded, device=pl_module.device).float().expand(2)
+        sums = torch.stack([torch.stack([folded[0], *means]), torch.stack([folded[1], *counts])])
+        by_rank = trainer.strategy.all_gather(sums).reshape(trainer.world_size, *sums.shape)
+        checkpoint.setdefault(_SUMS, {})[self.name] = {"sums": by_rank, "update": self._update, "logged": self._logged}
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._saved = checkpoint.get(_SUMS, {}).get(self.name) if trainer.state.fn == "fit" else None
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

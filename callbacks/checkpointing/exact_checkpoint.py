@@ -24,12 +24,15 @@ from typing_extensions import override
 from callbacks.checkpointing.replay import replay_epoch, resume_order
 from callbacks.checkpointing.stopping_points import (
     monitored_metrics,
+    plateau_monitors,
     uncount_cut_epoch,
     update_is_whole,
     validation_is_next,
 )
 from callbacks.lib.lightning_internals import (
     PlateauSteps,
+    add_epoch_sums,
+    epoch_sums,
     resume_max_steps_at_epoch_end,
     saves_within_epochs,
     stop_after_updates,
@@ -41,6 +44,9 @@ __all__ = ["ExactCheckpoint"]
 
 _METRICS = "monitored_metrics"
 """The entry of a checkpoint with what ReduceLROnPlateau monitors."""
+
+_SUMS = "monitored_sums"
+"""The entry with the sums behind it, where it is a mean over the batches of an epoch: (ranks, 2)."""
 
 
 class ExactCheckpoint(ModelCheckpoint):
@@ -74,6 +80,7 @@ class ExactCheckpoint(ModelCheckpoint):
     _world_size = 1
     _saved_world_size: int | None = None
     _metrics: dict[str, Tensor] | None = None
+    _sums: dict[str, Tensor] | None = None
     _plateaus: PlateauSteps | None = None
     _undo: Callable[[], None] | None = None
 
@@ -94,14 +101,20 @@ class ExactCheckpoint(ModelCheckpoint):
     ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         uncount_cut_epoch(checkpoint["loops"]["fit_loop"])
+        if trainer.interrupted:
+            return  # The other ranks may be gone.
         checkpoint[_METRICS] = {name: value.detach().clone() for name, value in monitored_metrics(trainer).items()}
+        sums = epoch_sums(trainer, plateau_monitors(trainer))
+        checkpoint[_SUMS] = {
+            key: trainer.strategy.all_gather(value).reshape(trainer.world_size, 2) for key, value in sums.items()
+        }
 
     @override
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        self._metrics = checkpoint.get(_METRICS, {})
+        self._metrics, self._sums = checkpoint.get(_METRICS, {}), checkpoint.get(_SUMS, {})
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -115,6 +128,8 @@ class ExactCheckpoint(ModelCheckpoint):
         self._undo = stop_after_updates(trainer, update_is_whole)
         if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
             self._plateaus = PlateauSteps(trainer)
+        if not trainer.fit_loop.restarted_mid_epoch or not self._is_first(trainer):
+            self._sums = None
         metrics, self._metrics = self._metrics or {}, None
         trainer.callback_metrics.update({n: value.to(trainer.strategy.root_device) for n, value in metrics.items()})
         every, factor = trainer.val_check_batch, trainer.accumulate_grad_batches
@@ -131,7 +146,7 @@ class ExactCheckpoint(ModelCheckpoint):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._saved_world_size is not None and self._is_first(trainer):
             resume_order(trainer)
-        self._saved_world_size = None
+        self._saved_world_size = self._sums = None
 
     def _is_first(self, trainer: pl.Trainer) -> bool:
         """Whether this is the first of the run's callbacks of this class; one is to put its loaders back."""
@@ -141,6 +156,12 @@ class ExactCheckpoint(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._sums:
+            # On other devices rank 0 takes the sums of all.
+            same, rank = len(next(iter(self._sums.values()))) == trainer.world_size, trainer.global_rank
+            mine = {key: by_rank[rank] if same else by_rank.sum(0) * (not rank) for key, by_rank in self._sums.items()}
+            add_epoch_sums(trainer, mine)
+            self._sums = None
         if self._plateaus is None and not saves_within_epochs(self):
             return  # The parent comes to the same, at every step, by asking for much more.
         if not update_is_whole(trainer) or validation_is_next(trainer):

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from torch import Tensor
 
-from callbacks.lib.lightning_internals import save_last, uncount_update
+from callbacks.lib.lightning_internals import means_of_trained_epoch, save_last, uncount_update
 from callbacks.lib.trainer_attributes import callbacks_of, is_fast_dev_run
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "checkpoint_callback",
     "monitored_metrics",
     "move_counters",
+    "plateau_monitors",
     "save_now",
     "uncount_cut_epoch",
     "update_is_whole",
@@ -94,8 +95,16 @@ def uncount_cut_epoch(loop: dict[str, Any]) -> None:
 
 def monitored_metrics(trainer: pl.Trainer) -> dict[str, Tensor]:
     """What ReduceLROnPlateau monitors, as far as it is known; Lightning's checkpoints do not hold it."""
-    names = {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
-    return {name: value for name, value in trainer.callback_metrics.items() if name in names} if names else {}
+    names = plateau_monitors(trainer)
+    if not names:
+        return {}
+    known = {name: value for name, value in trainer.callback_metrics.items() if name in names}
+    return known | means_of_trained_epoch(trainer, names)
+
+
+def plateau_monitors(trainer: pl.Trainer) -> set[str]:
+    """The names of what ReduceLROnPlateau monitors."""
+    return {str(config.monitor) for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
 
 
 def checkpoint_callback(trainer: pl.Trainer) -> ModelCheckpoint | None:

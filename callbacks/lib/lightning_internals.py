@@ -4,11 +4,12 @@ Each function does one thing that Lightning has no public name for. `tests/callb
 holds a test for each, so that a release of Lightning that renames one fails there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import module
@@ -19,17 +20,21 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 __all__ = [
     "RUNNING_HOOK",
     "HookCalls",
     "PlateauSteps",
+    "add_epoch_sums",
     "attached_trainer",
     "collective_timeout",
     "deal_to_ranks",
+    "epoch_sums",
     "hook_calls",
     "keep_signal_handlers",
+    "means_of_trained_epoch",
     "original_training_loader",
     "replace_hook_calls",
     "restart_training_loaders",
@@ -193,6 +198,46 @@ class PlateauSteps:
     def remove(self) -> None:
         """Leave the steps to Lightning again."""
         vars(self._loop).pop("update_lr_schedulers", None)
+
+
+def epoch_sums(trainer: pl.Trainer, names: Collection[str]) -> dict[str, Tensor]:
+    """What ``log(on_epoch=True)`` has summed up in this epoch on this rank: float64 (sum, weight), by key."""
+    return {
+        key: torch.stack([metric.value.double(), getattr(metric, "cumulated_batch_size", metric.value * 0).double()])
+        for key, metric in trainer.fit_loop.epoch_loop._results.items()
+        if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and _epoch_name(metric) in names
+    }
+
+
+def _epoch_name(metric: Any) -> str:
+    return str(metric.meta.forked_name(on_step=False))
+
+
+def add_epoch_sums(trainer: pl.Trainer, sums: Mapping[str, Tensor]) -> None:
+    """Adds the sums of a checkpoint to those of the first batch after a resume, which begin at zero."""
+    for key, metric in trainer.fit_loop.epoch_loop._results.items():
+        if key in sums:
+            saved = sums[key].to(metric.value.device)
+            if metric.meta.is_mean_reduction or metric.meta.is_sum_reduction:
+                metric.value = saved[0].to(metric.value.dtype) + metric.value
+            else:
+                metric.value = metric.meta.reduce_fx(saved[0].to(metric.value.dtype), metric.value)
+            if metric.meta.is_mean_reduction:
+                metric.cumulated_batch_size = metric.cumulated_batch_size + int(saved[1])
+            metric._computed = None
+
+
+def means_of_trained_epoch(trainer: pl.Trainer, names: Collection[str]) -> dict[str, Tensor]:
+    """What ``log(on_epoch=True)`` gives for the epoch, once its last batch is trained; to be called on all ranks."""
+    loop = trainer.fit_loop.epoch_loop
+    if not loop._num_ready_batches_reached():
+        return {}
+    found = {}
+    for metric in loop._results.values():
+        if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and _epoch_name(metric) in names:
+            found[_epoch_name(metric)] = metric.compute()
+            metric._computed = None
+    return found
 
 
 def uncount_update(loop_state: dict[str, Any]) -> None:

@@ -120,8 +120,11 @@ def live(
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "each epoch, validation": {"monitor": "val_loss"},
     "each second epoch, validation": {"monitor": "val_loss", "frequency": 2},
+    "each epoch, training": {"monitor": "train_loss_epoch"},
+    "each epoch, TrainLoss": {"monitor": "train/loss"},
     "each update, validation": {"monitor": "val_loss", "interval": "step", "strict": False},
     "each update, training": {"monitor": "train_loss_step", "interval": "step"},
+    "each third batch, TrainLoss": {"monitor": "train/loss", "interval": "step", "frequency": 3, "strict": False},
     "each third batch, where it ends an update, training": {
         "monitor": "train_loss_step",
         "interval": "step",

@@ -88,6 +88,35 @@ def test_a_stop_waits_for_the_end_of_an_update(tmp_path: Path) -> None:
     assert [until(batch) for batch in range(4)] == [2, 2, 4, 4]
 
 
+def test_the_sums_behind_a_mean_of_the_epoch_are_read_and_added_to() -> None:
+    found: list[Any] = []
+
+    def look(trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        sums = internals.epoch_sums(trainer, {"x_epoch"})
+        found.append(
+            (
+                {key: value.tolist() for key, value in sums.items()},
+                internals.means_of_trained_epoch(trainer, {"x_epoch"}),
+            )
+        )
+        if trainer.fit_loop.batch_idx == 0:
+            internals.add_epoch_sums(trainer, {key: torch.tensor([3.0, 2.0]) for key in sums})
+
+    hooks = LambdaCallback(
+        on_train_batch_start=lambda _, module, __, index: module.log("x", float(index), on_epoch=True),
+        on_train_batch_end=look,
+    )
+    trainer_with(hooks).fit(tiny(), loader())
+    key = "on_train_batch_start.x"
+    assert [sums for sums, _ in found] == [
+        {key: [0.0, 4.0]},
+        {key: [7.0, 10.0]},
+        {key: [15.0, 14.0]},
+        {key: [27.0, 18.0]},
+    ]
+    assert [means for _, means in found] == [{}, {}, {}, {"x_epoch": 1.5}]
+
+
 def test_a_step_of_reduce_lr_on_plateau_is_made_when_asked_and_not_again() -> None:
     steps: list[tuple[str, float]] = []
 
