@@ -1,4 +1,6 @@
 import copy
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.bn_recalibration import BNRecalibration
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.lib.batch_norm import recalibrate, restore_batchnorm, sync_batchnorm
+from callbacks.lib.signals import Preempted
+from callbacks.preemption import Preemption
 from callbacks.sync_bn import SyncBN
 from datamodules import MNISTDataModule, UserError
 from datamodules.loading.loaders import TrainLoader
@@ -184,17 +189,21 @@ def shuffled(workers: int = 0) -> DataLoader:
     return DataLoader(data, batch_size=5, shuffle=True, num_workers=workers, persistent_workers=bool(workers))
 
 
-def fit(callbacks: list[pl.Callback], data: Any = None, **options: Any) -> tuple[Module, pl.Trainer]:
+def fit(
+    callbacks: list[pl.Callback], data: Any = None, ckpt_path: Path | None = None, dropout: float = 0.2, **options: Any
+) -> tuple[Module, pl.Trainer]:
     silence()
     pl.seed_everything(3, verbose=False)
     options = {"max_epochs": 8, "devices": 1, "enable_progress_bar": False, "enable_checkpointing": False} | options
     trainer = pl.Trainer(callbacks=callbacks, **QUIET | options)
     module = Module()
+    module.net[6].p = dropout
     data = data or Data()
     given = {"datamodule": data} if isinstance(data, pl.LightningDataModule) else {"train_dataloaders": data}
     if isinstance(data, pl.LightningDataModule):
         data.val_dataloader = validation  # type: ignore[method-assign]
-    trainer.fit(module, **given, **({} if "datamodule" in given else {"val_dataloaders": validation()}))
+    given |= {} if "datamodule" in given else {"val_dataloaders": validation()}
+    trainer.fit(module, **given, ckpt_path=ckpt_path, weights_only=True)
     return module, trainer
 
 
@@ -254,6 +263,76 @@ def test_training_is_not_affected(kind: str):
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), without.parameters(), strict=True))
     assert not torch.equal(module.net[1].running_mean, without.net[1].running_mean)
     assert torch.equal(module.net[9].running_mean, torch.zeros(5)), "a frozen layer has moved"
+
+
+class Positions(pl.Callback):
+    """What a checkpoint after each batch would hold of the loader."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        loader: Any = trainer.train_dataloader
+        self.seen.append(loader.state_dict())
+
+
+def test_the_position_of_a_loader_that_was_passed_to_fit_is_that_of_training():
+    options = {"max_epochs": 2, "val_check_interval": 4}
+    without, with_it = Positions(), Positions()
+    fit([without], Data().train_dataloader(), **options)
+    fit([BNRecalibration(), with_it], Data().train_dataloader(), **options)
+    assert with_it.seen == without.seen
+    assert len({str(position) for position in with_it.seen}) == 20
+
+
+class StopIn(pl.Callback):
+    """SIGTERM at a batch of training, or in the validation after it."""
+
+    def __init__(self, batch: int, validating: bool) -> None:
+        self.batch, self.validating = batch, validating
+
+    def _stop(self, trainer: pl.Trainer, validating: bool) -> None:
+        if trainer.global_step == self.batch and validating == self.validating:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._stop(trainer, False)
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._stop(trainer, True)
+
+
+class Losses(pl.Callback):
+    """The loss of each validation."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_validation_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.seen.append(trainer.callback_metrics["val_loss"])
+
+
+@pytest.mark.parametrize("validating", [False, True])
+def test_statistics_of_a_loader_that_was_passed_to_fit_are_the_same_after_a_resume(validating: bool, tmp_path: Path):
+    options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 4, "dropout": 0.0, "enable_checkpointing": True}
+
+    def callbacks(folder: str) -> list[pl.Callback]:
+        return [BNRecalibration(), ExactCheckpoint(tmp_path / folder, save_last=True), Preemption()]
+
+    losses = Losses(), Losses()
+    whole, _ = fit([*callbacks("whole"), losses[0]], Data().train_dataloader(), **options)
+    with pytest.raises(Preempted):
+        # Batches are numbered from 0: in the sixth, or in the validation after the fourth.
+        stop = StopIn(4 if validating else 5, validating)
+        fit([*callbacks("cut"), stop], Data().train_dataloader(), **options)
+    last = tmp_path / "cut" / "last.ckpt"
+    resumed, trainer = fit([*callbacks("cut"), losses[1]], Data().train_dataloader(), ckpt_path=last, **options)
+    assert trainer.global_step == 20
+    assert all(torch.equal(a, b) for a, b in zip(whole.buffers(), resumed.buffers(), strict=True))
+    assert losses[1].seen == losses[0].seen[-len(losses[1].seen) :]
+    assert len(losses[1].seen) == (4 if validating else 3)
+    saved = [torch.load(tmp_path / name / "last.ckpt", weights_only=True)["state_dict"] for name in ("whole", "cut")]
+    assert all(torch.equal(value, saved[1][name]) for name, value in saved[0].items())
 
 
 def test_a_number_of_batches_is_enough():

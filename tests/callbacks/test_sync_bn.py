@@ -232,12 +232,23 @@ class _Unalike(Net):
 def _statistics_of_unalike_ranks(folder: str, callbacks: list[pl.Callback], **ddp: Any) -> dict[str, Any]:
     net = _Unalike()
     strategy = DDPStrategy(**ddp)
-    trainer = pl.Trainer(max_epochs=4, strategy=strategy, devices=2, callbacks=callbacks, **QUIET)
+    saving = pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+    options = QUIET | {"enable_checkpointing": True, "callbacks": [*callbacks, saving]}
+    trainer = pl.Trainer(max_epochs=4, strategy=strategy, devices=2, **options)
+    locally: list[Tensor] = []
+
+    def note(optimizer: Any) -> None:
+        if trainer.global_step == 4:
+            locally.append(net.body[1].running_mean.clone())
+
+    net.on_before_optimizer_step = note  # type: ignore[method-assign]
     trainer.fit(net, _loader(32, 4), _loader(4, 4))
+    midway = torch.load(Path(folder, "step=5.ckpt"), weights_only=True)["state_dict"]["body.1.running_mean"]
     path = Path(folder, "unalike.ckpt")
     trainer.save_checkpoint(path)
     saved = torch.load(path, weights_only=True)["state_dict"]
-    return {"saved": saved["body.1.running_mean"], "own": net.body[1].running_mean, "seen": net.statistics_seen[-1]}
+    own, seen = net.body[1].running_mean, net.statistics_seen[-1]
+    return {"saved": saved["body.1.running_mean"], "own": own, "seen": seen, "midway": midway, "locally": locally}
 
 
 def _plain_local_statistics(folder: str) -> dict[str, Any]:
@@ -253,16 +264,20 @@ def _averaged_statistics(folder: str) -> dict[str, Any]:
 
 
 def test_statistics_of_plain_layers_represent_all_ranks_where_stock_saves_those_of_rank_0(tmp_path: Path):
-    local = [result["own"] for result in run_ranks(_plain_local_statistics, 2, str(tmp_path))]
+    local = [result["own"] for result in run_ranks(_plain_local_statistics, 2, str(tmp_path / "local"))]
     truth = (local[0] + local[1]) / 2
-    stock = run_ranks(_stock_statistics, 2, str(tmp_path))[0]
-    ours = run_ranks(_averaged_statistics, 2, str(tmp_path))
+    stock = run_ranks(_stock_statistics, 2, str(tmp_path / "stock"))[0]
+    ours = run_ranks(_averaged_statistics, 2, str(tmp_path / "ours"))
     assert _gap(local[0], local[1]) > 1.0, "the ranks are to differ in this test"
     assert _gap(stock["saved"], truth) > 0.3
     for result in ours:
         assert _gap(result["saved"], truth) < 1e-12, "averaging at each epoch's end commutes with the running update"
         assert torch.equal(result["own"], ours[0]["own"])
         assert abs(result["seen"] - truth.mean().item()) < 1e-12
+    # An epoch has 8 updates, so the fifth is within the first.
+    midway = sum(result["locally"][0] for result in ours) / 2
+    assert _gap(ours[0]["locally"][0], ours[1]["locally"][0]) > 0.3
+    assert _gap(ours[0]["midway"], midway) < 1e-12
 
 
 def _average_twice() -> list[Tensor]:

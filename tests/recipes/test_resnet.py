@@ -68,6 +68,7 @@ def fit(folder: str, weights: str, world_size: int = 1, **options: Any) -> dict[
     """Weights and validation scores after a short run with a frozen trunk."""
     epochs, batch = options.pop("max_epochs", 2), options.pop("batch_size", 8)
     ckpt, root = options.pop("ckpt_path", None), options.pop("root", None)
+    more = options.pop("callbacks", [])
     seeds = SeedControl(seed=1)
     recipe = ResNetFineTuner(
         num_classes=2,
@@ -85,9 +86,9 @@ def fit(folder: str, weights: str, world_size: int = 1, **options: Any) -> dict[
     trainer = pl.Trainer(
         **(QUIET | on_ranks(world_size)),
         max_epochs=epochs,
-        callbacks=[seeds],
+        callbacks=[seeds, *more],
         enable_progress_bar=False,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(callback, pl.callbacks.ModelCheckpoint) for callback in more),
     )
     trainer.fit(recipe, data, ckpt_path=ckpt, weights_only=True)
     if root:
@@ -225,6 +226,34 @@ def test_a_resumed_run_needs_no_pretrained_weights_and_ends_the_same(stripes, pr
         cache_features=True,
     )
     assert distance(resumed, straight) == 0
+
+
+class FirstStages(pl.Callback):
+    """The stage at which each batch of training enters the network."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(pl_module.first_stage if batch[0].dim() < 4 or batch[0].shape[1] != 3 else 0)
+
+
+def _cut(folder: str, weights: str, root: str) -> list[Any]:
+    options = {"freeze_until": "fc", "unfreeze": {"layer4": "1 epochs"}, "cache_features": True, "max_epochs": 2}
+    stages = [FirstStages(), FirstStages()]
+    saving = pl.callbacks.ModelCheckpoint(root, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    whole = fit(folder, weights, callbacks=[stages[0], saving], **options)
+    path = f"{root}/step={len(stages[0].seen) // 2 + 1}.ckpt"
+    resumed = fit(folder, "gone.pt", ckpt_path=path, callbacks=[stages[1]], **options)
+    return [distance(whole, resumed), stages[0].seen, stages[1].seen]
+
+
+def test_a_run_that_resumes_within_an_epoch_goes_on_with_the_features(stripes, pretrained, tmp_path):
+    gap, whole, resumed = run_ranks(_cut, 1, str(stripes), str(pretrained), str(tmp_path))[0]
+    assert gap == 0
+    assert min(whole) > 0
+    assert resumed == whole[-len(resumed) :]
+    assert 0 < len(resumed) < len(whole) // 2
 
 
 @pytest.mark.parametrize(

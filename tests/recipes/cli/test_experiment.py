@@ -93,3 +93,26 @@ def test_a_trial_of_a_finished_run_is_refused_as_the_run_is(tmp_path: Path) -> N
     last = "runs/points/run/checkpoints/last.ckpt"
     trial = ["--resume", last, "--resume-anyway", "--fast-dev-run", "--max-epochs", "1"]
     assert run_ranks(_typed, 1, trial, str(tmp_path))[0][0] == 2
+
+
+def test_the_global_batch_of_a_checkpoint_is_what_is_built_with_on_other_devices(tmp_path: Path) -> None:
+    from callbacks import GradientAccumulation
+    from recipes.cli.experiment import Classes, Settings, build_experiment
+    from recipes.cli.settings import RunSettings
+    from recipes.launch.plan import Launch
+    from recipes.resume.resume_point import ResumePoint
+    from tests.recipes.resume.test_resume import save
+
+    config = {"batch_size": 8, "accumulate": 1, "num_classes": 3, "shade": "grey"}
+    last = str(save(tmp_path / "last.ckpt", 3, 0, config))  # A global batch of 64, on one device.
+    run = RunSettings(resume=last, precision="32-true")
+    data = {"num_classes": 3, "shade": "grey", "batch_size": 8}
+    point, launch = ResumePoint(checkpoint=last), Launch("local", 1, 4)
+    more: tuple[Any, ...] = (None, launch, point, False, 60.0, {"precision": "", "memory": ""})
+    settings = Settings("fit", run, data, {"num_classes": 3}, {}, config, *more)
+    experiment = build_experiment(settings, Classes(Points3, Points, list), None)
+    accumulation = next(c for c in experiment.callbacks() if isinstance(c, GradientAccumulation))
+    assert (accumulation.global_batch_size, accumulation.steps) == (64, 1)
+    assert experiment.data.hparams["batch_size"] * launch.world_size <= 64
+    assert 64 % (experiment.data.hparams["batch_size"] * launch.world_size) == 0
+    assert experiment.settings.run.global_batch_size == 64

@@ -2,6 +2,8 @@
 
 import importlib.util
 from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +43,26 @@ def test_an_export_computes_what_the_network_does(kind, saved):
     with torch.no_grad():
         assert torch.allclose(network(inputs), recipe.network(inputs), rtol=1e-4, atol=1e-5)
     assert sorted(file.name for file in path.parent.iterdir()) == sorted(["best.ckpt", path.name])
+
+
+class TouchesFile:
+    """Its unpickling makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torchscript"])
+def test_a_checkpoint_that_would_run_code_is_not_exported_and_runs_none(kind: str, saved, tmp_path: Path):
+    checkpoint = torch.load(saved[1], weights_only=True)
+    checkpoint["config"]["lr"] = TouchesFile(tmp_path / "ran")
+    torch.save(checkpoint, saved[1])
+    with pytest.raises(UnpicklingError):
+        export(MNISTClassifier(), str(saved[1]), kind)
+    assert [path.name for path in tmp_path.iterdir()] == ["best.ckpt"]
 
 
 class Forgetful(MNISTClassifier):

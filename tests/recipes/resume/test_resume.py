@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,27 @@ def test_a_damaged_last_checkpoint_is_reported_and_the_newest_valid_one_is_taken
     assert newest_valid_checkpoint(tmp_path) == best
     if damage != "missing":
         assert f"{last} is skipped" in caplog.text
+
+
+class TouchesFile:
+    """Its unpickling makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_checkpoint_that_would_run_code_is_refused_and_runs_none(zipped: bool, tmp_path: Path):
+    content = torch.load(save(tmp_path / "last.ckpt", 5), weights_only=True)
+    content["config"] = content["config"] | {"lr": TouchesFile(tmp_path / "ran")}
+    torch.save(content, tmp_path / "evil.ckpt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(UserError, match=r"evil\.ckpt is not a "):
+        read_run(tmp_path / "evil.ckpt")
+    assert newest_valid_checkpoint(tmp_path) == tmp_path / "last.ckpt"
+    assert not (tmp_path / "ran").exists()
 
 
 def test_progress_decides_which_checkpoint_is_the_newest_and_not_the_clock(tmp_path):
