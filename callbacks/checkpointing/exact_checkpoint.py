@@ -91,6 +91,9 @@ class ExactCheckpoint(ModelCheckpoint):
                 "save_on_exception=True saves in the midst of a batch, from where nothing resumes exactly: pass"
                 " save_on_exception=False, and add Preemption(), which saves after the update in which Ctrl-C came"
             )
+        if stage == "fit":
+            # What a test or validation between two fits has loaded.
+            self._loaded = self._metrics = self._sums = self._saved_world_size = None
         super().setup(trainer, pl_module, stage)
         self._world_size = trainer.world_size
         resume_max_steps_at_epoch_end(trainer)
