@@ -10,8 +10,10 @@ import lightning.pytorch as pl
 import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import override
 
 from callbacks.checkpointing.guard import CheckpointGuard
 from callbacks.lib.signals import Preempted, requeue
@@ -39,6 +41,19 @@ _NEEDS = {
     "predict": ("predict_step", "predict_dataloader"),
 }
 """The methods of recipe and data module that a command calls."""
+
+
+class _NoLogger(DummyLogger):
+    """Keeps nothing of what callbacks and modules log and draw, as Lightning's logger of a trial run."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = folder
+
+    @property
+    @override
+    def save_dir(self) -> str:
+        return self._folder
 
 
 def carry_out(experiment: Experiment, program: str, started_at: float) -> None:
@@ -163,7 +178,7 @@ def _train_and_test(
     with _interruptible(trainer, folder, program):
         if _validates(experiment):
             # The scores so far are those of the last epoch. Nothing is logged: the curves end with the training.
-            loggers, trainer.loggers = trainer.loggers, []
+            loggers, trainer.loggers = trainer.loggers, [_NoLogger(trainer.default_root_dir)]
             validated = trainer.validate(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
             trainer.loggers = loggers
             scores |= validated[0] if validated else {}
