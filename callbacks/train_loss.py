@@ -51,7 +51,7 @@ class TrainLoss(pl.Callback):
         name: under which it is logged.
 
     Raises:
-        RunFailedError: there was no target since the last log, on any rank.
+        RunFailedError: an epoch had no target, on any rank.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[TrainLoss("loss")], logger=False, accelerator="cpu")
@@ -136,18 +136,21 @@ class TrainLoss(pl.Callback):
 
     def _log(self, trainer: pl.Trainer) -> None:
         self._fold()
+        logged = self._logged
         if isinstance(total := self._folded, Tensor):
             if trainer.world_size > 1:
                 total = sum_over_ranks(total, total.device, total.dtype)
-            if not total[1]:
+            if total[1]:
+                mean = total[0] / total[1]
+                # Past `pl_module.log`, which would show nothing in an epoch that is shorter than the interval.
+                trainer.callback_metrics[self.name] = mean
+                for logger in trainer.loggers:
+                    logger.log_metrics({self.name: float(mean)}, step=trainer.global_step - 1)
+                logged = True
+            elif trainer.is_last_batch and not logged:
                 raise RunFailedError(
-                    f"the {trainer.global_step - self._update:,} updates before update {trainer.global_step:,} had no"
-                    " target: every `count` was 0, as where all labels are -100; correct the labels"
+                    f"epoch {trainer.current_epoch} had no target: every `count` was 0, as where all labels are -100;"
+                    " correct the labels"
                 )
-            mean = total[0] / total[1]
-            # Past `pl_module.log`, which would show nothing in an epoch that is shorter than the interval.
-            trainer.callback_metrics[self.name] = mean
-            for logger in trainer.loggers:
-                logger.log_metrics({self.name: float(mean)}, step=trainer.global_step - 1)
         self._start(trainer.global_step)
-        self._logged = True
+        self._logged = logged

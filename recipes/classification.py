@@ -7,13 +7,11 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
 from callbacks.drawing.classification_images import ClassificationImages
-from datamodules.base import BaseDataModule
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from recipes.labels import LabelCheck
@@ -143,6 +141,14 @@ def _classes_of(data: pl.LightningDataModule | None) -> tuple[int, Sequence[str]
     names = contract.class_names
     count = contract.num_classes or len(names)
     return count, names if len(names) == count else ()
+
+
+def _has_own_transfers(owner: pl.LightningModule | pl.LightningDataModule | None) -> bool:
+    """Whether batches go through a hook of the user, who may change labels there; those of this package do not."""
+    if owner is None:
+        return False
+    packages = {getattr(type(owner), name).__module__.partition(".")[0] for name in _TRANSFERS}
+    return not packages <= {"lightning", "datamodules"} or not vars(owner).keys().isdisjoint(_TRANSFERS)
 
 
 class ClassifierParameters(RecipeParameters):
@@ -278,10 +284,7 @@ class Classifier(Recipe):
 
     def _check_labels(self, part: str, loaders: Any) -> None:
         """Check the labels of a part of the data, where they are in memory and no hook changes them later."""
-        data = self.data_module()
-        changed = any(is_overridden(name, self) for name in _TRANSFERS)
-        if not isinstance(data, BaseDataModule):
-            changed |= data is not None and any(is_overridden(name, data) for name in _TRANSFERS)
+        changed = any(_has_own_transfers(owner) for owner in (self, self.data_module()))
         self.label_checks[part].check_set(None if changed else loaders)
 
     @override
@@ -318,7 +321,7 @@ class Classifier(Recipe):
         inputs, targets = batch
         targets, count = self.label_checks["train"](targets)
         loss = F.cross_entropy(self(inputs), targets, label_smoothing=self.label_smoothing)
-        if not self.label_checks["train"].all_count:
+        if isinstance(count, Tensor) or not count:
             # The mean over no label is NaN.
             loss = torch.where(torch.as_tensor(count, device=loss.device) > 0, loss, 0.0)
         return {"loss": loss, "count": count}

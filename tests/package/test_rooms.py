@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "recipes.labels": f"{_DATA} datamodules.loading",
     "recipes.optim": "datamodules.errors",
     "recipes.recipe": f"{_CALLBACKS} recipes.optim",
-    "recipes.classification": f"{_CALLBACKS} callbacks.drawing datamodules.base recipes.labels recipes.recipe",
+    "recipes.classification": f"{_CALLBACKS} callbacks.drawing recipes.labels recipes.recipe",
     "recipes.launch": "datamodules.errors callbacks.lib",
     "recipes.failures": "datamodules.errors recipes.launch",
     "recipes.resume": f"{_CALLBACKS} callbacks.checkpointing recipes.launch",

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from callbacks import GradientAccumulation
 from callbacks.drawing.classification_images import most_confident_mistakes
-from datamodules import RunFailedError, TrainLoader, UserError
+from datamodules import MNISTDataModule, RunFailedError, TrainLoader, UserError
 from recipes.classification import ClassificationScores, Classifier
 from recipes.labels import LabelCheck
 from tests.support.ranks import run_ranks
@@ -121,6 +121,46 @@ def test_labels_that_a_hook_changes_are_checked_behind_it():
     trainer().fit(Shifted(), loader(LABELS + 1), loader(LABELS + 1))
     with pytest.raises(RunFailedError, match="label -1 at row 1 of a training batch"):
         trainer().fit(Shifted(), loader(with_label(0, row=1)))
+
+
+class Rejecting(MNISTDataModule):
+    """Leaves out the samples with odd labels, behind the hooks of the package."""
+
+    @override
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        images, labels = super().on_after_batch_transfer(batch, dataloader_idx)
+        return images, labels.where(labels % 2 == 0, IGNORED)
+
+
+def test_labels_that_a_subclass_of_a_data_module_leaves_out_do_not_count():
+    counts: list[tuple[int, int]] = []
+
+    class Counting(Classifier):
+        """A linear classifier of images."""
+
+        def build_network(self) -> nn.Module:
+            return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+
+        @override
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+            output = super().training_step(batch, batch_idx)
+            counts.append((int(output["count"]), int((batch[1] >= 0).sum())))
+            return output
+
+    data = Rejecting(dataset="digits", batch_size=32)
+    trainer(limit_train_batches=3, limit_val_batches=0).fit(Counting(num_classes=10), data)
+    assert all(count == given < 32 for count, given in counts)
+    assert len(counts) == 3
+
+
+@pytest.mark.parametrize("every", [1, 50])
+def test_batches_without_any_label_end_no_run_however_often_is_logged(every: int):
+    labels = torch.full_like(LABELS, IGNORED)
+    labels[13] = 1
+    run = trainer(log_every_n_steps=every)
+    run.fit(Linear(), loader(labels, known=False))
+    assert run.global_step == 6
+    assert run.callback_metrics["train/loss"].isfinite()
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -254,7 +294,7 @@ def test_a_set_without_any_label_is_refused():
     none = torch.full_like(LABELS, IGNORED)
     with pytest.raises(UserError, match="all 24 labels of the training set are -100"):
         trainer().fit(Linear(), loader(none))
-    with pytest.raises(RunFailedError, match="6 updates before update 6 had no target"):
+    with pytest.raises(RunFailedError, match="epoch 0 had no target"):
         trainer().fit(Linear(), loader(none, known=False))
     with pytest.raises(UserError, match="all 24 labels of the validation set are -100"):
         trainer().validate(Linear(), loader(none), verbose=False)
