@@ -6,7 +6,8 @@ And it saves on an epoch's last batch before the epoch has ended: the run resume
 that it begins, and a second such resume trains one epoch too many. The same holds after a validation in mid-epoch.
 Nor does a run resume exactly that ``max_steps`` has ended: the epoch that it cut counts as done. A run that is told to
 stop (`max_time`, `EarlyStopping` within an epoch, `should_stop`) ends in mid-window, and its micro-batches are lost.
-ReduceLROnPlateau steps after the checkpoint was saved, and not at all in the epoch that a run resumes in.
+ReduceLROnPlateau steps after the checkpoint was saved, and not at all in the epoch that a run resumes in. With
+``precision="64-true"`` a resume rounds the weights to float32.
 A folder of checkpoints that was moved is not recognised: a worse model then takes the best one's place.
 
 What Lightning leaves out where it resumes is done in `callbacks.checkpointing.replay`.
@@ -18,6 +19,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import DoublePrecision
 from torch import Tensor
 from typing_extensions import override
 
@@ -94,6 +96,9 @@ class ExactCheckpoint(ModelCheckpoint):
         if stage == "fit":
             # What a test or validation between two fits has loaded.
             self._loaded = self._metrics = self._sums = self._saved_world_size = None
+            if isinstance(trainer.precision_plugin, DoublePrecision):
+                # Lightning converts the module after it has loaded the weights, which float32 would have rounded.
+                trainer.precision_plugin.convert_module(pl_module)
         super().setup(trainer, pl_module, stage)
         self._world_size = trainer.world_size
         resume_max_steps_at_epoch_end(trainer)
