@@ -35,7 +35,11 @@ def weighted_sum(means: list[Tensor], counts: list[int | Tensor]) -> Tensor:
         weights = torch.stack([torch.as_tensor(count, device=stacked.device).float() for count in counts])
     else:
         weights = torch.tensor(counts, dtype=torch.float32).to(stacked.device, non_blocking=True)
-    return torch.stack((torch.where(weights > 0, stacked * weights, 0.0).sum(), weights.sum()))
+    return _sum(stacked, weights)
+
+
+def _sum(means: Tensor, counts: Tensor) -> Tensor:
+    return torch.stack((torch.where(counts > 0, means * counts, 0.0).sum(), counts.sum()))
 
 
 class TrainLoss(pl.Callback):
@@ -90,8 +94,7 @@ class TrainLoss(pl.Callback):
             self._means, self._counts = list(mine[0, 1:]), list(mine[1, 1:])
             self._folded = mine[:, 0] if bool(mine[1, 0]) else 0.0
         elif trainer.global_rank == 0:
-            parts = weighted_sum(list(by_rank[:, 0, 1:].flatten()), list(by_rank[:, 1, 1:].flatten()))
-            self._folded = parts + by_rank[:, :, 0].sum(0)
+            self._folded = by_rank[:, :, 0].sum(0) + _sum(*by_rank[:, :, 1:].unbind(1))
 
     @override
     def on_save_checkpoint(
