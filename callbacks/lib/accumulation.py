@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
@@ -253,9 +253,9 @@ def check_schedule(trainer: pl.Trainer, largest: int) -> None:
 
 
 def samples_per_batch(trainer: pl.Trainer) -> int | None:
-    """Samples that all devices process at once; None where the loader does not say."""
+    """Samples that all devices process at once, of several loaders together; None where one does not say."""
     try:
-        return loader_batch_size(trainer.train_dataloader) * trainer.world_size
+        return sum(map(loader_batch_size, CombinedLoader(trainer.train_dataloader).flattened)) * trainer.world_size
     except UserError:
         return None
 

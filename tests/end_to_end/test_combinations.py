@@ -1,0 +1,189 @@
+"""Every two settings of a run together give the weights of a plain PyTorch loop, or are refused with a reason.
+
+Each row of the table trains three epochs in float64, with a value for each factor in `tests/support/combinations.py`.
+The rows are a covering set: every two values of every two factors stand together in one of them, or are listed as
+refused, or as without meaning. A row that stops is resumed from its last checkpoint. What it is compared with is
+`tests/support/plain_loop.py`: all weights and buffers at the end, and where the run stopped, and the learning rate of
+each update.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.support.combinations import FACTORS, PLAIN, Life, cut_of, groups, live_all
+from tests.support.pairs import Row, covering_rows, holds, pairs_of_factors, pairs_of_row
+from tests.support.plain_loop import train_plainly
+from tests.support.ranks import run_ranks
+
+BOUND = 1e-12
+
+WITHOUT_MEANING: list[tuple[Row, str]] = [
+    *(({"stop": "to the end", "resumed": how}, "nothing is left to resume") for how in FACTORS["resumed"][1:]),
+    *(({"stop": stop, "resumed": "no"}, "what stops is resumed") for stop in FACTORS["stop"][1:]),
+    ({"stop": "SIGTERM to one rank", "Preemption": "off"}, "it ends the process"),
+    ({"noise": "dropout", "SeedControl": "off"}, "its noise has no seed"),
+    ({"noise": "dropout", "loader": "iterable data set"}, "its noise depends on the split, as a warning says"),
+    ({"noise": "dropout", "loader": "dict of TrainLoaders"}, "its noise depends on the split, as a warning says"),
+    ({"network": "tokens", "SyncBN": "on"}, "there is no BatchNorm"),
+    ({"network": "tokens", "BNRecalibration": "on"}, "there is no BatchNorm"),
+]
+CLOSURES = "calls its closure several times per update, but of the . micro-batches"
+OTHER_DEVICES = "saves no position that another number of devices can use"
+REFUSED: list[tuple[Row, Row, str]] = [
+    *(
+        ({"optimizer": name, **where}, more, CLOSURES)
+        for name in ("LBFGS", "SAM")
+        for where, more in (
+            ({"split": "1x4"}, {}),
+            ({"split": "2x2"}, {}),
+            ({"resumed": "on another split"}, {"stop": "an exception"}),
+        )
+    ),
+    *(
+        ({"loader": loader, "resumed": "on another split", "stop": stop}, {"Preemption": "on"}, OTHER_DEVICES)
+        for loader in ("DataLoader with DistributedSampler", "DataLoader with Lightning's sampler", "iterable data set")
+        for stop in FACTORS["stop"][1:]
+        if stop != "max_steps at an epoch's end"
+    ),
+    ({"loader": "dict of TrainLoaders", "accumulate": "global_batch_size"}, {}, "cannot tell the batch size"),
+    ({"loader": "dict of TrainLoaders", "BNRecalibration": "on"}, {}, "BNRecalibration found several training loaders"),
+    (
+        {"Lightning's": "StochasticWeightAveraging", "loader": "iterable data set", "network": "BatchNorm"},
+        {},
+        "Iterable-style datasets are not supported",
+    ),
+    ({"Lightning's": "GradientAccumulationScheduler"}, {}, "would both accumulate: keep one GradientAccumulation"),
+    (
+        {"Lightning's": "BackboneFinetuning", "split": "2x1", "RankConsistency": "on"},
+        {},
+        "BackboneFinetuning unfreezes, so each rank would train",
+    ),
+    (
+        {"Lightning's": "BackboneFinetuning", "resumed": "as before"},
+        {"stop": "an exception"},
+        "BackboneFinetuning freezes its layers again where a run resumes",
+    ),
+]
+"""Values that are refused together, further ones that the run needs, and the reason."""
+
+
+class Outcome(NamedTuple):
+    """A row beside its reference.
+
+    Attributes:
+        error: the largest difference of a weight, buffer or learning rate, relative to the largest of its tensor.
+        refused: why it was refused.
+        problems: what else is wrong.
+    """
+
+    error: float
+    refused: str
+    problems: list[str]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the row trained what the plain loop does."""
+        return not self.refused and not self.problems and self.error <= BOUND
+
+    def __str__(self) -> str:
+        return "; ".join([self.refused or f"{self.error:.0e}", *self.problems])
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """The largest, relative to the largest value; infinite where something is not finite."""
+    found, expected = found.double(), expected.double()
+    if not bool(found.isfinite().all()):
+        return float("inf")
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+
+
+def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The largest of all parameters and buffers."""
+    return max(difference(found[name], value) for name, value in expected.items())
+
+
+def run(rows: Mapping[int, Row], folder: Path) -> dict[int, list[list[Life]]]:
+    """Each row's lives, one or two, by rank."""
+    lives: dict[int, list[list[Life]]] = {number: [] for number in rows}
+    for resumed in (False, True):
+        ended = {n for n, found in lives.items() if found and (found[0][0].refused or found[0][0].failed)}
+        going_on = {n: row for n, row in rows.items() if not resumed or (row["resumed"] != "no" and n not in ended)}
+        for processes, part in groups(going_on, resumed):
+            ranks = run_ranks(live_all, processes, part, folder, resumed, timeout=600)
+            for number in part:
+                lives[number].append([rank[number] for rank in ranks])
+    return lives
+
+
+def judge(row: Row, lives: list[list[Life]]) -> Outcome:
+    """Compare a row with the plain loop."""
+    for ranks in lives:
+        for life in ranks:
+            if life.refused or life.failed:
+                return Outcome(float("nan"), life.refused, [life.failed] if life.failed else [])
+    first, last = lives[0][0], lives[-1][0]
+    reference = train_plainly(row, lambda update: cut_of(row, resumed=update >= first.updates))
+    problems = []
+    for ranks in lives:
+        for life in ranks[1:]:
+            # Buffers of batch normalisation are each rank's own where nothing synchronises them.
+            parameters = [name for name in life.weights if "running" not in name and "num_batches" not in name]
+            if not all(torch.equal(life.weights[name], ranks[0].weights[name]) for name in parameters):
+                problems.append("the ranks hold different weights")
+    errors = [differences(last.weights, reference.end)]
+    if len(lives) == 2:
+        if not 0 < min(last.rates, default=0) <= first.updates < len(reference.rates):
+            problems.append(f"stopped after {first.updates} updates, resumed after {min(last.rates, default=0)}")
+        averages = "Averaging" in row["Lightning's"] or row["BNRecalibration"] == "on"
+        if not averages:  # These change the weights, or their statistics, when a run ends.
+            errors.append(differences(first.weights, reference.after[first.updates]))
+    rates = first.rates | last.rates
+    if sorted(rates) == list(range(len(reference.rates))):
+        used = torch.tensor([rates[update] for update in range(len(rates))], dtype=torch.float64)
+        errors.append(float((used / torch.tensor(reference.rates, dtype=torch.float64) - 1).abs().max()))
+    else:
+        problems.append(f"made {len(rates)} updates of {len(reference.rates)}")
+    return Outcome(max(errors), "", problems)
+
+
+def settings_of(row: Mapping[str, str]) -> str:
+    """What differs from the simplest run."""
+    return ", ".join(
+        f"{name}={value}" if value != "on" else name for name, value in row.items() if value != PLAIN[name]
+    )
+
+
+def refusals() -> list[Row]:
+    return [PLAIN | part | more for part, more, _ in REFUSED]
+
+
+def test_every_two_settings_together_equal_a_plain_loop_or_are_refused(tmp_path: Path) -> None:
+    excluded = [part for part, _ in WITHOUT_MEANING] + [part for part, _, _ in REFUSED]
+    rows = covering_rows(FACTORS, [part for part in excluded if part.keys() <= FACTORS.keys()])
+    lives = run(dict(enumerate(rows + refusals())), tmp_path)
+    covered = set().union(*map(pairs_of_row, rows))
+    assert [pair for pair in pairs_of_factors(FACTORS, excluded) if pair not in covered] == []
+
+    print(f"\nLargest relative difference from a plain PyTorch loop, in float64, of {len(rows)} runs")
+    wrong = []
+    for number, row in enumerate(rows):
+        assert not any(holds(row, part) for part in excluded)
+        outcome = judge(row, lives[number])
+        print(f"{outcome!s:>8}  {settings_of(row) or 'stock SGD, one process, to the end'}")
+        if not outcome.is_equal:
+            wrong.append(f"{outcome}: {settings_of(row)}")
+    print("\nRefused")
+    for number, (part, _, reason) in enumerate(REFUSED, start=len(rows)):
+        found = lives[number][-1][0]
+        print(f"{settings_of(part)}: {found.refused or 'NOT REFUSED'}")
+        if not re.search(reason, found.refused):
+            wrong.append(f"expected {reason!r}, found {found.refused!r} {found.failed}: {settings_of(part)}")
+    print("\nWithout meaning")
+    for part, reason in WITHOUT_MEANING:
+        print(f"{settings_of(part)}: {reason}")
+    assert not wrong, "\n".join(wrong)

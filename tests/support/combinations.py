@@ -1,0 +1,463 @@
+"""What a run is combined of in the table of combinations: its factors, and a Trainer for each row of it.
+
+The data are 29 samples (28 where a stock sampler would pad them), 8 to an update, so that an epoch has three updates
+and a short one. A stop falls into the second update of the second epoch, and into the middle of its window.
+"""
+
+import contextlib
+import itertools
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from typing_extensions import override
+
+from callbacks.bn_recalibration import BNRecalibration
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
+from callbacks.finite_weights import FiniteWeights
+from callbacks.freezing import FreezeLayers
+from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.lean_loop import LeanLoop
+from callbacks.lib.signals import Preempted
+from callbacks.lib.stateless_dropout import stateless_dropout
+from callbacks.preemption import Preemption
+from callbacks.rank_consistency import RankConsistency
+from callbacks.seed_control import SeedControl
+from callbacks.sync_bn import SyncBN
+from callbacks.train_loss import TrainLoss
+from callbacks.warmup_lr import WarmupLR
+from datamodules.errors import UserError
+from datamodules.loading.loaders import TrainLoader
+from tests.support.tables import CLASSES, PADDING, QUIET, loss_of, noisy_images, on_ranks, sentences, silence
+
+GLOBAL_BATCH, EPOCHS, WARMUP = 8, 3, 5
+SAMPLES, EVEN_SAMPLES = 29, 28
+UPDATES = 4
+"""In an epoch; the last one is short."""
+LIMIT = 3
+STOP_EPOCH, STOP_UPDATE = 1, 1
+
+ON_OFF = ("off", "on")
+FACTORS: dict[str, tuple[str, ...]] = {
+    "split": ("1x1", "1x4", "2x1", "2x2"),
+    "stop": (
+        "to the end",
+        "max_steps",
+        "max_steps at an epoch's end",
+        "Timer",
+        "EarlyStopping",
+        "should_stop by a callback",
+        "should_stop by the module",
+        "SIGTERM to one rank",
+        "an exception",
+    ),
+    "resumed": ("no", "as before", "on another split"),
+    "optimizer": ("SGD", "Adam", "AdamW fused", "AdamW foreach", "Adagrad", "LBFGS", "SAM"),
+    "schedule": ("none", "StepLR", "OneCycleLR", "LambdaLR", "ReduceLROnPlateau", "SequentialLR"),
+    "clipping": ("none", "norm", "value"),
+    "loader": (
+        "TrainLoader",
+        "limit_train_batches",
+        "DataLoader with DistributedSampler",
+        "DataLoader with Lightning's sampler",
+        "iterable data set",
+        "dict of TrainLoaders",
+    ),
+    "network": ("BatchNorm", "tokens"),
+    "noise": ("none", "dropout"),
+    "accumulate": ("steps", "global_batch_size"),
+    "Lightning's": (
+        "none",
+        "LearningRateMonitor",
+        "EMAWeightAveraging",
+        "WeightAveraging",
+        "StochasticWeightAveraging",
+        "ModelCheckpoint",
+    ),
+    "WarmupLR": ON_OFF,
+    "SyncBN": ON_OFF,
+    "SeedControl": ON_OFF,
+    "FreezeLayers": ON_OFF,
+    "BNRecalibration": ON_OFF,
+    "TrainLoss": ON_OFF,
+    "RankConsistency": ON_OFF,
+    "FiniteWeights": ON_OFF,
+    "Preemption": ON_OFF,
+    "LeanLoop": ON_OFF,
+}
+"""The values of each factor, the simplest one first."""
+
+PLAIN = {factor: values[0] for factor, values in FACTORS.items()}
+OTHER_SPLIT = {"1x1": "2x2", "1x4": "2x1", "2x1": "1x4", "2x2": "1x1"}
+
+Settings = Mapping[str, str]
+
+
+class Cut(NamedTuple):
+    """Into how many processes and micro-batches an update is cut."""
+
+    processes: int
+    micro_batches: int
+
+
+def cut_of(settings: Settings, resumed: bool = False) -> Cut:
+    """The split of the first life of a run, or of the second."""
+    split = settings["split"]
+    if resumed and settings["resumed"] == "on another split":
+        split = OTHER_SPLIT[split]
+    processes, micro_batches = map(int, split.split("x"))
+    return Cut(processes, micro_batches)
+
+
+# What a user writes: a network, a data set, an optimiser, a schedule
+
+
+def layers(settings: Settings) -> tuple[nn.Module, nn.Module]:
+    """A backbone and a head in float64. The convolution has no bias, since BatchNorm takes it out again."""
+    noise = [nn.Dropout(0.3)] if settings["noise"] == "dropout" else []
+    torch.manual_seed(3)
+    if settings["network"] == "BatchNorm":
+        backbone = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), *noise)
+        return stateless_dropout(backbone.double()), nn.Linear(4 * 3 * 3, CLASSES).double()
+    backbone = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), *noise)
+    return stateless_dropout(backbone.double()), nn.Linear(8, CLASSES).double()
+
+
+def samples(settings: Settings) -> tuple[Tensor, Tensor]:
+    """Inputs and targets: those to train on, then as many for the second of two loaders."""
+    return noisy_images(2 * SAMPLES) if settings["network"] == "BatchNorm" else sentences(2 * SAMPLES)
+
+
+class SAM(torch.optim.SGD):
+    """Sharpness-aware minimisation (Foret et al., 2021): the gradient at the worst point nearby."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        evaluate = torch.enable_grad()(closure)
+        evaluate()
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        before = [p.clone() for p in parameters]
+        for p in parameters:
+            p.add_(p.grad, alpha=0.05 / float(norm))
+        loss = evaluate()
+        for p, value in zip(parameters, before, strict=True):
+            p.copy_(value)
+        super().step()
+        return loss
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.02),
+    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.02, fused=True),
+    "AdamW foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.02, foreach=True),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
+    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.01, max_iter=2, history_size=1),
+    "SAM": lambda parameters: SAM(parameters, lr=0.1, momentum=0.9),
+}
+
+
+def schedule_of(name: str, optimizer: torch.optim.Optimizer) -> tuple[Any, str]:
+    """A schedule and its interval; None where there is none."""
+    if name == "StepLR":
+        return lr_scheduler.StepLR(optimizer, 1, gamma=0.5), "epoch"
+    if name == "OneCycleLR":
+        peak = 2 * optimizer.param_groups[0]["lr"]
+        return lr_scheduler.OneCycleLR(optimizer, peak, total_steps=EPOCHS * UPDATES, cycle_momentum=False), "step"
+    if name == "LambdaLR":
+        return lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)), "step"
+    if name == "ReduceLROnPlateau":
+        # The loss falls, so that waiting for it to rise ends at once, after each validation but the first.
+        return lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", factor=0.5, patience=0), "epoch"
+    if name == "SequentialLR":
+        first = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
+        then = lr_scheduler.CosineAnnealingLR(optimizer, 7)
+        return lr_scheduler.SequentialLR(optimizer, [first, then], milestones=[5]), "step"
+    return None, "step"
+
+
+class Learner(pl.LightningModule):
+    """An ordinary module: the mean loss over its batch, and the number of targets where samples hold several.
+
+    Args:
+        stops_at: the epoch and micro-batch at which the module, or its validation metric, asks for the end.
+    """
+
+    def __init__(self, settings: Settings, stops_at: tuple[int, int] | None) -> None:
+        super().__init__()
+        self.settings, self.stops_at = settings, stops_at
+        self.backbone, self.head = layers(settings)
+
+    @override
+    def forward(self, inputs: Any) -> Tensor:
+        if isinstance(inputs, dict):
+            inputs = torch.cat([first for first, _ in inputs.values()])
+        return self.head(self.backbone(inputs))
+
+    def _stops_now(self) -> bool:
+        return self.stops_at is not None and (self.current_epoch, self.trainer.fit_loop.batch_idx) >= self.stops_at
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.settings["stop"] == "should_stop by the module" and self._stops_now():
+            self.trainer.should_stop = True
+        if isinstance(batch, dict):
+            batch = [torch.cat(tensors) for tensors in zip(*batch.values(), strict=True)]
+        inputs, targets = batch
+        loss = loss_of(self(inputs), targets)
+        return {"loss": loss, "count": (targets != PADDING).sum()} if targets.dim() > 1 else loss
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        inputs, targets = batch
+        self.log("val_loss", loss_of(self(inputs), targets), sync_dist=True)
+        self.log("stop", float(self._stops_now()), sync_dist=True)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = OPTIMIZERS[self.settings["optimizer"]](self.parameters())
+        scheduler, interval = schedule_of(self.settings["schedule"], optimizer)
+        if scheduler is None:
+            return optimizer
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": interval, "monitor": "val_loss"},
+        }
+
+
+class Sequence(IterableDataset):
+    """Samples in their order, dealt to the ranks in turn; their number is not known before."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor, rank: int, world_size: int) -> None:
+        self.inputs, self.targets, self.rank, self.world_size = inputs, targets, rank, world_size
+
+    @override
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for number in range(self.rank, len(self.inputs), self.world_size):
+            yield self.inputs[number], self.targets[number]
+
+
+def loader_of(settings: Settings, cut: Cut, rank: int) -> Any:
+    """The training loader of a rank."""
+    inputs, targets = samples(settings)
+    batch_size = GLOBAL_BATCH // cut.processes // cut.micro_batches
+    even = inputs[:EVEN_SAMPLES], targets[:EVEN_SAMPLES]
+    name = settings["loader"]
+    if name == "DataLoader with DistributedSampler":
+        sampler: Any = DistributedSampler(TensorDataset(*even), cut.processes, rank, seed=1)
+        return DataLoader(TensorDataset(*even), batch_size, sampler=sampler)
+    if name == "DataLoader with Lightning's sampler":
+        return DataLoader(TensorDataset(*even), batch_size)
+    if name == "iterable data set":
+        return DataLoader(Sequence(*even, rank, cut.processes), batch_size)
+    rows = torch.arange(2 * SAMPLES).split(SAMPLES)
+    loaders = [TrainLoader(inputs, targets, part, batch_size, 1, rank, cut.processes) for part in rows]
+    return dict(zip("ab", loaders, strict=True)) if name == "dict of TrainLoaders" else loaders[0]
+
+
+def validation_loader(settings: Settings) -> DataLoader:
+    """A batch that every rank validates, so that they find the same."""
+    inputs, targets = samples(settings)
+    return DataLoader(TensorDataset(inputs[-6:], targets[-6:]), 6)
+
+
+# How a run ends, and what is recorded of it
+
+
+class Interruption(Exception):
+    """What ends a run in mid-window."""
+
+
+class Watch(pl.Callback):
+    """Ends a run at a place, and records the learning rate of each update, as the optimiser used it."""
+
+    def __init__(self, stop: str, stops_at: tuple[int, int] | None) -> None:
+        self.stop, self.stops_at = stop, stops_at
+        self.rates: dict[int, float] = {}
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) != self.stops_at:
+            return
+        if self.stop == "should_stop by a callback":
+            trainer.should_stop = True
+        elif self.stop == "SIGTERM to one rank" and trainer.global_rank == trainer.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif self.stop == "an exception":
+            raise Interruption
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        self.rates[trainer.global_step] = float(optimizer.param_groups[0]["lr"])
+
+
+class BatchTimer(Timer):
+    """Lightning's Timer, on a clock that ticks with each micro-batch."""
+
+    ticks = 0
+
+    @override
+    def time_elapsed(self, stage: str = "train") -> float:
+        return self.ticks + self._offset
+
+    @override
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.ticks += 1
+        super().on_train_batch_end(*args, **kwargs)
+
+
+def callbacks_of_row(settings: Settings, cut: Cut, folder: Path, stopping: bool) -> list[pl.Callback]:
+    """All callbacks of a run but `SeedControl`, which is built before the module."""
+    steps, global_batch_size = (cut.micro_batches, None) if settings["accumulate"] == "steps" else (1, GLOBAL_BATCH)
+    theirs: dict[str, Callable[[], pl.Callback]] = {
+        "LearningRateMonitor": lambda: LearningRateMonitor("step"),
+        "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.8),
+        "WeightAveraging": lambda: WeightAveraging(use_buffers=True),
+        "StochasticWeightAveraging": lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2),
+        "ModelCheckpoint": lambda: ModelCheckpoint(folder / "theirs", every_n_train_steps=2),
+        "GradientAccumulationScheduler": lambda: GradientAccumulationScheduler({0: 2}),
+        "BackboneFinetuning": lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1),
+    }
+    ours: dict[str, Callable[[], pl.Callback]] = {
+        "BNRecalibration": BNRecalibration,
+        "WarmupLR": lambda: WarmupLR(f"{WARMUP} steps"),
+        "SyncBN": SyncBN,
+        "FreezeLayers": lambda: FreezeLayers(until="head", unfreeze={"backbone": "1 epochs"}),
+        "TrainLoss": TrainLoss,
+        "RankConsistency": RankConsistency,
+        "FiniteWeights": FiniteWeights,
+        "Preemption": Preemption,
+        "LeanLoop": LeanLoop,
+    }
+    found: list[pl.Callback] = [GradientAccumulation(steps, global_batch_size)]
+    if settings["Lightning's"] != "none":
+        found.append(theirs[settings["Lightning's"]]())
+    found += [make() for name, make in ours.items() if settings[name] == "on"]
+    if settings["stop"] == "Timer":
+        batches = STOP_EPOCH * epoch_batches(settings, cut) + stop_batch(cut) + 1 if stopping else 10**6
+        found.append(BatchTimer({"seconds": batches}))
+    if settings["stop"] == "EarlyStopping":
+        threshold: dict[str, Any] = {"mode": "max", "stopping_threshold": 0.5, "patience": 10**6}
+        found.append(EarlyStopping("stop", check_on_train_epoch_end=False, **threshold))
+    if settings["resumed"] != "no":
+        found.append(ExactCheckpoint(folder, save_last=True, every_n_train_steps=1))
+    return found
+
+
+def epoch_batches(settings: Settings, cut: Cut) -> int:
+    """Micro-batches in an epoch."""
+    if settings["loader"] == "limit_train_batches":
+        return LIMIT * cut.micro_batches
+    even = settings["loader"] in (
+        "DataLoader with DistributedSampler",
+        "DataLoader with Lightning's sampler",
+        "iterable data set",
+    )
+    return -(-(EVEN_SAMPLES if even else SAMPLES) * cut.micro_batches // GLOBAL_BATCH)
+
+
+def stop_batch(cut: Cut) -> int:
+    """The micro-batch of the epoch at which a run is to end: not its window's last, where it has several."""
+    return STOP_UPDATE * cut.micro_batches + max(0, cut.micro_batches // 2 - 1)
+
+
+def steps_until_stop(settings: Settings) -> int:
+    """Updates before a run is to end."""
+    epoch = LIMIT if settings["loader"] == "limit_train_batches" else UPDATES
+    return STOP_EPOCH * epoch + (0 if settings["stop"] == "max_steps at an epoch's end" else STOP_UPDATE + 1)
+
+
+class Life(NamedTuple):
+    """What is left of a run, or of a part of it.
+
+    Attributes:
+        refused: why it was refused; empty if it was not.
+        failed: any other exception, and where it was raised.
+        updates: how many have been made when it ended.
+        weights: its parameters and buffers then.
+        rates: the learning rate of each update.
+    """
+
+    refused: str
+    failed: str
+    updates: int
+    weights: dict[str, Tensor]
+    rates: dict[int, float]
+
+
+def live(settings: Settings, folder: Path, resumed: bool = False) -> Life:
+    """Train a row, in each of its processes, until it stops; or resume it from its last checkpoint to its end."""
+    cut = cut_of(settings, resumed)
+    stopping = not resumed and settings["stop"] != "to the end"
+    stops_at = (STOP_EPOCH, stop_batch(cut)) if stopping else None
+    watch = Watch(settings["stop"], stops_at)
+    model: Learner | None = None
+    trainer: pl.Trainer | None = None
+    refused = failed = ""
+    try:
+        seeds = [SeedControl(seed=1)] if settings["SeedControl"] == "on" else []
+        model = Learner(settings, stops_at)
+        options: dict[str, Any] = {
+            "max_epochs": EPOCHS,
+            "max_steps": steps_until_stop(settings) if stopping and "max_steps" in settings["stop"] else -1,
+            "use_distributed_sampler": settings["loader"] == "DataLoader with Lightning's sampler",
+            "limit_train_batches": LIMIT * cut.micro_batches if settings["loader"] == "limit_train_batches" else None,
+            "val_check_interval": cut.micro_batches if settings["stop"] == "EarlyStopping" else None,
+            "logger": DummyLogger() if settings["Lightning's"] == "LearningRateMonitor" else False,
+            "gradient_clip_val": {"none": None, "norm": 0.3, "value": 0.02}[settings["clipping"]],
+            "gradient_clip_algorithm": None if settings["clipping"] == "none" else settings["clipping"],
+            "enable_checkpointing": settings["resumed"] != "no" or settings["Lightning's"] == "ModelCheckpoint",
+            "enable_progress_bar": False,
+            "callbacks": [*seeds, *callbacks_of_row(settings, cut, folder, stopping), watch],
+        }
+        trainer = pl.Trainer(**(QUIET | on_ranks(cut.processes) | options))
+        with contextlib.suppress(Preempted, Interruption):
+            trainer.fit(
+                model,
+                loader_of(settings, cut, trainer.global_rank),
+                validation_loader(settings),
+                ckpt_path=str(folder / "last.ckpt") if resumed else None,
+                weights_only=True,
+            )
+    except (UserError, MisconfigurationException, AssertionError) as error:  # Lightning's SWA asserts.
+        refused = f"{type(error).__name__}: {error}"
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        failed = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()} if model else {}
+    return Life(refused, failed, trainer.global_step if trainer else 0, weights, watch.rates)
+
+
+def live_all(rows: Mapping[int, Settings], folder: Path, resumed: bool = False) -> dict[int, Life]:
+    """The first or second lives of rows by their numbers, in processes that start once."""
+    silence()
+    return {number: live(settings, folder / str(number), resumed) for number, settings in rows.items()}
+
+
+def groups(rows: Mapping[int, Settings], resumed: bool = False) -> Iterator[tuple[int, dict[int, Settings]]]:
+    """Rows by their number of processes."""
+    key = lambda item: cut_of(item[1], resumed).processes  # noqa: E731
+    for processes, found in itertools.groupby(sorted(rows.items(), key=key), key):
+        yield processes, dict(found)

@@ -1,0 +1,229 @@
+"""The reference of the table of combinations: plain PyTorch, without Trainer and callbacks.
+
+One process; each update is one backward pass of the loss summed over the update's targets and divided by their number.
+Only the statistics of batch normalisation are those of a forward pass: the samples of one micro-batch on one process,
+or on all of them with `SyncBN`. So the update's forward pass is cut as the row's are.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn
+
+from callbacks.lib.sample_noise import sample_noise
+from datamodules.loading.sampling import epoch_order
+from tests.support.combinations import (
+    EPOCHS,
+    EVEN_SAMPLES,
+    GLOBAL_BATCH,
+    LIMIT,
+    OPTIMIZERS,
+    SAMPLES,
+    WARMUP,
+    Cut,
+    Settings,
+    epoch_batches,
+    layers,
+    samples,
+    schedule_of,
+)
+from tests.support.tables import PADDING, loss_of
+
+__all__ = ["Reference", "train_plainly"]
+
+
+class Reference(NamedTuple):
+    """What a run is to be.
+
+    Attributes:
+        after: parameters and buffers after each number of updates.
+        end: those of the finished run, averaged if it averages.
+        rates: the learning rate of each update.
+    """
+
+    after: list[dict[str, Tensor]]
+    end: dict[str, Tensor]
+    rates: list[float]
+
+
+class Network(nn.Module):
+    """What `Learner` holds, without Lightning."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.backbone, self.head = layers(settings)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.backbone(inputs))
+
+
+def _order(settings: Settings, epoch: int, cut: Cut) -> Tensor:
+    """The samples of an epoch in their order; `DistributedSampler` documents its own."""
+    name = settings["loader"]
+    if name == "iterable data set" or (name == "DataLoader with Lightning's sampler" and cut.processes == 1):
+        return torch.arange(EVEN_SAMPLES)
+    if name in ("DataLoader with DistributedSampler", "DataLoader with Lightning's sampler"):
+        seed = 1 if name == "DataLoader with DistributedSampler" or settings["SeedControl"] == "on" else 0
+        return torch.randperm(EVEN_SAMPLES, generator=torch.Generator().manual_seed(seed + epoch))
+    order = epoch_order(SAMPLES, seed=1, epoch=epoch)
+    return order[: LIMIT * GLOBAL_BATCH] if name == "limit_train_batches" else order
+
+
+def _forward_passes(settings: Settings, update: Tensor, cut: Cut) -> list[tuple[int, Tensor]]:
+    """The forward passes of an update, each with its process."""
+    found = []
+    dealt = settings["loader"] in (
+        "DataLoader with DistributedSampler",
+        "DataLoader with Lightning's sampler",
+        "iterable data set",
+    )
+    for rows in update.split(GLOBAL_BATCH // cut.micro_batches):
+        if settings["SyncBN"] == "on":
+            parts = [rows]
+        elif dealt:
+            parts = [rows[rank :: cut.processes] for rank in range(cut.processes)]
+        else:
+            parts = list(rows.tensor_split(cut.processes))
+        for rank, part in enumerate(parts):
+            if settings["loader"] == "dict of TrainLoaders":
+                part = torch.cat((part, part + SAMPLES))
+            if len(part):
+                found.append((rank, part))
+    return found
+
+
+def _forward(network: nn.Module, inputs: Tensor, rank: int) -> Tensor:
+    """A forward pass; running statistics are those of process 0."""
+    if rank == 0:
+        return network(inputs)
+    buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
+    return torch.func.functional_call(network, buffers, (inputs,))
+
+
+@torch.no_grad()
+def _recalibrate(network: nn.Module, inputs: Tensor) -> None:
+    """The statistics of these inputs: mean, and variance with Bessel's correction."""
+    convolution, norm = network.backbone[0], network.backbone[1]
+    values = convolution(inputs).transpose(0, 1).flatten(1)
+    norm.running_mean.copy_(values.mean(1))
+    norm.running_var.copy_(values.var(1))
+
+
+def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference:
+    """Train a row in one process.
+
+    Args:
+        cut_at: how the forward passes of an update are cut, by its number.
+    """
+    inputs, targets = samples(settings)
+    network = Network(settings)
+    optimizer = OPTIMIZERS[settings["optimizer"]](network.parameters())
+    scheduler, interval = schedule_of(settings["schedule"], optimizer)
+    average: AveragedModel | None = None
+    if settings["Lightning's"] == "EMAWeightAveraging":
+        average = AveragedModel(network, avg_fn=get_ema_avg_fn(0.8), use_buffers=True)
+    elif settings["Lightning's"] == "WeightAveraging":
+        average = AveragedModel(network, use_buffers=True)
+    swa = settings["Lightning's"] == "StochasticWeightAveraging"
+    has_norm = settings["network"] == "BatchNorm"
+    after, rates = [_state(network)], []
+
+    def validate(epoch: int) -> float:
+        evaluated = average.module if average else network
+        if settings["BNRecalibration"] == "on" and has_norm and network.backbone[1].training:
+            _recalibrate(evaluated, inputs[_order(settings, epoch + 1, cut_at(len(rates)))])
+        evaluated.eval()
+        with torch.no_grad():
+            loss = float(loss_of(evaluated(inputs[-6:]), targets[-6:]))
+        evaluated.train()
+        if epoch < 1 and settings["FreezeLayers"] == "on":
+            network.backbone.eval()
+        return loss
+
+    loss = math.nan
+    for epoch in range(EPOCHS):
+        if settings["FreezeLayers"] == "on":
+            network.backbone.train(epoch >= 1).requires_grad_(epoch >= 1)
+        if swa and epoch == 1:
+            optimizer.param_groups[0]["initial_lr"] = 0.05
+            scheduler, interval = SWALR(optimizer, 0.05, last_epoch=EPOCHS), "epoch"
+            average = AveragedModel(network)
+        if swa and average:
+            average.update_parameters(network)
+        order = _order(settings, epoch, cut_at(len(rates)))
+        updates = order.split(GLOBAL_BATCH)
+        places = torch.zeros(2 * SAMPLES, dtype=torch.int64)
+        places[order] = torch.arange(len(order))
+        for number, rows in enumerate(updates):
+            cut = cut_at(len(rates))
+            passes = _forward_passes(settings, rows, cut)
+            count = sum((targets[part] != PADDING).sum() for _, part in passes)
+
+            def closure(
+                passes: list[tuple[int, Tensor]] = passes,
+                count: Tensor = count,
+                epoch: int = epoch,
+                places: Tensor = places,
+            ) -> Tensor:
+                optimizer.zero_grad()
+                total = torch.zeros((), dtype=torch.float64)
+                for rank, part in passes:
+                    with sample_noise(1, epoch, places[part]):
+                        outputs = _forward(network, inputs[part], rank)
+                    total = total + loss_of(outputs, targets[part], reduction="sum")
+                (total / count).backward()
+                if settings["clipping"] == "norm":
+                    nn.utils.clip_grad_norm_(network.parameters(), 0.3)
+                elif settings["clipping"] == "value":
+                    nn.utils.clip_grad_value_(network.parameters(), 0.02)
+                return total / count
+
+            rate = optimizer.param_groups[0]["lr"]
+            if settings["WarmupLR"] == "on" and len(rates) < WARMUP:
+                optimizer.param_groups[0]["lr"] = rate * (0.01 + 0.99 * len(rates) / WARMUP)
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step(closure)
+            optimizer.param_groups[0]["lr"] = rate
+            if scheduler and interval == "step":
+                scheduler.step()
+            if average and not swa:
+                average.update_parameters(network)
+            last = number + 1 == len(updates)
+            if settings["stop"] == "EarlyStopping":
+                if not last or epoch_batches(settings, cut) % cut.micro_batches == 0:
+                    loss = validate(epoch)
+            elif last:
+                loss = validate(epoch)
+            after.append(_state(network))
+        if scheduler and interval == "epoch":
+            scheduler.step(*((loss,) if settings["schedule"] == "ReduceLROnPlateau" and not _swaps(swa, epoch) else ()))
+    end = average.module if average else network
+    if swa and has_norm:
+        _measure(network, end, settings, cut_at(len(rates)), inputs)
+    if settings["BNRecalibration"] == "on" and has_norm:
+        _recalibrate(end, inputs[_order(settings, EPOCHS, cut_at(len(rates)))])
+    return Reference(after, _state(end), rates)
+
+
+def _swaps(swa: bool, epoch: int) -> bool:
+    return swa and epoch >= 1
+
+
+def _measure(network: nn.Module, end: nn.Module, settings: Settings, cut: Cut, inputs: Tensor) -> None:
+    """The statistics that `StochasticWeightAveraging` measures: the mean over the batches of process 0."""
+    norm = end.backbone[1]
+    norm.reset_running_stats()
+    norm.momentum = None
+    end.train()
+    with torch.no_grad():
+        for update in _order(settings, EPOCHS, cut).split(GLOBAL_BATCH):
+            for rank, part in _forward_passes(settings, update, cut):
+                if rank == 0:
+                    end(inputs[part])
+
+
+def _state(network: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in network.state_dict().items()}
