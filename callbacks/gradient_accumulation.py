@@ -31,7 +31,7 @@ from callbacks.lib.accumulation import (
 )
 from callbacks.lib.consensus import SumWithFlag
 from callbacks.lib.global_batch import accumulation_factor, loader_batch_size
-from callbacks.lib.lightning_internals import skips_backward
+from callbacks.lib.lightning_internals import make_no_update, skips_backward
 from callbacks.lib.targets import observe_counts
 from callbacks.lib.updates import AccumulationSchedule
 from datamodules.errors import RunFailedError, UserError
@@ -95,6 +95,7 @@ class GradientAccumulation(pl.Callback):
         """Whether each update makes that all-reduce; known from `on_train_start` on."""
         self._weighs = True
         self._release_module: Callable[[], None] | None = None
+        self._undo_no_update: Callable[[], None] | None = None
         self._running = False
         self._count: int | Tensor = 0
         self._window = AccumulationWindow()
@@ -151,8 +152,12 @@ class GradientAccumulation(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._release_module is None or skips_backward(trainer):
-            return  # One device and one micro-batch, for the whole run; or no update.
+        if skips_backward(trainer):
+            # Lightning would step at the epoch's end, with the gradients of the last update or with none.
+            self._undo_no_update = self._undo_no_update or make_no_update(trainer)
+            return
+        if self._release_module is None:
+            return  # One device and one micro-batch, for the whole run.
         self._called = False
         factor = trainer.accumulate_grad_batches
         if batch_idx % factor == 0:
@@ -215,6 +220,9 @@ class GradientAccumulation(pl.Callback):
         if self._mean_loss is not None:
             self._mean_loss.remove()
             self._mean_loss = None
+        if self._undo_no_update is not None:
+            self._undo_no_update()
+            self._undo_no_update = None
         if self._running:
             trainer.accumulate_grad_batches = 1
             self._running = False

@@ -34,6 +34,7 @@ __all__ = [
     "epoch_sums",
     "hook_calls",
     "keep_signal_handlers",
+    "make_no_update",
     "means_of_trained_epoch",
     "original_training_loader",
     "replace_hook_calls",
@@ -252,6 +253,21 @@ def uncount_update(loop_state: dict[str, Any]) -> None:
 def skips_backward(trainer: pl.Trainer) -> bool:
     """Whether steps run without backward pass and update, as when `StochasticWeightAveraging` measures BatchNorm."""
     return bool(trainer.fit_loop._skip_backward)
+
+
+def make_no_update(trainer: pl.Trainer) -> Callable[[], None]:
+    """Keeps the loop from the update that it makes at the last batch of an epoch even where it skips backward passes.
+
+    Returns:
+        How to undo it.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop._should_accumulate = lambda: True
+
+    def undo() -> None:
+        del loop._should_accumulate
+
+    return undo
 
 
 def original_training_loader(trainer: pl.Trainer) -> tuple[Any, bool]:

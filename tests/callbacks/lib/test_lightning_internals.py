@@ -385,6 +385,17 @@ def test_training_loaders_start_again_behind_the_batches_that_are_skipped(epoch:
     assert found == [trainer, (2, 1)]
 
 
+def test_an_epoch_makes_no_update_until_that_is_undone() -> None:
+    undo: list[Callable[[], None]] = []
+    begin = LambdaCallback(
+        on_train_start=lambda trainer, _: undo.append(internals.make_no_update(trainer)),
+        on_train_epoch_end=lambda *_: undo.pop()() if undo else None,
+    )
+    trainer = trainer_with(begin, max_epochs=2)
+    trainer.fit(tiny(), loader())
+    assert trainer.global_step == 4  # Of 8.
+
+
 # One file alone
 
 
