@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -93,8 +94,8 @@ def statement() -> str:
     theirs = every("Lightning's")
     ours = ", ".join(name for name, values in FACTORS.items() if values == ON_OFF)
     return (
-        "However a run is split, stopped and resumed, its weights, buffers and learning rates are those of a plain PyTorch"
-        f" loop, to within {BOUND:.0e} in float64, or it is refused with the reason. Every two of these have been run"
+        "However a run is split, stopped and resumed, its weights, buffers and learning rates are those of a plain"
+        f" PyTorch loop, to within {BOUND:.0e} in float64, or it is refused with the reason. Every two of these have run"
         f" together: {every('split')} (processes x micro-batches); no stop, or a stop by {every('stop')}, and a resume"
         f" with ExactCheckpoint {every('resumed')}; {every('optimizer')}; {every('schedule')}; gradient clipping by"
         f" {every('clipping')}; {every('loader')}; networks with {every('network')}; `stateless_dropout`; {theirs};"
@@ -192,6 +193,7 @@ def test_the_readme_states_what_the_table_shows() -> None:
     assert statement() in " ".join(Path(__file__).parents[2].joinpath("README.md").read_text().split())
 
 
+@pytest.mark.slow
 def test_every_two_settings_together_equal_a_plain_loop_or_are_refused(tmp_path: Path) -> None:
     excluded = [part for part, _ in WITHOUT_MEANING] + [part for part, _, _ in REFUSED]
     rows = covering_rows(FACTORS, [part for part in excluded if part.keys() <= FACTORS.keys()])
