@@ -96,7 +96,8 @@ def statement() -> str:
     return (
         "However a run is split, stopped and resumed, its weights, buffers and learning rates are those of a plain"
         f" PyTorch loop, to within {BOUND:.0e} in float64, or it is refused with the reason. Every two of these have"
-        f" run together: {every('split')} (processes x micro-batches); no stop, or a stop by {every('stop')}, and a resume"
+        f" run together: {every('split')} (processes x micro-batches); no stop, or a stop by"
+        f" {every('stop')}, and a resume"
         f" with ExactCheckpoint {every('resumed')}; {every('optimizer')}; {every('schedule')}; gradient clipping by"
         f" {every('clipping')}; {every('loader')}; networks with {every('network')}; `stateless_dropout`; {theirs};"
         f" GradientAccumulation by {every('accumulate')}, {ours}. Refused are {REFUSALS}."
