@@ -31,12 +31,18 @@ def _seeds(trainer: pl.Trainer) -> Any:
     return next((callback for callback in callbacks_of(trainer) if hasattr(callback, "seed_epoch")), None)
 
 
+def _sampler(loader: Any) -> Any:
+    """What decides on the order of a `DataLoader`; None of loaders and iterable data sets of a user."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    batches: Any = loader.batch_sampler
+    return loader.sampler if batches is None else getattr(batches, "sampler", batches)
+
+
 def _repeats_its_order(loader: Any) -> bool:
     """Whether an epoch's order depends on no generator's state; assumed of loaders and iterable data sets of a user."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return True
-    sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    return isinstance(sampler, SequentialSampler) or hasattr(sampler, "set_epoch")
+    sampler = _sampler(loader)
+    return sampler is None or isinstance(sampler, SequentialSampler) or hasattr(sampler, "set_epoch")
 
 
 def _pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int) -> None:
@@ -58,6 +64,11 @@ def _pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int) -> No
         raise UserError(
             f"the run was saved within an epoch, and the {name} shuffles with torch's global generator, so that its"
             f" order cannot be repeated: train with SeedControl, {advice}"
+        )
+    if trainer.current_epoch > 0 and any(getattr(_sampler(loader), "generator", None) for loader in loaders):
+        raise UserError(
+            f"the run was saved within an epoch, and the {name} shuffles with a generator of its own, whose state is in"
+            f" no checkpoint: leave the generator out and train with SeedControl, {advice}"
         )
     rank_zero_info(f"epoch {trainer.current_epoch}: passing over the {done:,} batches that were trained")
     restart_training_loaders(trainer, done, seeds and seeds.seed_epoch)

@@ -158,8 +158,10 @@ class MeanLoss:
 
     def add(self, loss: Tensor, count: float | Tensor) -> None:
         """Add a mean loss over so many targets; a mean over none may be NaN."""
-        total = loss.detach() * count
-        self.total = self.total + total.where(torch.as_tensor(count > 0, device=loss.device), 0.0)
+        if isinstance(count, Tensor):
+            self.total = self.total + torch.where(count > 0, loss.detach() * count, 0.0)
+        elif count:
+            self.total = self.total + loss.detach() * count
 
     def close(self, total: float | Tensor, count: float | Tensor) -> None:
         """Set the mean, from the sum of the losses and the number of targets, over all ranks."""

@@ -113,7 +113,11 @@ class SumWithFlag:
         if self.flag is None and len(values) == 1:
             return [sum_over_ranks(values[0], device, dtype)]
         flag = [] if self.flag is None else [float(self.flag())]
-        numbers = [torch.as_tensor(value, device=device, dtype=dtype) for value in (*values, *flag)]
+        # Not `as_tensor` of a number, which is a copy that waits for the device.
+        numbers = [
+            value.to(device, dtype) if isinstance(value, Tensor) else torch.full((), value, device=device, dtype=dtype)
+            for value in (*values, *flag)
+        ]
         sums = list(sum_over_ranks(torch.stack(numbers), device, dtype).unbind())
         if flag:
             self._flags.push(sums.pop())

@@ -107,6 +107,32 @@ def test_an_order_that_cannot_be_repeated_is_refused(tmp_path: Path) -> None:
     assert len(fit(tmp_path / "at an epoch's end", LOADERS["shuffled"](), seeded=False)[0]) == 2 * BATCHES
 
 
+class RandomBatches:
+    """A user's batch sampler, which draws from torch's global generator."""
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(2 * BATCHES).view(BATCHES, 2).tolist())
+
+
+def test_a_batch_sampler_of_a_user_counts_as_one_that_shuffles(tmp_path: Path) -> None:
+    fit(tmp_path, DataLoader(Numbers(), batch_sampler=RandomBatches()), 1, seeded=False)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="train with SeedControl"):
+        fit(tmp_path, DataLoader(Numbers(), batch_sampler=RandomBatches()), seeded=False)  # type: ignore[arg-type]
+
+
+def test_a_generator_of_the_loaders_own_is_refused_once_it_has_moved_on(tmp_path: Path) -> None:
+    def loader() -> DataLoader:
+        return DataLoader(Numbers(), 2, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    fit(tmp_path, loader(), 1)
+    fit(tmp_path, loader(), BATCHES + 1)
+    with pytest.raises(UserError, match="shuffles with a generator of its own.*leave the generator out"):
+        fit(tmp_path, loader())
+
+
 def test_one_of_several_loaders_without_a_position_is_refused(tmp_path: Path) -> None:
     def loaders() -> dict[str, Any]:
         numbers = torch.arange(2 * BATCHES)
