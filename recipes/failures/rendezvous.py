@@ -204,11 +204,12 @@ def _compare(store: TCPStore, launch: Launch, timeout: float, deadline: float, c
     """On rank 0: wait for the other ranks and compare. Returns the problem; empty where there is none."""
     everyone: dict[int, dict[str, Any]] = {}
     while len(everyone) < len(launch.first_ranks) and time.monotonic() <= deadline:
-        if problem := _unequal_nodes(store, launch, command):
-            return problem
         for rank in launch.first_ranks:
             if rank not in everyone and store.check([f"record/{rank}"]):
                 everyone[rank] = json.loads(store.get(f"record/{rank}"))
+        # After the records: a rank tells of its node before it writes its own.
+        if problem := _unequal_nodes(store, launch, command):
+            return problem
         time.sleep(_POLL_INTERVAL)
     if len(everyone) < len(launch.first_ranks):
         return _missing(launch, set(everyone), timeout, command)

@@ -1,12 +1,13 @@
 """Loaders that save no position resume exactly: what each update saw, and the weights, to the bit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
 
@@ -67,13 +68,15 @@ class Learner(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(folder: Path, loader: Any, max_steps: int = -1, seeded: bool = True) -> tuple[list[Any], float]:
+def fit(
+    folder: Path, loader: Any, max_steps: int = -1, seeded: bool = True, more: Sequence[pl.Callback] = ()
+) -> tuple[list[Any], float]:
     """Train up to an update, from the newest checkpoint on."""
     options: dict[str, Any] = {"max_epochs": EPOCHS, "max_steps": max_steps, "enable_progress_bar": False}
     seeds = [SeedControl(seed=1)] if seeded else []
     checkpoint = ExactCheckpoint(folder, save_last=True, every_n_train_steps=1)
     other = ExactCheckpoint(folder / "other", monitor=None)
-    trainer = pl.Trainer(**(QUIET | options), callbacks=[*seeds, checkpoint, other])
+    trainer = pl.Trainer(**(QUIET | options), callbacks=[*seeds, *more, checkpoint, other])
     model = Learner()
     last = folder / "last.ckpt"
     trainer.fit(model, loader, ckpt_path=str(last) if last.exists() else None, weights_only=True)
@@ -141,3 +144,12 @@ def test_one_of_several_loaders_without_a_position_is_refused(tmp_path: Path) ->
     fit(tmp_path, loaders(), 1)
     with pytest.raises(UserError, match="of several training loaders a DataLoader saves no position"):
         fit(tmp_path, loaders())
+
+
+def test_averaging_of_weights_goes_on_within_an_epoch(tmp_path: Path) -> None:
+    def weight(folder: str, max_steps: int = -1) -> float:
+        averaging = StochasticWeightAveraging(swa_lrs=0.5, swa_epoch_start=1, annealing_epochs=2)
+        return fit(tmp_path / folder, LOADERS["stream"](), max_steps, more=[averaging])[1]
+
+    weight("cut", 1)
+    assert weight("cut") == weight("whole")

@@ -254,6 +254,19 @@ def test_recurrent_layers_drop_between_layers_by_sample_padded_packed_and_alone(
     torch.testing.assert_close(before, plain(inputs), msg="without noise of samples torch's own")
 
 
+def test_recurrent_layers_drop_other_elements_behind_each_layer():
+    layer = nn.GRU(64, 64, 3, dropout=0.5)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+        for weight, _, bias, _ in layer.all_weights:
+            weight[128:] = torch.eye(64)  # The output is tanh(input): the gates are those of reset, update and new.
+            bias[64:128] = -1000.0
+    with sample_noise(1, 0, PLACES):
+        outputs, _ = stateless_dropout(layer)(torch.ones(5, 6, 64))
+    assert abs(float((outputs != 0).double().mean()) - 0.25) < 0.04
+
+
 class Twice(nn.Module):
     """A layer that is called twice, and one that is called once."""
 

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 
 from datamodules import EvaluationLoader, ImageFolderDataModule, MNISTDataModule, TrainLoader, UserError
 from datamodules.loading.labels import check_labels, labels_in_memory
+from datamodules.loading.worker_loaders import WorkerTrainLoader
 
 INPUTS, LABELS = torch.zeros(6, 2), torch.tensor([0, 2, -100, 1, 2, 0])
 
@@ -99,6 +101,10 @@ def test_the_labels_of_loaders_in_memory_are_known_with_their_rows(tmp_path: Pat
         assert known is not None
         assert set(known[0].tolist()) <= {0, 1}
         assert len(known[0]) == len(loader.rows)  # type: ignore[union-attr]
+    reader: Any = folder.train_dataloader().reader
+    some = labels_in_memory(WorkerTrainLoader(reader, torch.tensor([5, 1]), 2, seed=1))
+    assert some is not None
+    assert (some[0].tolist(), some[1].tolist()) == ([1, 0], [5, 1])
     digits = MNISTDataModule("digits")
     digits.setup("fit")
     found = labels_in_memory(digits.train_dataloader())

@@ -5,6 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import GradientAccumulation
@@ -56,15 +57,18 @@ class Scored(Line):
         self.validated.append(self.trainer.global_step)
 
 
-def fit(batches: int, steps: Any = 4, **options: Any) -> tuple[pl.Trainer, Scored]:
+def fit(
+    batches: int, steps: Any = 4, more: Any = (), ckpt_path: Any = None, **options: Any
+) -> tuple[pl.Trainer, Scored]:
     silence()
     samples = torch.linspace(-1, 1, batches).unsqueeze(1)
     loader: Any = DataLoader(TensorDataset(samples, samples), batch_size=1)
     accumulation = GradientAccumulation(steps)
     options = {"max_epochs": 1, "enable_checkpointing": False, "num_sanity_val_steps": 0} | options
-    trainer = pl.Trainer(**QUIET | options, callbacks=[accumulation, WholeUpdates(accumulation)])
+    trainer = pl.Trainer(**QUIET | options, callbacks=[accumulation, WholeUpdates(accumulation), *more])
     module = Scored()
-    trainer.fit(module, loader, DataLoader(TensorDataset(samples[:1], samples[:1])))
+    validation = DataLoader(TensorDataset(samples[:1], samples[:1]))
+    trainer.fit(module, loader, validation, ckpt_path=ckpt_path, weights_only=True)
     return trainer, module
 
 
@@ -96,6 +100,13 @@ def test_validations_follow_the_same_updates_on_any_split(interval, validated):
     assert fit(8, 1, val_check_interval=interval, max_epochs=2)[1].validated == two_epochs
     for batches in (29, 30, 32):
         assert fit(batches, val_check_interval=interval, max_epochs=2)[1].validated == two_epochs, batches
+
+
+def test_an_epoch_that_is_resumed_is_validated_at_its_end(tmp_path):
+    path = tmp_path / "cut.ckpt"
+    save = LambdaCallback(on_train_batch_end=lambda trainer, *args: args[-1] == 27 and trainer.save_checkpoint(path))
+    assert fit(30, val_check_interval=2, more=[save])[1].validated == [2, 4, 6, 8]
+    assert fit(30, val_check_interval=2, ckpt_path=path)[1].validated == [8]
 
 
 def test_an_interval_longer_than_an_epoch_is_refused_in_updates():
