@@ -65,11 +65,6 @@ def _pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int) -> No
             f"the run was saved within an epoch, and the {name} shuffles with torch's global generator, so that its"
             f" order cannot be repeated: train with SeedControl, {advice}"
         )
-    if trainer.current_epoch > 0 and any(getattr(_sampler(loader), "generator", None) for loader in loaders):
-        raise UserError(
-            f"the run was saved within an epoch, and the {name} shuffles with a generator of its own, whose state is in"
-            f" no checkpoint: leave the generator out and train with SeedControl, {advice}"
-        )
     rank_zero_info(f"epoch {trainer.current_epoch}: passing over the {done:,} batches that were trained")
     restart_training_loaders(trainer, done, seeds and seeds.seed_epoch)
     if seeds is not None:
@@ -94,6 +89,13 @@ def replay_epoch(trainer: pl.Trainer, saved_world_size: int) -> None:
             )
         if isinstance(callback, StochasticWeightAveraging) and within_epoch:
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
+    loaders = _without_position(trainer)
+    if trainer.current_epoch > 0 and any(getattr(_sampler(loader), "generator", None) for loader in loaders):
+        raise UserError(
+            f"the {type(loaders[0]).__name__} shuffles with a generator of its own, whose state is in no checkpoint, so"
+            " that its order cannot be repeated: leave the generator out and train with SeedControl, or use a loader"
+            " with `state_dict` and `load_state_dict`"
+        )
     if within_epoch:
         _pass_over_trained_batches(trainer, saved_world_size)
 

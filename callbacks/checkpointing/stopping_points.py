@@ -45,12 +45,13 @@ def validation_is_next(trainer: pl.Trainer) -> bool:
     every = trainer.val_check_batch
     if not trainer.enable_validation or not every:
         return False
+    epochs = trainer.check_val_every_n_epoch
+    if epochs is not None and (trainer.current_epoch + 1) % epochs:
+        return False
     if math.isinf(every):
         return trainer.is_last_batch
-    if trainer.check_val_every_n_epoch is None:
+    if epochs is None:
         return (trainer.fit_loop.total_batch_idx + 1) % every == 0
-    if (trainer.current_epoch + 1) % trainer.check_val_every_n_epoch:
-        return False
     return (trainer.fit_loop.batch_idx + 1) % every == 0
 
 

@@ -41,6 +41,7 @@ def typed(folder: Path, args: str, devices: int = 1) -> dict[str, torch.Tensor]:
     return checkpoint["state_dict"]
 
 
+@pytest.mark.slow
 def test_a_number_of_updates_is_trained_on_any_split_also_resumed_on_other_devices(tmp_path):
     limits = "--limit-train-batches 4 --val-check-interval 2 --limit-val-batches 2 --global-batch-size 64"
     run = f"{limits} --max-epochs 2"

@@ -126,12 +126,13 @@ def test_a_batch_sampler_of_a_user_counts_as_one_that_shuffles(tmp_path: Path) -
         fit(tmp_path, DataLoader(Numbers(), batch_sampler=RandomBatches()), seeded=False)  # type: ignore[arg-type]
 
 
-def test_a_generator_of_the_loaders_own_is_refused_once_it_has_moved_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stop", [BATCHES, BATCHES + 1], ids=["an epoch's end", "within an epoch"])
+def test_a_generator_of_the_loaders_own_is_refused_once_it_has_moved_on(stop: int, tmp_path: Path) -> None:
     def loader() -> DataLoader:
         return DataLoader(Numbers(), 2, shuffle=True, generator=torch.Generator().manual_seed(3))
 
     fit(tmp_path, loader(), 1)
-    fit(tmp_path, loader(), BATCHES + 1)
+    fit(tmp_path, loader(), stop)
     with pytest.raises(UserError, match="shuffles with a generator of its own.*leave the generator out"):
         fit(tmp_path, loader())
 
