@@ -24,7 +24,7 @@ from tests.end_to_end.test_cli import environment
 from tests.support.ranks import run_ranks
 
 ARGS = ["--dataset", "digits", "--max-epochs", "3", "--batch-size", "128", "--accelerator", "cpu", "--precision", "32"]
-ARGS += ["--accumulate", "2", "--save-every", "2 steps", "--val-check-interval", "4", "--no-enable-progress-bar"]
+ARGS += ["--accumulate", "2", "--save-every", "2 steps", "--val-check-interval", "2", "--no-enable-progress-bar"]
 AUTO = ["--name", "run", "--resume", "auto"]
 BATCHES = 11
 
@@ -93,7 +93,8 @@ def whole(tmp_path_factory) -> str:
 
 LIVES = {
     "in mid-window": [("on_train_batch_start", 0, 5), ("on_train_batch_start", 1, 7), ("on_train_batch_start", 1, 3)],
-    "in validation": [("on_validation_batch_start", 0, 0), ("on_validation_end", 1, 1)],
+    # The second of an epoch: the update before a validation is saved after it.
+    "in validation": [("on_validation_batch_start", 0, 1), ("on_validation_end", 1, 1)],
     "between epochs": [("on_train_epoch_end", 0, 0), ("on_train_epoch_start", 1, 0), ("on_train_epoch_end", 1, 0)],
     "at the end": [("on_train_batch_end", 2, 10), ("on_train_end", 3, 0), ("on_test_batch_start", 3, 0)],
 }
