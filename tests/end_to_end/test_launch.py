@@ -211,6 +211,7 @@ def in_folders(folder: Path, processes: list[tuple[list[str], Environment]]) -> 
     return [shell.wait() for shell in shells]
 
 
+@pytest.mark.slow
 def test_nodes_that_do_not_share_the_runs_folder_are_refused_before_they_train(tmp_path):
     processes = [(["--name", "run"], env) for env in by_slurm(free_job(), nodes=2, devices=1)]
     zero, one = in_folders(tmp_path, processes)

@@ -40,6 +40,7 @@ def test_the_list_imports_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_recipe_has_the_same_help_from_both_commands(console: str, tmp_path: Path) -> None:
     ours = _call(console, "mnist", "--help", folder=tmp_path)
     theirs = _call(sys.executable, "-m", "recipes.mnist", "--help", folder=tmp_path)

@@ -188,5 +188,6 @@ def two_ranks(folder: Path) -> list[str]:
     return [line for i, name in enumerate(names) for line in differences(folder / str(i), 2, name, moments)]
 
 
+@pytest.mark.slow
 def test_two_ranks_resume_with_the_same_rates(tmp_path: Path) -> None:
     assert run_ranks(two_ranks, 2, tmp_path) == [[], []]
