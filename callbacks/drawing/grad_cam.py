@@ -119,7 +119,7 @@ def grad_cam_figure(
         if true[i] >= 0:
             above.set_title(wrapped(f"is {class_names[true[i]]}", 28), fontsize=8)
         label = wrapped(f"{class_names[predicted[i]]} ({100 * confidence[i]:.0f} %)", 28)
-        below.set_title(label, fontsize=8, color="black" if true[i] in (predicted[i], -100) else "tab:red")
+        below.set_title(label, fontsize=8, color="tab:red" if 0 <= true[i] != predicted[i] else "black")
     return figure
 
 

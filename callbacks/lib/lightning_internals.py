@@ -4,7 +4,7 @@ Each function does one thing that Lightning has no public name for. `tests/callb
 holds a test for each, so that a release of Lightning that renames one fails there.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
@@ -205,13 +205,16 @@ def epoch_sums(trainer: pl.Trainer, names: Collection[str]) -> dict[str, Tensor]
     """What ``log(on_epoch=True)`` has summed up in this epoch on this rank: float64 (sum, weight), by key."""
     return {
         key: torch.stack([metric.value.double(), getattr(metric, "cumulated_batch_size", metric.value * 0).double()])
-        for key, metric in trainer.fit_loop.epoch_loop._results.items()
-        if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and _epoch_name(metric) in names
+        for key, name, metric in _epoch_metrics(trainer)
+        if name in names
     }
 
 
-def _epoch_name(metric: Any) -> str:
-    return str(metric.meta.forked_name(on_step=False))
+def _epoch_metrics(trainer: pl.Trainer) -> Iterator[tuple[str, str, Any]]:
+    """The key, the name and the state of each number that is logged for the epoch, and was in this one."""
+    for key, metric in trainer.fit_loop.epoch_loop._results.items():
+        if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset:
+            yield key, str(metric.meta.forked_name(on_step=False)), metric
 
 
 def add_epoch_sums(trainer: pl.Trainer, sums: Mapping[str, Tensor]) -> None:
@@ -230,13 +233,12 @@ def add_epoch_sums(trainer: pl.Trainer, sums: Mapping[str, Tensor]) -> None:
 
 def means_of_trained_epoch(trainer: pl.Trainer, names: Collection[str]) -> dict[str, Tensor]:
     """What ``log(on_epoch=True)`` gives for the epoch, once its last batch is trained; to be called on all ranks."""
-    loop = trainer.fit_loop.epoch_loop
-    if not loop._num_ready_batches_reached():
+    if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
         return {}
     found = {}
-    for metric in loop._results.values():
-        if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and _epoch_name(metric) in names:
-            found[_epoch_name(metric)] = metric.compute()
+    for _, name, metric in _epoch_metrics(trainer):
+        if name in names:
+            found[name] = metric.compute()
             metric._computed = None
     return found
 

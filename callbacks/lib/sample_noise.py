@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from datamodules.loading.randomness import derive_seed_at, random_bits
+from datamodules.loading.randomness import derive_seed_at, random_bits, signed
 
 __all__ = [
     "StatelessLayer",
@@ -26,15 +26,9 @@ __all__ = [
 ]
 
 
-def _signed(value: int, bits: int) -> int:
-    """The signed integer with the same bits."""
-    value &= (1 << bits) - 1
-    return value - (1 << bits) if value >> (bits - 1) else value
-
-
 # The odd multipliers of MurmurHash3's 32-bit and 64-bit finalisers (Appleby, 2008).
-_MIX_1, _MIX_2 = _signed(0x85EBCA6B, 32), _signed(0xC2B2AE35, 32)
-_MIX_64 = _signed(0xFF51AFD7ED558CCD, 64)
+_MIX_1, _MIX_2 = signed(0x85EBCA6B, 32), signed(0xC2B2AE35, 32)
+_MIX_64 = signed(0xFF51AFD7ED558CCD)
 _LOW_16 = (1 << 16) - 1
 
 

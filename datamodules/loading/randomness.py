@@ -13,18 +13,23 @@ import operator
 import torch
 from torch import Tensor
 
-__all__ = ["derive_seed", "derive_seed_at", "normal", "permutation", "random_bits", "uniform"]
+__all__ = ["derive_seed", "derive_seed_at", "normal", "permutation", "random_bits", "signed", "uniform"]
 
 
-def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
-    value &= (1 << 64) - 1
-    return value - (1 << 64) if value >= 1 << 63 else value
+def signed(value: int, bits: int = 64) -> int:
+    """The signed integer with the same bits.
+
+    Example:
+        >>> signed(0xFFFFFFFF, bits=32)
+        -1
+    """
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> (bits - 1) else value
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
+_GOLDEN = signed(0x9E3779B97F4A7C15)
+_MIX_1 = signed(0xBF58476D1CE4E5B9)
+_MIX_2 = signed(0x94D049BB133111EB)
 
 
 def _mix(z: Tensor) -> Tensor:
@@ -83,7 +88,7 @@ def random_bits(seed: int, purpose: str, epoch: int, index: Tensor, draws: int =
     Returns:
         int64 of shape (n, draws).
     """
-    key = _signed(derive_seed(seed, purpose, epoch) << 1)
+    key = signed(derive_seed(seed, purpose, epoch) << 1)
     column = torch.arange(1, draws + 1, device=index.device, dtype=torch.int64) * _GOLDEN
     return _mix(_mix(index.to(torch.int64) * _GOLDEN + key).unsqueeze(1) + column)
 

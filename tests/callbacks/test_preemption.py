@@ -23,16 +23,14 @@ from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.lib.signals import SIGNALS, Preempted, SignalFlag
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.end_to_end.test_exact_resume import BATCH_SIZE, TRAIN, VALIDATION, adamw, augment, hash_of
+from tests.support.batches import BatchWatcher, Moment
 from tests.support.ranks import run_ranks
 from tests.support.tables import CALLBACKS, QUIET, TOGETHER, Tiny, image_network, on_ranks, silence
 
 EPOCHS = 3
 
-Moment = tuple[str, int, int]
-"""A hook, the epoch and the batch at which it sends a signal."""
 
-
-class Alarm(pl.Callback):
+class Alarm(BatchWatcher):
     """Sends signals to its own process at some moment, once."""
 
     def __init__(self, moment: Moment | None, signum: int) -> None:
@@ -47,24 +45,6 @@ class Alarm(pl.Callback):
         if place == self.moment and not self.rung:
             self.rung = time.monotonic()
             os.kill(os.getpid(), self.signum)
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._look(trainer, "train", batch_idx)
-
-    @override
-    def on_validation_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._look(trainer, "validation", batch_idx)
-
-    @override
-    def on_test_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._look(trainer, "test", batch_idx)
 
 
 class Life(NamedTuple):

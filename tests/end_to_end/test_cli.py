@@ -1,8 +1,6 @@
 """The command line as a user types it: on the bundled digits, offline, in an empty folder."""
 
-import contextlib
 import csv
-import io
 import json
 import os
 import re
@@ -15,30 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.command_lines import Typed, type_line
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--dataset", "digits", "--max-epochs", "1", "--network", "default", "--batch-size", "128"]
 
 
-def _type(args: list[str], folder: str) -> tuple[int, str, str]:
+def type_in(folder: Path, *args: str) -> Typed:
     """In a fresh process: what `python -m recipes.mnist ARGS` ends with and prints."""
-    from datamodules import MNISTDataModule
-    from recipes import run
-    from recipes.mnist import MNISTClassifier
-
-    os.chdir(folder)
-    out, err, status = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            run(MNISTClassifier, MNISTDataModule, args=args)
-        except SystemExit as ending:
-            status = int(ending.code or 0)
-    return status, out.getvalue(), err.getvalue()
-
-
-def type_in(folder: Path, *args: str) -> tuple[int, str, str]:
-    return run_ranks(_type, 1, list(args), str(folder))[0]
+    return run_ranks(type_line, 1, "recipes:MNISTClassifier", "datamodules:MNISTDataModule", list(args), str(folder))[0]
 
 
 def environment() -> dict[str, str]:

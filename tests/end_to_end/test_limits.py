@@ -1,40 +1,26 @@
 """--limit-train-batches and the Trainer's other limits on the command line: the same training on any split."""
 
-import contextlib
-import io
 import json
-import os
 import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.command_lines import type_line
 from tests.support.ranks import run_ranks
 
 COMMON = "--dataset digits --accelerator cpu --precision 64 --lr 0.001 --schedule constant --name run"
 
 
-def _type(args: list[str], folder: str) -> tuple[int, str, str]:
-    from datamodules import MNISTDataModule
-    from recipes import run
-    from tests.support.plain_recipe import Plain
-
-    os.chdir(folder)
-    out, err, status = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            run(Plain, MNISTDataModule, args=args)
-        except SystemExit as end:
-            status = int(end.code or 0)
-    return status, out.getvalue(), err.getvalue()
+CLASSES = "tests.support.plain_recipe:Plain", "datamodules:MNISTDataModule"
 
 
 def typed(folder: Path, args: str, devices: int = 1) -> dict[str, torch.Tensor]:
     """The weights of a run that trains on several devices, a process each."""
     folder.mkdir(exist_ok=True)
     command = [*shlex.split(f"{args} {COMMON}"), "--devices", str(devices)]
-    for status, _, err in run_ranks(_type, devices, command, str(folder)):
+    for status, _, err in run_ranks(type_line, devices, *CLASSES, command, str(folder)):
         assert status == 0, err
     checkpoint = torch.load(folder / "runs/plain/run/checkpoints/last.ckpt", weights_only=True)
     assert checkpoint["global_step"] == 8, "two epochs of four updates"
@@ -50,7 +36,7 @@ def test_a_number_of_updates_is_trained_on_any_split_also_resumed_on_other_devic
     first = f"{limits} --max-epochs 1 --batch-size 32"
     (tmp_path / "resumed").mkdir()
     command = [*shlex.split(f"{first} {COMMON}"), "--devices", "2"]
-    for status, _, err in run_ranks(_type, 2, command, str(tmp_path / "resumed")):
+    for status, _, err in run_ranks(type_line, 2, *CLASSES, command, str(tmp_path / "resumed")):
         assert status == 0, err
     resumed = typed(tmp_path / "resumed", "--resume runs/plain/run/checkpoints/last.ckpt --max-epochs 2")
     for name, value in whole.items():
@@ -63,7 +49,7 @@ def test_a_number_of_updates_is_trained_on_any_split_also_resumed_on_other_devic
 
 def test_barebones_trains_without_a_folder_and_says_what_it_leaves_out(tmp_path):
     args = shlex.split(f"{COMMON} --barebones --max-epochs 1 --batch-size 256")
-    ((status, out, err),) = run_ranks(_type, 1, args, str(tmp_path))
+    ((status, out, err),) = run_ranks(type_line, 1, *CLASSES, args, str(tmp_path))
     assert status == 0, err
     assert "nothing is logged, saved or tested" in out
     assert "samples/s" in out

@@ -1,18 +1,16 @@
 """What belongs to a recipe stands in the recipe: one outside of the package needs no edit of ours."""
 
-import contextlib
-import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 import yaml
 
+from tests.support.command_lines import Typed, type_line
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -20,40 +18,21 @@ COMMON = ["--accelerator", "cpu", "--precision", "32", "--enable-progress-bar=fa
 LAST = "runs/characters/run/checkpoints/last.ckpt"
 
 
-class Ended(NamedTuple):
-    """The end of a command line."""
-
-    status: int
-    out: str
-    err: str
+CLASSES = "tests.support.own_recipe:NextCharacter", "tests.support.own_recipe:Text"
 
 
-def _run(args: list[str], folder: str) -> tuple[int, str, str]:
-    from recipes import run
-    from tests.support.own_recipe import NextCharacter, Text
-
-    os.chdir(folder)
-    out, err, status = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            run(NextCharacter, Text, args=args)
-        except SystemExit as end:
-            status = int(end.code or 0)
-    return status, out.getvalue(), err.getvalue()
-
-
-def typed(folder: Path, *args: str) -> Ended:
+def typed(folder: Path, *args: str) -> Typed:
     """A command line in a fresh process."""
     command = [args[0], *COMMON, *args[1:]] if args[0] == "predict" else [*COMMON, *args]
-    return Ended(*run_ranks(_run, 1, command, str(folder))[0])
+    return run_ranks(type_line, 1, *CLASSES, command, str(folder))[0]
 
 
-def started(folder: Path, *args: str) -> Ended:
+def started(folder: Path, *args: str) -> Typed:
     """A command line of the script, which starts the processes of other devices itself."""
     program = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "own_recipe.py"), *COMMON, *args]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    return Ended(done.returncode, done.stdout, done.stderr)
+    return Typed(done.returncode, done.stdout, done.stderr)
 
 
 def test_parameters_of_one_call_free_ones_and_the_printed_table_are_the_recipes_own(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from recipes.optim import layer_groups
 from recipes.resnet.feature_cache import frozen_stages
 from recipes.resnet.network import ARCHITECTURES, build_resnet, resnet_stages, run_stages
 from recipes.resnet.recipe import ResNetFineTuner
+from tests.support.command_lines import Typed, type_line
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, on_ranks
 
@@ -342,23 +343,10 @@ def test_the_rank_that_meets_a_damaged_file_names_it(tmp_path):
     assert "011.png" in second
 
 
-def _type(args: list[str], folder: str) -> tuple[int, str, str]:
+def type_in(folder: Path, *args: str) -> Typed:
     """In a fresh process: what `python -m recipes.resnet ARGS` ends with and prints."""
-    from datamodules import ImageFolderDataModule
-    from recipes import ResNetFineTuner, run
-
-    os.chdir(folder)
-    out, err, status = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            run(ResNetFineTuner, ImageFolderDataModule, args=args)
-        except SystemExit as ending:
-            status = int(ending.code or 0)
-    return status, out.getvalue(), err.getvalue()
-
-
-def type_in(folder: Path, *args: str) -> tuple[int, str, str]:
-    return run_ranks(_type, 1, list(args), str(folder))[0]
+    classes = "recipes:ResNetFineTuner", "datamodules:ImageFolderDataModule"
+    return run_ranks(type_line, 1, *classes, list(args), str(folder))[0]
 
 
 @pytest.fixture(scope="module")

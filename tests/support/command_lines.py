@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tests.support.ranks import run_ranks
 
-__all__ = ["Typed", "typed"]
+__all__ = ["Typed", "type_line", "typed"]
 
 COMMON = ["--accelerator=cpu", "--enable-progress-bar=false"]
 
@@ -23,20 +23,22 @@ class Typed(NamedTuple):
     err: str
 
 
-def _type(recipe: str, data: str, all_args: list[list[str]], folder: str) -> list[tuple[int, str, str]]:
+def type_line(recipe: str, data: str, args: list[str], folder: str) -> Typed:
+    """Type one in this process, which `run_ranks` has started, for a recipe and a data module by ``module:name``."""
     from recipes import run
 
     os.chdir(folder)
-    ended = []
-    for args in all_args:
-        out, err, status = io.StringIO(), io.StringIO(), 0
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                run(resolve_name(recipe), resolve_name(data), args=[*args, *COMMON])
-            except SystemExit as end:
-                status = int(end.code or 0)
-        ended.append((status, out.getvalue(), err.getvalue()))
-    return ended
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            run(resolve_name(recipe), resolve_name(data), args=args)
+        except SystemExit as end:
+            status = int(end.code or 0)
+    return Typed(status, out.getvalue(), err.getvalue())
+
+
+def _type_each(recipe: str, data: str, commands: list[list[str]], folder: str) -> list[Typed]:
+    return [type_line(recipe, data, [*args, *COMMON], folder) for args in commands]
 
 
 def typed(
@@ -46,5 +48,5 @@ def typed(
     data: str = "tests.support.stock_data:Points",
 ) -> list[Typed]:
     """Type commands in a folder, for a recipe and a data module by ``module:name``."""
-    each = [shlex.split(command) for command in commands]
-    return [Typed(*ended) for ended in run_ranks(_type, 1, recipe, data, each, str(folder))[0]]
+    ended: list[Typed] = run_ranks(_type_each, 1, recipe, data, [*map(shlex.split, commands)], str(folder))[0]
+    return ended

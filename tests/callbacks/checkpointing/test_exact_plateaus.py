@@ -22,14 +22,13 @@ from callbacks.seed_control import SeedControl
 from callbacks.train_loss import TrainLoss
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.end_to_end.test_exact_resume import hash_of
+from tests.support.batches import BatchWatcher, Moment
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, Tiny, image_network, noisy_images, on_ranks, silence
 
 # 13 micro-batches an epoch on one process, 7 on two, by two: windows of 2, 2, 2, 2, 2, 2, 1 and of 2, 2, 2, 1.
 TRAIN, VALIDATION = ([part.float() if part.is_floating_point() else part for part in noisy_images(n)] for n in (50, 9))
 EPOCHS = 3
-Moment = tuple[str, int, int]
-"""A hook, the epoch and the batch in which a run ends."""
 
 
 class Plateau(Tiny):
@@ -63,7 +62,7 @@ class Killed(Exception):
     """Stands for kill -9: nothing is saved."""
 
 
-class Fate(pl.Callback):
+class Fate(BatchWatcher):
     """Ends a run somewhere: by a signal, a stop or at once."""
 
     def __init__(self, end: str, moment: Moment) -> None:
@@ -78,18 +77,6 @@ class Fate(pl.Callback):
             trainer.should_stop = True
         else:
             raise Killed
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._look(trainer, "train", batch_idx)
-
-    @override
-    def on_validation_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._look(trainer, "validation", batch_idx)
 
 
 def live(
