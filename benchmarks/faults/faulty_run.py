@@ -1,11 +1,12 @@
-"""The MNIST recipe on the bundled digits with a fault in it, which `benchmarks.faults.battery` starts.
+"""A tiny run of a recipe with a fault in it, which `benchmarks.faults.battery` starts.
 
-The variable FAULT names what happens, when and on which rank, as JSON; the fields of `Fault` are its names.
+The variable FAULT names the recipe, and what happens, when and on which rank, as JSON: the fields of `Fault`.
 """
 
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -15,13 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
-from typing_extensions import override
+from recipes.cli.quick_imports import quick_imports
 
-from datamodules import MNISTDataModule
-from recipes import MNISTClassifier, run
+with quick_imports():
+    import lightning.pytorch as pl
+    import psutil
+    import torch
+    from torch.utils.data import DataLoader, Dataset, get_worker_info
+    from typing_extensions import override
+
+    from benchmarks.harness.tiny_recipes import TINY_RECIPES
+    from recipes import run
 
 __all__ = ["Fault", "Faulty"]
 
@@ -32,17 +37,21 @@ class Fault:
 
     Args:
         folder: where the run writes what it has done (``updates``) and when the fault was injected (``injected``).
-        kind: a key of `KINDS`, worker, or nothing.
+        recipe: a key of `TINY_RECIPES`.
+        kind: a key of `KINDS`, worker, nan, remove folder, or nothing.
         moment: update, step, validation, save, epoch or start.
         at: the update that it happens after.
+        lasting: updates after which a full disk has room again.
         rank: which one it happens to; -1 is every one.
         pause: seconds between updates, so that signals from outside arrive in the middle.
     """
 
     folder: str
+    recipe: str = "mnist"
     kind: str = "nothing"
     moment: str = "update"
     at: int = 0
+    lasting: int = 1
     rank: int = -1
     pause: float = 0.0
 
@@ -61,6 +70,10 @@ def _raise() -> None:
 
 def _exhaust_memory() -> None:
     torch.empty(2**50, dtype=torch.uint8)
+
+
+def _kill_a_worker() -> None:
+    psutil.Process().children()[0].kill()
 
 
 def _limit_files() -> None:
@@ -82,6 +95,7 @@ KINDS: dict[str, Callable[[], None]] = {
     "raise": _raise,
     "memory": _exhaust_memory,
     "disk": _limit_files,
+    "kill worker": _kill_a_worker,
     "parent": lambda: os.kill(os.getppid(), signal.SIGKILL),
 }
 
@@ -108,14 +122,15 @@ class Faulty(pl.Callback):
         self._mark("injected", str(time.time()))
         if fault.kind == "nan":
             next(module.parameters()).data.fill_(float("nan"))
+        elif fault.kind == "remove folder":
+            shutil.rmtree(trainer.default_root_dir)
         elif moment == "save" and fault.kind == "kill":
             threading.Thread(target=self._kill_while_writing, daemon=True).start()
         else:
             KINDS[fault.kind]()
 
     def _kill_while_writing(self) -> None:
-        checkpoints = self.folder / "runs" / "mnist"
-        while not any(checkpoints.glob("*/checkpoints/.*.part")):
+        while not any(self.folder.glob("runs/*/*/checkpoints/.*.part")):
             pass
         _kill()
 
@@ -136,7 +151,7 @@ class Faulty(pl.Callback):
     ) -> None:
         if trainer.is_global_zero:
             self._mark("updates", str(trainer.global_step))
-        if self.fault.kind == "disk" and trainer.global_step > self.fault.at:
+        if self.fault.kind == "disk" and trainer.global_step >= self.fault.at + self.fault.lasting:
             _lift_limit()
         time.sleep(self.fault.pause)
         self._inject(trainer, pl_module, "update", trainer.global_step)
@@ -160,32 +175,38 @@ class Faulty(pl.Callback):
 
 
 class _Broken(Dataset[Any]):
-    """Images that cannot be read in a worker."""
+    """Samples that cannot be read in a worker."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
 
     def __len__(self) -> int:
-        return self.size
+        return 256
 
     def __getitem__(self, index: int) -> Any:
-        if get_worker_info() is not None and index > 40:
-            raise OSError(f"image {index} cannot be read")
-        return torch.zeros(1, 28, 28), 0
+        assert get_worker_info() is not None
+        self.mark.write_text(str(time.time()))
+        raise OSError(f"sample {index} cannot be read")
 
 
-class _BrokenWorker(MNISTDataModule):
-    """Loads in a worker, which fails."""
+def _with_broken_worker(data_class: type[pl.LightningDataModule], mark: Path) -> type[pl.LightningDataModule]:
+    """A data module that loads in a worker, which fails."""
 
-    @override
-    def train_dataloader(self) -> Any:
-        return DataLoader(_Broken(256), batch_size=16, num_workers=1)
+    class BrokenWorker(data_class):  # type: ignore[misc, valid-type]
+        @override
+        def train_dataloader(self) -> Any:
+            return DataLoader(_Broken(mark), batch_size=16, num_workers=1)
+
+    return BrokenWorker
 
 
 def main() -> None:
     """Run the recipe with the fault of the environment."""
     fault = Fault(**json.loads(os.environ["FAULT"]))
-    run(MNISTClassifier, _BrokenWorker if fault.kind == "worker" else MNISTDataModule, lambda: [Faulty(fault)])
+    recipe_class, data_class = TINY_RECIPES[fault.recipe].classes()
+    if fault.kind == "worker":
+        data_class = _with_broken_worker(data_class, Path(fault.folder) / "injected")
+    run(recipe_class, data_class, lambda: [Faulty(fault)])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["answer_of", "free_port", "seconds_of"]
+__all__ = ["ROOT", "answer_of", "free_port", "seconds_of"]
 
 ROOT = Path(__file__).parents[2]
 

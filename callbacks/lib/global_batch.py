@@ -23,6 +23,8 @@ def accumulation_factor(global_batch_size: int, batch_size: int, world_size: int
         datamodules.errors.UserError: global_batch_size=1000 is no multiple of 64 samples x 4 devices = 256: pass
         global_batch_size=768 or global_batch_size=1024, or batch_size=50
     """
+    if global_batch_size < 1:
+        raise UserError(f"global_batch_size={global_batch_size} leaves no sample in an update; pass 1 or more")
     at_once = batch_size * world_size
     factor, rest = divmod(global_batch_size, at_once)
     if factor and not rest:
@@ -34,7 +36,8 @@ def accumulation_factor(global_batch_size: int, batch_size: int, world_size: int
     )
     share, uneven = divmod(global_batch_size, world_size)
     if share and not uneven:
-        divisors = (size for size in range(1, share + 1) if share % size == 0)
+        # One is nearer than any beyond twice the size.
+        divisors = (size for size in range(1, min(share, 2 * batch_size) + 1) if share % size == 0)
         message += f", or batch_size={min(divisors, key=lambda size: abs(size - batch_size))}"
     raise UserError(message)
 

@@ -20,6 +20,7 @@ from recipes.cli.console import configure_logging, program_name
 from recipes.cli.experiment import Classes, Settings, build_experiment, takes_inputs
 from recipes.cli.flags import FlagGroup, FlagParser
 from recipes.cli.limits import LIMIT_TEXTS
+from recipes.cli.messages import one_line
 from recipes.cli.report import check_output, shown
 from recipes.cli.run_folder import logger_names
 from recipes.cli.settings import RunSettings
@@ -112,7 +113,7 @@ def run(
             # Before the rendezvous; where rank 0 makes the same error, it prints first.
             time.sleep(3)
             who = f" on rank {getattr(rank_zero_only, 'rank', '?')}"
-        print(f"error{who}: {program.parser.as_flags(str(error))}", file=sys.stderr)  # noqa: T201
+        print(f"error{who}: {one_line(program.parser.as_flags(str(error)))}", file=sys.stderr)  # noqa: T201
         sys.exit(error.exit_status)
     except BrokenPipeError:
         # The reader of our output has ended, as in `| head`; Python would complain again at exit.

@@ -202,6 +202,8 @@ class FlagParser(ArgumentParser):
                 close = close or difflib.get_close_matches(known, self._flags, n=1, cutoff=0.5)
                 hint = f"did you mean {flag_of(close[0])}?" if close else "--help-all lists the flags"
                 raise UserError(f"there is no flag --{flag}; {hint}")
+            if "." in name and not self._holds_classes(known):
+                raise UserError(f"there is no flag --{flag}, since {flag_of(known)} has no parameters")
             following = args[i + 1].lower() if i + 1 < len(args) else "--"
             bare = not equals and name in self._flags and _allows_bare(self._type(name))
             if bare and following not in _SWITCH_VALUES and not following.lstrip("-").isdigit():

@@ -84,7 +84,7 @@ def limits_per_device(options: Mapping[str, Any], per_update: int | None, rank: 
                 f"{name}={count} leaves {world_size - count} of {world_size} devices without a batch; pass"
                 f" {name}={world_size} or more"
             )
-        limits[name] = len(range(rank, count, world_size))
+        limits[name] = -((rank - count) // world_size)  # Those at rank, rank + world_size, ... below the count.
     return limits
 
 

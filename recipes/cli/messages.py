@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from recipes.launch.settings import flag_of
 
-__all__ = ["ALIASES", "as_flags"]
+__all__ = ["ALIASES", "as_flags", "one_line"]
 
 ALIASES = {
     "duration": "warmup",
@@ -58,3 +58,22 @@ def as_flags(message: str, flags: Collection[str], aliases: Mapping[str, str] | 
         return found[0] if name is None else _flag(name, found["quoted"] if found["name"] else found["value"])
 
     return _PARAMETER.sub(replace, message)
+
+
+def one_line(message: str, longest: int = 1000) -> str:
+    """A message in one line that shows on any terminal, since values of any kind and length may stand in it.
+
+    Args:
+        longest: characters; of a longer message the middle is left out.
+
+    Example:
+        >>> print(one_line("no file \x1b[31mred\\n"))
+        no file \\x1b[31mred\\n
+        >>> one_line("--lr " + "9" * 100 + " is not a number", longest=40)
+        '--lr 9999999999999 ... 9 is not a number'
+    """
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+    if len(shown) <= longest:
+        return shown
+    half = (longest - 5) // 2
+    return f"{shown[: longest - 5 - half]} ... {shown[-half:]}"

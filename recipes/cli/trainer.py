@@ -93,7 +93,7 @@ def build_trainer(experiment: Experiment, more: Sequence[Callback] = (), folder:
     # Lightning moves the callbacks that save behind the others, and calls the first of them the Trainer's.
     saves = [callback for callback in more if isinstance(callback, Checkpoint)]
     callbacks = [*saves, *_callbacks(experiment), *(callback for callback in more if callback not in saves)]
-    with as_user_errors(ValueError, TypeError, MisconfigurationException):
+    with as_user_errors(ValueError, TypeError, ImportError, MisconfigurationException):
         trainer = pl.Trainer(
             **options,
             precision=settings.run.precision,  # type: ignore[arg-type]

@@ -81,6 +81,7 @@ def test_a_switch_needs_no_value(parser, args, turning, tests):
         (["--power"], "--power needs a value: a number"),
         (["--power", "--turning"], "--power needs a value: a number"),
         (["-power", "3"], "flags begin with two dashes; did you mean --power?"),
+        (["--power.of", "3"], "there is no flag --power.of, since --power has no parameters"),
         (["--power", "3", "test"], "'test' is neither a flag nor the value of one; a command such as test comes first"),
     ],
 )
