@@ -18,7 +18,8 @@ from callbacks.checkpointing.stopping_points import Place, move_counters, save_n
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.consensus import FlagAllReduce, SumWithFlag
 from callbacks.lib.lightning_internals import collective_timeout, keep_signal_handlers
-from callbacks.lib.signals import SIGNALS, Preempted, SignalFlag, name_of, requeue
+from callbacks.lib.signals import SIGNALS, Preempted, SignalFlag, name_of
+from callbacks.lib.slurm_job import requeue_on
 from callbacks.lib.trainer_attributes import callbacks_of, surround_callbacks
 
 __all__ = ["Preemption"]
@@ -215,7 +216,7 @@ class Preemption(pl.Callback):
         self._place = None
         if trainer.is_global_zero:
             done = f"saved {path}" if path else "nothing was saved"
-            note = requeue(signum) if self.requeue else ""
+            note = requeue_on(signum) if self.requeue else ""
             log.warning("%s after update %d: %s%s", name_of(signum), trainer.global_step, done, note)
         # Slurm may end the whole step, with the request to requeue, when the first process exits. All is saved: a rank
         # that does not take part is no reason to fail.

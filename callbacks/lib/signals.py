@@ -1,4 +1,4 @@
-"""Signals that are noted instead of ending the process, and what Slurm is told then.
+"""Signals that are noted instead of ending the process.
 
 Lightning's own handler of SIGTERM runs a collective. A signal to one rank alone then hangs the run, and the handler of
 its Slurm environment saves in the middle of whatever the process was doing. Here a handler sets a flag.
@@ -6,28 +6,15 @@ its Slurm environment saves in the middle of whatever the process was doing. Her
 
 import os
 import signal
-import subprocess
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = [
-    "SIGNALS",
-    "Preempted",
-    "SignalFlag",
-    "ending_on_signals",
-    "is_batch_job",
-    "name_of",
-    "requeue",
-    "requeue_command",
-]
+__all__ = ["SIGNALS", "Preempted", "SignalFlag", "ending_on_signals", "name_of"]
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 """What schedulers and people send to end a run."""
-
-# Seconds for Slurm to reply, within the 25 that the command line's failure monitor gives rank 0 to exit.
-_SLURM_ANSWERS = 20.0
 
 
 class Preempted(SystemExit):
@@ -134,49 +121,3 @@ def ending_on_signals(*signums: int) -> Iterator[None]:
     finally:
         for signum, handler in previous.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-
-
-def is_batch_job(environ: Mapping[str, str]) -> bool:
-    """Whether this is a batch job of Slurm, and not a shell in an interactive one."""
-    # The names are what salloc and srun --pty call their jobs.
-    return "SLURM_JOB_ID" in environ and environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
-
-
-def requeue_command(environ: Mapping[str, str]) -> list[str] | None:
-    """What puts this batch job of Slurm back into its queue; None outside of one.
-
-    Example:
-        >>> requeue_command({"SLURM_JOB_ID": "71", "SLURM_JOB_NAME": "train"})
-        ['scontrol', 'requeue', '71']
-        >>> requeue_command({"SLURM_JOB_ID": "73", "SLURM_ARRAY_JOB_ID": "71", "SLURM_ARRAY_TASK_ID": "2"})
-        ['scontrol', 'requeue', '71_2']
-        >>> requeue_command({"SLURM_JOB_ID": "71", "SLURM_JOB_NAME": "interactive"}) is None
-        True
-    """
-    if not is_batch_job(environ):
-        return None
-    job = environ["SLURM_JOB_ID"]
-    if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
-        job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
-    return ["scontrol", "requeue", job]
-
-
-def requeue(signum: int) -> str:
-    """Put this job back into Slurm's queue, where SIGUSR1 has ended a batch job; to be called on one rank.
-
-    Returns:
-        What became of it, in words; nothing for other signals and outside of such a job.
-    """
-    command = requeue_command(os.environ)
-    if command is None or signum != getattr(signal, "SIGUSR1", None):
-        return ""
-    try:
-        # In a session of its own: what ends this process with its group does not end the request.
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SLURM_ANSWERS, check=False, start_new_session=True
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"; not requeued, {' '.join(command)}: {error}"
-    if done.returncode:
-        return f"; not requeued, {' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}"
-    return f"; requeued as job {command[-1]}"

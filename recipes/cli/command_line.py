@@ -13,7 +13,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed import TCPStore
 
-from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals, requeue
+from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
+from callbacks.lib.slurm_job import requeue_on
 from datamodules.errors import UserError
 from recipes.cli.commands import carry_out
 from recipes.cli.console import configure_logging, program_name
@@ -36,6 +37,7 @@ from recipes.launch.precision import check_precision, resolve_precision
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.launch.settings import Command, LaunchSettings
 from recipes.recipe import Recipe
+from recipes.resume.requeue import requeue_after_loss
 from recipes.resume.resume_point import ResumePoint, find_resume_point
 from recipes.resume.saved_run import describe_differences, read_run
 
@@ -102,10 +104,10 @@ def run(
         take_parser(program.parser, _COMMANDS)
         return
     try:
-        with monitored(program.parser.as_flags), ending_on_signals(*SIGNALS):
+        with monitored(program.parser.as_flags, program.after_loss), ending_on_signals(*SIGNALS):
             program.main()
     except Preempted as stopped:
-        rank_zero_print(f"\nended by {stopped.signal_name}{requeue(stopped.signum) if is_rank_zero() else ''}")
+        rank_zero_print(f"\nended by {stopped.signal_name}{requeue_on(stopped.signum) if is_rank_zero() else ''}")
         raise
     except UserError as error:
         who = ""
@@ -144,6 +146,7 @@ class _CommandLine:
         self.typed = Command(self.program, self.args)
         self.parser = _build_parser(classes, self.program)
         self._not_saved = _OF_ONE_CALL | classes.call_parameters
+        self._point, self._updates_done = ResumePoint(), 0
 
     def main(self) -> None:
         """Parse, find the checkpoint to resume from, resolve the settings, build from them, and run the command."""
@@ -161,6 +164,7 @@ class _CommandLine:
             rank_zero_print(f"the run in {folder} has finished; pass a larger {longer} to train longer")
             return
         checkpoint = point.checkpoint or namespace.ckpt
+        self._point, self._updates_done = point, read_run(point.checkpoint).updates if point.checkpoint else 0
         if checkpoint:
             namespace = self._with_saved_settings(command, checkpoint, args)
         try:
@@ -172,6 +176,10 @@ class _CommandLine:
                 raise
             first = str(error).splitlines()[1].strip()
             raise UserError(f"{checkpoint} holds another network than this one: {first[:200]}") from error
+
+    def after_loss(self) -> str:
+        """What is done where a process of the run was lost, in words."""
+        return requeue_after_loss(self._point.folder, self._updates_done)
 
     # Parsing
 
@@ -275,25 +283,25 @@ class _CommandLine:
 
     # Settings
 
-    def _launch(
-        self, command: str, values: dict[str, Any], config: dict[str, Any], point: ResumePoint
-    ) -> tuple[Launch, TCPStore | None]:
+    def _launch(self, command: str, values: dict[str, Any], config: dict[str, Any]) -> tuple[Launch, TCPStore | None]:
         """Find out which process of the run this one is, and wait for the others."""
         here = detect_machine(values["accelerator"])
-        check_precision(str(values["precision"]), here, self.typed)
-        check_strategy(values["strategy"], self.typed)
-        if command == "predict":
-            return Launch("local", 1, 1), None
         options = LaunchSettings(**self.parser.select(values, "Launch"))
         asked = (values["devices"], values["num_nodes"])
-        launch = plan_launch(os.environ, options, asked, here, self.typed)
+        alone, launch = command in ("predict", "export"), Launch("local", 1, 1)
+        if not alone:
+            launch = plan_launch(os.environ, options, asked, here, self.typed)
+        self.typed = self.typed.started_by(launch.launcher, launch.num_nodes, launch.devices)
+        check_precision(str(values["precision"]), here, self.typed)
+        check_strategy(values["strategy"], self.typed)
+        if alone:
+            return launch, None
         if launch.address is not None and not launch.spawns:
             values["devices"] = devices_of(launch.devices, values["devices"], here)
             values["num_nodes"] = launch.num_nodes
 
         def settings() -> dict[str, Any]:
-            done = read_run(point.checkpoint).updates if point.checkpoint else 0
-            return fingerprint(config, (self.classes.recipe, self.classes.data)) | {UPDATES_DONE: done}
+            return fingerprint(config, (self.classes.recipe, self.classes.data)) | {UPDATES_DONE: self._updates_done}
 
         return join_run(launch, settings, options, self.typed)
 
@@ -308,7 +316,7 @@ class _CommandLine:
         namespace.precision, reason = resolve_precision(namespace.precision, namespace.accelerator)
         config = self._config(namespace)
         values = self.parser.instantiate_classes(namespace).as_dict()
-        launch, store = self._launch(command, values, config, point)
+        launch, store = self._launch(command, values, config)
         settings = Settings(
             command,
             RunSettings(**self.parser.select(values, "Run")),

@@ -1,9 +1,11 @@
 """The commands: fit, validate, test, predict and export."""
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -16,7 +18,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from callbacks.checkpointing.guard import CheckpointGuard
-from callbacks.lib.signals import Preempted, requeue
+from callbacks.lib.signals import SIGNALS, Preempted
+from callbacks.lib.slurm_job import is_batch_job, requeue_on
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from recipes.cli.experiment import Experiment, as_user_errors
@@ -29,6 +32,7 @@ from recipes.cli.trainer import build_trainer, renew_callbacks
 from recipes.failures.monitor import exit_run
 from recipes.failures.shared_folder import SharedFolder
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
+from recipes.launch.settings import Command
 from recipes.resume.resume_point import start_from
 from recipes.resume.saved_run import read_run
 
@@ -166,7 +170,7 @@ def _train_and_test(
 ) -> tuple[dict[str, float], str | None]:
     """Train, then score the best checkpoint as validate and test do. Returns the scores and the checkpoint."""
     recipe, data, resume = experiment.recipe, experiment.data, experiment.settings.run.resume
-    with _interruptible(trainer, folder, program):
+    with _interruptible(trainer, experiment, folder, program):
         trainer.fit(recipe, data, ckpt_path=resume, weights_only=True)
     if experiment.settings.trainer["barebones"]:
         return {}, None
@@ -175,7 +179,7 @@ def _train_and_test(
         best = str(last)
     scores = {name: float(value) for name, value in trainer.callback_metrics.items()}
     renew_callbacks(trainer, experiment)
-    with _interruptible(trainer, folder, program):
+    with _interruptible(trainer, experiment, folder, program):
         if _validates(experiment):
             # The scores so far are those of the last epoch. Nothing is logged: the curves end with the training.
             loggers, trainer.loggers = trainer.loggers, [_NoLogger(trainer.default_root_dir)]
@@ -194,7 +198,7 @@ def _evaluate(experiment: Experiment, program: str) -> None:
     command, run = settings.command, settings.run
     trainer = build_trainer(experiment)
     rows: Sequence[dict[str, object]]
-    with _interruptible(trainer, None, program):
+    with _interruptible(trainer, experiment, None, program):
         if command == "predict":
             outputs = trainer.predict(recipe, data, ckpt_path=run.ckpt, weights_only=True)
             rows = recipe.prediction_rows(outputs or [], data_contract(data).prediction_names)
@@ -214,14 +218,17 @@ def _evaluate(experiment: Experiment, program: str) -> None:
 
 
 @contextmanager
-def _interruptible(trainer: pl.Trainer, folder: Path | None, program: str) -> Iterator[None]:
+def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | None, program: str) -> Iterator[None]:
     """Where a signal has ended the run, print how to resume, and end the process."""
     try:
         yield
     except Preempted as stopped:
+        with suppress(ValueError):  # Handlers need the main thread.
+            for signum in SIGNALS:  # Slurm sends SIGTERM to a job that has been requeued.
+                signal.signal(signum, signal.SIG_IGN)
         why = f"\nended by {stopped.signal_name}"
         if stopped.at_once and is_rank_zero():
-            why += requeue(stopped.signum)
+            why += requeue_on(stopped.signum)
         last = folder / "checkpoints" / "last.ckpt" if folder else None
         if last and not last.exists():
             last = last.with_name("best.ckpt")
@@ -230,12 +237,21 @@ def _interruptible(trainer: pl.Trainer, folder: Path | None, program: str) -> It
         elif not last.exists():
             rank_zero_print(f"{why} before the first update, so nothing was saved")
         elif stopped.trained or trainer.state.fn != "fit":
-            rank_zero_print(f"{why}; the training is done, so test with\n  {program} test --ckpt {shown(last)}")
+            test = _as_started(experiment, f"{program} test").using(ckpt=shown(last))
+            rank_zero_print(f"{why}; the training is done, so test with\n  {test}")
         else:
             # Callbacks of the command line are not taken from a checkpoint.
             given = read_run(last).config.get("callbacks")
-            settings = f" --config {shown(last.parents[1] / 'config.yaml')}" if given else ""
-            rank_zero_print(f"{why}; resume with\n  {program}{settings} --resume {shown(last)}")
+            config = shown(last.parents[1] / "config.yaml") if given else None
+            how = f"in a new job with --name {last.parents[1].name}, or with" if is_batch_job(os.environ) else "with"
+            line = _as_started(experiment, program).using(config=config, resume=shown(last))
+            rank_zero_print(f"{why}; resume {how}\n  {line}")
         sys.stderr.flush()
         # Loggers and processes are closed; a regular exit of the interpreter would take another second.
         exit_run(int(stopped.code or 1))
+
+
+def _as_started(experiment: Experiment, program: str) -> Command:
+    """The program with the launcher that has started the processes of this run."""
+    launch = experiment.settings.launch
+    return Command(program).started_by(launch.launcher, launch.num_nodes, launch.devices)

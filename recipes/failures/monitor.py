@@ -24,7 +24,7 @@ import lightning.pytorch as pl
 from torch.distributed import TCPStore
 from typing_extensions import override
 
-from recipes.failures.cause import RankReport, classify_exception, failure_cause
+from recipes.failures.cause import RankReport, classify_exception, failure_cause, first_line
 from recipes.failures.protocol import ProtocolError, connection_failure, keep_alive, listen, receive, send
 from recipes.launch.plan import Launch
 
@@ -36,6 +36,7 @@ _KINDS = {"user_error", "exception", "exception_pending", "exit", "consequence"}
 
 _current: "FailureMonitor | None" = None
 _translate: Callable[[str], str] = str
+_after_loss: Callable[[], str] = str
 
 
 def end_process(status: int, line: str = "") -> None:
@@ -46,6 +47,14 @@ def end_process(status: int, line: str = "") -> None:
         with contextlib.suppress(Exception):
             print(line, file=sys.stderr, flush=True)  # noqa: T201
     os._exit(status)
+
+
+def _loss_handled() -> str:
+    """What is done about the loss of a process, for the line that is printed; the monitor has to survive it."""
+    try:
+        return _after_loss()
+    except Exception as error:
+        return f"; {first_line(error)}"
 
 
 @dataclass
@@ -182,6 +191,8 @@ class FailureMonitor:
                 line = (
                     "" if cause.kind == "exit" or (cause.rank == 0 and cause.kind == "user_error") else cause.describe()
                 )
+                if cause.kind in ("lost", "unreachable"):
+                    line += _loss_handled()
                 for connection in members:
                     send(connection, {"status": cause.status, "line": line})
                 if cause.rank == 0 and cause.kind == "user_error":
@@ -204,7 +215,7 @@ class FailureMonitor:
                     return
                 first = RankReport(0, 0, "the master's host", connection_failure(end))
                 alone = self.launch.node_rank == 0 and self.launch.local_rank == 1
-                end_process(1, first.describe() if prints or alone else "")
+                end_process(1, first.describe() + _loss_handled() if prints or alone else "")
                 return
             for message in messages:
                 if "exit" in message:
@@ -228,14 +239,16 @@ def start_monitor(launch: Launch, store: TCPStore, address: str) -> None:
 
 
 @contextlib.contextmanager
-def monitored(translate: Callable[[str], str] = str) -> Iterator[None]:
+def monitored(translate: Callable[[str], str] = str, after_loss: Callable[[], str] = str) -> Iterator[None]:
     """Report to the other ranks how the block ends: after an exception all end, and rank 0 prints the cause.
 
     Args:
         translate: turns the parameters in messages into flags.
+        after_loss: called before a process ends because another one was lost, on rank 0 or, where that was lost, on one
+            rank or several of each node; what it returns is added to the line that is printed.
     """
-    global _translate
-    _translate = translate
+    global _translate, _after_loss
+    _translate, _after_loss = translate, after_loss
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as error:

@@ -70,6 +70,13 @@ def _reach(address: str, port: int, deadline: float, timeout: float, command: Co
             time.sleep(0.2)
 
 
+def _with_another_port(port: int, command: Command) -> str:
+    """What to type where a port is taken."""
+    if command.launcher == "torchrun":
+        return f"torchrun chooses another one when it is started again, on every node: {command.using()}"
+    return f"{'type' if command.launcher == 'slurm' else 'on every node:'} {command.using(master_port=port + 1)}"
+
+
 def _serve(address: str, port: int, command: Command) -> TCPStore:
     """The store on rank 0; torch.distributed shares it, since it runs in the same process."""
     try:
@@ -77,8 +84,8 @@ def _serve(address: str, port: int, command: Command) -> TCPStore:
         socket.create_server(("", port)).close()
     except OSError as error:
         raise UserError(
-            f"port {port} of this machine is in use ({error.strerror}), perhaps by another run; on every node:"
-            f" {command.using(master_port=port + 1)}"
+            f"port {port} of this machine is in use ({error.strerror}), perhaps by another run;"
+            f" {_with_another_port(port, command)}"
         ) from error
     try:
         timeout = timedelta(seconds=5)
@@ -107,8 +114,7 @@ def _join(address: str, port: int, command: Command) -> TCPStore:
     connecting.join(_CONNECT_TIMEOUT)
     if not found:
         raise UserError(
-            f"the service at {address}:{port} is not a run of this program; on every node:"
-            f" {command.using(master_port=port + 1)}"
+            f"the service at {address}:{port} is not a run of this program; {_with_another_port(port, command)}"
         )
     return found[0]
 

@@ -5,17 +5,17 @@ import re
 import socket
 from collections.abc import Mapping
 
-from callbacks.lib.signals import is_batch_job
+from callbacks.lib.slurm_job import is_batch_job
 from datamodules.errors import UserError
 
-__all__ = ["is_restarted", "launch_name"]
+__all__ = ["is_restarted", "launch_name", "torchrun_will_restart"]
 
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def _slurm_name(environment: Mapping[str, str]) -> str | None:
     """For a step of a batch job; in an interactive job a user may run several programs."""
-    if not is_batch_job(environment) or "SLURM_PROCID" not in environment:
+    if "SLURM_PROCID" not in environment or not is_batch_job(environment):
         return None
     job, step = environment["SLURM_JOB_ID"], environment.get("SLURM_STEP_ID", "0")
     return f"slurm-{job}" + (f"-step{step}" if step.isdigit() and 0 < int(step) < 1_000_000 else "")
@@ -24,6 +24,17 @@ def _slurm_name(environment: Mapping[str, str]) -> str | None:
 def _torchrun_restarts(environment: Mapping[str, str]) -> bool:
     counts = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
     return "TORCHELASTIC_RUN_ID" in environment and any(count != "0" for count in counts)
+
+
+def torchrun_will_restart(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun starts the processes again when one fails: it has restarts left.
+
+    Example:
+        >>> torchrun_will_restart({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "2"})
+        True
+    """
+    done, most = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return done.isdigit() and most.isdigit() and int(done) < int(most)
 
 
 def is_restarted(environment: Mapping[str, str]) -> bool:
@@ -38,7 +49,7 @@ def launch_name(environment: Mapping[str, str]) -> str | None:
         UserError: torchrun restarts the run on several nodes, and nothing identifies this job.
 
     Example:
-        >>> launch_name({"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"})
+        >>> launch_name({"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "ENVIRONMENT": "BATCH"})
         'slurm-17'
     """
     slurm = _slurm_name(environment)

@@ -12,8 +12,8 @@ from typing import Any
 
 from datamodules.errors import UserError
 from recipes.launch.devices import Machine, number_of_devices
-from recipes.launch.settings import DEFAULT_PORT, Command, LaunchSettings
-from recipes.launch.slurm import slurm_step
+from recipes.launch.settings import DEFAULT_PORT, Command, LaunchSettings, flag_of
+from recipes.launch.slurm import shell_of_srun, slurm_allocation, slurm_step
 
 __all__ = ["LAUNCHER_VARIABLE", "Launch", "check_strategy", "plan_launch"]
 
@@ -68,15 +68,17 @@ class Launch:
         return text if self.address is None else f"{text}, {self.address}:{self.port}"
 
 
-def _check_devices(count: int, here: Machine, command: Command, *, by_slurm: bool = False) -> None:
-    if here.count is None or count <= here.count:
+def _check_devices(launch: Launch, here: Machine, command: Command) -> None:
+    if here.count is None or launch.devices <= here.count:
         return
+    command = command.started_by(launch.launcher, launch.num_nodes, launch.devices)
     if here.count == 0:
         raise UserError(f"there is no {here.kind} device here: {command.using(accelerator='cpu')}")
-    hint = " (does the job ask for --gpus-per-task? --gpus-per-node shows each task all of them)" if by_slurm else ""
+    per_task = launch.launcher == "slurm"
+    hint = " (does the job ask for --gpus-per-task? --gpus-per-node shows each task all of them)" if per_task else ""
     raise UserError(
-        f"{count} devices were requested and this machine has {here.count} ({here.kind}){hint}:"
-        f" {command.using(devices=here.count)}"
+        f"{launch.devices} devices were requested and this machine has {here.count} ({here.kind}){hint}:"
+        f" {command.split(launch.num_nodes, here.count)}"
     )
 
 
@@ -103,11 +105,13 @@ def _check_agreement(found: tuple[int, int], asked: tuple[Any, int], here: Machi
     if (devices_given and count != devices) or (asked[1] > 1 and asked[1] != nodes):
         raise UserError(
             f"{who} has started {nodes} x {devices} = {nodes * devices} processes, and --num-nodes {asked[1]} --devices"
-            f" {count} are {asked[1] * count}; {who} decides: {command.using(num_nodes=nodes, devices=devices)}"
+            f" {count} are {asked[1] * count}; {who} decides: {command.split(nodes, devices)}"
         )
 
 
-def _by_torchrun(env: Mapping[str, str], asked: tuple[Any, int], here: Machine, command: Command) -> Launch:
+def _by_torchrun(
+    env: Mapping[str, str], settings: LaunchSettings, asked: tuple[Any, int], here: Machine, command: Command
+) -> Launch:
     world, local = _integer(env, "WORLD_SIZE") or 1, _integer(env, "LOCAL_WORLD_SIZE") or 1
     nodes = _integer(env, "GROUP_WORLD_SIZE") or world // local
     elastic = bool(_integer(env, "TORCHELASTIC_MAX_RESTARTS") or _integer(env, "TORCHELASTIC_RESTART_COUNT"))
@@ -116,8 +120,16 @@ def _by_torchrun(env: Mapping[str, str], asked: tuple[Any, int], here: Machine, 
             f"torchrun has started {world} processes on {nodes} nodes, {local} of them on this one; expected as many"
             f" on each: {command.torchrun(nodes, local)}"
         )
+    command = command.started_by("torchrun", nodes, local)
     if not elastic:
         _check_agreement((nodes, local), asked, here, "torchrun", command)
+    given = {name: value for name in ("master_addr", "master_port") if (value := getattr(settings, name)) is not None}
+    if given:
+        flags = " ".join(f"{flag_of(name)} {value}" for name, value in given.items())
+        raise UserError(
+            f"torchrun decides where the processes meet; pass {flags} to torchrun itself, or leave it out:"
+            f" {command.using(**dict.fromkeys(given))}"
+        )
     return Launch(
         "torchrun",
         nodes,
@@ -130,7 +142,9 @@ def _by_torchrun(env: Mapping[str, str], asked: tuple[Any, int], here: Machine, 
     )
 
 
-def _by_slurm(env: Mapping[str, str], asked: tuple[Any, int], here: Machine, command: Command) -> Launch:
+def _by_slurm(
+    env: Mapping[str, str], settings: LaunchSettings, asked: tuple[Any, int], here: Machine, command: Command
+) -> Launch:
     step = slurm_step(env)
     if step is None:
         devices = number_of_devices(asked[0], here)
@@ -146,12 +160,36 @@ def _by_slurm(env: Mapping[str, str], asked: tuple[Any, int], here: Machine, com
             f"Slurm has started {each} processes on the nodes, one number for each; expected as many on each:"
             f" {command.srun(step.nodes, devices)}"
         )
+    command = command.started_by("slurm", step.nodes, devices)
     _check_agreement((step.nodes, devices), asked, here, "Slurm", command)
-    address = env.get("MASTER_ADDR") or step.first_host
-    port = _port(_integer(env, "MASTER_PORT"), "MASTER_PORT") or step.port
+    address = settings.master_addr or env.get("MASTER_ADDR") or step.first_host
+    port = _port(settings.master_port, "--master-port") or _port(_integer(env, "MASTER_PORT"), "MASTER_PORT")
     alone = step.tasks == 1
     return Launch(
-        "slurm", step.nodes, devices, step.node, step.local, None if alone else address, None if alone else port
+        "slurm",
+        step.nodes,
+        devices,
+        step.node,
+        step.local,
+        None if alone else address,
+        None if alone else port or step.port,
+    )
+
+
+def _refuse_one_process_of_many(env: Mapping[str, str], devices: int, command: Command, in_shell: bool) -> None:
+    """Refuse a program that was started once, without srun, in a Slurm job that has more for it."""
+    job = slurm_allocation(env)
+    if job is None or (job.nodes == 1 and (job.tasks_per_node == 1 or devices > 1)):
+        return
+    tasks = job.nodes * job.tasks_per_node
+    what = f"{job.nodes} node{'s' * (job.nodes > 1)}" + (f" and {tasks} tasks" if tasks > job.nodes else "")
+    line = command.srun(job.nodes, devices if devices > 1 else job.tasks_per_node)
+    if in_shell:
+        # The shell is a step that holds the processors of the job.
+        line = line.replace("srun", "srun --overlap", 1)
+    raise UserError(
+        f"this Slurm job has {what}, and the program was started once, without srun: {line} or on this node alone:"
+        f" {command.using(launcher='local')}"
     )
 
 
@@ -263,7 +301,7 @@ def plan_launch(
         UserError: the run could not start, or would wait for ever.
     """
     launch = _plan(env, settings, asked, here, command)
-    _check_devices(launch.devices, here, command, by_slurm=launch.launcher == "slurm")
+    _check_devices(launch, here, command)
     return launch
 
 
@@ -276,22 +314,18 @@ def _plan(
     if settings.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in env:
         raise UserError(f"torchrun has not started this process: {command.torchrun(nodes, devices)}")
     if settings.launcher == "torchrun" or (settings.launcher == "auto" and "TORCHELASTIC_RUN_ID" in env):
-        return _by_torchrun(env, asked, here, command)
-    step = slurm_step(env)
-    if settings.launcher == "slurm" or (settings.launcher == "auto" and step is not None and step.tasks > 1):
-        return _by_slurm(env, asked, here, command)
+        return _by_torchrun(env, settings, asked, here, command)
+    step, in_shell = slurm_step(env), shell_of_srun(env)
+    by_srun = step is not None and step.tasks > 1 and not in_shell
+    if settings.launcher == "slurm" or (settings.launcher == "auto" and by_srun):
+        return _by_slurm(env, settings, asked, here, command)
     several = (_integer(env, "WORLD_SIZE") or 1) > 1
     if settings.launcher == "auto" and several and (env.keys() & {"RANK", "LOCAL_RANK"}):
         return _by_environment(env, settings, asked, here, command)
     if (launch := _manual(env, settings, nodes, devices, command)) is not None:
         return launch
-    tasks = _integer(env, "SLURM_NTASKS") or 1
-    if settings.launcher == "auto" and step is None and tasks > 1 and devices == 1 and "SLURM_JOB_ID" in env:
-        found = _integer(env, "SLURM_NNODES") or 1
-        raise UserError(
-            f"this Slurm job has {tasks} tasks, and the program was started once, without srun:"
-            f" {command.srun(found, tasks // found)} or on one process: {command.using(launcher='local')}"
-        )
+    if settings.launcher == "auto" and (step is None or in_shell):
+        _refuse_one_process_of_many(env, devices, command, in_shell)
     if devices == 1:
         return Launch("local", 1, 1)
     return Launch("local", 1, devices, address="127.0.0.1", spawns=True)

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 __all__ = ["DEFAULT_PORT", "Command", "LaunchSettings", "flag_of"]
@@ -46,16 +46,33 @@ class LaunchSettings:
 class Command:
     """What the user typed, to be printed with other flags.
 
+    Args:
+        program: without what starts it on several devices.
+        launcher: torchrun or slurm, where one of them starts the processes: `nodes` times `devices`.
+
     Example:
-        >>> Command("python -m recipes.mnist", ["--num_nodes=2", "--lr", "0.1"]).using(num_nodes=4, node_rank="I")
+        >>> typed = Command("python -m recipes.mnist", ["--num_nodes=2", "--lr", "0.1"])
+        >>> typed.using(num_nodes=4, node_rank="I")
         'python -m recipes.mnist --lr 0.1 --num-nodes 4 --node-rank I'
+        >>> typed.started_by("slurm", 2, 8).using(master_port=1234)
+        'srun --nodes=2 --ntasks-per-node=8 python -m recipes.mnist --lr 0.1 --master-port 1234'
     """
 
     program: str
-    args: Sequence[str]
+    args: Sequence[str] = ()
+    launcher: str = ""
+    nodes: int = 1
+    devices: int = 1
 
-    def using(self, program: str | None = None, **flags: Any) -> str:
+    def started_by(self, launcher: str, nodes: int, devices: int) -> "Command":
+        """The same for processes that a launcher has started; others are started by the program itself."""
+        return replace(self, launcher=launcher, nodes=nodes, devices=devices)
+
+    def using(self, **flags: Any) -> str:
         """The command with these flags replaced; None removes a flag."""
+        start = self._start()
+        if start != self.program:
+            flags = {"devices": None, "num_nodes": None, "launcher": None} | flags
         kept: list[str] = []
         skip = False
         for i, arg in enumerate(self.args):
@@ -69,19 +86,27 @@ class Command:
         for name, value in flags.items():
             if value is not None:
                 kept += [flag_of(name), str(value)]
-        return " ".join([program or self.program, *kept])
+        return " ".join([start, *kept])
+
+    def _start(self) -> str:
+        if self.launcher == "slurm":
+            return f"srun --nodes={self.nodes} --ntasks-per-node={self.devices} {self.program}"
+        if self.launcher != "torchrun":
+            return self.program
+        several = f"--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:{DEFAULT_PORT}"
+        where = "--standalone" if self.nodes == 1 else several
+        return f"torchrun {where} --nproc-per-node {self.devices} {self.program.removeprefix('python ')}"
+
+    def split(self, nodes: int, devices: int) -> str:
+        """The command for other numbers of nodes and devices."""
+        if self.launcher in ("slurm", "torchrun"):
+            return self.started_by(self.launcher, nodes, devices).using()
+        return self.using(devices=devices, **({} if nodes == self.nodes else {"num_nodes": nodes}))
 
     def torchrun(self, nodes: int, devices: int) -> str:
         """The command that starts the same run through torchrun."""
-        module = self.program.removeprefix("python ")
-        where = (
-            "--standalone"
-            if nodes == 1
-            else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:{DEFAULT_PORT}"
-        )
-        return self.using(f"torchrun {where} --nproc-per-node {devices} {module}", devices=None, num_nodes=None)
+        return self.started_by("torchrun", nodes, devices).using()
 
     def srun(self, nodes: int, devices: int) -> str:
         """The command that starts the same run through Slurm."""
-        program = f"srun --nodes={nodes} --ntasks-per-node={devices} {self.program}"
-        return self.using(program, devices=None, num_nodes=None, launcher=None)
+        return self.started_by("slurm", nodes, devices).using()

@@ -4,14 +4,17 @@ Lightning's `SLURMEnvironment` does not serve here: it finds "rack1" for the fir
 steps of a job the same port, and reads and writes ``os.environ`` where a plan has to be a function of its arguments.
 """
 
+import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["SlurmStep", "first_host", "slurm_step"]
+__all__ = ["SlurmAllocation", "SlurmStep", "first_host", "shell_of_srun", "slurm_allocation", "slurm_step"]
 
 # Below the range of ephemeral ports.
 _FIRST_PORT, _PORTS = 15000, 17000
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # From here on: the batch script, the shell of salloc, processes that ssh has started.
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,19 @@ class SlurmStep:
     port: int
 
 
+@dataclass(frozen=True)
+class SlurmAllocation:
+    """What a Slurm job has been given: nodes, and on each the tasks that were asked for, or else the GPUs."""
+
+    nodes: int
+    tasks_per_node: int
+
+
+def _number(env: Mapping[str, str], *names: str) -> int:
+    """The first of these variables that is a number, or 0."""
+    return next((int(env[name]) for name in names if env.get(name, "").isdigit()), 0)
+
+
 def first_host(nodes: str) -> str:
     """The first host of a list in Slurm's notation.
 
@@ -44,19 +60,42 @@ def first_host(nodes: str) -> str:
 
 
 def slurm_step(env: Mapping[str, str]) -> SlurmStep | None:
-    """The job step of this process; None outside srun, such as in a batch script or on a login node."""
-    if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= env.keys():
+    """The job step of this process; None where srun has not started it, as in a batch script or a shell of salloc."""
+    step = _number(env, "SLURM_STEP_ID")
+    if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= env.keys() or step >= _FIRST_SPECIAL_STEP:
         return None
-
-    def number(*names: str) -> int:
-        return next((int(env[name]) for name in names if env.get(name, "").isdigit()), 0)
-
     hosts = next((env[n] for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if env.get(n)), "")
+    nodes = _number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
     return SlurmStep(
-        number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1,
-        number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") or 1,
-        number("SLURM_NODEID"),
-        number("SLURM_LOCALID"),
-        first_host(hosts) or "127.0.0.1",
-        _FIRST_PORT + (7 * number("SLURM_JOB_ID") + number("SLURM_STEP_ID")) % _PORTS,
+        nodes,
+        _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") or 1,
+        _number(env, "SLURM_NODEID"),
+        _number(env, "SLURM_LOCALID"),
+        first_host(hosts) if nodes > 1 and hosts else "127.0.0.1",
+        _FIRST_PORT + (7 * _number(env, "SLURM_JOB_ID") + step) % _PORTS,
     )
+
+
+def slurm_allocation(env: Mapping[str, str]) -> SlurmAllocation | None:
+    """The nodes and tasks of this Slurm job; None outside of one.
+
+    Example:
+        >>> slurm_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "8"})
+        SlurmAllocation(nodes=2, tasks_per_node=4)
+        >>> slurm_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"})  # salloc -N2 sets no tasks.
+        SlurmAllocation(nodes=2, tasks_per_node=1)
+    """
+    if "SLURM_JOB_ID" not in env:
+        return None
+    nodes = _number(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
+    tasks = _number(env, "SLURM_NTASKS_PER_NODE") or -(-_number(env, "SLURM_NTASKS") // nodes)
+    return SlurmAllocation(nodes, tasks or _number(env, "SLURM_GPUS_PER_NODE") or 1)
+
+
+def shell_of_srun(env: Mapping[str, str]) -> bool:
+    """Whether this program was typed in the shell of ``srun --pty bash``: then the tasks of the step are shells.
+
+    A step within that shell inherits its SLURM_PTY_PORT, but not its terminal.
+    """
+    typed = env.get("SLURM_TASK_PID") != str(os.getpid()) and sys.stdin is not None and sys.stdin.isatty()
+    return "SLURM_PTY_PORT" in env and typed

@@ -48,6 +48,7 @@ def by_slurm(job: int, nodes: int = 1, devices: int = 2) -> list[Environment]:
         {
             "SLURM_JOB_ID": str(job),
             "SLURM_JOB_NAME": "training",
+            "ENVIRONMENT": "BATCH",
             "SLURM_STEP_ID": "0",
             "SLURM_STEP_NODELIST": "localhost,other[1-9]",
             "SLURM_NNODES": str(nodes),
@@ -135,7 +136,7 @@ def test_a_taken_port_and_a_missing_rank_are_refused_with_the_command(tmp_path):
         (ended,) = start(tmp_path, [([], by_torchrun(port)[0])])
     assert ended.status == 2
     assert f"port {port} of this machine is in use" in ended.err
-    assert f"--master-port {port + 1}" in ended.err
+    assert "torchrun chooses another one when it is started again, on every node: torchrun --standalone" in ended.err
     zero, one, three = by_torchrun(free_port(), nodes=2)[:3]
     args = ["--rendezvous-timeout", "3"]
     all_ended = start(tmp_path, [(args, zero), (args, one), (args, three)])
@@ -351,6 +352,23 @@ def test_torchrun_starts_the_processes_again_without_further_settings(tmp_path):
     assert out.count("started by torchrun") == 2
     assert "rank 1 (node 0" in err
     assert "epoch 2/2" in out
+
+
+@pytest.mark.parametrize(
+    ("launcher", "advice"),
+    [
+        ("manual", "on every node: python -m r --master-port {}"),
+        ("slurm", "type srun --nodes=2 --ntasks-per-node=1 python -m r --master-port {}"),
+        ("torchrun", "when it is started again, on every node: torchrun --nnodes 2 --rdzv-backend c10d"),
+    ],
+)
+def test_a_taken_port_is_refused_with_the_command_of_the_launcher(launcher, advice):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = Command("python -m r").started_by(launcher, 2, 1)
+        with pytest.raises(UserError) as refused:
+            rendezvous._serve("127.0.0.1", port, command)
+    assert advice.format(port + 1) in str(refused.value)
 
 
 def test_a_service_that_never_answers_is_not_a_run_of_this_program(monkeypatch):

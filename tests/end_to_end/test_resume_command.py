@@ -143,7 +143,7 @@ def test_a_run_goes_on_where_its_data_have_moved_and_not_on_other_data_where_the
 def test_a_requeued_job_does_not_go_back_to_the_file_it_began_with_nor_to_what_was_given_up(tmp_path):
     """Slurm types the same line again: with a file from elsewhere, and with the best of a run."""
     runs, given = tmp_path / "runs" / "plain", tmp_path / "given.ckpt"
-    home, job = runs / "slurm-9" / "checkpoints", {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0"}
+    home, job = runs / "slurm-9" / "checkpoints", {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}
     with pytest.raises(AssertionError, match="status -9"):
         run_ranks(live, 1, [*ARGS, "--name", "first"], str(tmp_path), ("on_train_batch_start", 0, 7))
     shutil.copy(runs / "first" / "checkpoints" / "last.ckpt", given)

@@ -1,5 +1,6 @@
 """What a process makes of its environment and its flags, before it has met anybody."""
 
+import os
 from typing import Any
 
 import pytest
@@ -61,13 +62,64 @@ def test_a_world_that_has_shrunk_wins_over_the_flags_of_the_first_start():
         plan(env | {"TORCHELASTIC_MAX_RESTARTS": "0"}, 2, 4)
 
 
-def test_an_interactive_slurm_job_starts_the_processes_that_are_asked_for():
-    env = by_slurm(7, nodes=1, devices=1)[0] | {"SLURM_JOB_NAME": "bash"}
-    assert plan(env, 2) == Launch("local", 1, 2, address="127.0.0.1", spawns=True)
-    batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_PROCID": "0"}
-    with pytest.raises(UserError, match="without srun: srun --nodes=2 --ntasks-per-node=4 python -m r --lr 0.1 or on"):
-        plan(batch)
-    assert plan(batch, launcher="local") == Launch("local", 1, 1)
+# What Slurm 22.05 sets in shells of salloc and in batch scripts; salloc started the last of the shells as a step.
+SALLOC_2_NODES = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}
+SALLOC_2_TASKS = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_NTASKS": "2"}
+SALLOC_GPUS = SALLOC_2_NODES | {"SLURM_GPUS_PER_NODE": "4"}
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}
+SHELL_STEP = BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "devices", "what", "srun"),
+    [
+        (SALLOC_2_NODES, "auto", "2 nodes", "srun --nodes=2 --ntasks-per-node=1"),
+        (SALLOC_2_NODES, 2, "2 nodes", "srun --nodes=2 --ntasks-per-node=2"),
+        (SALLOC_2_TASKS, "auto", "1 node and 2 tasks", "srun --nodes=1 --ntasks-per-node=2"),
+        (SALLOC_GPUS, "auto", "2 nodes and 8 tasks", "srun --nodes=2 --ntasks-per-node=4"),
+        (BATCH, "auto", "2 nodes and 8 tasks", "srun --nodes=2 --ntasks-per-node=4"),
+        (SHELL_STEP, "auto", "2 nodes and 8 tasks", "srun --nodes=2 --ntasks-per-node=4"),
+    ],
+)
+def test_one_process_in_a_slurm_job_with_more_is_refused_with_the_srun_line(env, devices, what, srun):
+    with pytest.raises(UserError) as refused:
+        plan(env, devices)
+    line = f"this Slurm job has {what}, and the program was started once, without srun: {srun} python -m r --lr 0.1 or"
+    assert str(refused.value).startswith(line)
+    assert plan(env, 1, launcher="local") == Launch("local", 1, 1)
+    assert plan(env, 2, 2, node_rank=1, master_addr="a").launcher == "manual"
+
+
+def test_what_was_asked_for_on_one_node_of_slurm_starts_there():
+    two_here = Launch("local", 1, 2, address="127.0.0.1", spawns=True)
+    assert plan(SALLOC_2_TASKS, 2) == two_here
+    assert plan(by_slurm(7, nodes=1, devices=1)[0], 2) == two_here
+    assert plan({"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_CPUS_PER_TASK": "4"}) == Launch("local", 1, 1)
+
+
+def test_a_program_typed_in_a_shell_of_srun_is_none_of_its_tasks(monkeypatch):
+    shell = by_slurm(7, nodes=2, devices=1)[0] | {
+        "SLURM_PTY_PORT": "4",
+        "SLURM_TASK_PID": "5",
+        "SLURM_JOB_NUM_NODES": "2",
+    }
+    assert plan(shell).launcher == "slurm", "a step within the shell inherits the variable, and has no terminal"
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    with pytest.raises(UserError, match="without srun: srun --overlap --nodes=2 --ntasks-per-node=1 python -m r"):
+        plan(shell)
+    assert plan(shell | {"SLURM_TASK_PID": str(os.getpid())}).launcher == "slurm", "srun --pty python"
+    assert plan(shell, launcher="slurm").launcher == "slurm"
+    assert plan(shell, launcher="local") == Launch("local", 1, 1)
+
+
+def test_flags_and_variables_say_where_slurms_processes_meet_and_flags_win():
+    env = by_slurm(7, nodes=2, devices=2)[3]
+    assert (plan(env).address, plan(env).port) == ("localhost", 15049)
+    env |= {"MASTER_ADDR": "head", "MASTER_PORT": "1234"}
+    assert (plan(env).address, plan(env).port) == ("head", 1234)
+    assert plan(env, master_addr="other").address == "other"
+    assert plan(env, master_port=9).port == 9
+    assert plan(by_slurm(7, nodes=1, devices=2)[1]).address == "127.0.0.1", "one machine needs no network"
 
 
 def test_launcher_overrides_the_guess():
@@ -105,8 +157,11 @@ def test_another_process_of_ours_is_told_where_it_belongs():
         ({}, {"here": Machine("cuda", 0)}, "there is no cuda device here: python -m r --lr 0.1"),
         ({}, {"launcher": "torchrun", "devices": 2}, "torchrun --standalone --nproc-per-node 2 -m r --lr 0.1"),
         ({}, {"launcher": "slurm", "devices": 2}, "srun --nodes=1 --ntasks-per-node=2 python -m r --lr 0.1"),
-        (by_torchrun(1)[0], {"devices": 4}, "--lr 0.1 --num-nodes 1 --devices 2"),
+        (by_torchrun(1)[0], {"devices": 4}, "decides: torchrun --standalone --nproc-per-node 2 -m r --lr 0.1"),
+        (by_torchrun(1)[0], {"master_port": 9}, "pass --master-port 9 to torchrun itself, or leave it out: torchrun"),
         (by_slurm(1)[0], {"nodes": 3}, "Slurm has started 1 x 2 = 2 processes, and --num-nodes 3"),
+        (by_slurm(1)[0], {"nodes": 3}, "Slurm decides: srun --nodes=1 --ntasks-per-node=2 python -m r --lr 0.1"),
+        (by_slurm(1, 2, 4)[0], {"here": GPUS}, ": srun --nodes=2 --ntasks-per-node=2 python -m r --lr 0.1"),
         (by_slurm(1)[0] | {"SLURM_NTASKS": "3", "SLURM_NNODES": "2"}, {}, "expected as many on each: srun --nodes=2"),
         (by_torchrun(1)[0] | {"WORLD_SIZE": "3"}, {}, "3 processes on 1 nodes, 2 of them on this one"),
         (

@@ -175,11 +175,12 @@ def test_batches_of_tokens_are_refused_where_those_of_the_checkpoint_are_of_samp
 
 
 def test_a_launch_that_restarts_has_a_name_of_its_own_and_others_have_none():
-    slurm = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "3"}
+    slurm = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "3", "ENVIRONMENT": "BATCH"}
     assert launch_name({}) is None
     assert launch_name(slurm) == "slurm-17"
     assert launch_name(slurm | {"SLURM_STEP_ID": "2"}) == "slurm-17-step2"
-    assert launch_name(slurm | {"SLURM_JOB_NAME": "interactive"}) is None
+    assert launch_name(slurm | {"SLURM_JOB_NAME": "interactive"}) == "slurm-17", "a batch job may be called that"
+    assert launch_name({"SLURM_JOB_ID": "17", "SLURM_PROCID": "0"}) is None, "nothing says that it is one"
     assert launch_name({"SLURM_JOB_ID": "17"}) is None
     elastic = {"TORCHELASTIC_RUN_ID": "a/b", "TORCHELASTIC_MAX_RESTARTS": "3"}
     assert launch_name(elastic) == "elastic-a_b"
@@ -212,9 +213,15 @@ def test_a_job_of_several_nodes_that_restarts_without_a_name_is_refused_with_the
 def outside(monkeypatch):
     """No launcher's variables, whatever runs the tests."""
     for name in [*os.environ]:
-        if name.startswith(("SLURM", "TORCHELASTIC", "LIGHTNING_RECIPES_RESUME_POINT")):
+        if name.startswith(("SLURM", "TORCHELASTIC", "LIGHTNING_RECIPES_RESUME_POINT", "ENVIRONMENT")):
             monkeypatch.delenv(name)
     return monkeypatch
+
+
+def become_job(outside: pytest.MonkeyPatch, number: str) -> None:
+    """Make this process one of a batch job of Slurm."""
+    for name, value in (("SLURM_JOB_ID", number), ("SLURM_PROCID", "0"), ("ENVIRONMENT", "BATCH")):
+        outside.setenv(name, value)
 
 
 def test_auto_resumes_in_the_named_folder_and_starts_there_where_nothing_is_saved(outside, tmp_path):
@@ -243,8 +250,7 @@ def test_a_finished_run_with_results_has_nothing_left_to_do(outside, tmp_path):
 def test_a_requeued_slurm_job_finds_its_own_runs_and_no_other_jobs(outside, tmp_path):
     other = CONFIG | {"seed": 2}
     for job in ("7", "8"):
-        outside.setenv("SLURM_JOB_ID", job)
-        outside.setenv("SLURM_PROCID", "0")
+        become_job(outside, job)
         for config, name in ((CONFIG, f"slurm-{job}"), (other, f"slurm-{job}-2")):
             assert find_resume_point(None, None, tmp_path, config) == ResumePoint(str(tmp_path / name))
             path = make_run(tmp_path, name, config=config)
@@ -253,8 +259,7 @@ def test_a_requeued_slurm_job_finds_its_own_runs_and_no_other_jobs(outside, tmp_
 
 
 def test_a_requeued_job_resumes_where_its_data_have_moved(outside, tmp_path):
-    for key, value in (("JOB_ID", "7"), ("PROCID", "0")):
-        outside.setenv(f"SLURM_{key}", value)
+    become_job(outside, "7")
     path = make_run(tmp_path, "slurm-7", config=CONFIG | {"data_dir": "/scratch/1"})
     moved = CONFIG | {"data_dir": "/scratch/2"}
     assert find_resume_point(None, None, tmp_path, moved) == ResumePoint(str(tmp_path / "slurm-7"), str(path))
@@ -274,8 +279,7 @@ def test_a_job_that_started_from_a_file_resumes_from_its_own_checkpoints_when_it
 ):
     file = str(save(tmp_path / "given.ckpt", 3))
     folder = tmp_path / "runs" / (name or "slurm-7")
-    for key, value in (("JOB_ID", "7"), ("PROCID", "0")):
-        outside.setenv(f"SLURM_{key}", value)
+    become_job(outside, "7")
 
     def begins() -> ResumePoint:
         return find_resume_point(file, name, tmp_path / "runs", CONFIG)
@@ -302,8 +306,7 @@ def test_resuming_from_an_earlier_checkpoint_renames_the_later_ones_and_a_requeu
     torch.save({"weights": torch.ones(2)}, home / "foreign.ckpt")
     assert start_from(best, tmp_path / "a", None) == [home / "last.ckpt.abandoned"]
     assert find_resume_point("auto", "a", tmp_path, CONFIG).checkpoint == best
-    for key, value in (("JOB_ID", "7"), ("PROCID", "0")):
-        outside.setenv(f"SLURM_{key}", value)
+    become_job(outside, "7")
     save(last, 12)
     assert find_resume_point(best, None, tmp_path, CONFIG) == ResumePoint(str(tmp_path / "a"), best), (
         "another job went there"

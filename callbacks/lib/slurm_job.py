@@ -1,0 +1,140 @@
+"""The batch job of Slurm that this process belongs to, and how it is put back into the queue.
+
+Slurm itself requeues a job when a node fails. A job that was told of its end, or has lost a process, has to ask for it.
+"""
+
+import functools
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+
+__all__ = ["NotRequeued", "batch_job", "is_batch_job", "requeue", "requeue_on", "restarts"]
+
+# Seconds for Slurm to reply, within the 25 that the command line's failure monitor gives rank 0 to exit.
+_SLURM_ANSWERS = 20.0
+
+
+class NotRequeued(Exception):
+    """Slurm has not put a job back into its queue, for the reason in the message."""
+
+
+class _Failed(NotRequeued):
+    """A command of Slurm failed."""
+
+
+def _scontrol(*args: str, deadline: float) -> str:
+    """What ``scontrol`` prints."""
+    text = f"scontrol {' '.join(args)}"
+    # Slurm sends SIGTERM to the processes of a job that it requeues, at times before the request has returned; a signal
+    # that is ignored stays so in a program that exec starts. In a session of its own: what ends this process with its
+    # group does not end the request.
+    command = ["sh", "-c", 'trap "" TERM; exec scontrol "$@"', "sh", *args]
+    try:
+        within = max(0.1, deadline - time.monotonic())
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=within, check=False, start_new_session=True
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _Failed(f"{text} did not end within {within:.0f} s") from error
+    except OSError as error:
+        raise _Failed(f"{text}: {error}") from error
+    if done.returncode:
+        raise _Failed(f"{text} ended with {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _record(job: str, deadline: float) -> dict[str, str]:
+    """What Slurm knows of a job, by the names of ``scontrol show job``."""
+    return dict(re.findall(r"(\w+)=(\S*)", _scontrol("show", "job", job, deadline=deadline)))
+
+
+def _number(environ: Mapping[str, str]) -> str:
+    """The number of the job, with that of its task in an array."""
+    if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
+        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return environ["SLURM_JOB_ID"]
+
+
+@functools.cache
+def _slurm_says_batch(job: str) -> bool:
+    try:
+        return _record(job, time.monotonic() + _SLURM_ANSWERS).get("BatchFlag") == "1"
+    except _Failed:
+        return False
+
+
+def is_batch_job(environ: Mapping[str, str]) -> bool:
+    """Whether this is a batch job of Slurm, and not an interactive one of ``salloc`` or ``srun``."""
+    if "SLURM_JOB_ID" not in environ:
+        return False
+    # Slurm sets it in batch scripts, and srun passes it on, but for sbatch --export=NONE and scripts that replace it.
+    return environ.get("ENVIRONMENT") == "BATCH" or _slurm_says_batch(_number(environ))
+
+
+def batch_job(environ: Mapping[str, str]) -> str | None:
+    """The number of this batch job of Slurm, as ``scontrol`` takes it; None outside of one.
+
+    Example:
+        >>> batch_job({"SLURM_JOB_ID": "71", "ENVIRONMENT": "BATCH"})
+        '71'
+        >>> array = {"SLURM_ARRAY_JOB_ID": "71", "SLURM_ARRAY_TASK_ID": "2"}
+        >>> batch_job({"SLURM_JOB_ID": "73", "ENVIRONMENT": "BATCH"} | array)
+        '71_2'
+    """
+    return _number(environ) if is_batch_job(environ) else None
+
+
+def restarts(environ: Mapping[str, str]) -> int:
+    """How often this job has been started again."""
+    text = environ.get("SLURM_RESTART_COUNT", "")
+    return int(text) if text.isdigit() else 0
+
+
+def requeue(environ: Mapping[str, str]) -> str | None:
+    """Put this batch job back into Slurm's queue. Several ranks may call it.
+
+    Returns:
+        The number of the job; None outside of a batch job.
+
+    Raises:
+        NotRequeued: with the reason.
+    """
+    job = batch_job(environ)
+    if job is None:
+        return None
+    deadline = time.monotonic() + _SLURM_ANSWERS
+    record = _record(job, deadline)
+    if _has_been_requeued(record, environ):
+        return job
+    if record.get("Requeue") == "0":
+        raise NotRequeued("because the job was submitted without --requeue")
+    if record.get("JobState") != "RUNNING":  # Slurm would start a job again that somebody has cancelled.
+        raise NotRequeued(f"because the job is {record.get('JobState')}")
+    try:
+        _scontrol("requeue", job, deadline=deadline)
+    except _Failed:
+        if not _has_been_requeued(_record(job, deadline), environ):  # By another rank at the same time.
+            raise
+    return job
+
+
+def _has_been_requeued(record: Mapping[str, str], environ: Mapping[str, str]) -> bool:
+    return int(record.get("Restarts", 0)) > restarts(environ)
+
+
+def requeue_on(signum: int) -> str:
+    """Put this batch job back into the queue where it was SIGUSR1 that ended it; to be called on one rank.
+
+    Returns:
+        What became of it, in words; nothing for other signals and outside of a batch job.
+    """
+    if signum != getattr(signal, "SIGUSR1", None):
+        return ""
+    try:
+        job = requeue(os.environ)
+    except NotRequeued as reason:
+        return f"; not requeued, {reason}"
+    return f"; requeued as job {job}" if job else ""

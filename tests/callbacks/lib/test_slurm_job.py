@@ -1,0 +1,69 @@
+"""What Slurm is asked for a batch job, and when it is not asked."""
+
+from pathlib import Path
+
+import pytest
+
+from callbacks.lib import slurm_job
+from callbacks.lib.slurm_job import NotRequeued, batch_job, is_batch_job, requeue
+from tests.support.scontrol import BATCH, RUNNING, fake_scontrol
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes a scontrol that this process finds, and tells what it was asked."""
+
+    def make(*args, **kwargs):
+        slurm_job._slurm_says_batch.cache_clear()
+        monkeypatch.setenv("PATH", fake_scontrol(tmp_path, *args, **kwargs)["PATH"])
+
+    def asked() -> str:
+        return (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
+
+    make.asked = asked
+    yield make
+    slurm_job._slurm_says_batch.cache_clear()
+
+
+def test_a_batch_job_is_recognised_by_what_slurm_says_and_not_by_its_name(scontrol):
+    scontrol(RUNNING.replace("BatchFlag=1", "BatchFlag=0"))
+    assert not is_batch_job({})
+    assert is_batch_job(BATCH | {"SLURM_JOB_NAME": "interactive"})
+    assert not is_batch_job({"SLURM_JOB_ID": "71", "SLURM_JOB_NAME": "train"})
+    scontrol(RUNNING)
+    assert is_batch_job({"SLURM_JOB_ID": "71", "ENVIRONMENT": "production"}), "a script has replaced Slurm's variable"
+    assert batch_job({"SLURM_JOB_ID": "71"}) == "71"
+
+
+def test_a_running_job_is_requeued_once(scontrol):
+    scontrol(after=RUNNING.replace("Restarts=0", "Restarts=1"))
+    assert [requeue(BATCH), requeue(BATCH)] == ["71", "71"]
+    assert scontrol.asked() == "requeue 71\n", "the second time it has been requeued already"
+    assert requeue({}) is None
+
+
+def test_a_request_that_another_rank_was_quicker_with_has_succeeded(scontrol):
+    scontrol(status=1, after=RUNNING.replace("Restarts=0", "Restarts=1"))
+    assert requeue(BATCH) == "71"
+
+
+@pytest.mark.parametrize(
+    ("show", "status", "why"),
+    [
+        (RUNNING.replace("RUNNING", "CANCELLED"), 0, "because the job is CANCELLED"),
+        (RUNNING.replace("Requeue=1", "Requeue=0"), 0, "because the job was submitted without --requeue"),
+        (RUNNING, 1, "scontrol requeue 71 ended with 1"),
+    ],
+)
+def test_a_job_that_cannot_or_must_not_be_requeued_is_not_and_the_reason_is_told(show, status, why, scontrol):
+    scontrol(show, status=status)
+    with pytest.raises(NotRequeued, match=why):
+        requeue(BATCH)
+    assert bool(scontrol.asked()) == bool(status)
+
+
+def test_without_scontrol_the_reason_names_it(monkeypatch, tmp_path):
+    (tmp_path / "sh").symlink_to("/bin/sh")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NotRequeued, match=r"scontrol show job 71 ended with 127: .*not found"):
+        requeue(BATCH)

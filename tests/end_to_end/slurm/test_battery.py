@@ -1,0 +1,221 @@
+"""The README's train.sh on a real Slurm of two nodes: however a job is interrupted, its weights are those of one that
+was not.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.agents import shell_environment, updates_done, wait_until, weights_of
+from tests.support.slurm import Slurm
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
+FLAGS = ["--dataset", "digits", "--accelerator", "cpu", "--precision", "32", "--max-epochs", "20", "--batch-size", "32"]
+FLAGS += ["--save-every", "10 steps", "--rendezvous-timeout", "120", "--no-enable-progress-bar"]
+NUMBERS = {"nodes": "2", "ntasks-per-node": "1", "cpus-per-task": "1", "time": "00:30:00"}
+
+
+def train_script(folder: Path) -> Path:
+    """The README's script with other numbers, and without the line about GPUs."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (script,) = [block for block in blocks if "#SBATCH" in block]
+    script = re.sub(r"#SBATCH --gpus.*\n", "", script)
+    for name, value in NUMBERS.items():
+        script, changed = re.subn(rf"(#SBATCH --{name})=.*", rf"\1={value}", script)
+        assert changed == 1
+    path = folder / "train.sh"
+    path.write_text(script)
+    return path
+
+
+def pending(pid: int) -> set[int]:
+    """The signals that a stopped process will get."""
+    mask = int(re.findall(r"ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[0], 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
+
+
+class Cluster:
+    """A user's home folder with train.sh, and a Slurm to submit it to."""
+
+    def __init__(self, slurm: Slurm, folder: Path) -> None:
+        self.slurm, self.folder, self.script = slurm, folder, train_script(folder)
+        # The nodes are names of this host that no resolver knows.
+        self.env = shell_environment() | {"HOME": str(folder), "MASTER_ADDR": "127.0.0.1"}
+        self.env["PATH"] = f"{Path(sys.executable).parent}:{slurm.env['PATH']}"
+
+    def sbatch(self, *options: str, flags: tuple[str, ...] = ()) -> str:
+        """Submit train.sh; returns the number of the job."""
+        out = [
+            "--parsable",
+            "--chdir",
+            str(self.folder),
+            "--output",
+            "%A_%a.log" if "array" in str(options) else "%j.log",
+        ]
+        return self.slurm.call("sbatch", *out, *options, str(self.script), *FLAGS, *flags, env=self.env).strip()
+
+    def last(self, job: str) -> Path:
+        """The checkpoint of the run that is named after a job."""
+        return self.folder / "runs" / "mnist" / f"slurm-{job}" / "checkpoints" / "last.ckpt"
+
+    def log(self, job: str) -> str:
+        """What a job has printed."""
+        return (self.folder / f"{job}.log").read_text()
+
+    def trains(self, job: str) -> None:
+        """Wait until a job has saved something."""
+        self._wait(job, lambda: updates_done(self.last(job)) > 0, "a first checkpoint")
+        assert self.slurm.job(job)["JobState"] == "RUNNING"
+
+    def finishes(self, job: str) -> None:
+        """Wait until a job has completed."""
+        self._wait(job, lambda: self.slurm.job(job)["JobState"] == "COMPLETED", "completed")
+
+    def is_requeued(self, job: str) -> None:
+        """Wait until a job has been requeued once."""
+        self._wait(job, lambda: self.slurm.job(job)["Restarts"] == "1", "requeued")
+
+    def restarts(self, job: str) -> None:
+        """Start a job at once that has been requeued, and wait until it has completed."""
+        self.is_requeued(job)
+        self.slurm.start_now(job)
+        self.finishes(job)
+        assert self.slurm.job(job)["Restarts"] == "1"
+
+    def _wait(self, job: str, condition, what: str) -> None:
+        try:
+            wait_until(condition, f"job {job} {what}", 200)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.slurm.job(job)}\n{self.log(job)}") from None
+
+
+@pytest.fixture(scope="session")
+def cluster(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    return Cluster(slurm, tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(cluster: Cluster) -> str:
+    """The weights of a job that nothing interrupted."""
+    job = cluster.sbatch()
+    cluster.finishes(job)
+    assert "mnist: started by Slurm, 2 nodes x 1 device, 127.0.0.1:" in cluster.log(job)
+    return weights_of(cluster.last(job))
+
+
+def test_sigusr1_requeues_a_job_that_then_ends_as_an_undisturbed_one(cluster: Cluster, undisturbed: str) -> None:
+    job = cluster.sbatch()
+    cluster.trains(job)
+    cluster.slurm.call("scancel", "--signal=USR1", job)
+    cluster.restarts(job)
+    assert f"; requeued as job {job}" in cluster.log(job)
+    assert weights_of(cluster.last(job)) == undisturbed
+
+
+def test_a_job_that_is_requeued_from_outside(cluster: Cluster, undisturbed: str) -> None:
+    job = cluster.sbatch()
+    cluster.trains(job)
+    cluster.slurm.call("scontrol", "requeue", job)
+    cluster.restarts(job)
+    assert "ended by SIGTERM" in cluster.log(job)
+    assert weights_of(cluster.last(job)) == undisturbed
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_job_of_which_a_task_was_killed_is_requeued_by_the_other(
+    rank: int, cluster: Cluster, undisturbed: str
+) -> None:
+    job = cluster.sbatch()
+    cluster.trains(job)
+    os.kill(cluster.slurm.tasks(job)[rank], signal.SIGKILL)
+    cluster.restarts(job)
+    assert re.search(
+        rf"error: rank {rank} \(.*\) ended without a report: .*; requeued as job {job}\n", cluster.log(job)
+    )
+    assert weights_of(cluster.last(job)) == undisturbed
+
+
+def test_a_job_that_must_not_be_requeued_fails_and_tells_how_to_go_on(cluster: Cluster, undisturbed: str) -> None:
+    job = cluster.sbatch("--no-requeue")
+    cluster.trains(job)
+    os.kill(cluster.slurm.tasks(job)[1], signal.SIGKILL)
+    wait_until(lambda: cluster.slurm.job(job)["JobState"] == "FAILED", "failed", 60)
+    how = f"submitted without --requeue; resume in a new job with --name slurm-{job}"
+    assert how in cluster.log(job)
+    other = cluster.sbatch(flags=("--name", f"slurm-{job}"))
+    cluster.finishes(other)
+    assert weights_of(cluster.last(job)) == undisturbed
+
+
+def test_the_tasks_of_an_array_are_requeued_each_for_itself(cluster: Cluster, undisturbed: str) -> None:
+    array = cluster.sbatch("--array=1-2")
+    first, second = f"{array}_1", f"{array}_2"
+    wait_until(
+        lambda: cluster.slurm.job(first)["JobState"] == cluster.slurm.job(second)["JobState"] == "RUNNING", "run"
+    )
+    numbers = {task: cluster.slurm.job(task)["JobId"] for task in (first, second)}
+    wait_until(lambda: updates_done(cluster.last(numbers[second])) > 0, "a first checkpoint")
+    cluster.slurm.call("scancel", "--signal=USR1", second)
+    cluster.restarts(second)
+    cluster.finishes(first)
+    assert cluster.slurm.job(first)["Restarts"] == "0"
+    assert f"; requeued as job {second}" in cluster.log(second)
+    assert {weights_of(cluster.last(number)) for number in numbers.values()} == {undisturbed}
+
+
+def test_a_cancelled_job_tells_the_flag_with_which_a_new_one_goes_on(cluster: Cluster, undisturbed: str) -> None:
+    job = cluster.sbatch()
+    cluster.trains(job)
+    cluster.slurm.call("scancel", job)
+    wait_until(lambda: cluster.slurm.job(job)["JobState"] == "CANCELLED", "cancelled", 60)
+    assert f"ended by SIGTERM; resume in a new job with --name slurm-{job}, or with\n  srun" in cluster.log(job)
+    done = updates_done(cluster.last(job))
+    other = cluster.sbatch(flags=("--name", f"slurm-{job}"))
+    cluster.finishes(other)
+    assert f"resuming from runs/mnist/slurm-{job}/checkpoints/last.ckpt, after {done:,} updates" in cluster.log(other)
+    assert weights_of(cluster.last(job)) == undisturbed
+
+
+def test_a_job_is_requeued_before_its_time_limit(cluster: Cluster, undisturbed: str) -> None:
+    # Slurm looks at limits every 30 seconds, and signals up to 30 seconds early: here 20 to 50 seconds after the start.
+    job = cluster.sbatch("--time=2", "--signal=USR1@70")
+    cluster.trains(job)
+    waiting = cluster.slurm.tasks(job)[1]
+    os.kill(waiting, signal.SIGSTOP)  # The run would end before.
+    wait_until(lambda: signal.SIGUSR1 in pending(waiting), "a signal of Slurm", 100)
+    os.kill(waiting, signal.SIGCONT)
+    cluster.restarts(job)
+    assert f"ended by SIGUSR1; resume in a new job with --name slurm-{job}" in cluster.log(job)
+    assert f"; requeued as job {job}" in cluster.log(job)
+    assert weights_of(cluster.last(job)) == undisturbed
+
+
+def test_a_node_that_is_lost_takes_no_update_with_it(cluster: Cluster, undisturbed: str) -> None:
+    job = cluster.sbatch()
+    cluster.trains(job)
+    cluster.slurm.lose_node("n2")
+    cluster.is_requeued(job)
+    cluster.slurm.start_node("n2")
+    cluster.slurm.call("scontrol", "update", "nodename=n2", "state=resume")
+    cluster.restarts(job)
+    assert weights_of(cluster.last(job)) == undisturbed
+
+
+def test_one_process_in_an_allocation_of_several_is_refused_with_the_srun_line(cluster: Cluster) -> None:
+    program = [sys.executable, "-m", "recipes.mnist", *FLAGS]
+    env = cluster.slurm.env | cluster.env
+    started = [
+        subprocess.Popen(["salloc", *size, *program], env=env, cwd=cluster.folder, stderr=subprocess.PIPE, text=True)
+        for size in (["-N2"], ["-n2"])
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in started]
+    assert [process.returncode for process in started] == [2, 2], errors
+    assert "this Slurm job has 2 nodes, and the program was started once, without srun: srun --nodes=2" in errors[0]
+    assert "this Slurm job has 1 node and 2 tasks, and the program was started once" in errors[1]

@@ -1,0 +1,58 @@
+"""A batch job that has lost a process is requeued as long as its restarts lead on."""
+
+from pathlib import Path
+
+import pytest
+
+from recipes.resume.requeue import requeue_after_loss
+from tests.recipes.resume.test_resume import make_run, save
+from tests.support.scontrol import BATCH, RUNNING, fake_scontrol
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes this process one of a batch job with so many restarts."""
+
+    def become(restarts: int, show: str = RUNNING) -> None:
+        env = BATCH | {"SLURM_RESTART_COUNT": str(restarts)}
+        env |= fake_scontrol(tmp_path / "bin", show.replace("Restarts=0", f"Restarts={restarts}"))
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+
+    return become
+
+
+def test_a_job_whose_restarts_save_nothing_new_is_requeued_up_to_the_fifth(job, tmp_path):
+    last = make_run(tmp_path, "slurm-71", 4)
+    run = str(last.parents[1])
+    done = "; requeued as job 71"
+    job(4)
+    assert requeue_after_loss(run, 4) == requeue_after_loss(None, 0) == done
+    job(5)
+    ended = "; not requeued after 5 restarts, because nothing new was saved; to do so: scontrol requeue 71"
+    assert requeue_after_loss(run, 4) == requeue_after_loss(None, 0) == ended
+    job(50)
+    save(last, 5)
+    assert requeue_after_loss(run, 4) == done, "each time limit counts as a restart, too"
+    last.write_bytes(b"cut off")
+    assert "not requeued after 50 restarts" in requeue_after_loss(run, 4)
+
+
+def test_a_job_that_slurm_must_not_requeue_is_resumed_in_a_new_one(job, tmp_path):
+    job(0, RUNNING.replace("Requeue=1", "Requeue=0"))
+    why = "; not requeued, because the job was submitted without --requeue"
+    assert requeue_after_loss(None, 0) == why
+    assert requeue_after_loss(str(tmp_path / "slurm-71"), 0) == f"{why}; resume in a new job with --name slurm-71"
+
+
+def test_torchrun_restarts_the_processes_itself_as_long_as_it_may(job, monkeypatch):
+    job(0)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    assert requeue_after_loss(None, 0) == ""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert requeue_after_loss(None, 0) == "; requeued as job 71"
+
+
+def test_outside_of_a_batch_job_nothing_is_asked(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert requeue_after_loss(None, 0) == ""

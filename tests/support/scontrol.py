@@ -1,0 +1,37 @@
+"""A program in place of Slurm's ``scontrol``, for the ordinary tests; tests/end_to_end/slurm/ has the real one."""
+
+import os
+from pathlib import Path
+
+__all__ = ["BATCH", "RUNNING", "fake_scontrol"]
+
+BATCH = {"SLURM_JOB_ID": "71", "ENVIRONMENT": "BATCH"}
+"""What identifies a batch job in the environment of its processes."""
+
+RUNNING = "JobId=71 JobName=a.sh JobState=RUNNING Reason=None Requeue=1 Restarts=0 BatchFlag=1"
+
+
+def fake_scontrol(
+    folder: Path, show: str = RUNNING, seconds: float = 0, status: int = 0, after: str = ""
+) -> dict[str, str]:
+    """Write it, and return the variables with which a run finds it.
+
+    It prints `show`; a request to requeue is written to ``asked``, takes `seconds` and ends with `status`, and from
+    then on it prints `after`. A request that does not lead a session of its own, or that SIGTERM ends, is not written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "record").write_text(f"{show}\n")
+    program = folder / "scontrol"
+    program.write_text(
+        "#!/bin/sh\n"
+        f'[ "$1" = show ] && exec cat {folder}/record\n'
+        "[ $(cut -d' ' -f6 /proc/$$/stat) = $$ ] || exit 9\n"
+        "kill -TERM $$\n"
+        f"echo $$ > {folder}/number\n"
+        f"sleep {seconds}\n"
+        f'echo "$@" >> {folder}/asked\n'
+        f"[ -z '{after}' ] || echo '{after}' > {folder}/record\n"
+        f"exit {status}\n"
+    )
+    program.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
