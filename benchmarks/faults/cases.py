@@ -8,6 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults.hostile_files import (
+    name_a_victim,
+    write_aliases,
+    write_bomb,
+    write_code,
+    write_digit_bomb,
+    write_image_bomb,
+    write_import,
+    write_victim,
+)
+
 __all__ = ["EVERY_RECIPE", "FAULTS", "SAVE_EVERY", "FaultCase"]
 
 SAVE_EVERY = 5
@@ -120,6 +131,56 @@ FAULTS: dict[str, FaultCase] = {
     "disk full at a save": FaultCase(
         {"kind": "disk", "moment": "save", "at": 10}, r"was not saved \(.*\); .* training continues", (0, 1), 0
     ),
+    "disk full for curves": FaultCase(
+        {"kind": "disk", "at": 32, "lasting": 2}, "metrics.csv", (0, 1), 0, more=("--log-every-n-steps", "1")
+    ),
+    "standard output's disk full": FaultCase({}, "No space left on device", (0,), 0, shell='"$@" > /dev/full'),
+    "both streams' disk full": FaultCase({}, "", (0,), 0, shell='"$@" > /dev/full 2>&1'),
+    "reader of standard output gone": FaultCase({}, "", (0,), 0, shell='"$@" | head -1'),
+    "standard output closed": FaultCase({}, "", (0,), 0, shell='"$@" >&-'),
+    "standard output in ASCII": FaultCase(
+        {}, "best checkpoint", (0,), 0, shell='LC_ALL=C PYTHONUTF8=0 PYTHONIOENCODING=ascii "$@"'
+    ),
+    "run's folder removed": FaultCase({"kind": "remove folder", "at": 17}, "was removed meanwhile", (1,), 0),
+    "no room in /dev/shm": _refused(
+        "--num-workers 0",
+        *("--num-workers", "2"),
+        shell="""unshare -m bash -c 'mount -t tmpfs -o size=64k tmpfs /dev/shm && "$@"' bash "$@" """,
+        recipes=("resnet",),
+        needs_root=True,
+    ),
+    "worker killed": FaultCase(
+        {"kind": "kill worker", "at": 17}, r"error: .*worker", more=("--num-workers", "1"), recipes=("resnet",)
+    ),
+    "40 open files at most": FaultCase({}, "ulimit -n", (1, 2), resumes=False, shell='ulimit -n 40; "$@"'),
+    "stranger in place of rank 1": FaultCase(
+        {},
+        "refused .* secret",
+        (0,),
+        0,
+        world_size=2,
+        manual_launch=True,
+        # It types the command of node 1 without knowing the secret.
+        shell='(LIGHTNING_RECIPES_SECRET=a-stranger-has-this-one "$@" --node-rank 1 > /dev/null 2>&1 &); "$@"',
+    ),
+    "checkpoint that names a file of the user's": FaultCase(
+        _LATE, "", KILLED, files=write_victim, damage=name_a_victim, remains=("victim.ckpt",)
+    ),
+    "gzip bomb of sentences": _refused(
+        "bomb.tsv.gz", "--data-file", "FOLDER/bomb.tsv.gz", files=write_bomb, recipes=("seq2seq",)
+    ),
+    "gzip bomb of digits": _refused(
+        "ubyte.gz", *("--dataset", "mnist", "--data-dir", "FOLDER"), files=write_digit_bomb, recipes=("mnist",)
+    ),
+    "images of 60,000 x 60,000 pixels": _refused(
+        "60,?000 x 60,?000",
+        *("--dataset", "folder", "--data-dir", "FOLDER"),
+        files=write_image_bomb,
+        recipes=("resnet",),
+    ),
+    "settings of a billion values": _refused("aliases", "--config", "FOLDER/settings.yaml", files=write_aliases),
+    "settings that import a module": _refused("this.s", "--config", "FOLDER/settings.yaml", files=write_import),
+    "weights that run code": _refused("code", "--weights", "FOLDER/weights.pth", files=write_code, recipes=("resnet",)),
     "folder that cannot be written": _refused("cannot make the run's folder", "--run-dir", "/proc/runs"),
     "NaN in the weights": FaultCase({"kind": "nan", "at": 12}, "the run has diverged: .* NaN", (1,)),
     "exception in a step": FaultCase({"kind": "raise", "moment": "step", "at": 17}, "this step is broken"),
