@@ -19,6 +19,7 @@ from statistics import median
 
 import lightning.pytorch as pl
 import psutil
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
@@ -169,13 +170,17 @@ def growth(samples: Sequence[Sample]) -> list[str]:
     return grown
 
 
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def _table(samples: Sequence[Sample]) -> Table:
-    table = Table("", "first tenth", "last tenth", "change", "least", "most")
+    table = Table("", "first tenth", "last tenth", "change", "least", "most", box=box.MARKDOWN)
     for field, quantity in QUANTITIES.items():
         first, last = _ends(samples, field)
         values = [getattr(sample, field) for sample in samples[_WARM_UP:] or samples]
-        numbers = [f"{value * quantity.scale:,.4g}" for value in (first, last, last - first, min(values), max(values))]
-        numbers[2] = ("+" if last > first else "") + numbers[2]
+        numbers = [_figure(value * quantity.scale) for value in (first, last, last - first, min(values), max(values))]
+        numbers[2] = "+" * (last > first) + numbers[2]
         table.add_row(f"{quantity.name}{', ' if quantity.unit else ''}{quantity.unit}", *numbers)
     return table
 
@@ -201,6 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(sample) for sample in samples]), encoding="utf-8")
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 120)
     console.print(f"{len(samples):,} epochs in {sum(sample.wall for sample in samples):,.0f} s, {os.cpu_count()} cores")
     console.print(_table(samples))
     grown = growth(samples)
