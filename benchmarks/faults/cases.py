@@ -131,8 +131,8 @@ FAULTS: dict[str, FaultCase] = {
     "disk full at a save": FaultCase(
         {"kind": "disk", "moment": "save", "at": 10}, r"was not saved \(.*\); .* training continues", (0, 1), 0
     ),
-    "disk full for curves": FaultCase(
-        {"kind": "disk", "at": 32, "lasting": 2}, "metrics.csv", (0, 1), 0, more=("--log-every-n-steps", "1")
+    "disk full until the end": FaultCase(
+        {"kind": "disk", "at": 36, "lasting": 1000}, r"was not saved|not saved:", (1,), None
     ),
     "standard output's disk full": FaultCase({}, "No space left on device", (0,), 0, shell='"$@" > /dev/full'),
     "both streams' disk full": FaultCase({}, "", (0,), 0, shell='"$@" > /dev/full 2>&1'),
@@ -152,7 +152,15 @@ FAULTS: dict[str, FaultCase] = {
     "worker killed": FaultCase(
         {"kind": "kill worker", "at": 17}, r"error: .*worker", more=("--num-workers", "1"), recipes=("resnet",)
     ),
-    "40 open files at most": FaultCase({}, "ulimit -n", (1, 2), resumes=False, shell='ulimit -n 40; "$@"'),
+    "24 open files at most": FaultCase(
+        {},
+        "ulimit -n",
+        (1, 2),
+        resumes=False,
+        more=("--num-workers", "4"),
+        shell='ulimit -n 24; "$@"',
+        recipes=("resnet",),
+    ),
     "stranger in place of rank 1": FaultCase(
         {},
         "refused .* secret",

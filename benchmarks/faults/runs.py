@@ -41,7 +41,7 @@ class Run:
     def command(self, *more: str) -> list[str]:
         flags = {
             "--limit-train-batches": _UPDATES,
-            "--limit-test-batches": 1,
+            "--limit-test-batches": 2,
             "--max-epochs": self.epochs,
             "--batch-size": 64 // self.world_size,
             "--global-batch-size": 64,
