@@ -150,7 +150,7 @@ FAULTS: dict[str, FaultCase] = {
         needs_root=True,
     ),
     "worker killed": FaultCase(
-        {"kind": "kill worker", "at": 17}, r"error: .*worker", more=("--num-workers", "1"), recipes=("resnet",)
+        {"kind": "kill workers", "at": 8}, r"error: .*worker", more=("--num-workers", "1"), recipes=("resnet",)
     ),
     "24 open files at most": FaultCase(
         {},

@@ -72,8 +72,9 @@ def _exhaust_memory() -> None:
     torch.empty(2**50, dtype=torch.uint8)
 
 
-def _kill_a_worker() -> None:
-    psutil.Process().children()[0].kill()
+def _kill_workers() -> None:
+    for child in psutil.Process().children():
+        child.kill()
 
 
 def _limit_files() -> None:
@@ -95,7 +96,7 @@ KINDS: dict[str, Callable[[], None]] = {
     "raise": _raise,
     "memory": _exhaust_memory,
     "disk": _limit_files,
-    "kill worker": _kill_a_worker,
+    "kill workers": _kill_workers,
     "parent": lambda: os.kill(os.getppid(), signal.SIGKILL),
 }
 

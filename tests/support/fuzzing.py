@@ -262,7 +262,7 @@ def prepare_files(grammar: Grammar, folder: Path) -> None:
     """
     from recipes import run
 
-    folder.mkdir()
+    folder.mkdir(parents=True)
     flags = [*grammar.always, "--run-dir", str(folder / "runs"), "--name", "good"]
     run(resolve_name(grammar.recipe), resolve_name(grammar.data), args=flags)
     good = next(folder.glob("runs/*/good/checkpoints/last.ckpt")).read_bytes()
