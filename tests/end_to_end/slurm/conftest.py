@@ -1,5 +1,6 @@
 """One real Slurm for all tests of this folder."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -25,7 +26,8 @@ def _install() -> None:
         return
     env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     for command in ("update -qq", "install -qq --no-install-recommends slurm-wlm munge"):
-        subprocess.run(["apt-get", *command.split()], env=env, check=False, capture_output=True, timeout=280)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # As without a network.
+            subprocess.run(["apt-get", *command.split()], env=env, check=False, capture_output=True, timeout=120)
 
 
 @pytest.fixture(scope="session")
