@@ -183,7 +183,7 @@ def _refuse_one_process_of_many(env: Mapping[str, str], devices: int, command: C
         return
     tasks = job.nodes * job.tasks_per_node
     what = f"{job.nodes} node{'s' * (job.nodes > 1)}" + (f" and {tasks} tasks" if tasks > job.nodes else "")
-    line = command.srun(job.nodes, devices if devices > 1 else job.tasks_per_node)
+    line = command.srun(job.nodes, devices if devices > 1 else max(job.tasks_per_node, job.gpus_per_node))
     if in_shell:
         # The shell is a step that holds the processors of the job.
         line = line.replace("srun", "srun --overlap", 1)

@@ -37,10 +37,11 @@ class SlurmStep:
 
 @dataclass(frozen=True)
 class SlurmAllocation:
-    """What a Slurm job has been given: nodes, and on each the tasks that were asked for, or else the GPUs."""
+    """What a Slurm job has been given: nodes, and on each the tasks and GPUs that were asked for."""
 
     nodes: int
     tasks_per_node: int
+    gpus_per_node: int = 0
 
 
 def _number(env: Mapping[str, str], *names: str) -> int:
@@ -81,15 +82,15 @@ def slurm_allocation(env: Mapping[str, str]) -> SlurmAllocation | None:
 
     Example:
         >>> slurm_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "8"})
-        SlurmAllocation(nodes=2, tasks_per_node=4)
+        SlurmAllocation(nodes=2, tasks_per_node=4, gpus_per_node=0)
         >>> slurm_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"})  # salloc -N2 sets no tasks.
-        SlurmAllocation(nodes=2, tasks_per_node=1)
+        SlurmAllocation(nodes=2, tasks_per_node=1, gpus_per_node=0)
     """
     if "SLURM_JOB_ID" not in env:
         return None
     nodes = _number(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
     tasks = _number(env, "SLURM_NTASKS_PER_NODE") or -(-_number(env, "SLURM_NTASKS") // nodes)
-    return SlurmAllocation(nodes, tasks or _number(env, "SLURM_GPUS_PER_NODE") or 1)
+    return SlurmAllocation(nodes, tasks or 1, _number(env, "SLURM_GPUS_PER_NODE"))
 
 
 def shell_of_srun(env: Mapping[str, str]) -> bool:

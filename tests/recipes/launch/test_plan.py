@@ -76,7 +76,7 @@ SHELL_STEP = BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"
         (SALLOC_2_NODES, "auto", "2 nodes", "srun --nodes=2 --ntasks-per-node=1"),
         (SALLOC_2_NODES, 2, "2 nodes", "srun --nodes=2 --ntasks-per-node=2"),
         (SALLOC_2_TASKS, "auto", "1 node and 2 tasks", "srun --nodes=1 --ntasks-per-node=2"),
-        (SALLOC_GPUS, "auto", "2 nodes and 8 tasks", "srun --nodes=2 --ntasks-per-node=4"),
+        (SALLOC_GPUS, "auto", "2 nodes", "srun --nodes=2 --ntasks-per-node=4"),
         (BATCH, "auto", "2 nodes and 8 tasks", "srun --nodes=2 --ntasks-per-node=4"),
         (SHELL_STEP, "auto", "2 nodes and 8 tasks", "srun --nodes=2 --ntasks-per-node=4"),
     ],
@@ -95,6 +95,8 @@ def test_what_was_asked_for_on_one_node_of_slurm_starts_there():
     assert plan(SALLOC_2_TASKS, 2) == two_here
     assert plan(by_slurm(7, nodes=1, devices=1)[0], 2) == two_here
     assert plan({"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_CPUS_PER_TASK": "4"}) == Launch("local", 1, 1)
+    one_of_four_gpus = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_GPUS_PER_NODE": "4"}
+    assert plan(one_of_four_gpus, 1, here=GPUS) == Launch("local", 1, 1), "such as a search that uses one GPU per run"
 
 
 def test_a_program_typed_in_a_shell_of_srun_is_none_of_its_tasks(monkeypatch):
