@@ -22,6 +22,7 @@ from torch import nn
 from typing_extensions import override
 
 from callbacks.lib.batch_positions import batch_positions
+from callbacks.lib.exchange import broadcast
 from callbacks.lib.sample_noise import begin_noise, end_noise, number_layers, repeat_noise, sample_keys
 from datamodules.errors import UserError
 from datamodules.loading.randomness import derive_seed, derive_seed_at
@@ -173,7 +174,7 @@ class SeedControl(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._drawn:
-            self.seed = trainer.strategy.broadcast(self.seed)
+            self.seed = broadcast(trainer.strategy, self.seed)
             rank_zero_info(f"SeedControl drew seed {self.seed}; pass seed={self.seed} to repeat this run")
         self._device = trainer.strategy.root_device
         self._restore_settings()

@@ -31,6 +31,7 @@ from callbacks.checkpointing.stopping_points import (
     update_is_whole,
     validation_is_next,
 )
+from callbacks.lib.exchange import broadcast
 from callbacks.lib.lightning_internals import (
     PlateauSteps,
     add_epoch_sums,
@@ -216,7 +217,7 @@ class ExactCheckpoint(ModelCheckpoint):
     def _take_loaded(self, trainer: pl.Trainer) -> None:
         if self._loaded is not None:
             # Rank 0 alone may see the files, and ranks that remember different ones would wait for each other.
-            super().load_state_dict(trainer.strategy.broadcast(_found_here(self._loaded, self.dirpath)))
+            super().load_state_dict(broadcast(trainer.strategy, _found_here(self._loaded, self.dirpath)))
             self._loaded = None
 
     @override

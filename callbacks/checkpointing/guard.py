@@ -16,6 +16,7 @@ from typing_extensions import override
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.lib.durations import Duration
+from callbacks.lib.exchange import broadcast
 from callbacks.lib.global_batch import global_batch_size
 from callbacks.lib.lightning_internals import save_now_unless_saved, training_is_done
 from datamodules.errors import RunFailedError, UserError
@@ -145,7 +146,7 @@ class CheckpointGuard(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit" or trainer.world_size == 1:
             return
-        wanted = trainer.strategy.broadcast(self.resumed)
+        wanted = broadcast(trainer.strategy, self.resumed)
         if not trainer.strategy.reduce_boolean_decision(wanted == self.resumed):
             raise UserError(
                 f"rank 0 resumes from {wanted or 'nothing'}, rank {trainer.global_rank} found"
@@ -183,7 +184,7 @@ class CheckpointGuard(pl.Callback):
 
     def _raise_everywhere(self, trainer: pl.Trainer, error: type[UserError], problem: str | None) -> None:
         """Raise rank 0's problem on all ranks: one rank that ends alone leaves the others waiting."""
-        if problem := trainer.strategy.broadcast(problem):
+        if problem := broadcast(trainer.strategy, problem):
             raise error(problem)
 
     @override

@@ -275,9 +275,11 @@ class MNISTDataModule(BaseDataModule):
         """Replace "auto", the same on every rank; rank 0 decides, since nodes may see different folders."""
         if self.dataset != "auto":
             return
-        chosen = "mnist" if find_files("mnist", self.hparams.data_dir) else "digits"
+        found = find_files("mnist", self.hparams.data_dir) is not None
         if self.trainer is not None:
-            chosen = self.trainer.strategy.broadcast(chosen)
+            mine = torch.tensor(int(found and self.trainer.is_global_zero), device=self.trainer.strategy.root_device)
+            found = bool(self.trainer.strategy.reduce(mine, reduce_op="sum"))
+        chosen = "mnist" if found else "digits"
         if chosen == "digits" and self.hparams.data_dir != "data" and not Path(self.hparams.data_dir).is_dir():
             # Only the default folder may be missing.
             raise UserError(f"{self._missing('mnist')}; pass a folder that exists, or dataset='digits'")

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
+from callbacks.lib.exchange import without_pickles
 from callbacks.lib.lightning_internals import set_collective_timeout
 from callbacks.lib.trainer_attributes import set_callbacks
 from callbacks.run_progress import RunProgress
@@ -106,6 +107,7 @@ def build_trainer(experiment: Experiment, more: Sequence[Callback] = (), folder:
         )
     if _backend(trainer) == "nccl" and trainer.strategy.root_device.type != "cuda":
         raise UserError("NCCL needs NVIDIA GPUs, and this run is on the CPU; pass --strategy ddp, which uses gloo")
+    without_pickles(trainer.strategy)
     set_collective_timeout(trainer.strategy, timedelta(seconds=settings.collective_timeout))
     if settings.command != "predict":
         _print_first_line(trainer, experiment)

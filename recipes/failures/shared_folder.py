@@ -4,12 +4,11 @@ import secrets
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from typing_extensions import override
 
+from callbacks.lib.exchange import broadcast, gather
 from datamodules.errors import UserError
 
 __all__ = ["SharedFolder"]
@@ -56,10 +55,9 @@ class SharedFolder(pl.Callback):
         token, folder = secrets.token_hex(8), str(self.folder)
         if trainer.is_global_zero:
             (self.folder / _MARK).write_text(token)
-        token, folder = trainer.strategy.broadcast((token, folder))
+        token, folder = broadcast(trainer.strategy, (token, folder))
         seen = _sees(Path(folder) / _MARK, token)
-        answers: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(answers, None if seen else (trainer.node_rank, socket.gethostname()))
+        answers = gather(trainer.strategy, None if seen else (trainer.node_rank, socket.gethostname()))
         if trainer.is_global_zero:
             (self.folder / _MARK).unlink()
         if without := sorted({answer for answer in answers if answer}):

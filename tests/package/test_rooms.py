@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "recipes.recipe": f"{_CALLBACKS} recipes.optim",
     "recipes.classification": f"{_CALLBACKS} callbacks.drawing recipes.labels recipes.recipe",
     "recipes.launch": "datamodules.errors callbacks.lib",
-    "recipes.failures": "datamodules.errors recipes.launch",
+    "recipes.failures": "datamodules.errors callbacks.lib recipes.launch",
     "recipes.resume": f"{_CALLBACKS} callbacks.checkpointing recipes.launch",
     "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing recipes.failures recipes.launch "
     "recipes.optim recipes.recipe recipes.resume recipes.version",

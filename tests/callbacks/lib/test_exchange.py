@@ -1,0 +1,92 @@
+"""What ranks exchange is JSON: nothing that arrives can run code."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, distributed
+
+from callbacks.lib.exchange import broadcast, decode, encode, gather, without_pickles
+from tests.support.ranks import run_ranks
+
+VALUES: list[Any] = [
+    None,
+    True,
+    7,
+    0.1 + 0.2,
+    float("inf"),
+    "ä\n\0",
+    [1, [2, []]],
+    (1, "a", (None,)),
+    {"a": 1, 2: {"tuple": [1]}, (3, 4): {}},
+    Path("runs/a b"),
+    torch.tensor(0.5, dtype=torch.float64),
+    torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).T,
+    torch.empty(0, 3, dtype=torch.int16),
+    torch.tensor([True, False]),
+]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_value_arrives_as_it_was_sent(value: Any) -> None:
+    assert same(decode(encode(value)), value)
+
+
+class Runs:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("run",)
+
+
+def test_an_object_is_refused_by_its_name_and_bytes_of_a_pickle_are_no_value() -> None:
+    with pytest.raises(TypeError, match="tensors, not Runs: a pickle of it could run code"):
+        encode({"a": [Runs()]})
+    for data in (pickle.dumps(Runs()), json.dumps({"object": "os.system"}).encode()):
+        with pytest.raises(ValueError):
+            decode(data)
+    assert not Path("run").exists()
+
+
+def _exchanged() -> list[Any]:
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
+    strategy = trainer.strategy
+    strategy.setup_environment()
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("unpickled")
+
+    distributed.distributed_c10d._tensor_to_object = refuse
+    rank = distributed.get_rank()
+    found = [
+        broadcast(strategy, (rank, torch.ones(3))),
+        broadcast(strategy, rank, src=1),
+        gather(strategy, ["rank", rank]),
+    ]
+    without_pickles(strategy)
+    return [*found, strategy.broadcast({"of": rank}), strategy.broadcast("b" if rank else "a", 1)]
+
+
+def test_two_ranks_exchange_values_without_unpickling() -> None:
+    for found in run_ranks(_exchanged, 2):
+        assert same(found[0][1], torch.ones(3))
+        assert found[0][0] == 0
+        assert found[1:] == [1, [["rank", 0], ["rank", 1]], {"of": 0}, "b"]
+
+
+def test_one_process_keeps_its_value() -> None:
+    strategy = pl.Trainer(accelerator="cpu", devices=1, logger=False).strategy
+    value = Runs()
+    without_pickles(strategy)
+    assert broadcast(strategy, value) is value
+    assert strategy.broadcast(value) is value
+    assert gather(strategy, value) == [value]
