@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
-from torch.distributed import TCPStore
 
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from callbacks.lib.slurm_job import requeue_on
@@ -27,7 +26,7 @@ from recipes.cli.run_folder import logger_names
 from recipes.cli.settings import RunSettings
 from recipes.failures.fingerprint import fingerprint
 from recipes.failures.join import join_run
-from recipes.failures.monitor import monitored
+from recipes.failures.monitor import RunConnection, monitored
 from recipes.failures.orphans import declare_parent, drop_inherited_variables, exit_with_parent, parent_of_rank
 from recipes.failures.rendezvous import UPDATES_DONE
 from recipes.launch.devices import detect_machine, devices_of
@@ -168,8 +167,8 @@ class _CommandLine:
         if checkpoint:
             namespace = self._with_saved_settings(command, checkpoint, args)
         try:
-            settings, store = self._settings(command, namespace, point)
-            experiment = build_experiment(settings, self.classes, store)
+            settings, connection = self._settings(command, namespace, point)
+            experiment = build_experiment(settings, self.classes, connection)
             carry_out(experiment, self.program, self.started_at)
         except RuntimeError as error:
             if "Error(s) in loading state_dict" not in str(error):
@@ -283,7 +282,9 @@ class _CommandLine:
 
     # Settings
 
-    def _launch(self, command: str, values: dict[str, Any], config: dict[str, Any]) -> tuple[Launch, TCPStore | None]:
+    def _launch(
+        self, command: str, values: dict[str, Any], config: dict[str, Any]
+    ) -> tuple[Launch, RunConnection | None]:
         """Find out which process of the run this one is, and wait for the others."""
         here = detect_machine(values["accelerator"])
         options = LaunchSettings(**self.parser.select(values, "Launch"))
@@ -303,10 +304,12 @@ class _CommandLine:
         def settings() -> dict[str, Any]:
             return fingerprint(config, (self.classes.recipe, self.classes.data)) | {UPDATES_DONE: self._updates_done}
 
-        return join_run(launch, settings, options, self.typed)
+        return join_run(launch, settings, options, Path(values["run_dir"]), self.typed)
 
-    def _settings(self, command: str, namespace: Namespace, point: ResumePoint) -> tuple[Settings, TCPStore | None]:
-        """The values of all flags, and the store of the rendezvous."""
+    def _settings(
+        self, command: str, namespace: Namespace, point: ResumePoint
+    ) -> tuple[Settings, RunConnection | None]:
+        """The values of all flags, and the connection to the other ranks."""
         tuned = namespace.tune_allocator and tune_allocator()
         stop_gpu_search()
         asked, namespace.resume = namespace.resume, point.checkpoint
@@ -316,7 +319,7 @@ class _CommandLine:
         namespace.precision, reason = resolve_precision(namespace.precision, namespace.accelerator)
         config = self._config(namespace)
         values = self.parser.instantiate_classes(namespace).as_dict()
-        launch, store = self._launch(command, values, config)
+        launch, connection = self._launch(command, values, config)
         settings = Settings(
             command,
             RunSettings(**self.parser.select(values, "Run")),
@@ -331,4 +334,4 @@ class _CommandLine:
             collective_timeout=values["collective_timeout"],
             notes={"precision": f" ({reason})" if reason else "", "memory": ", tuned allocator" if tuned else ""},
         )
-        return settings, store
+        return settings, connection

@@ -15,12 +15,12 @@ import lightning.pytorch as pl
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.distributed import TCPStore
 
 from callbacks.seed_control import SeedControl
 from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError
 from recipes.cli.settings import RunSettings, run_callbacks
+from recipes.failures.monitor import RunConnection
 from recipes.failures.rendezvous import share
 from recipes.launch.plan import Launch
 from recipes.launch.rank_zero import rank_zero_print
@@ -166,7 +166,7 @@ def _build_recipe(settings: Settings, classes: Classes, data: pl.LightningDataMo
 
 
 def _resolved_data(
-    settings: Settings, classes: Classes, data: pl.LightningDataModule, store: TCPStore | None
+    settings: Settings, classes: Classes, data: pl.LightningDataModule, connection: RunConnection | None
 ) -> tuple[pl.LightningDataModule, Mapping[str, Any]]:
     """The data module and its arguments, with those that were left open decided on rank 0."""
     if settings.command != "fit":
@@ -178,8 +178,8 @@ def _resolved_data(
         asked = False
     else:
         resolve, wait = data_contract(data).resolve, settings.collective_timeout
-        found = resolve() if store is None else share(store, settings.launch, "settings of the data", resolve, wait)
-        asked = store is None or settings.launch.rank == 0
+        found = resolve() if connection is None else share(connection, "settings of the data", resolve, wait)
+        asked = connection is None or settings.launch.rank == 0
     resolved = _fill(settings.data, found)
     if resolved == settings.data:
         return data, resolved
@@ -190,11 +190,11 @@ def _resolved_data(
     return data, resolved
 
 
-def build_experiment(settings: Settings, classes: Classes, store: TCPStore | None) -> Experiment:
+def build_experiment(settings: Settings, classes: Classes, connection: RunConnection | None) -> Experiment:
     """Complete what the flags left open, freeze the settings, and build from them.
 
     Args:
-        store: of the rendezvous; None where the run is one process.
+        connection: to the other ranks; None where the run is one process.
 
     Raises:
         UserError: a value is refused, the data cannot be read, or the devices cannot share the global batch.
@@ -206,7 +206,7 @@ def build_experiment(settings: Settings, classes: Classes, store: TCPStore | Non
         data = classes.data(**settings.data)
         # Before the data are read, so that wrong flags are refused before a download.
         recipe = _build_recipe(settings, classes, data)
-        data, resolved = _resolved_data(settings, classes, data, store)
+        data, resolved = _resolved_data(settings, classes, data, connection)
         # The recipe's constructor computes defaults that depend on other parameters. It may share some with the data.
         config = MappingProxyType(_fill(_fill(settings.config, recipe.hparams), resolved))
         recipe.run_config = dict(config)

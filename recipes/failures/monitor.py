@@ -3,19 +3,21 @@
 A rank that raises leaves the others waiting in a collective call, for half an hour by default. So each rank keeps a
 connection to rank 0. A rank that fails reports through it; the kernel closes it for a process that was killed, and
 detects a node that is unreachable. Rank 0 prints the cause as its last line, and all processes end.
+
+The ranks find each other through the same connections, which prove that both ends know the run's secret.
 """
 
 import contextlib
-import hmac
 import json
+import logging
 import os
-import secrets
 import selectors
 import socket
 import sys
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,17 +26,24 @@ import lightning.pytorch as pl
 from torch.distributed import TCPStore
 from typing_extensions import override
 
+from datamodules.errors import UserError
 from recipes.failures.cause import RankReport, classify_exception, failure_cause, first_line
-from recipes.failures.protocol import ProtocolError, connection_failure, keep_alive, listen, receive, send
+from recipes.failures.protocol import Channel, WrongSecret, connection_failure, keep_alive
+from recipes.failures.secret import Secret
 from recipes.launch.plan import Launch
 
-__all__ = ["FailureMonitor", "FailureReporter", "exit_run", "monitored", "start_monitor"]
+__all__ = ["Coordinator", "FailureReporter", "Member", "RunConnection", "exit_run", "monitored", "use_monitor"]
 
 _TICK = 0.2
-_IDENTIFY_WITHIN = 30.0  # Seconds for a new connection to identify itself.
+_IDENTIFY_WITHIN = 10.0  # Seconds for a new connection to show that it knows the secret.
+_MAX_UNKNOWN = 256  # Connections that have not done so yet; the oldest is closed.
+_MAX_NAMED = 5  # Refused processes that are printed.
+_MAX_TEXT = 10_000
 _KINDS = {"user_error", "exception", "exception_pending", "exit", "consequence"}
 
-_current: "FailureMonitor | None" = None
+log = logging.getLogger("lightning_recipes.failures")
+
+_current: "RunConnection | None" = None
 _translate: Callable[[str], str] = str
 _after_loss: Callable[[], str] = str
 
@@ -57,75 +66,133 @@ def _loss_handled() -> str:
         return f"; {first_line(error)}"
 
 
-@dataclass
-class _Member:
-    """A connection to rank 0: the rank at its other end, once it has identified itself, and the start of a message."""
-
-    connected_at: float
-    rest: bytes = b""
-    who: dict[str, Any] = field(default_factory=dict)
-    left: bool = False
-
-
-class FailureMonitor:
-    """Connects one rank to rank 0, and ends this process when the run ends.
+class RunConnection(ABC):
+    """What one rank knows of its run: the values that rank 0 has published, and whether the run is over.
 
     Args:
         launch: which rank this is.
-        store: where rank 0 publishes the port on which it listens, and the token that identifies ranks of this run.
-        address: of rank 0.
     """
 
-    def __init__(self, launch: Launch, store: TCPStore, address: str) -> None:
+    def __init__(self, launch: Launch) -> None:
         self.launch, self.host = launch, socket.gethostname()
-        # Keep a reference: the server of the store runs in rank 0 as long as the object exists.
-        self.store = store
-        self.reports: list[RankReport] = []
         self.over = False
-        self._lock = threading.Lock()
-        if launch.rank == 0:
-            self.listener = listen(launch.world_size)
-            self.listener.setblocking(False)
-            # The port is open to the network, and one message can end the run.
-            self.token = secrets.token_hex(16)
-            store.set("monitor", json.dumps([self.listener.getsockname()[1], self.token]))
-            loop = self._serve
-        else:
-            port, token = json.loads(store.get("monitor"))
-            self.connection = keep_alive(socket.create_connection((address, port), timeout=30))
-            self.connection.settimeout(None)
-            who = {"rank": launch.rank, "node": launch.node_rank, "host": self.host}
-            send(self.connection, who | {"token": token})
-            loop = self._listen
-        self.thread = threading.Thread(target=loop, daemon=True, name="failure monitor")
-        self.thread.start()
+        self.monitors = False
+        """Whether the end of a rank ends the run: from the end of the rendezvous on."""
+        self.changed = threading.Condition()
+        self.published: dict[str, Any] = {}
+        self.thread = threading.Thread(target=self._run, daemon=True, name="failure monitor")
+
+    def wait_for(self, name: str, deadline: float) -> Any:
+        """A value that rank 0 publishes.
+
+        Args:
+            deadline: in seconds of `time.monotonic`.
+
+        Raises:
+            TimeoutError: after the deadline.
+            EOFError: the connection to rank 0 was lost before.
+        """
+        self._wait_until(lambda: name in self.published, deadline)
+        return self.published[name]
+
+    def _wait_until(self, condition: Callable[[], bool], deadline: float) -> None:
+        with self.changed:
+            while not condition():
+                if self.over:
+                    raise EOFError
+                if (rest := deadline - time.monotonic()) <= 0:
+                    raise TimeoutError
+                # In short pieces, so that signals are handled meanwhile.
+                self.changed.wait(min(rest, _TICK))
 
     def report(self, error: BaseException, *, handling: bool = False) -> None:
         """Report that this rank ends with an exception; `handling`: it is still being handled."""
         kind, line, status = classify_exception(error)
         kind = "exception_pending" if handling and kind == "exception" else kind
         # Only our own messages name parameters; another exception is reported as it is.
-        self._send_report(kind, _translate(line) if kind == "user_error" else line, status)
+        line = _translate(line) if kind == "user_error" else line
+        self._send_report(kind, line[:_MAX_TEXT], status)
 
     def leave(self, status: int) -> None:
         """Report that this rank exits on purpose. With a status other than 0 the other ranks end as well."""
         if status:
             self._send_report("exit", "", status)
         self.over = True
-        if self.launch.rank != 0:
-            send(self.connection, {"exit": status})
-            return
-        self.thread.join(5)
+        self._say_goodbye(status)
 
     def wait(self) -> None:
         """Wait until the monitor ends this process."""
         self.thread.join(30)
 
+    @abstractmethod
+    def _send_report(self, kind: str, line: str, status: int) -> None: ...
+
+    @abstractmethod
+    def _say_goodbye(self, status: int) -> None: ...
+
+    @abstractmethod
+    def _run(self) -> None: ...
+
+
+@dataclass
+class _Peer:
+    """A connection to rank 0: the rank at its other end, once it has shown that it knows the secret."""
+
+    channel: Channel
+    address: str
+    connected_at: float
+    who: dict[str, Any] = field(default_factory=dict)
+    left: bool = False
+
+
+class Coordinator(RunConnection):
+    """Rank 0's end of the connections: accepts the ranks of the run, receives their reports, and ends the run.
+
+    Args:
+        listener: where the ranks connect; closed when all have.
+        secret: those who do not know it are refused.
+    """
+
+    def __init__(self, launch: Launch, listener: socket.socket, secret: Secret) -> None:
+        super().__init__(launch)
+        self.records: dict[int, dict[str, Any]] = {}
+        """What each rank says of itself, by rank."""
+        self.refused: dict[str, None] = {}
+        """Processes that claimed to be a rank and did not know the secret, in words."""
+        self.claimed_twice: int | None = None
+        """A rank that two processes claim to be."""
+        self.reports: list[RankReport] = []
+        self.store: TCPStore | None = None
+        """What torch.distributed uses; its server runs as long as the object exists."""
+        self._secret = secret
+        self._listener: socket.socket | None = listener
+        listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._peers: dict[socket.socket, _Peer] = {}
+        self._lock = threading.Lock()
+        self.thread.start()
+
+    @property
+    def listens(self) -> bool:
+        """Whether not all ranks have joined yet."""
+        return self._listener is not None
+
+    def publish(self, name: str, value: Any) -> None:
+        """Send a value to all ranks, also to those that connect later."""
+        with self.changed:
+            self.published[name] = value
+            for peer in list(self._peers.values()):
+                if peer.who:
+                    peer.channel.send({"published": {name: value}})
+
+    @override
     def _send_report(self, kind: str, line: str, status: int) -> None:
-        if self.launch.rank == 0:
-            self._add(RankReport(0, 0, self.host, kind, line, status))
-        else:
-            send(self.connection, {"kind": kind, "line": line, "status": status})
+        self._add(RankReport(0, 0, self.host, kind, line, status))
+
+    @override
+    def _say_goodbye(self, status: int) -> None:
+        self.thread.join(5)
 
     def _add(self, report: RankReport) -> None:
         with self._lock:
@@ -137,90 +204,228 @@ class FailureMonitor:
                 now = time.monotonic()
                 self.reports.append(RankReport(**{**vars(report), "at": now}))
 
-    def _receive(self, member: _Member, message: dict[str, Any]) -> None:
-        """Process a message; the first one on a connection identifies the rank."""
-        if not member.who:
-            if not hmac.compare_digest(str(message.pop("token", "")).encode(), self.token.encode()):
-                raise ProtocolError("it is not a rank of this run")
-            member.who = {name: message[name] for name in ("rank", "node", "host")}
-        elif "exit" in message:
-            member.left = True
-        elif message.get("kind") in _KINDS:
-            self._add(RankReport(**member.who, **message))
-
-    def _serve(self) -> None:
-        """Rank 0: receive reports, find the cause, and end the run."""
-        selector = selectors.DefaultSelector()
-        selector.register(self.listener, selectors.EVENT_READ)
-        members: dict[socket.socket, _Member] = {}
-
-        def drop(connection: socket.socket) -> None:
-            selector.unregister(connection)
-            members.pop(connection, None)
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            connection, address = self._listener.accept()
+        except OSError:  # Too many files are open.
+            time.sleep(_TICK)
+            return
+        connection.setblocking(True)
+        try:
+            channel = Channel(keep_alive(connection), self._secret.key, "rank 0")
+        except OSError:  # It was closed at the other end.
             connection.close()
+            return
+        unknown = [connection for connection, peer in self._peers.items() if not peer.who]
+        if len(unknown) >= _MAX_UNKNOWN:
+            self._drop(unknown[0])
+        self._peers[connection] = _Peer(channel, str(address[0]).removeprefix("::ffff:"), time.monotonic())
+        self._selector.register(connection, selectors.EVENT_READ)
 
-        def read(connection: socket.socket) -> None:
-            member = members[connection]
-            try:
-                messages, member.rest = receive(connection, member.rest)
-                for message in messages:
-                    self._receive(member, message)
-            except (OSError, EOFError) as end:
-                drop(connection)
-                if member.who and not member.left:
-                    self._add(RankReport(**member.who, kind=connection_failure(end)))
+    def _drop(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        with self.changed:
+            peer = self._peers.pop(connection)
+        peer.channel.close()
 
+    def _read(self, connection: socket.socket) -> None:
+        peer = self._peers[connection]
+        try:
+            for message in peer.channel.receive():
+                if peer.who:
+                    self._receive(peer, message)
+                elif not self._welcome(peer, message):
+                    self._drop(connection)
+                    return
+        except (OSError, EOFError, ValueError) as end:
+            if isinstance(end, WrongSecret):
+                peer.channel.refuse()
+            self._drop(connection)
+            if isinstance(end, WrongSecret):
+                self._name_refused(peer.address, end.claim)
+            elif peer.who and not peer.left:
+                self._lost(peer, end)
+
+    def _welcome(self, peer: _Peer, message: dict[str, Any]) -> bool:
+        """Take a process that knows the secret as the rank that it says it is; False where that is taken."""
+        who = {name: message[name] for name in ("rank", "node", "host")}
+        with self.changed:
+            if who["rank"] == 0 or any(other.who.get("rank") == who["rank"] for other in self._peers.values()):
+                self.claimed_twice = who["rank"]
+                self.changed.notify_all()
+                text = f"two processes claim to be rank {who['rank']} (node {who['node']}); give each node its own"
+                peer.channel.send({"refused": f"{text} `node_rank`"})
+                return False
+            peer.who = who
+            peer.channel.send({"published": self.published})
+        return True
+
+    def _name_refused(self, address: str, claim: bytes) -> None:
+        """Name a process that does not know the secret, once."""
+        try:
+            message = json.loads(claim)
+            rank, host = int(message["rank"]), "".join(filter(str.isprintable, str(message["host"])))[:64]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return
+        who = f"a process at {address} that claims to be rank {rank} on {host!a}"
+        if who in self.refused or len(self.refused) >= _MAX_NAMED:
+            return
+        self.refused[who] = None
+        log.warning(
+            "warning: refused %s: it does not know this run's secret (from %s). If it belongs to this run: %s",
+            who,
+            self._secret.source,
+            self._secret.advice,
+        )
+
+    def _lost(self, peer: _Peer, end: Exception) -> None:
+        if self.monitors:
+            failure = connection_failure(end) if isinstance(end, (OSError, EOFError)) else "lost"
+            self._add(RankReport(**peer.who, kind=failure))
+        else:
+            with self.changed:
+                # It may be started again in time.
+                self.records.pop(peer.who["rank"], None)
+
+    def _receive(self, peer: _Peer, message: dict[str, Any]) -> None:
+        if "record" in message:
+            with self.changed:
+                self.records[peer.who["rank"]] = peer.who | message["record"]
+                self.changed.notify_all()
+        elif "exit" in message:
+            peer.left = True
+        elif message.get("kind") in _KINDS:
+            self._add(RankReport(**peer.who, **message))
+
+    def _close_when_complete(self) -> None:
+        """Once all ranks have joined, nobody else can."""
+        if self._listener is None or not self.monitors or len(self.records) < self.launch.world_size - 1:
+            return
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        self._listener = None
+        for connection in [connection for connection, peer in self._peers.items() if not peer.who]:
+            self._drop(connection)
+
+    @override
+    def _run(self) -> None:
         while not self.over:
-            for key, _ in selector.select(_TICK):
-                if isinstance(key.fileobj, socket.socket) and key.fileobj is not self.listener:
-                    read(key.fileobj)
-                    continue
-                try:
-                    connection = keep_alive(self.listener.accept()[0])
-                except OSError:  # It is closed already, or too many files are open.
-                    time.sleep(_TICK)
-                    continue
-                members[connection] = _Member(time.monotonic())
-                selector.register(connection, selectors.EVENT_READ)
+            for key, _ in self._selector.select(_TICK):
+                connection = key.fileobj
+                assert isinstance(connection, socket.socket)
+                if connection is self._listener:
+                    self._accept()
+                elif connection in self._peers:
+                    self._read(connection)
             now = time.monotonic()
-            for connection in [c for c, m in members.items() if not m.who and now > m.connected_at + _IDENTIFY_WITHIN]:
-                drop(connection)
+            late = [c for c, p in self._peers.items() if not p.who and now > p.connected_at + _IDENTIFY_WITHIN]
+            for connection in late:
+                self._drop(connection)
+            self._close_when_complete()
             with self._lock:
                 cause = failure_cause(self.reports, time.monotonic())
             if cause is not None:
-                line = (
-                    "" if cause.kind == "exit" or (cause.rank == 0 and cause.kind == "user_error") else cause.describe()
-                )
-                if cause.kind in ("lost", "unreachable"):
-                    line += _loss_handled()
-                for connection in members:
-                    send(connection, {"status": cause.status, "line": line})
-                if cause.rank == 0 and cause.kind == "user_error":
-                    line = f"error: {cause.line}"
-                end_process(cause.status, line)
+                self._end_run(cause)
         status = next((report.status for report in self.reports if report.rank == 0), 0)
-        for connection in members:
-            send(connection, {"status": status, "line": ""} if status else {"exit": 0})
+        self._send_to_all({"status": status, "line": ""} if status else {"exit": 0})
 
-    def _listen(self) -> None:
-        """Other ranks: end when rank 0 says so, or when its connection is lost."""
-        rest = b""
-        # The first rank of each node has a terminal of its own; the others share it.
-        prints = self.launch.local_rank == 0
+    def _send_to_all(self, message: dict[str, Any]) -> None:
+        for peer in self._peers.values():
+            if peer.who:
+                peer.channel.send(message)
+
+    def _end_run(self, cause: RankReport) -> None:
+        line = "" if cause.kind == "exit" or (cause.rank == 0 and cause.kind == "user_error") else cause.describe()
+        if cause.kind in ("lost", "unreachable"):
+            line += _loss_handled()
+        self._send_to_all({"status": cause.status, "line": line})
+        if cause.rank == 0 and cause.kind == "user_error":
+            line = f"error: {cause.line}"
+        end_process(cause.status, line)
+
+
+class Member(RunConnection):
+    """The end of another rank: it ends this process when rank 0 says so, or when the connection is lost.
+
+    Args:
+        channel: to rank 0, after the greeting.
+        record: what rank 0 compares with the other ranks.
+    """
+
+    def __init__(self, launch: Launch, channel: Channel, record: dict[str, Any]) -> None:
+        super().__init__(launch)
+        self.channel = channel
+        self._accepted = False
+        self._failure: Exception | None = None
+        # First a short message: rank 0 reads no long one from a process that it does not know.
+        channel.send({"rank": launch.rank, "node": launch.node_rank, "host": self.host})
+        channel.send({"record": record})
+        self.thread.start()
+
+    def wait_until_accepted(self, deadline: float) -> None:
+        """Wait until rank 0 has accepted this process as a rank.
+
+        Args:
+            deadline: in seconds of `time.monotonic`.
+
+        Raises:
+            UserError: another process is that rank.
+            OSError, EOFError: the connection was lost, or rank 0 is not one of this run; a `WrongSecret` among them.
+        """
+        try:
+            self._wait_until(lambda: self._accepted, deadline)
+        except EOFError as lost:
+            raise (self._failure or lost) from None
+
+    @override
+    def _send_report(self, kind: str, line: str, status: int) -> None:
+        self.channel.send({"kind": kind, "line": line, "status": status})
+
+    @override
+    def _say_goodbye(self, status: int) -> None:
+        self.channel.send({"exit": status})
+
+    @override
+    def _run(self) -> None:
         while not self.over:
             try:
-                messages, rest = receive(self.connection, rest)
-            except (OSError, EOFError) as end:
-                if self.over:
-                    return
-                first = RankReport(0, 0, "the master's host", connection_failure(end))
-                alone = self.launch.node_rank == 0 and self.launch.local_rank == 1
-                end_process(1, first.describe() + _loss_handled() if prints or alone else "")
+                messages = self.channel.receive()
+            except (OSError, EOFError, ValueError) as end:
+                self._lost(end)
                 return
             for message in messages:
-                if "exit" in message:
+                if "published" in message:
+                    with self.changed:
+                        self._accepted = True
+                        self.published |= message["published"]
+                        self.changed.notify_all()
+                elif "refused" in message:
+                    self._lost(UserError(message["refused"]))
                     return
-                end_process(message["status"], message["line"] if prints else "")
+                elif "exit" in message:
+                    return
+                else:
+                    end_process(message["status"], message["line"] if self._prints else "")
+
+    @property
+    def _prints(self) -> bool:
+        """The first rank of each node has a terminal of its own; the others share it."""
+        return self.launch.local_rank == 0
+
+    def _lost(self, end: Exception) -> None:
+        with self.changed:
+            if self.over:
+                return
+            if not self.monitors:
+                self._failure, self.over = end, True
+                self.changed.notify_all()
+                self.channel.close()
+                return
+        failure = connection_failure(end) if isinstance(end, (OSError, EOFError)) else "lost"
+        first = RankReport(0, 0, "the master's host", failure)
+        alone = self.launch.node_rank == 0 and self.launch.local_rank == 1
+        end_process(1, first.describe() + _loss_handled() if self._prints or alone else "")
 
 
 class FailureReporter(pl.Callback):
@@ -232,10 +437,18 @@ class FailureReporter(pl.Callback):
             _current.report(exception, handling=True)
 
 
-def start_monitor(launch: Launch, store: TCPStore, address: str) -> None:
-    """Start the monitor of this process."""
+def use_monitor(connection: RunConnection) -> None:
+    """From now on, the end of this process is reported to the other ranks, and theirs ends this one.
+
+    Raises:
+        UserError: rank 0 has ended already.
+    """
     global _current
-    _current = FailureMonitor(launch, store, address)
+    with connection.changed:
+        connection.monitors = True
+        if connection.over:
+            raise UserError("rank 0 ended during the rendezvous; see its own output")
+    _current = connection
 
 
 @contextlib.contextmanager

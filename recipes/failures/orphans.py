@@ -10,10 +10,13 @@ import threading
 import time
 from collections.abc import Mapping, MutableMapping
 
+from recipes.failures.secret import SECRET_VARIABLE
+
 __all__ = ["declare_parent", "drop_inherited_variables", "exit_with_parent", "parent_of_rank"]
 
 _PARENT = "LIGHTNING_RECIPES_PARENT"
 _OF_PARENT = "LIGHTNING_RECIPES_"
+_OF_USER = {"LIGHTNING_RECIPES_DATA", SECRET_VARIABLE}
 _TICK = 0.5
 # In a regular end of the run the parent may be the first process to exit.
 _WAIT = 3.0
@@ -42,7 +45,7 @@ def drop_inherited_variables(env: MutableMapping[str, str]) -> None:
     told = env.get(_PARENT, "")
     if not told.isdigit() or int(told) in (os.getpid(), os.getppid()) or not _is_alive(int(told)):
         return
-    for name in [name for name in env if name.startswith(_OF_PARENT) and name != "LIGHTNING_RECIPES_DATA"]:
+    for name in [name for name in env if name.startswith(_OF_PARENT) and name not in _OF_USER]:
         del env[name]
 
 

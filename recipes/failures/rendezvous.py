@@ -1,35 +1,72 @@
 """Rendezvous of the ranks before the first collective call, which would wait for ever for a missing rank.
 
-Rank 0 serves a key-value store at the master's address, which torch.distributed uses afterwards. Every rank writes its
-settings and versions there; rank 0 compares them and publishes the result.
+Every rank connects to rank 0 at the master's address, shows that it knows the run's secret, and sends its settings and
+versions. Rank 0 compares them and publishes the result, and the port of the store that torch.distributed uses.
 """
 
-import contextlib
-import json
-import os
 import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, TCPStore
-
 from datamodules.errors import UserError
-from recipes.launch.interfaces import address_for_others
+from recipes.failures.monitor import Coordinator, Member, RunConnection
+from recipes.failures.protocol import Channel, ProtocolError, WrongSecret, keep_alive, listen
+from recipes.failures.secret import Secret
+from recipes.failures.stores import AgentsStore, serve_store
+from recipes.launch.interfaces import LOOPBACK
 from recipes.launch.plan import Launch
 from recipes.launch.settings import Command
 
-__all__ = ["UPDATES_DONE", "Rendezvous", "describe_differences", "rendezvous", "share"]
+__all__ = ["UPDATES_DONE", "Rendezvous", "Request", "describe_differences", "rendezvous", "share"]
 
 UPDATES_DONE = "updates done"
 """The entry of a rank's settings that tells where its resume starts."""
 
-_PREFIX = "lightning_recipes"
-_POLL_INTERVAL = 0.05
-_CONNECT_TIMEOUT = 10.0  # Seconds for a store to answer once its port is open.
+_RETRY_AFTER = 0.1
+_CONNECT_TIMEOUT = 10.0  # Seconds for rank 0 to answer once its port is open.
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a process needs to join its run.
+
+    Args:
+        settings: settings and versions by name, as values that JSON can hold.
+        secret: of the run; processes that do not know it are refused.
+        timeout: seconds to wait for the other ranks.
+        command: what the user typed, for the corrected command.
+    """
+
+    launch: Launch
+    settings: dict[str, Any]
+    secret: Secret
+    timeout: float
+    command: Command
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What rank 0 compares."""
+        return {"nodes": self.launch.num_nodes, "devices": self.launch.devices, "settings": self.settings}
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The result of a rendezvous.
+
+    Args:
+        connection: to the other ranks.
+        address: of rank 0, and the `port` where it accepts the other ranks.
+        store_port: of the store that torch.distributed uses, at the same address.
+        problem: how the settings of a process that joined later differ from rank 0's; empty if they do not.
+    """
+
+    connection: RunConnection
+    address: str
+    port: int
+    store_port: int
+    problem: str = ""
 
 
 def describe_differences(everyone: dict[int, dict[str, Any]], launch: Launch) -> str:
@@ -54,20 +91,9 @@ def describe_differences(everyone: dict[int, dict[str, Any]], launch: Launch) ->
     return "; ".join(lines)
 
 
-def _reach(address: str, port: int, deadline: float, timeout: float, command: Command) -> None:
-    """Wait until the port at the master's address is open."""
-    while True:
-        try:
-            socket.create_connection((address, port), timeout=max(0.1, min(5.0, deadline - time.monotonic()))).close()
-            return
-        except OSError as error:
-            if time.monotonic() >= deadline:
-                raise UserError(
-                    f"node 0 does not answer at {address}:{port} within {timeout:g} s ({error}); start the run there"
-                    " too, check `master_addr` and firewalls, or wait longer:"
-                    f" {command.using(rendezvous_timeout=int(4 * timeout))}"
-                ) from error
-            time.sleep(0.2)
+def _address(launch: Launch) -> str:
+    """Of rank 0, for its own machine or for other nodes."""
+    return launch.address if launch.address and launch.num_nodes > 1 else LOOPBACK
 
 
 def _with_another_port(port: int, command: Command) -> str:
@@ -77,99 +103,123 @@ def _with_another_port(port: int, command: Command) -> str:
     return f"{'type' if command.launcher == 'slurm' else 'on every node:'} {command.using(master_port=port + 1)}"
 
 
-def _serve(address: str, port: int, command: Command) -> TCPStore:
-    """The store on rank 0; torch.distributed shares it, since it runs in the same process."""
+def _listen(request: Request, port: int) -> socket.socket:
+    """Where rank 0 accepts the other ranks; those of its own machine reach it through the loopback interface."""
     try:
-        # Probed first for the reason: torch's message takes a page.
-        socket.create_server(("", port)).close()
+        return listen(port, loopback=request.launch.num_nodes == 1)
     except OSError as error:
         raise UserError(
             f"port {port} of this machine is in use ({error.strerror}), perhaps by another run;"
-            f" {_with_another_port(port, command)}"
+            f" {_with_another_port(port, request.command)}"
         ) from error
+
+
+def _check_own_address(request: Request, address: str, port: int) -> None:
+    """Refuse a master's address that does not lead to this machine, before the other nodes are waited for."""
     try:
-        timeout = timedelta(seconds=5)
-        return TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timeout)
-    except (DistError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
+        socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT / 2).close()
+    except OSError as error:
         raise UserError(
-            f"node 0 cannot connect to itself at {address}:{port} ({reason}); `master_addr` has to be an address of the"
-            f" node with node_rank=0: {command.using(master_addr=socket.gethostname())}"
+            f"node 0 cannot connect to itself at {address}:{port} ({error}); `master_addr` has to be an address of the"
+            f" node with node_rank=0: {request.command.using(master_addr=socket.gethostname())}"
         ) from error
 
 
-def _join(address: str, port: int, command: Command) -> TCPStore:
-    """The store on another rank.
+def _join_once(request: Request, address: str, port: int, deadline: float) -> Member:
+    """Join what listens at an address.
 
-    A thread connects, because torch waits for ever for an answer from a service that sends nothing.
+    Raises:
+        UserError: it is not rank 0 of this run, or refuses this process.
+        OSError, EOFError: it does not answer.
     """
-    found: list[TCPStore] = []
+    secret, other_port = request.secret, _with_another_port(port, request.command)
+    wait = max(0.1, min(5.0, deadline - time.monotonic()))
+    connection = keep_alive(socket.create_connection((address, port), timeout=wait))
+    try:
+        connection.settimeout(_CONNECT_TIMEOUT)
+        channel = Channel(connection, secret.key, "rank")
+        channel.greet()
+        connection.settimeout(None)
+        member = Member(request.launch, channel, request.record)
+        member.wait_until_accepted(deadline)
+        return member
+    except (OSError, EOFError) as error:
+        connection.close()
+        if isinstance(error, WrongSecret):
+            raise UserError(
+                f"this process does not know the secret of the run at {address}:{port}: it has another one, from"
+                f" {secret.source}. If it belongs to that run, {secret.advice}; if not: {other_port}"
+            ) from error
+        if isinstance(error, (ProtocolError, TimeoutError)):
+            raise UserError(f"the service at {address}:{port} is not a run of this program; {other_port}") from error
+        raise
 
-    def connect() -> None:
-        with contextlib.suppress(DistError, RuntimeError):
-            found.append(TCPStore(address, port, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_TIMEOUT)))
 
-    connecting = threading.Thread(target=connect, daemon=True)
-    connecting.start()
-    connecting.join(_CONNECT_TIMEOUT)
-    if not found:
-        raise UserError(
-            f"the service at {address}:{port} is not a run of this program; {_with_another_port(port, command)}"
+def _no_answer(request: Request, address: str, port: int, error: Exception) -> UserError:
+    reason = error if str(error) else "the connection was closed"
+    text = f"node 0 does not answer at {address}:{port} within {request.timeout:g} s ({reason}); "
+    if request.launch.num_nodes == 1:
+        text += (
+            "all processes of one node have to run on one machine; with several nodes set LOCAL_WORLD_SIZE to the"
+            " number of processes on each"
         )
-    return found[0]
+    else:
+        text += "start the run there too, check `master_addr` and firewalls"
+    longer = request.command.using(rendezvous_timeout=int(4 * request.timeout))
+    return UserError(f"{text}, or wait longer: {longer}")
 
 
-def _await(store: TCPStore, key: str, deadline: float) -> str | None:
-    """The value of a key, polled so that Ctrl-C is handled meanwhile; None after the deadline."""
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(_POLL_INTERVAL)
-    return store.get(key).decode()
+def _join(request: Request, find: Callable[[], tuple[str, int] | None], deadline: float, *, moves: bool) -> Rendezvous:
+    """Join rank 0, and wait for its result.
 
-
-def _own_store_address(launch: Launch, deadline: float, command: Command, timeout: float) -> tuple[str, int]:
-    """Agree on the address of a store that rank 0 serves in place of torchrun's agent.
-
-    In the agent's store the processes of a restart find the keys of the processes before them, and gloo waits for ever.
-    The same as TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which only the agent reads.
+    Args:
+        find: where rank 0 listens; None while that is not known.
+        moves: who listens there may be another one than rank 0, which will be found elsewhere later.
     """
-    assert launch.address is not None
-    assert launch.port is not None
-    agents = TCPStore(launch.address, launch.port, is_master=False, wait_for_workers=False)
-    # Without the number of restarts: each agent counts only the rounds that it asked for itself.
-    key = f"{_PREFIX}/{os.environ.get('TORCHELASTIC_RUN_ID')}/{launch.world_size}/store"
-    if launch.rank == 0:
-        address = address_for_others(launch.address, launch.port)
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        agents.set(key, json.dumps([address, port]))
-        return address, port
+    failure = UserError(f"rank 0 did not start within {request.timeout:g} s; see its own output")
     while True:
-        place = _await(agents, key, deadline)
-        if place is None:
-            raise UserError(f"rank 0 did not start within {timeout:g} s; see its own output")
-        address, port = json.loads(place)
-        try:
-            # The entry of processes that have ended is replaced as soon as rank 0 has started again.
-            socket.create_connection((address, port), timeout=2).close()
-        except OSError:
-            if time.monotonic() > deadline:
-                _reach(address, port, deadline, timeout, command)
-            time.sleep(0.2)
-        else:
-            return address, port
+        if place := find():
+            try:
+                member = _join_once(request, *place, deadline)
+                break
+            except (OSError, EOFError) as error:
+                failure = _no_answer(request, *place, error)
+            except UserError as error:
+                failure = error
+                if not moves:
+                    raise
+        if time.monotonic() >= deadline:
+            raise failure
+        time.sleep(_RETRY_AFTER)
+    address, port = place
+    try:
+        result = member.wait_for("result", deadline + request.timeout)
+    except TimeoutError as error:
+        text = f"rank 0 at {address}:{port} did not finish the rendezvous within {2 * request.timeout:g} s"
+        raise UserError(text) from error
+    except EOFError as error:
+        raise UserError(f"rank 0 at {address}:{port} ended during the rendezvous; see its own output") from error
+    if result["problem"]:
+        raise UserError(result["problem"])
+    problem = ""
+    if request.launch.joins:
+        own = request.record | {"host": socket.gethostname()}
+        problem = describe_differences({0: result["record"], request.launch.rank: own}, request.launch)
+    return Rendezvous(member, address, port, result["store_port"], problem)
 
 
-def _missing(launch: Launch, present: set[int], timeout: float, command: Command) -> str:
-    absent = [rank for rank in launch.first_ranks if rank not in present]
+def _missing(request: Request, coordinator: Coordinator) -> str:
+    launch = request.launch
+    absent = [rank for rank in launch.first_ranks if rank and rank not in coordinator.records]
     nodes = sorted({rank // launch.devices for rank in absent})
     what = f"ranks {', '.join(map(str, absent))} on node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"
-    text = f"{len(present)} of {len(launch.first_ranks)} processes joined within {timeout:g} s; missing: {what}"
+    expected = len(launch.first_ranks)
+    text = f"{expected - len(absent)} of {expected} processes joined within {request.timeout:g} s; missing: {what}"
     if launch.launcher == "manual":
         flags: dict[str, Any] = {"node_rank": nodes[0], "master_addr": launch.address, "master_port": launch.port}
-        text += f"; type there: {command.using(**flags)}"
+        text += f"; type there: {request.command.using(**flags)}"
+    if coordinator.refused:
+        text += f"; refused, because their secret is another one: {', '.join(coordinator.refused)}"
     return text
 
 
@@ -186,16 +236,15 @@ def _difference_message(everyone: dict[int, dict[str, Any]], launch: Launch) -> 
     return f"the ranks have different settings: {difference}. Start all with one command and one version of the code"
 
 
-def _unequal_nodes(store: TCPStore, launch: Launch, command: Command) -> str:
-    """On rank 0: which of the nodes so far has another number of devices or of nodes; empty where none has."""
-    for node in range(1, launch.num_nodes):
-        if not store.check([f"node/{node}"]):
-            continue
-        nodes, devices, host = json.loads(store.get(f"node/{node}"))
+def _unequal_nodes(everyone: dict[int, dict[str, Any]], request: Request) -> str:
+    """Which of the nodes so far has another number of devices or of nodes; empty where none has."""
+    launch, command = request.launch, request.command
+    for record in everyone.values():
+        nodes, devices, node = record["nodes"], record["devices"], record["node"]
         if (nodes, devices) == (launch.num_nodes, launch.devices):
             continue
         text = (
-            f"node {node} ({host}) was started as one of {nodes} nodes x {devices} devices, node 0 as one of"
+            f"node {node} ({record['host']}) was started as one of {nodes} nodes x {devices} devices, node 0 as one of"
             f" {launch.num_nodes} x {launch.devices}; every node needs the same numbers"
         )
         if launch.launcher == "manual":
@@ -206,90 +255,65 @@ def _unequal_nodes(store: TCPStore, launch: Launch, command: Command) -> str:
     return ""
 
 
-def _compare(store: TCPStore, launch: Launch, timeout: float, deadline: float, command: Command) -> str:
+def _compare(request: Request, coordinator: Coordinator, own: dict[str, Any], deadline: float) -> str:
     """On rank 0: wait for the other ranks and compare. Returns the problem; empty where there is none."""
-    everyone: dict[int, dict[str, Any]] = {}
-    while len(everyone) < len(launch.first_ranks) and time.monotonic() <= deadline:
-        for rank in launch.first_ranks:
-            if rank not in everyone and store.check([f"record/{rank}"]):
-                everyone[rank] = json.loads(store.get(f"record/{rank}"))
-        # After the records: a rank tells of its node before it writes its own.
-        if problem := _unequal_nodes(store, launch, command):
-            return problem
-        time.sleep(_POLL_INTERVAL)
-    if len(everyone) < len(launch.first_ranks):
-        return _missing(launch, set(everyone), timeout, command)
-    twice = [rank for rank in launch.first_ranks if int(store.add(f"arrived/{rank}", 0)) > 1]
-    if twice:
-        node = twice[0] // launch.devices
-        return f"two processes claim to be rank {twice[0]} (node {node}); give each node its own `node_rank`"
-    return _difference_message(everyone, launch)
+    launch = request.launch
+    with coordinator.changed:
+        while True:
+            everyone = {0: own} | coordinator.records
+            if (twice := coordinator.claimed_twice) is not None:
+                node = twice // launch.devices
+                return f"two processes claim to be rank {twice} (node {node}); give each node its own `node_rank`"
+            if problem := _unequal_nodes(everyone, request):
+                return problem
+            if everyone.keys() >= set(launch.first_ranks):
+                return _difference_message({rank: everyone[rank] for rank in launch.first_ranks}, launch)
+            if (rest := deadline - time.monotonic()) <= 0:
+                return _missing(request, coordinator)
+            coordinator.changed.wait(min(rest, _RETRY_AFTER))
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """The result of a rendezvous.
+def _host(request: Request, deadline: float, agents: AgentsStore | None) -> Rendezvous:
+    """On rank 0: accept the other ranks, and publish the result."""
+    launch = request.launch
+    listener = _listen(request, 0 if agents else launch.port or 0)
+    address, port = _address(launch), listener.getsockname()[1]
+    if agents:
+        address = agents.own_address() if launch.num_nodes > 1 else address
+        agents.publish(address, port)
+    _check_own_address(request, address, port)
+    coordinator = Coordinator(launch, listener, request.secret)
+    own = request.record | {"host": coordinator.host, "node": 0}
+    if problem := _compare(request, coordinator, own, deadline):
+        coordinator.publish("result", {"problem": problem})
+        # The others read it before this process ends.
+        time.sleep(1.0)
+        raise UserError(problem)
+    coordinator.store = serve_store(launch, address)
+    coordinator.publish("result", {"problem": "", "record": own, "store_port": coordinator.store.port})
+    return Rendezvous(coordinator, address, port, coordinator.store.port)
 
-    Args:
-        store: a key-value store that all ranks can reach.
-        address: of the store, for torch.distributed; likewise `port`.
-        problem: how the settings of a process that joined later differ from rank 0's; empty if they do not.
-    """
 
-    store: TCPStore
-    address: str
-    port: int
-    problem: str = ""
-
-
-def rendezvous(launch: Launch, settings: dict[str, Any], timeout: float, command: Command) -> Rendezvous:
+def rendezvous(request: Request) -> Rendezvous:
     """Wait for all ranks and make sure that their settings are equal.
 
     Processes that another process of their node has started join after that; for them the problem is returned.
 
-    Args:
-        settings: settings and versions by name, as values that JSON can hold.
-        timeout: seconds.
-
     Raises:
         UserError: on every rank: a rank is missing, or has other settings.
     """
-    assert launch.address is not None
-    deadline = time.monotonic() + timeout
-    address, port = launch.address, launch.port or 0
-    if launch.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        address, port = _own_store_address(launch, deadline, command, timeout)
+    launch = request.launch
+    deadline = time.monotonic() + request.timeout
+    agents = AgentsStore(launch) if launch.launcher == "torchrun" and AgentsStore.is_used() else None
     if launch.rank == 0:
-        store = _serve(address, port, command)
-        port = store.port
-    else:
-        _reach(address, port, deadline, timeout, command)
-        store = _join(address, port, command)
-    record = {"host": socket.gethostname(), "settings": settings}
-    problem: str | None
-    try:
-        store.add(f"arrived/{launch.rank}", 1)
-        store.set(f"node/{launch.node_rank}", json.dumps([launch.num_nodes, launch.devices, record["host"]]))
-        store.set(f"record/{launch.rank}", json.dumps(record))
-        if launch.rank == 0:
-            store.set("problem", problem := _compare(store, launch, timeout, deadline, command))
-            # The store ends with this process; give the others time to read it.
-            time.sleep(1.0 if problem else 0.0)
-        else:
-            problem = _await(store, "problem", deadline + timeout)
-            if problem == "" and launch.joins:
-                others = {0: json.loads(store.get("record/0")), launch.rank: record}
-                return Rendezvous(store, address, port, describe_differences(others, launch))
-    except (DistError, RuntimeError) as error:
-        raise UserError(f"rank 0 at {address}:{port} ended during the rendezvous; see its own output") from error
-    if problem is None:
-        raise UserError(f"rank 0 at {address}:{port} did not finish the rendezvous within {2 * timeout:g} s")
-    if problem:
-        raise UserError(problem)
-    return Rendezvous(store, address, port)
+        return _host(request, deadline, agents)
+    if agents:
+        return _join(request, agents.find, deadline, moves=True)
+    place = (_address(launch), launch.port or 0)
+    return _join(request, lambda: place, deadline, moves=False)
 
 
-def share(store: TCPStore, launch: Launch, name: str, compute: Callable[[], Any], timeout: float) -> Any:
+def share(connection: RunConnection, name: str, compute: Callable[[], Any], timeout: float) -> Any:
     """A value that rank 0 computes and all ranks get, such as a setting that depends on files.
 
     Args:
@@ -300,12 +324,11 @@ def share(store: TCPStore, launch: Launch, name: str, compute: Callable[[], Any]
     Raises:
         UserError: rank 0 did not finish in time.
     """
-    key = f"{_PREFIX}/shared/{name}"
-    if launch.rank == 0:
+    if isinstance(connection, Coordinator):
         value = compute()
-        store.set(key, json.dumps(value))
+        connection.publish(name, value)
         return value
-    text = _await(store, key, time.monotonic() + timeout)
-    if text is None:
-        raise UserError(f"rank 0 did not share {name} within {timeout:g} s; see its own output")
-    return json.loads(text)
+    try:
+        return connection.wait_for(name, time.monotonic() + timeout)
+    except TimeoutError as error:
+        raise UserError(f"rank 0 did not share {name} within {timeout:g} s; see its own output") from error

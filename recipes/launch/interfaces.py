@@ -5,8 +5,9 @@ import ipaddress
 import os
 import socket
 
-__all__ = ["address_for_others", "interface_towards", "own_address"]
+__all__ = ["LOOPBACK", "address_for_others", "interface_towards", "loopback_interface", "own_address"]
 
+LOOPBACK = "127.0.0.1"
 _ELSEWHERE = "198.51.100.1"  # An address for documentation (RFC 5737), behind the default route.
 
 
@@ -33,6 +34,12 @@ def address_for_others(address: str, port: int = 1) -> str:
     """
     own = own_address(address, port)
     return address if _is_loopback(own) else own
+
+
+def loopback_interface() -> str | None:
+    """The name of the loopback interface; None where it has another one than on Linux and macOS."""
+    names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
+    return next((name for name in ("lo", "lo0") if name in names), None)
 
 
 def interface_towards(address: str) -> str | None:

@@ -15,9 +15,11 @@ from recipes.launch.devices import Machine, number_of_devices
 from recipes.launch.settings import DEFAULT_PORT, Command, LaunchSettings, flag_of
 from recipes.launch.slurm import shell_of_srun, slurm_allocation, slurm_step
 
-__all__ = ["LAUNCHER_VARIABLE", "Launch", "check_strategy", "plan_launch"]
+__all__ = ["LAUNCHER_VARIABLE", "RENDEZVOUS_VARIABLE", "Launch", "check_strategy", "plan_launch"]
 
 LAUNCHER_VARIABLE = "LIGHTNING_RECIPES_LAUNCHER"
+RENDEZVOUS_VARIABLE = "LIGHTNING_RECIPES_RENDEZVOUS"
+"""Address and port of rank 0, for the processes that the first one of their node starts. MASTER_PORT is the store's."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,8 @@ def _by_parent(env: Mapping[str, str], asked: tuple[Any, int], here: Machine) ->
     """For the processes that the first one of their node has started."""
     node, local = _integer(env, "NODE_RANK") or 0, _integer(env, "LOCAL_RANK") or 0
     nodes, devices = asked[1], number_of_devices(asked[0], here)
-    address, port = env["MASTER_ADDR"], _integer(env, "MASTER_PORT")
-    return Launch(env[LAUNCHER_VARIABLE], nodes, devices, node, local, address, port, joins=True)
+    address, _, port = env[RENDEZVOUS_VARIABLE].rpartition(":")
+    return Launch(env[LAUNCHER_VARIABLE], nodes, devices, node, local, address, int(port), joins=True)
 
 
 def _by_environment(

@@ -30,6 +30,8 @@ class LaunchSettings:
         master_addr: host name or address of node 0; also MASTER_ADDR.
         master_port: free TCP port of node 0, 29500 where none is given; also MASTER_PORT.
         launcher: what started the processes, where the automatic choice is wrong.
+        secret_file: file with the run's secret, the same on all nodes; by default one in RUN_DIR, or the variable
+            LIGHTNING_RECIPES_SECRET.
         rendezvous_timeout: seconds to wait at the start for node 0 and for the other nodes.
         collective_timeout: seconds that a rank waits for the others in a collective call before it fails.
     """
@@ -38,6 +40,7 @@ class LaunchSettings:
     master_addr: str | None = None
     master_port: int | None = None
     launcher: Launcher = "auto"
+    secret_file: str | None = None
     rendezvous_timeout: float = 60.0
     collective_timeout: float = 1800.0
 

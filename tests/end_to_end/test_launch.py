@@ -12,6 +12,9 @@ from torch.distributed import TCPStore
 
 from datamodules.errors import UserError
 from recipes.failures import rendezvous
+from recipes.failures.rendezvous import Request
+from recipes.failures.secret import Secret
+from recipes.launch.plan import Launch
 from recipes.launch.settings import Command
 from tests.support.nodes import Ended, Shell, start
 from tests.support.ranks import free_port
@@ -122,7 +125,9 @@ def test_a_rank_that_waits_for_ever_is_given_up_after_the_collective_timeout(tmp
 
 def test_ranks_with_other_settings_are_refused_and_named(tmp_path):
     one, two = by_torchrun(free_port())
-    zero, other = start(tmp_path, [(["--lr", "0.1"], one), (["--lr", "0.2", "--run-dir", "elsewhere"], two)])
+    secret = {"LIGHTNING_RECIPES_SECRET": "known to all of its ranks"}
+    ranks = [(["--lr", "0.1"], one | secret), (["--lr", "0.2", "--run-dir", "elsewhere"], two | secret)]
+    zero, other = start(tmp_path, ranks)
     message = f"rank 1 (node 0, {socket.gethostname()}): lr is 0.2, on rank 0 0.1."
     assert (zero.status, other.status) == (2, 2)
     assert message in zero.err
@@ -215,7 +220,14 @@ def in_folders(folder: Path, processes: list[tuple[list[str], Environment]]) -> 
 @pytest.mark.slow
 def test_nodes_that_do_not_share_the_runs_folder_are_refused_before_they_train(tmp_path):
     processes = [(["--name", "run"], env) for env in by_slurm(free_job(), nodes=2, devices=1)]
-    zero, one = in_folders(tmp_path, processes)
+    zero, one = in_folders(tmp_path, [([*args, "--rendezvous-timeout", "20"], env) for args, env in processes])
+    assert (zero.status, one.status) == (2, 2), (zero, one)
+    for ended in (zero, one):
+        assert "pass a --run-dir that all nodes share, or set LIGHTNING_RECIPES_SECRET" in ended.err
+    assert "this process does not know the secret of the run at" in one.err
+    assert f"claims to be rank 1 on '{socket.gethostname()}': it does not know this run's secret" in zero.err
+    secret = {"LIGHTNING_RECIPES_SECRET": "known to all of its ranks"}
+    zero, one = in_folders(tmp_path, [(args, env | secret) for args, env in processes])
     assert (zero.status, one.status) == (2, 2), (zero, one)
     assert f"is not the one that node 1 ({socket.gethostname()}) sees there; pass a --run-dir" in zero.err
     assert "epoch" not in zero.out
@@ -224,7 +236,7 @@ def test_nodes_that_do_not_share_the_runs_folder_are_refused_before_they_train(t
     (alone,) = start(tmp_path / "node0", [(["--name", "run"], {})])
     assert alone.status == 0
     resume = ["--name", "run", "--resume", "auto", "--max-epochs", "4"]
-    zero, one = in_folders(tmp_path, [(resume, env) for env in by_slurm(free_job(), nodes=2, devices=1)])
+    zero, one = in_folders(tmp_path, [(resume, env | secret) for env in by_slurm(free_job(), nodes=2, devices=1)])
     assert (zero.status, one.status) == (2, 2), (zero, one)
     assert "updates done is 0, on rank 0 16. Pass a --run-dir that all nodes share" in zero.err
 
@@ -366,15 +378,16 @@ def test_a_taken_port_is_refused_with_the_command_of_the_launcher(launcher, advi
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         command = Command("python -m r").started_by(launcher, 2, 1)
+        launch = Launch(launcher, 2, 1, address="127.0.0.1", port=port)
         with pytest.raises(UserError) as refused:
-            rendezvous._serve("127.0.0.1", port, command)
+            rendezvous.rendezvous(Request(launch, {}, Secret(b"a secret", "a test"), 5.0, command))
     assert advice.format(port + 1) in str(refused.value)
 
 
 def test_a_service_that_never_answers_is_not_a_run_of_this_program(monkeypatch):
     monkeypatch.setattr(rendezvous, "_CONNECT_TIMEOUT", 0.5)
-    with (
-        socket.create_server(("127.0.0.1", 0)) as silent,
-        pytest.raises(UserError, match="is not a run of this program"),
-    ):
-        rendezvous._join("127.0.0.1", silent.getsockname()[1], Command("python -m recipes.mnist", []))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        launch = Launch("manual", 2, 1, node_rank=1, address="127.0.0.1", port=silent.getsockname()[1])
+        command = Command("python -m recipes.mnist", [])
+        with pytest.raises(UserError, match="is not a run of this program"):
+            rendezvous.rendezvous(Request(launch, {}, Secret(b"a secret", "a test"), 5.0, command))

@@ -133,7 +133,7 @@ def test_launcher_overrides_the_guess():
 
 def test_another_process_of_ours_is_told_where_it_belongs():
     mark = {"LIGHTNING_RECIPES_LAUNCHER": "manual", "LOCAL_RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": "4"}
-    env = mark | {"MASTER_ADDR": "head", "MASTER_PORT": "9"}
+    env = mark | {"LIGHTNING_RECIPES_RENDEZVOUS": "head:9"}
     assert plan(env, 2, 2, launcher="local") == Launch("manual", 2, 2, 1, 1, "head", 9, joins=True)
 
 
