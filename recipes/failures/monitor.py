@@ -272,11 +272,10 @@ class Coordinator(RunConnection):
         if who in self.refused or len(self.refused) >= _MAX_NAMED:
             return
         self.refused[who] = None
+        # Where this process has started all others, none of them can have another secret.
+        advice = f". If it belongs to this run, {self._secret.advice}" if self._secret.advice else ""
         log.warning(
-            "warning: refused %s: it does not know this run's secret (from %s). If it belongs to this run: %s",
-            who,
-            self._secret.source,
-            self._secret.advice,
+            "warning: refused %s: it does not know this run's secret (from %s)%s", who, self._secret.source, advice
         )
 
     def _lost(self, peer: _Peer, end: Exception) -> None:
