@@ -77,7 +77,7 @@ class RunProgress(ProgressBar):
 
     def _start(self, description: str, total: float | None) -> None:
         self._metrics = ""
-        if self._enabled and sys.stderr.isatty():
+        if self._enabled and sys.stderr is not None and sys.stderr.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             # Refreshed here: a thread that draws would interrupt the training loop at any moment.
             self._progress = Progress(

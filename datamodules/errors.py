@@ -1,8 +1,14 @@
 """Errors whose message tells the user what to do; the command line prints them without a traceback."""
 
+import errno
 from typing import ClassVar
 
-__all__ = ["RunFailedError", "UserError"]
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+__all__ = ["RunFailedError", "UserError", "system_failure"]
 
 
 class UserError(ValueError):
@@ -20,3 +26,48 @@ class RunFailedError(UserError):
     """The run started and failed on the way, such as by divergence or a full disk."""
 
     exit_status: ClassVar[int] = 1
+
+
+_NO_MEMORY = (
+    *("out of memory", "Cannot allocate memory", "can't allocate memory", "Storage size calculation overflowed"),
+    "Overflow when unpacking long",
+)
+
+
+def _limit(name: str) -> str:
+    """A soft limit of this process, as in " (ulimit -n: 1024)"."""
+    if resource is None or not hasattr(resource, name):
+        return ""
+    value = resource.getrlimit(getattr(resource, name))[0]
+    number = "unlimited" if value == resource.RLIM_INFINITY else value
+    return f" (ulimit -{'n' if name == 'RLIMIT_NOFILE' else 'u'}: {number})"
+
+
+def system_failure(error: BaseException) -> str | None:
+    """What to do about an error by which the system refuses files, processes or memory; None for another error.
+
+    Example:
+        >>> system_failure(ValueError("Too many open files")) is None
+        True
+    """
+    if not isinstance(error, (MemoryError, OSError, RuntimeError, TypeError)):
+        return None
+    number, text = getattr(error, "errno", None), str(error)
+    if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text or "received 0 items of ancdata" in text:
+        return (
+            f"too many files are open{_limit('RLIMIT_NOFILE')}; allow more, as ulimit -n 65536 does, or run with fewer"
+            " loader workers or devices"
+        )
+    if number == errno.EAGAIN or "can't start new thread" in text or "Resource temporarily unavailable" in text:
+        return (
+            f"the system refuses another process or thread{_limit('RLIMIT_NPROC')}; allow more, as ulimit -u 4096 or"
+            " docker run --pids-limit does, or run with fewer loader workers or devices, and OMP_NUM_THREADS=1"
+        )
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or any(part in text for part in _NO_MEMORY):
+        reason = f" ({text.splitlines()[0].strip()[:200]})" if text else ""
+        return f"there is not enough memory{reason}; pass smaller sizes, or fewer loader workers or devices"
+    if isinstance(error, OSError) and number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
+        return f"{error.filename or 'a file'} cannot be written: {error.strerror}; make room, or choose another folder"
+    if text.startswith("DataLoader worker (pid"):
+        return f"{text.splitlines()[0].strip()} It may have run out of memory: run with fewer loader workers"
+    return None

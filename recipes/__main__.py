@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from runpy import run_module
 
+from recipes.launch.streams import end_after_printing, print_error, secure_streams
 from recipes.version import __version__
 
 __all__ = ["find_recipes", "main"]
@@ -16,7 +17,7 @@ def find_recipes() -> dict[str, str]:
     """The recipes, which are the folders beside this file with a ``__main__.py``, and what each says of itself."""
     found = {}
     for path in sorted(Path(__file__).parent.glob("*/__main__.py")):
-        module = ast.parse(path.with_name("__init__.py").read_text())
+        module = ast.parse(path.with_name("__init__.py").read_text(encoding="utf-8"))
         found[path.parent.name] = (ast.get_docstring(module) or "").partition("\n")[0]
     return found
 
@@ -38,12 +39,13 @@ def _print_completion(shells: list[str]) -> None:
 
 
 def _error(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)  # noqa: T201
+    print_error(f"error: {message}")
     return 2
 
 
 def main() -> None:
     """Run what the command line of this process names: a recipe with its flags, or ``list``, which is the default."""
+    secure_streams()
     program, args = "python -m recipes", sys.argv[1:]
     if __name__ != "__main__":
         program = "lightning-recipes"
@@ -59,10 +61,12 @@ def main() -> None:
     elif name in (recipes := find_recipes()):
         del sys.argv[1]
         run_module(f"recipes.{name}", {"PROGRAM": f"{program} {name}"}, run_name="__main__", alter_sys=True)
+        return
     else:
         close = difflib.get_close_matches(name, ["list", "completion", *recipes], n=1)
         hint = f"did you mean {close[0]}?" if close else f"{program} list shows them"
         sys.exit(_error(f"there is no recipe {name!r}; {hint}"))
+    end_after_printing()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["VerifiedCheckpointIO", "describe_damage", "remove_leftovers", "write_checkpoint"]
+__all__ = ["VerifiedCheckpointIO", "describe_damage", "remove_leftovers", "whole_or_nothing", "write_checkpoint"]
 
 log = logging.getLogger("lightning_recipes.checkpoints")
 
@@ -106,8 +106,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _whole_or_nothing(path: Path) -> Iterator[Path]:
-    """A name beside `path` that takes its place at the end, and is gone if that is never reached."""
+def whole_or_nothing(path: Path) -> Iterator[Path]:
+    """A name beside `path` that takes its place at the end, and is gone if that is never reached.
+
+    Folders that are missing are made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         yield part
@@ -124,9 +128,8 @@ def write_checkpoint(checkpoint: Any, path: Path) -> None:
     Raises:
         OSError: it could not be written, or did not read back as written; the old one is as it was.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent)
-    with _whole_or_nothing(path) as part:
+    with whole_or_nothing(path) as part:
         with part.open("xb") as file:
             _lock(file)
             sink = _Sink(file)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from callbacks.lib.best_effort import best_effort
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -39,11 +41,12 @@ class EvaluationSamples:
     def _draw(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if not trainer.is_global_zero or not (writers := tensorboards(trainer)):
             return
-        for name, figure in self._figures(pl_module, stage).items():
+        with best_effort("images in TensorBoard"):
+            for name, figure in self._figures(pl_module, stage).items():
+                for writer in writers:
+                    writer.add_figure(name, figure, global_step=trainer.global_step)
             for writer in writers:
-                writer.add_figure(name, figure, global_step=trainer.global_step)
-        for writer in writers:
-            writer.flush()
+                writer.flush()
         self._forget()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks.drawing.evaluation_samples import EvaluationSamples, tensorboards
+from callbacks.lib.best_effort import best_effort
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,9 +129,10 @@ class TranslationSamples(EvaluationSamples, pl.Callback):
     def _write(self, trainer: pl.Trainer, stage: str) -> None:
         if not self._shown or not trainer.is_global_zero:
             return
-        for writer in tensorboards(trainer):
-            writer.add_text(f"{stage}/translations", translations_table(self._shown), trainer.global_step)
-            writer.flush()
+        with best_effort("texts in TensorBoard"):
+            for writer in tensorboards(trainer):
+                writer.add_text(f"{stage}/translations", translations_table(self._shown), trainer.global_step)
+                writer.flush()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import module
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loops import training_epoch_loop
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
@@ -339,8 +339,8 @@ def set_collective_timeout(strategy: Strategy, timeout: timedelta) -> None:
         strategy._timeout = timeout
 
 
-def set_writer(logger: TensorBoardLogger, writer: Any) -> None:
-    """Replaces what `TensorBoardLogger.experiment` returns."""
+def set_writer(logger: TensorBoardLogger | CSVLogger, writer: Any) -> None:
+    """Replaces what the logger's `experiment` returns; with None it makes a new one."""
     logger._experiment = writer
 
 

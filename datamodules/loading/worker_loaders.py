@@ -4,22 +4,46 @@ The shuffle orders and the state are those of the loaders over tensors, so batch
 workers or on how far they prefetch.
 """
 
+import errno
 import logging
+import math
+import os
 import signal
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.errors import UserError
+from datamodules.errors import RunFailedError, UserError, system_failure
 from datamodules.loading.loaders import EvaluationSampling, TrainSampling
 from datamodules.loading.resumable import Spans
+from datamodules.loading.worker_failures import (
+    cannot_start,
+    check_workers_here_only,
+    describe_failure,
+    describe_worker,
+    end_half_started,
+    free_shared_memory,
+    listed,
+    no_room,
+    too_many_workers,
+)
 
 __all__ = ["BatchRequest", "LoadedBatch", "SampleReader", "WorkerEvaluationLoader", "WorkerTrainLoader"]
 
 log = logging.getLogger("lightning_recipes")
+
+
+_AHEAD = 2
+"""Batches that each worker loads ahead; torch's default."""
+_POLL = 5.0
+"""Seconds between two looks at whether the workers live."""
+_WARN_AFTER = 60.0
 
 
 class BatchRequest(NamedTuple):
@@ -66,19 +90,66 @@ class _Requests:
         return iter(self.pending)
 
 
+class _Packed(NamedTuple):
+    """A batch on its way from a worker: its pickle, which names tensors in shared memory."""
+
+    pickle: bytes
+
+    def unpack(self) -> LoadedBatch:
+        batch: LoadedBatch = ForkingPickler.loads(self.pickle)
+        return batch
+
+    def pin_memory(self, device: Any = None) -> LoadedBatch:
+        """Called by the DataLoader's thread."""
+        batch = self.unpack()
+        return batch._replace(**{name: getattr(batch, name).pin_memory() for name in ("inputs", "targets", "rows")})
+
+
+class _NotSent(NamedTuple):
+    """What a worker sends in place of a batch that it cannot send."""
+
+    reason: str
+    size: int
+    """Bytes of the batch."""
+
+
+def _size(batch: LoadedBatch) -> int:
+    return sum(tensor.nbytes for tensor in (batch.inputs, batch.targets, batch.rows))
+
+
+def _pack(batch: Any) -> _Packed | _NotSent:
+    """Pickle a batch in a worker, which puts its tensors into shared memory.
+
+    A DataLoader's queue would do so in a thread, where an error is printed, the batch is lost, and the training waits
+    for it for ever.
+    """
+    try:
+        return _Packed(bytes(ForkingPickler.dumps(batch)))
+    except (OSError, RuntimeError) as error:
+        return _NotSent(str(error), _size(batch))
+
+
 def _start_worker(number: int) -> None:
     """Leave signals to the training process: Ctrl-C reaches the whole group, and a scheduler's signals may too."""
+    start = threading.Thread.start
+
+    def start_or_end(thread: threading.Thread) -> None:
+        try:
+            start(thread)
+        except RuntimeError:  # A limit of the system. The queue that would report it needs a thread.
+            os._exit(errno.EAGAIN)
+
+    threading.Thread.start = start_or_end  # type: ignore[assignment, method-assign]
     for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
-def _identity(batch: Any) -> Any:
-    return batch
-
-
 class _Workers:
     """Batches from a reader in this process or in others, or from features that were computed before."""
+
+    timeout = 1800.0
+    """Seconds to wait for a batch; after a minute a warning names the worker."""
 
     def _set_reader(self, reader: SampleReader, num_workers: int, pin_memory: bool, skip_unreadable: bool) -> None:
         self.reader, self.num_workers = reader, num_workers
@@ -87,6 +158,7 @@ class _Workers:
         self._loader: DataLoader[LoadedBatch] | None = None
         self._skipped: set[int] = set()
         self._features: tuple[Tensor, Tensor] | None = None
+        self._received = False
 
     @property
     def skipped(self) -> int:
@@ -149,23 +221,92 @@ class _Workers:
             yield batch
 
     def _in_workers(self, requests: list[BatchRequest]) -> Iterator[LoadedBatch]:
+        free = free_shared_memory() if self._loader is None else math.inf
+        batches = self._start(requests)
+        for number, request in enumerate(requests):
+            batch = self._receive(batches, number, request)
+            if number == 0:
+                self._check_room(_size(batch), len(requests), free)
+            yield batch
+
+    def _start(self, requests: list[BatchRequest]) -> Any:
+        """Have workers load these batches: those of the epoch before, or new ones."""
         self._requests.pending = requests
-        if self._loader is None:
-            self._loader = DataLoader(
-                # Of a data set the loader only asks for its items.
-                cast("Dataset[LoadedBatch]", self.reader),
-                batch_size=None,
-                sampler=self._requests,
-                num_workers=self.num_workers,
-                collate_fn=_identity,
-                pin_memory=self.pin_memory,
-                worker_init_fn=_start_worker,
-                # Its own: each iterator draws a number, by default from the generator that dropout uses.
-                generator=torch.Generator(),
-                # Processes that are forked again in every epoch may hang, and cost a second.
-                persistent_workers=True,
-            )
-        yield from self._loader
+        if self._loader is not None:
+            try:
+                return iter(self._loader)
+            except RuntimeError as error:
+                log.warning("warning: %s; other workers take their place", str(error).splitlines()[0])
+                self._kill()
+        self._loader = DataLoader(
+            # Of a data set the loader only asks for its items.
+            cast("Dataset[LoadedBatch]", self.reader),
+            batch_size=None,
+            sampler=self._requests,
+            num_workers=self.num_workers,
+            collate_fn=_pack,
+            pin_memory=self.pin_memory,
+            timeout=_POLL,
+            worker_init_fn=_start_worker,
+            # Its own: each iterator draws a number, by default from the generator that dropout uses.
+            generator=torch.Generator(),
+            # Processes that are forked again in every epoch may hang, and cost a second.
+            persistent_workers=True,
+            prefetch_factor=_AHEAD,
+        )
+        try:
+            batches = iter(self._loader)
+        except (OSError, RuntimeError) as error:
+            end_half_started(error)
+            raise UserError(cannot_start(self.num_workers, error)) from error
+        check_workers_here_only(batches)
+        return batches
+
+    def _receive(self, batches: Any, number: int, request: BatchRequest) -> LoadedBatch:
+        """The next batch, number `number` of this epoch."""
+        worker, began, warned = number % self.num_workers, time.monotonic(), False
+        what = f"batch {number + 1} (samples {listed(request.rows)})"
+        while True:
+            try:
+                batch: LoadedBatch | _Packed | _NotSent = next(batches)
+                break
+            except RuntimeError as error:
+                waited, text = time.monotonic() - began, str(error)
+                if not text.startswith(("DataLoader timed out", "DataLoader worker")):
+                    raise
+                if "timed out" not in text or waited >= self.timeout:
+                    raise self._failed(describe_failure(batches, worker, what, waited)) from error
+            if waited >= _WARN_AFTER and not warned:
+                who, warned = describe_worker(batches, worker), True
+                log.warning("warning: %s has not loaded %s for %.0f s", who, what, waited, extra={"any_rank": True})
+        try:
+            received = batch.unpack() if isinstance(batch, _Packed) else batch
+        except (OSError, RuntimeError) as error:
+            raise self._failed(system_failure(error) or describe_failure(batches, worker, what, 0.0)) from error
+        if isinstance(received, _NotSent):
+            raise self._failed(no_room(self.num_workers, received.size, received.reason))
+        self._received = True
+        return received
+
+    def _failed(self, problem: str) -> UserError:
+        """The error to raise, after the workers have ended."""
+        self._kill()
+        return RunFailedError(problem) if self._received else UserError(problem)
+
+    def _kill(self) -> None:
+        """End workers that may not answer."""
+        batches: Any = self._loader._iterator if self._loader is not None else None
+        for process in batches._workers if batches is not None else ():
+            process.kill()
+        self.close()
+
+    def _check_room(self, size: int, batches: int, free: float) -> None:
+        """Refuse workers that load more batches ahead than shared memory holds, before one of them fails to."""
+        needed = size * min(batches, _AHEAD * self.num_workers)
+        if needed > free:
+            self._kill()
+            enough_for = int(free // (_AHEAD * size))
+            raise UserError(too_many_workers(self.num_workers, needed, free, enough_for))
 
     def _handle_unreadable(self, row: int, message: str, count: int) -> None:
         if not self.skip_unreadable:
@@ -196,7 +337,9 @@ class WorkerTrainLoader(_Workers, TrainSampling):
         shuffle: False keeps the order of `rows` in every epoch.
 
     Raises:
-        UserError: the set is empty, a batch is larger than the set, or a sample cannot be read.
+        UserError: the set is empty, a batch is larger than the set, a sample cannot be read, workers cannot start, or
+            shared memory has no room for their batches.
+        RunFailedError: a worker died, or did not load a batch within `timeout`; the message names it.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from callbacks.lib.slurm_job import requeue_on
-from datamodules.errors import UserError
+from datamodules.errors import RunFailedError, UserError, system_failure
 from recipes.cli.commands import carry_out
 from recipes.cli.console import configure_logging, program_name
 from recipes.cli.experiment import Classes, Settings, build_experiment, takes_inputs
@@ -35,6 +35,7 @@ from recipes.launch.plan import Launch, check_strategy, plan_launch
 from recipes.launch.precision import check_precision, resolve_precision
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.launch.settings import Command, LaunchSettings
+from recipes.launch.streams import end_after_printing, print_error, secure_streams
 from recipes.recipe import Recipe
 from recipes.resume.requeue import requeue_after_loss
 from recipes.resume.resume_point import ResumePoint, find_resume_point
@@ -94,6 +95,7 @@ def run(
         callbacks: makes further callbacks for the Trainer, new ones for the scores after training.
         args: the command line; by default that of the process.
     """
+    secure_streams()
     drop_inherited_variables(os.environ)
     exit_with_parent(os.environ)
     if parent_of_rank(os.environ) is None:
@@ -114,12 +116,8 @@ def run(
             # Before the rendezvous; where rank 0 makes the same error, it prints first.
             time.sleep(3)
             who = f" on rank {getattr(rank_zero_only, 'rank', '?')}"
-        print(f"error{who}: {one_line(program.parser.as_flags(str(error)))}", file=sys.stderr)  # noqa: T201
+        print_error(f"error{who}: {one_line(program.parser.as_flags(str(error)))}")
         sys.exit(error.exit_status)
-    except BrokenPipeError:
-        # The reader of our output has ended, as in `| head`; Python would complain again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
 
 
 def _build_parser(classes: Classes, program: str) -> FlagParser:
@@ -148,12 +146,26 @@ class _CommandLine:
         self._point, self._updates_done = ResumePoint(), 0
 
     def main(self) -> None:
+        """Carry out the command; an error by which the system refuses files, processes or memory takes one line."""
+        try:
+            self._carry_out()
+        except (MemoryError, OSError, RuntimeError, TypeError) as error:
+            if problem := system_failure(error):
+                raise RunFailedError(problem) from error
+            raise
+
+    def _carry_out(self) -> None:
         """Parse, find the checkpoint to resume from, resolve the settings, build from them, and run the command."""
         command, args = self._command()
         if asked := {"-h", "--help", "--help-all", "--help_all"} & set(args):
             self._print_help(everything=any(arg.endswith("all") for arg in asked))
+            end_after_printing()
             return
-        namespace = self.parser.parse(args)
+        try:
+            namespace = self.parser.parse(args)
+        except SystemExit:  # It has printed the settings.
+            end_after_printing()
+            raise
         self._check(command, namespace)
         configure_logging(self.parser.as_flags)
         point = self._resume_point(namespace) if command == "fit" else ResumePoint()

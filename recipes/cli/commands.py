@@ -18,13 +18,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from callbacks.checkpointing.guard import CheckpointGuard
+from callbacks.lib.best_effort import forget_failures
 from callbacks.lib.signals import SIGNALS, Preempted
 from callbacks.lib.slurm_job import is_batch_job, requeue_on
 from datamodules.contract import data_contract
-from datamodules.errors import UserError
+from datamodules.errors import RunFailedError, UserError
 from recipes.cli.experiment import Experiment, as_user_errors
 from recipes.cli.export import export
-from recipes.cli.report import print_pairs, print_rows, report, shown, stopwatch_for, write_rows
+from recipes.cli.files import write_rows
+from recipes.cli.folder_guard import FolderGuard
+from recipes.cli.report import print_pairs, print_rows, report, report_unsaved, shown, stopwatch_for
 from recipes.cli.run_folder import run_folder
 from recipes.cli.settings import checkpoint_callbacks
 from recipes.cli.stock_loaders import evaluate_each_sample_once
@@ -33,6 +36,7 @@ from recipes.failures.monitor import exit_run
 from recipes.failures.shared_folder import SharedFolder
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.launch.settings import Command
+from recipes.launch.streams import output_failure
 from recipes.resume.resume_point import start_from
 from recipes.resume.saved_run import read_run
 
@@ -103,10 +107,10 @@ def _validates(experiment: Experiment) -> bool:
     return overridden and data_contract(data).validates
 
 
-def _run_callbacks(experiment: Experiment, folder: Path) -> list[Callback]:
+def _run_callbacks(experiment: Experiment, folder: Path, guard: FolderGuard) -> list[Callback]:
     """The callbacks of a run with a folder."""
     recipe, settings = experiment.recipe, experiment.settings
-    callbacks: list[Callback] = [SharedFolder(folder)]
+    callbacks: list[Callback] = [SharedFolder(folder), guard]
     if settings.trainer["enable_checkpointing"] is not False:
         monitor = recipe.monitor if _validates(experiment) else None
         callbacks += checkpoint_callbacks(folder, monitor, recipe, settings.run)
@@ -116,14 +120,16 @@ def _run_callbacks(experiment: Experiment, folder: Path) -> list[Callback]:
 
 def _fit(experiment: Experiment, program: str, started_at: float) -> None:
     """Train in the run's folder, which a trial of a few batches has not, then test the best checkpoint."""
+    forget_failures()
     settings, stopwatch = experiment.settings, stopwatch_for(experiment.data)
     title, point = experiment.recipe.title, settings.resume_point
 
     def train(folder: Path | None) -> None:
-        more = _run_callbacks(experiment, folder) if folder else []
+        guard = FolderGuard(folder, yaml.safe_dump(dict(settings.config), sort_keys=False)) if folder else None
+        more = _run_callbacks(experiment, folder, guard) if folder and guard else []
         trainer = build_trainer(experiment, [*more, stopwatch], folder)
-        if folder and is_rank_zero():
-            (folder / "config.yaml").write_text(yaml.safe_dump(dict(settings.config), sort_keys=False))
+        if guard and is_rank_zero():
+            guard.write()
             for logger in trainer.loggers:
                 if not isinstance(logger, (TensorBoardLogger, CSVLogger)):  # `report` gives TensorBoard the scores too.
                     logger.log_hyperparams(dict(settings.config))
@@ -133,6 +139,7 @@ def _fit(experiment: Experiment, program: str, started_at: float) -> None:
         scores, best = _train_and_test(trainer, experiment, folder, program)
         if trainer.is_global_zero:
             report(trainer, experiment, folder, stopwatch, scores, best, program, time.monotonic() - started_at)
+            report_unsaved(folder, guard is not None and guard.removed)
 
     if settings.trainer["barebones"]:
         rank_zero_print("--barebones measures speed: nothing is logged, saved or tested, so the run cannot be resumed")
@@ -175,6 +182,8 @@ def _train_and_test(
     if experiment.settings.trainer["barebones"]:
         return {}, None
     best = getattr(trainer.checkpoint_callback, "best_model_path", "") or None
+    if best is not None and not Path(best).is_file():
+        best = None
     if best is None and folder is not None and (last := folder / "checkpoints" / "last.ckpt").is_file():
         best = str(last)
     scores = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -209,12 +218,22 @@ def _evaluate(experiment: Experiment, program: str) -> None:
         raise UserError(f"there is nothing to {command}: the data have no such part, or it is empty")
     if not trainer.is_global_zero:
         return
+    problem = _write_output(Path(run.output), list(rows) if command == "predict" else rows[0]) if run.output else None
     if command == "predict":
         print_rows(recipe.prediction_table(rows))
     else:
         print_pairs({name: f"{value:.4f}" for name, value in rows[0].items()})
-    if run.output:
-        write_rows(Path(run.output), list(rows) if command == "predict" else rows[0])
+    if problem or (not run.output and (problem := output_failure())):
+        raise RunFailedError(f"{run.output or 'standard output'} could not be written: {problem}")
+
+
+def _write_output(path: Path, rows: Sequence[dict[str, object]] | dict[str, object]) -> str | None:
+    """Write the file of ``--output``; why it could not be written, if so."""
+    try:
+        write_rows(path, rows)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 @contextmanager

@@ -48,6 +48,6 @@ def configure_logging(translate: Callable[[str], str] = str) -> None:
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
         logger.handlers, logger.propagate = [_OneLine(change)], False
-    for module in ("lightning", "torch", "tensorboard", "torchmetrics"):
+    for module in ("joblib", "lightning", "torch", "tensorboard", "torchmetrics"):
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
     warnings.filterwarnings("ignore", message=r".*(isinstance\(treespec, LeafSpec\)|trace might not generalize).*")

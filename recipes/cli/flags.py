@@ -298,6 +298,8 @@ class FlagParser(ArgumentParser):
     def print_flags(self, everything: bool = False) -> None:
         """Print the help: grouped, a line per flag; `everything` adds the rarely used flags and the full texts."""
         width = shutil.get_terminal_size((100, 24)).columns
+        narrow = width < 80  # Then the texts stand below the flags.
+        indent = 4 if narrow else 34
         lines = []
         for group, names in self._shown:
             shown = [n for n in names if everything or group.common is None or n in group.common]
@@ -315,10 +317,11 @@ class FlagParser(ArgumentParser):
                 default = "" if action.default in (None, inspect.Parameter.empty) else f" ({action.default})"
                 if default:  # Lightning's texts repeat it.
                     text = re.sub(r"[. ]*Default: \S+$", "", text)
-                room = width - 34 - len(default)
-                if not everything and len(text) > room:
+                room = width - indent - len(default)
+                if not everything and not narrow and len(text) > room:
                     text = text[: max(0, room - 3)].rstrip() + "..."
-                wrapped = textwrap.wrap(text + default, max(20, width - 34)) or [""]
-                first = f"{left:<33} " if len(left) < 33 else f"{left}\n{'':<34}"
-                lines.append(first + f"\n{'':<34}".join(wrapped))
+                wrapped = textwrap.wrap(text + default, max(20, width - indent)) or [""]
+                begin = f"\n{'':<{indent}}"
+                first = f"{left:<33} " if len(left) < 33 and not narrow else left + begin
+                lines.append(first + begin.join(wrapped))
         print("\n".join(lines))  # noqa: T201

@@ -9,6 +9,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from recipes.launch.streams import secure_streams
+from recipes.launch.thread_limit import check_thread_limit
+
 __all__ = ["quick_imports"]
 
 
@@ -16,12 +19,16 @@ __all__ = ["quick_imports"]
 def quick_imports() -> Iterator[None]:
     """Disable garbage collection for the imports inside, and exclude their objects from it until the process ends.
 
-    For the first lines of a program, before it has created other objects. Ctrl-C exits with status 130 and no message.
+    For the first lines of a program, before it has created other objects and opened files: standard streams that are
+    closed are opened (`recipes.launch.streams`), and the limit on threads is tested (`recipes.launch.thread_limit`).
+    Ctrl-C exits with status 130 and no message.
 
     Example:
         >>> with quick_imports():
         ...     import json
     """
+    secure_streams()
+    check_thread_limit()
     gc.disable()
     try:
         yield

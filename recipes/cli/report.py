@@ -1,7 +1,6 @@
 """The results of a run: the table at its end, results.json and TensorBoard's hyper-parameters."""
 
 import contextlib
-import csv
 import json
 import math
 import platform
@@ -23,11 +22,14 @@ from rich.markup import escape
 from torch import nn
 from typing_extensions import override
 
+from callbacks.lib.best_effort import best_effort, unsaved
 from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.contract import DataContract, data_contract
-from datamodules.errors import UserError
+from datamodules.errors import RunFailedError, UserError
 from recipes.cli.early_stopping import why_stopped
 from recipes.cli.experiment import Experiment, takes_inputs
+from recipes.cli.files import write_rows
+from recipes.launch.streams import print_error, unwritten_streams
 from recipes.version import __version__
 
 __all__ = [
@@ -37,10 +39,12 @@ __all__ = [
     "flops_per_sample",
     "hardware",
     "report",
+    "report_unsaved",
     "shown",
     "stopwatch_for",
-    "write_rows",
 ]
+
+RESULTS = "results.json"
 
 
 def loader_sizes(**loaders: Any) -> dict[str, int]:
@@ -229,20 +233,6 @@ def check_output(output: str | None) -> None:
         raise UserError(f"--output {output}: there is no folder {Path(output).parent}")
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> None:
-    """Write JSON or CSV, by the file's suffix, atomically."""
-    part = path.with_name(f".{path.name}.part")
-    if path.suffix == ".csv":
-        table = [rows] if isinstance(rows, Mapping) else rows
-        with part.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(table[0]))
-            writer.writeheader()
-            writer.writerows(table)
-    else:
-        part.write_text(json.dumps(rows, indent=2, default=str) + "\n")
-    part.replace(path)
-
-
 def report(
     trainer: pl.Trainer,
     experiment: Experiment,
@@ -253,7 +243,7 @@ def report(
     program: str,
     wall_seconds: float,
 ) -> None:
-    """Print the final table, and write results.json and TensorBoard's graph and hyper-parameters into `folder`."""
+    """Write results.json and TensorBoard's graph and hyper-parameters into `folder`, and print the final table."""
     recipe, data, config = experiment.recipe, data_contract(experiment.data), experiment.settings.config
     parameters, trainable = count_parameters(recipe)[0], stopwatch.trainable
     flops = flops_per_sample(recipe)
@@ -278,8 +268,8 @@ def report(
         example = f" {recipe.predict_example}" if takes_inputs(type(experiment.data)) else ""
         if example or is_overridden("predict_dataloader", experiment.data):
             rows["predict"] = f"{program} predict --ckpt {shown(best)}{example}"
-    print_pairs(rows)
     if folder is None:
+        print_pairs(rows)
         return
     results = {
         "scores": scores,
@@ -302,7 +292,9 @@ def report(
         },
         "config": dict(config),
     }
-    write_rows(folder / "results.json", results)
+    # Before anything is printed: a terminal may have gone.
+    with best_effort(RESULTS):
+        write_rows(folder / RESULTS, results)
     # TensorBoard holds numbers and text only.
     plain = {k: v if isinstance(v, (int, float, str)) else json.dumps(v) for k, v in config.items()}
     final = {f"final/{name}": v for name, v in scores.items() if "_class_" not in name and math.isfinite(v)}
@@ -314,3 +306,29 @@ def report(
             except Exception as error:  # Tracing may fail on the user's forward.
                 print(f"TensorBoard shows no graph: {str(error).splitlines()[0]}", file=sys.stderr)  # noqa: T201
             logger.save()
+    print_pairs(rows)
+
+
+def report_unsaved(folder: Path | None, removed: bool) -> None:
+    """Say at the end of a run what could not be written, in one line.
+
+    Args:
+        folder: of the run; None for one without.
+        removed: whether the folder was removed while the run trained.
+
+    Raises:
+        RunFailedError: the results were not written, or the folder was removed.
+    """
+    lost = unsaved() | unwritten_streams()
+    what = "; ".join(f"{name} ({reason})" for name, reason in lost.items())
+    if removed:
+        also = f"; not saved: {what}" if what else ""
+        raise RunFailedError(
+            f"the training is done, but {shown(folder or '')} was removed meanwhile and holds only what was written"
+            f" after that{also}"
+        )
+    if RESULTS in lost:
+        raise RunFailedError(f"the training is done and its weights are saved, but not: {what}")
+    if lost:
+        saved = f"; the weights and {RESULTS} are in {shown(folder)}" if folder else ""
+        print_error(f"warning: not saved: {what}{saved}")

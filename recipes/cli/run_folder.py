@@ -2,33 +2,36 @@
 
 import csv
 import difflib
-import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from typing_extensions import override
 
+from callbacks.lib.best_effort import best_effort, forget_failures, skipping_failures
 from callbacks.lib.lightning_internals import set_writer
 from datamodules.errors import UserError
+from recipes.cli.files import write_rows
 from recipes.cli.settings import RunSettings
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.resume.resume_point import ResumePoint, locked
 from recipes.resume.saved_run import read_run
 
-__all__ = ["logger_names", "loggers", "run_folder"]
+__all__ = ["logger_names", "loggers", "restart_loggers", "run_folder"]
 
 _LOGGERS: dict[str, tuple[str, ...]] = {"tensorboard": (), "csv": (), "wandb": ("wandb",), "mlflow": ("mlflow",)}
 """The loggers, and the packages one of which each needs besides those of this one."""
 
-log = logging.getLogger("lightning_recipes.cli")
+_TENSORBOARD = "the TensorBoard log"
+_NAMES = {"tensorboard": _TENSORBOARD, "csv": "metrics.csv", "wandb": "the wandb log", "mlflow": "the mlflow log"}
 
 
 @contextmanager
@@ -52,7 +55,7 @@ def run_folder(
             yield folder
         except UserError:
             if new and not worth_keeping():
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)
             raise
 
 
@@ -83,65 +86,124 @@ def _new_folder(settings: RunSettings, title: str) -> Path:
         folder = parent / f"{name}-{number}"
 
 
-def _cannot_log(name: str, error: OSError) -> None:
-    log.warning("warning: %s cannot write (%s); the run continues without it", name, error.strerror or error)
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """What a log does that could not be opened."""
 
 
 class _Writer:
-    """TensorBoard's writer; after an error, such as a full disk, it writes no more and the run continues."""
+    """TensorBoard's writer, or what is left of it on a full disk: whoever calls it, nothing is raised."""
 
     def __init__(self, writer: Any) -> None:
-        self._writer, self._failed = writer, False
+        self._writer = writer
 
     def __getattr__(self, name: str) -> Any:
+        if self._writer is None:
+            return _do_nothing
         found = getattr(self._writer, name)
-        return partial(self._try, found) if callable(found) else found
+        return skipping_failures(found, _TENSORBOARD, OSError) if callable(found) else found
 
-    def _try(self, write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._failed:
-            return None
-        try:
-            return write(*args, **kwargs)
-        except OSError as error:
-            self._failed = True
-            _cannot_log("TensorBoard", error)
-            return None
+
+def _print_no_traceback_of_writers() -> None:
+    """Leave the errors of TensorBoard's background threads to the next call of their writer, which raises them."""
+    if threading.excepthook is threading.__excepthook__:
+
+        def hook(args: threading.ExceptHookArgs) -> None:
+            if type(args.thread).__module__.partition(".")[0] != "tensorboard":
+                threading.__excepthook__(args)
+
+        threading.excepthook = hook
 
 
 class _TensorBoard(TensorBoardLogger):
     @property
     @override
     def experiment(self) -> Any:
-        writer = super().experiment
+        _print_no_traceback_of_writers()
+        writer = None
+        with best_effort(_TENSORBOARD):  # It makes a folder, a file and a thread.
+            writer = super().experiment
         if is_rank_zero() and not isinstance(writer, _Writer):
             # Where the base class keeps it, so that it is made once.
             writer = _Writer(writer)
             set_writer(self, writer)
         return writer
 
+    def restart(self) -> None:
+        """Log into a new file, since the present one was removed."""
+        self.experiment.close()
+        set_writer(self, None)
+        forget_failures(_TENSORBOARD)
+
     @override
     def save(self) -> None:
         # Without hparams.yaml, which TensorBoardLogger.save would write: config.yaml holds the settings.
-        with _warned_once(self, "TensorBoard"):
-            super(TensorBoardLogger, self).save()
+        super(TensorBoardLogger, self).save()
+
+
+class _MetricsFile(ExperimentWriter):
+    """Writes metrics.csv; where it cannot, the file stays as it was, and the rows are written with the next ones."""
+
+    @override
+    def save(self) -> None:
+        if not self.metrics:
+            return
+        path, columns = Path(self.metrics_file_path), sorted(set(self.metrics_keys).union(*self.metrics))
+        if columns == self.metrics_keys and path.is_file():
+            self._append(path)
+        else:
+            self._rewrite(path, columns)
+        self.metrics, self.metrics_keys = [], columns
+        forget_failures(path.name)
+
+    def _append(self, path: Path) -> None:
+        size = path.stat().st_size
+        try:
+            with path.open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, self.metrics_keys).writerows(self.metrics)
+        except OSError:
+            os.truncate(path, size)
+            raise
+
+    def _rewrite(self, path: Path, columns: list[str]) -> None:
+        old: list[dict[str, Any]] = []
+        if path.is_file():
+            with path.open(newline="", encoding="utf-8") as file:
+                old = list(csv.DictReader(file))
+        write_rows(path, [*old, *self.metrics], columns)
 
 
 class _CSV(CSVLogger):
+    @property
+    @override
+    def experiment(self) -> Any:
+        writer = super().experiment
+        if is_rank_zero() and not isinstance(writer, _MetricsFile):
+            writer = _MetricsFile(self.log_dir)
+            set_writer(self, writer)
+        return writer
+
     @override
     def save(self) -> None:
         # Without hparams.yaml, as above.
-        with _warned_once(self, "metrics.csv"):
-            super(CSVLogger, self).save()
+        super(CSVLogger, self).save()
 
 
-@contextmanager
-def _warned_once(logger: Any, name: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if not getattr(logger, "_warned", False):
-            _cannot_log(name, error)
-        logger._warned = True
+# Without log_graph, which fails where the module cannot be traced.
+_LOGS = ("log_metrics", "log_hyperparams", "save", "finalize", "after_save_checkpoint")
+
+
+def _continue_without(logger: Logger, name: str) -> Logger:
+    """Have a logger's failures, such as of a full disk or a server that is gone, printed in place of raised."""
+    for method in _LOGS:
+        setattr(logger, method, skipping_failures(getattr(logger, method), name))
+    return logger
+
+
+def restart_loggers(loggers: Sequence[Logger]) -> None:
+    """Have loggers go on in a folder that was made again; those that open their file each time need nothing."""
+    for logger in loggers:
+        if isinstance(logger, _TensorBoard):
+            logger.restart()
 
 
 def logger_names(text: str) -> list[str]:
@@ -182,7 +244,7 @@ def loggers(folder: Path, resume: str | None, names: Sequence[str] = ("tensorboa
     made = []
     for name in names:
         try:
-            made.append(make[name]())
+            made.append(_continue_without(make[name](), _NAMES[name]))
         except Exception as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"--logger {name} cannot start: {reason}; set it up, or leave it out") from error
@@ -203,7 +265,7 @@ def _csv(folder: Path, resume: str | None) -> CSVLogger:
     metrics_file = folder / "metrics.csv"
     if resume and metrics_file.is_file():
         done = read_run(resume).updates
-        with metrics_file.open(newline="") as file:
+        with metrics_file.open(newline="", encoding="utf-8") as file:
             rows = [{k: v for k, v in row.items() if v} for row in csv.DictReader(file) if int(row["step"]) < done]
     csv_logger = _CSV(str(folder), name="", version="")
     if is_rank_zero() and rows:

@@ -31,6 +31,7 @@ from recipes.failures.cause import RankReport, classify_exception, failure_cause
 from recipes.failures.protocol import Channel, WrongSecret, connection_failure, keep_alive
 from recipes.failures.secret import Secret
 from recipes.launch.plan import Launch
+from recipes.launch.streams import print_error
 
 __all__ = ["Coordinator", "FailureReporter", "Member", "RunConnection", "exit_run", "monitored", "use_monitor"]
 
@@ -54,7 +55,7 @@ def end_process(status: int, line: str = "") -> None:
         sys.stdout.flush()
     if line:
         with contextlib.suppress(Exception):
-            print(line, file=sys.stderr, flush=True)  # noqa: T201
+            print_error(line)
     os._exit(status)
 
 

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "callbacks.drawing": f"{_DATA} callbacks.lib",
     "callbacks.*": f"{_DATA} datamodules.loading callbacks.checkpointing callbacks.drawing callbacks.lib",
     "recipes": "",
-    "recipes.__main__": "recipes.cli recipes.version",
+    "recipes.__main__": "recipes.cli recipes.launch recipes.version",
     "recipes.version": "",
     "recipes.weights": "datamodules.errors",
     "recipes.pretrained": "datamodules.errors datamodules.loading recipes.weights",

@@ -1,6 +1,7 @@
 import logging
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -11,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from datamodules.errors import UserError
+from datamodules.errors import RunFailedError, UserError
+from datamodules.loading import worker_loaders
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.sampling import epoch_order
+from datamodules.loading.worker_failures import free_shared_memory
 from datamodules.loading.worker_loaders import BatchRequest, LoadedBatch, WorkerEvaluationLoader, WorkerTrainLoader
 
 N = 23
@@ -190,6 +193,92 @@ def test_ctrl_c_ends_at_once_and_no_worker_complains():
     assert errors.count("Traceback") == 1
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert all(_ended(pid) for pid in pids)
+
+
+def _processes(loader: WorkerTrainLoader) -> list[int]:
+    """The workers of a loader, by their number."""
+    return [process.pid for process in loader._loader._iterator._workers]
+
+
+def test_a_worker_that_dies_is_named_with_its_batch_where_that_is_awaited():
+    loader = _loader(num_workers=2)
+    batches = iter(loader)
+    next(batches)
+    victim = _processes(loader)[1]
+    os.kill(victim, signal.SIGKILL)
+    for _ in range(20):  # Not here: the process may be in the midst of a collective call.
+        time.sleep(0.01)
+    with pytest.raises(RunFailedError, match=rf"^worker 1 \(process {victim}\) was ended by SIGKILL.*num_workers") as e:
+        list(batches)
+    number = int(re.search(r"batch (\d+) \(", str(e.value))[1])
+    rows = epoch_order(N, 1, 0).tolist()[4 * (number - 1) :][:3]
+    assert number % 2 == 0
+    assert f"batch {number} (samples {', '.join(map(str, rows))}, ...) was to be loaded" in str(e.value)
+
+
+def test_a_worker_that_hangs_is_named_by_a_warning_and_then_ends_the_run(monkeypatch, caplog):
+    monkeypatch.setattr(worker_loaders, "_POLL", 0.2)
+    monkeypatch.setattr(worker_loaders, "_WARN_AFTER", 0.1)
+    monkeypatch.setattr(logging.getLogger("lightning_recipes"), "propagate", True)
+    loader = _loader(num_workers=2)
+    loader.timeout = 0.5
+    batches = iter(loader)
+    next(batches)
+    victim = _processes(loader)[1]
+    os.kill(victim, signal.SIGSTOP)
+    who = rf"worker 1 \(process {victim}\)"
+    with pytest.raises(RunFailedError, match=rf"^{who} did not load batch \d+ \(samples [\d, .]+\) within \d+ s"):
+        list(batches)
+    assert [r.getMessage() for r in caplog.records if f"(process {victim}) has not loaded batch" in r.getMessage()]
+    assert _ended(victim)
+
+
+def test_workers_that_do_not_answer_between_epochs_are_replaced(monkeypatch):
+    monkeypatch.setattr(worker_loaders, "_POLL", 0.2)
+    loader, plain = _loader(num_workers=2), _plain()
+    first, _ = _workers(loader), _targets(plain)
+    os.kill(min(first), signal.SIGSTOP)
+    assert _targets(loader) == _targets(plain)
+    assert first.isdisjoint(_processes(loader))
+    loader.close()
+
+
+def test_a_slow_worker_is_waited_for(monkeypatch):
+    monkeypatch.setattr(worker_loaders, "_POLL", 0.05)
+    loader = _loader(num_workers=2, reader=Numbers(delay=0.2))
+    assert _targets(loader) == _targets(_plain())
+    loader.close()
+
+
+class _Unsendable(Tensor):
+    """A tensor that cannot be put into shared memory."""
+
+    def __reduce_ex__(self, protocol):
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+
+class _NoRoom(Numbers):
+    def __getitem__(self, request: BatchRequest) -> LoadedBatch:
+        batch = super().__getitem__(request)
+        return batch._replace(inputs=batch.inputs.as_subclass(_Unsendable)) if request.rows[0] == self.at else batch
+
+
+@pytest.mark.parametrize(("batch", "error"), [(0, UserError), (2, RunFailedError)])
+def test_a_batch_that_shared_memory_has_no_room_for_is_an_error_and_no_wait(batch, error):
+    reader = _NoRoom()
+    reader.at = epoch_order(N, 1, 0)[4 * batch].item()
+    with pytest.raises(
+        error, match="no room for the batches of 2 workers, .* pass num_workers=0, or .*--shm-size"
+    ) as e:
+        _targets(_loader(num_workers=2, reader=reader))
+    assert type(e.value) is error
+
+
+def test_workers_whose_batches_do_not_fit_into_shared_memory_together_are_refused(monkeypatch):
+    monkeypatch.setattr(worker_loaders, "free_shared_memory", lambda: 900.0)
+    with pytest.raises(UserError, match=r"^4 workers load batches of 1 kB ahead .* has 1 kB; pass num_workers=3, or"):
+        _targets(_loader(batch_size=3, num_workers=4))
+    assert free_shared_memory() > 0
 
 
 def test_batches_use_no_random_generator():

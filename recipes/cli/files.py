@@ -1,0 +1,42 @@
+"""Small files of a run, which are either complete or as they were before."""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from callbacks.checkpointing.verified_io import whole_or_nothing
+
+__all__ = ["write_rows", "write_text"]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of text.
+
+    Raises:
+        OSError: the file is as it was before.
+    """
+    with whole_or_nothing(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def write_rows(
+    path: Path, rows: Sequence[Mapping[str, Any]] | Mapping[str, Any], columns: Sequence[str] | None = None
+) -> None:
+    """Write JSON or CSV, by the file's suffix.
+
+    Args:
+        columns: of a CSV file; by default the keys of the first row.
+
+    Raises:
+        OSError: the file is as it was before.
+    """
+    if path.suffix != ".csv":
+        write_text(path, json.dumps(rows, indent=2, default=str) + "\n")
+        return
+    table = [rows] if isinstance(rows, Mapping) else rows
+    with whole_or_nothing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=columns or list(table[0]))
+        writer.writeheader()
+        writer.writerows(table)

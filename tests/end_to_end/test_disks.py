@@ -1,0 +1,99 @@
+"""Full disks, full shared memory and limits of the system, from the real command line.
+
+Most need root and Linux: a namespace of their own, in which a small tmpfs stands for a disk.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMON = "--dataset digits --accelerator cpu --precision 32-true --no-enable-progress-bar"
+FEW = "--limit-train-batches 2 --limit-val-batches 2 --limit-test-batches 2 --max-epochs 1"
+
+
+def _own_mounts() -> bool:
+    return (
+        bool(shutil.which("unshare")) and not subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode
+    )
+
+
+needs_mounts = pytest.mark.skipif(not _own_mounts(), reason="only root may mount a small disk (unshare -m)")
+pytestmark = pytest.mark.slow
+
+
+def _shell(script: str, cwd: Path, timeout: float = 120.0) -> "subprocess.CompletedProcess[str]":
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PY": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        ["bash", "-c", script], cwd=cwd, env=os.environ | variables, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def _in_namespace(script: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    return _shell(f"exec unshare -m bash -c '{script}'", cwd)
+
+
+@needs_mounts
+def test_a_run_trains_to_its_end_while_its_log_lies_on_the_disk_that_fills(tmp_path: Path) -> None:
+    script = f"""
+mount -t tmpfs -o size=40m tmpfs .
+while [ ! -e runs/mnist/f/checkpoints/last.ckpt ]; do sleep .1; done && head -c 100m /dev/zero > fill &
+$PY -m recipes.mnist {COMMON} --max-epochs 15 --name f > log 2>&1
+echo "status $?"; rm fill; sed s/^/log:/ log; wc -l runs/mnist/f/metrics.csv"""
+    done = _in_namespace(script, tmp_path)
+    # The weights of the last epochs are not saved, and nothing is left that could say so.
+    assert "status 1" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@needs_mounts
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("64k", "no room for the batches of 2 workers"),
+        ("300k", "2 workers load batches of 557 kB ahead"),
+        ("1m,ro", "2 workers cannot start: /dev/shm cannot be written (Read-only file system)"),
+    ],
+)
+def test_shared_memory_that_is_too_small_is_refused_in_one_line(tmp_path: Path, size: str, message: str) -> None:
+    command = f"$PY -m recipes.resnet {COMMON} {FEW} --weights none --num-workers 2 --name f"
+    done = _in_namespace(f"mount -t tmpfs -o size={size} tmpfs /dev/shm; exec {command}", tmp_path)
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert "--num-workers" in line
+    assert "--shm-size" in line
+    assert done.returncode == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="limits of Unix")
+def test_a_limit_of_open_files_takes_one_line(tmp_path: Path) -> None:
+    done = _shell(
+        f"ulimit -n 20; exec $PY -m recipes.resnet {COMMON} {FEW} --weights none --num-workers 2 --name f", tmp_path
+    )
+    (line,) = done.stderr.strip().splitlines()
+    assert "too many files are open (ulimit -n: 20); allow more, as ulimit -n 65536 does" in line
+    assert done.returncode in (1, 2)
+
+
+def test_a_reader_that_ends_and_streams_that_are_closed_cost_no_result(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mnist"
+    done = _shell(f"$PY -m recipes.mnist {COMMON} {FEW} --name one | head -1; exit ${{PIPESTATUS[0]}}", tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.startswith("mnist: ")
+    assert done.stderr.strip().splitlines() == [
+        "warning: not saved: standard output (Broken pipe); the weights and results.json are in runs/mnist/one"
+    ]
+    done = _shell(f"exec $PY -m recipes.mnist {COMMON} {FEW} --name two <&- >&- 2>&-", tmp_path)
+    assert done.returncode == 0
+    scores = [json.loads((folder / name / "results.json").read_text())["scores"] for name in ("one", "two")]
+    assert scores[0] == scores[1]
+    ckpt = "--ckpt runs/mnist/one/checkpoints/best.ckpt --accelerator cpu"
+    done = _shell(f"$PY -m recipes.mnist test {ckpt} > /dev/full", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "error: standard output could not be written: No space left on device\n"

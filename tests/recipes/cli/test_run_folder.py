@@ -1,0 +1,105 @@
+"""A run's folder on a disk that fills up or is emptied while the run trains."""
+
+import csv
+import json
+import resource
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from typing_extensions import override
+
+from recipes.cli.run_folder import loggers
+from tests.support.command_lines import typed
+from tests.support.ranks import run_ranks
+
+
+class RemovesTheFolder(pl.Callback):
+    """Removes the run's folder as the third epoch begins, as somebody in another shell would."""
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero and trainer.current_epoch == 2:
+            shutil.rmtree(trainer.default_root_dir)
+
+
+class FillsTheDisk(pl.Callback):
+    """In the second and third epoch no file of this process may grow, as on a full disk."""
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        limit = 0 if trainer.current_epoch in (1, 2) else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+
+def _rows(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def test_a_folder_that_is_removed_is_made_again_said_once_and_told_by_the_status(tmp_path: Path) -> None:
+    callback = f"{__name__}.RemovesTheFolder"
+    (done,) = typed(tmp_path, f"--name one --max-epochs 5 --callbacks+={callback} --precision 32-true")
+    folder = tmp_path / "runs" / "quadrants" / "one"
+    assert done.status == 1
+    assert (done.out + done.err).count("runs/quadrants/one was removed or emptied; it is made again") == 1
+    last = done.err.strip().splitlines()[-1]
+    assert last.startswith(
+        "error: the training is done, but runs/quadrants/one was removed meanwhile and holds only what"
+    )
+    assert "Traceback" not in done.err
+    results = json.loads((folder / "results.json").read_text())
+    # The best one so far was removed, too, and a later one has taken its place.
+    assert Path(results["best_checkpoint"]).name == "best.ckpt"
+    assert Path(results["best_checkpoint"]).is_file()
+    assert (folder / "checkpoints" / "last.ckpt").is_file()
+    assert (folder / "config.yaml").is_file()
+    assert [row["epoch"] for row in _rows(folder / "metrics.csv") if row["val/loss"]][-1] == "4"
+    assert list(folder.glob("events.*"))
+
+
+def test_logs_that_cannot_be_written_end_no_training_and_are_reported_at_the_end(tmp_path: Path) -> None:
+    callback = f"{__name__}.FillsTheDisk"
+    command = f"--name one --max-epochs 4 --callbacks+={callback} --precision 32-true --save-every '9 epochs'"
+    (done,) = typed(tmp_path, f"{command} --log-every-n-steps 1")
+    folder = tmp_path / "runs" / "quadrants" / "one"
+    assert "Traceback" not in done.err
+    assert done.err.count("the TensorBoard log cannot be written (File too large); the run continues") == 1
+    # There is room again in the last epoch, so that the rows are there.
+    assert [row["epoch"] for row in _rows(folder / "metrics.csv") if row["val/loss"]] == ["0", "1", "2", "3"]
+    assert (folder / "results.json").is_file()
+    assert "warning: not saved: the TensorBoard log (File too large); the weights and results.json are in" in done.err
+    assert done.status == 0
+
+
+def _save_on_a_full_disk(folder: str) -> list[Any]:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    (logger,) = loggers(Path(folder), None, ["csv"])
+    contents = []
+
+    def log(limit: int, **values: float) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        logger.log_metrics(values, step=len(contents))
+        logger.save()
+        contents.append((Path(folder) / "metrics.csv").read_text())
+
+    log(10**6, a=1.0)
+    size = len(contents[0])
+    log(size + 3, a=2.0)  # A row that fits by half.
+    log(size + 3, a=3.0, b=4.0)  # The file would be written anew, with another column.
+    log(10**6, a=5.0)
+    return contents
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="this system does not limit the size of files")
+def test_metrics_csv_is_as_before_where_there_is_no_room_and_gets_all_rows_later(tmp_path: Path) -> None:
+    ((first, second, third, last),) = run_ranks(_save_on_a_full_disk, 1, str(tmp_path))
+    assert first == second == third
+    assert [(row["a"], row["b"]) for row in csv.DictReader(last.splitlines())] == [
+        *(("1.0", ""), ("2.0", ""), ("3.0", "4.0"), ("5.0", ""))
+    ]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.csv"]
