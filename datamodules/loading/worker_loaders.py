@@ -281,7 +281,7 @@ class _Workers:
                 log.warning("warning: %s has not loaded %s for %.0f s", who, what, waited, extra={"any_rank": True})
         try:
             received = batch.unpack() if isinstance(batch, _Packed) else batch
-        except (OSError, RuntimeError) as error:
+        except (EOFError, OSError, RuntimeError) as error:
             raise self._failed(system_failure(error) or describe_failure(batches, worker, what, 0.0)) from error
         if isinstance(received, _NotSent):
             raise self._failed(no_room(self.num_workers, received.size, received.reason))

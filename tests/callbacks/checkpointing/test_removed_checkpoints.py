@@ -57,5 +57,5 @@ def _train(folder: Path, world_size: int) -> dict[str, Any]:
 def test_the_next_one_takes_its_place_and_on_all_ranks_alike(tmp_path: Path) -> None:
     for world_size in (1, 2):
         folder = tmp_path / str(world_size)
-        assert run_ranks(_train, world_size, folder) == [{"best.ckpt": 0.7}] * world_size
+        assert run_ranks(_train, world_size, folder, world_size) == [{"best.ckpt": 0.7}] * world_size
         assert torch.load(folder / "best.ckpt", weights_only=True)["epoch"] == 2

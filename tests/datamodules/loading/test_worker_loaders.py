@@ -216,18 +216,30 @@ def test_a_worker_that_dies_is_named_with_its_batch_where_that_is_awaited():
     assert f"batch {number} (samples {', '.join(map(str, rows))}, ...) was to be loaded" in str(e.value)
 
 
+class _HangsAt(Numbers):
+    """A reader that waits for ever for a sample, as of a file on a server that is gone."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__()
+        self.row = row
+
+    def __getitem__(self, request: BatchRequest) -> LoadedBatch:
+        if self.row in request.rows:
+            time.sleep(1000)
+        return super().__getitem__(request)
+
+
 def test_a_worker_that_hangs_is_named_by_a_warning_and_then_ends_the_run(monkeypatch, caplog):
     monkeypatch.setattr(worker_loaders, "_POLL", 0.2)
     monkeypatch.setattr(worker_loaders, "_WARN_AFTER", 0.1)
     monkeypatch.setattr(logging.getLogger("lightning_recipes"), "propagate", True)
-    loader = _loader(num_workers=2)
+    loader = _loader(num_workers=2, reader=_HangsAt(epoch_order(N, 1, 0)[4 * 3].item()))
     loader.timeout = 0.5
     batches = iter(loader)
     next(batches)
     victim = _processes(loader)[1]
-    os.kill(victim, signal.SIGSTOP)
     who = rf"worker 1 \(process {victim}\)"
-    with pytest.raises(RunFailedError, match=rf"^{who} did not load batch \d+ \(samples [\d, .]+\) within \d+ s"):
+    with pytest.raises(RunFailedError, match=rf"^{who} did not load batch 4 \(samples [\d, .]+\) within \d+ s"):
         list(batches)
     assert [r.getMessage() for r in caplog.records if f"(process {victim}) has not loaded batch" in r.getMessage()]
     assert _ended(victim)

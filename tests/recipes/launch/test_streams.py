@@ -88,7 +88,7 @@ def test_a_pipe_that_is_set_to_non_blocking_is_waited_for() -> None:
         "import os; os.set_blocking(1, False); print('x' * 10**6, end=''); print(unwritten_streams(), file=sys.stderr)"
     )
     done = _run(code, "| (sleep 1; wc -c)")
-    assert (done.stdout.strip(), done.stderr) == ("1000000", "{}")
+    assert (done.stdout.strip(), done.stderr) == ("1000000", "{}\n")
 
 
 def test_streams_that_somebody_has_replaced_stay() -> None:
