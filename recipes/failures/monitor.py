@@ -266,9 +266,12 @@ class Coordinator(RunConnection):
         """Name a process that does not know the secret, once."""
         try:
             message = json.loads(claim)
-            rank, host = int(message["rank"]), "".join(filter(str.isprintable, str(message["host"])))[:64]
-        except (ValueError, TypeError, KeyError, RecursionError):
+            rank, host = message["rank"], message["host"]
+        except Exception:  # Anybody may have written it.
             return
+        if not isinstance(rank, int) or not 0 < rank < self.launch.world_size or not isinstance(host, str):
+            return
+        host = "".join(filter(str.isprintable, host))[:64]
         who = f"a process at {address} that claims to be rank {rank} on {host!a}"
         if who in self.refused or len(self.refused) >= _MAX_NAMED:
             return

@@ -12,6 +12,7 @@ import json
 import secrets
 import socket
 import threading
+import time
 from typing import Any, Literal
 
 __all__ = ["Channel", "ProtocolError", "WrongSecret", "connection_failure", "keep_alive", "listen"]
@@ -118,14 +119,20 @@ class Channel:
         self._check_length(self._rest)
         return messages
 
-    def greet(self) -> None:
+    def greet(self, timeout: float = 10.0) -> None:
         """Wait for the nonce of the other end, without which nothing can be sent.
 
         Raises:
-            OSError, EOFError: as `receive`; the timeout of the connection applies.
+            OSError, EOFError: as `receive`, or a `TimeoutError` after these seconds.
         """
+        before, deadline = self.connection.gettimeout(), time.monotonic() + timeout
         while not self._key:
+            # For all of it: a stranger may send it byte by byte.
+            if (rest := deadline - time.monotonic()) <= 0:
+                raise TimeoutError
+            self.connection.settimeout(rest)
             self.receive()
+        self.connection.settimeout(before)
 
     def close(self) -> None:
         """Close the connection."""

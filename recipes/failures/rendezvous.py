@@ -136,9 +136,8 @@ def _join_once(request: Request, address: str, port: int, deadline: float) -> Me
     wait = max(0.1, min(5.0, deadline - time.monotonic()))
     connection = keep_alive(socket.create_connection((address, port), timeout=wait))
     try:
-        connection.settimeout(_CONNECT_TIMEOUT)
         channel = Channel(connection, secret.key, "rank")
-        channel.greet()
+        channel.greet(_CONNECT_TIMEOUT)
         connection.settimeout(None)
         member = Member(request.launch, channel, request.record)
         member.wait_until_accepted(deadline)

@@ -84,6 +84,8 @@ def _checked(text: str, source: str, advice: str) -> Secret:
             f"the secret in {source} has {len(text)} characters, and could be guessed; expected {_MIN_LENGTH} or more,"
             " such as those of: openssl rand -hex 32"
         )
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise UserError(f"the secret in {source} is no text; expected one such as that of: openssl rand -hex 32")
     return Secret(text.encode(), source, advice)
 
 
@@ -134,7 +136,8 @@ def _check_mode(path: Path, found: os.stat_result) -> None:
         return
     if found.st_uid not in (0, os.geteuid()):
         raise UserError(
-            f"{path} belongs to another user, who knows the secret in it: delete it, or set {SECRET_VARIABLE}"
+            f"{path} belongs to another user (uid {found.st_uid}), who knows the secret in it: delete it, or set"
+            f" {SECRET_VARIABLE}, also where this disk changes the owners of files"
         )
     if mode := stat.S_IMODE(found.st_mode) & 0o077:
         raise UserError(

@@ -63,5 +63,5 @@ class AgentsStore:
         try:
             address, port = json.loads(self._store.get(self._key))
             return str(address), int(port)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError, RecursionError):
             return None

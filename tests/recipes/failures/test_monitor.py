@@ -1,6 +1,8 @@
 """The failure monitor of rank 0 accepts reports of the ranks of its run only."""
 
+import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +29,8 @@ FOREIGN = [
     b"\xff\xfe\x00\n",
     GREETING + b"\xff\xfe \x00\n",
     GREETING + b"0 " + b"[" * 4000 + b"\n",
+    GREETING + b'0 {"rank": Infinity, "host": "a"}\n',
+    GREETING + b'0 {"rank": ' + b"1" * 4000 + b', "host": "a"}\n',
     b"x" * 300_000,
     GREETING + b"x" * 300_000,
 ]
@@ -173,6 +177,22 @@ def test_messages_arrive_in_pieces_of_any_size():
         assert found == sent
         zero.send(sent[2])
         assert rank.receive() == [sent[2]]
+
+
+def test_a_greeting_has_to_arrive_in_time_as_a_whole():
+    here, there = socket.socketpair()
+    channel, began = Channel(here, SECRET.key, "rank"), time.monotonic()
+
+    def dribble() -> None:
+        for byte in GREETING:
+            with contextlib.suppress(OSError):
+                there.send(bytes([byte]))
+            time.sleep(0.05)
+
+    threading.Thread(target=dribble, daemon=True).start()
+    with pytest.raises(TimeoutError):
+        channel.greet(0.3)
+    assert time.monotonic() - began < 2
 
 
 def test_a_process_that_is_not_known_may_send_a_short_line_only():

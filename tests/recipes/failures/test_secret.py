@@ -54,6 +54,15 @@ def test_a_file_that_others_may_read_or_write_is_refused_with_the_command(tmp_pa
     assert found_in(tmp_path) == secret
 
 
+def test_a_secret_of_several_lines_is_taken_and_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    assert (
+        find_secret({"LIGHTNING_RECIPES_SECRET": "two lines\nof base64"}, None, tmp_path).key == b"two lines\nof base64"
+    )
+    for text in ("sixteen or more \udcff", "sixteen or more \0 in a file"):
+        with pytest.raises(UserError, match="is no text"):
+            find_secret({"LIGHTNING_RECIPES_SECRET": text}, None, tmp_path)
+
+
 def test_a_short_secret_a_missing_file_and_a_folder_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="LIGHTNING_RECIPES_SECRET has 5 characters.*expected 16 or more"):
         find_secret({"LIGHTNING_RECIPES_SECRET": " short\n"}, None, tmp_path)
