@@ -220,6 +220,10 @@ class _CommandLine:
             return
         if namespace.resume:
             raise UserError(f"--resume continues training; pass --ckpt FILE to {command}")
+        if namespace.barebones:
+            raise UserError(
+                f"--barebones measures the speed of training, and keeps no scores; leave it out to {command}"
+            )
         if command == "predict" and namespace.inputs and not takes_inputs(self.classes.data):
             data = self.classes.data.__name__
             raise UserError(

@@ -170,6 +170,10 @@ def test_predict_reads_dark_and_light_pictures_and_writes_a_file(trained):
         (["--lr", "fast"], "error: --lr fast is not a number"),
         (["fti"], "error: unknown command 'fti'; expected one of fit, validate, test, predict, export, or a flag"),
         (["test"], "error: test needs a checkpoint; pass --ckpt runs/mnist/NAME/checkpoints/best.ckpt"),
+        (
+            ["test", "--barebones"],
+            "error: --barebones measures the speed of training, and keeps no scores; leave it out to test",
+        ),
         (["test", "--ckpt", "no.ckpt"], "error: there is no checkpoint no.ckpt"),
         (["--optimizer", "sdg"], "error: no optimizer 'sdg' that fits here; expected one of"),
         (["--ckpt", "some.ckpt"], "error: fit begins with new weights; pass --resume FILE"),
