@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from typing_extensions import override
 
+from datamodules.ranges import NOT_NEGATIVE, check_ranges
+
 __all__ = ["RunProgress", "format_metrics"]
 
 
@@ -50,6 +52,7 @@ class RunProgress(ProgressBar):
 
     def __init__(self, interval: float = 0.5) -> None:
         super().__init__()
+        check_ranges(interval=(interval, NOT_NEGATIVE))
         self.interval = interval
         self._enabled = True
         self._progress: Progress | None = None

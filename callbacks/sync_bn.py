@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from callbacks.lib.batch_norm import average_statistics, restore_batchnorm, sync_batchnorm
 from datamodules.errors import UserError
+from datamodules.ranges import COUNT, check_ranges
 
 __all__ = ["SyncBN", "check_group_size"]
 
@@ -87,6 +88,7 @@ class SyncBN(pl.Callback):
     """
 
     def __init__(self, group_size: int | None = None) -> None:
+        check_ranges(group_size=(group_size, COUNT))
         self.group_size = group_size
         self._averages = False
         self._ddp: Any = None

@@ -147,4 +147,4 @@ class WarmupLR(pl.Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._updates, self._factors, self.length = list(state_dict["updates"]), [], state_dict["length"]
+        self._updates, self._factors, self.length = [*map(int, state_dict["updates"])], [], state_dict["length"]

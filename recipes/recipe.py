@@ -1,6 +1,5 @@
 """What all recipes share: the network, the optimiser, the schedule, and exact means."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -18,6 +17,7 @@ from callbacks.lib.trainer_attributes import datamodule_of
 from callbacks.lib.updates import total_updates
 from callbacks.train_loss import TrainLoss
 from datamodules.errors import UserError
+from datamodules.ranges import NOT_NEGATIVE, POSITIVE, Range, check_ranges
 from recipes.optim import (
     ScheduleName,
     build_optimizer,
@@ -141,8 +141,9 @@ class Recipe(pl.LightningModule):
         # Refused here, not when training begins.
         optimizer_class(optimizer)
         schedule_curve(schedule)
-        if not lr > 0 or math.isinf(lr):
-            raise UserError(f"lr={lr} is not a positive number; pass one such as lr=0.01")
+        check_ranges(
+            lr=(lr, POSITIVE), weight_decay=(weight_decay, NOT_NEGATIVE), momentum=(momentum, Range(0, 1, below=True))
+        )
         self.save_hyperparameters()
         self.network = self.build_network()
         if channels_last:

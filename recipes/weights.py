@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from callbacks.checkpointing.plain_loading import load_plain
 from datamodules.errors import UserError
 
 __all__ = [
@@ -66,20 +67,12 @@ def _check_file(path: Path) -> None:
 
 
 def _read_torch(path: Path) -> Any:
-    # Files of torch before 1.6 are no zip archives, and cannot be mapped into memory.
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        return load_plain(path)
+    except UserError:
+        raise
     except Exception as error:  # a damaged pickle raises anything
-        code = re.search(r"GLOBAL (\S+) was not", str(error)) or re.search(r"TorchScript", str(error))
-        if code is None:
-            raise UserError(f"{path} is damaged, or was not written by torch.save(); download it again") from error
-        raise UserError(
-            f"{path} is refused: reading it would run code ({code[code.lastindex or 0]}), which can do anything. "
-            "If you trust who made it, keep its tensors alone and pass weights='weights.pt':\n"
-            f'python -c \'import torch; x = torch.load("{path}", weights_only=False); '
-            'x = x.get("state_dict", x.get("model", x)) if isinstance(x, dict) else x; '
-            'torch.save(dict(x if isinstance(x, dict) else x.state_dict()), "weights.pt")\''
-        ) from error
+        raise UserError(f"{path} is damaged, or was not written by torch.save(); download it again") from error
 
 
 def _read_safetensors(path: Path) -> Any:
@@ -110,7 +103,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
             or another dict with a state dict in one of the usual places. Large files are mapped, not copied.
 
     Raises:
-        UserError: there is no such file, it is damaged, holds no tensors, or would run code.
+        UserError: there is no such file, it is damaged, holds no tensors, or holds code.
     """
     path = Path(path).expanduser()
     _check_file(path)

@@ -14,7 +14,6 @@ What Lightning leaves out where it resumes is done in `callbacks.checkpointing.r
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,6 +22,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision
 from torch import Tensor
 from typing_extensions import override
 
+from callbacks.checkpointing.received_state import files_in
 from callbacks.checkpointing.replay import replay_epoch, resume_order
 from callbacks.checkpointing.stopping_points import (
     monitored_metrics,
@@ -209,7 +209,8 @@ class ExactCheckpoint(ModelCheckpoint):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
-        self._saved_world_size = state_dict.get("world_size", self._world_size)
+        saved = state_dict.get("world_size", self._world_size)
+        self._saved_world_size = saved if isinstance(saved, int) and saved > 0 else self._world_size
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -218,7 +219,10 @@ class ExactCheckpoint(ModelCheckpoint):
     def _take_loaded(self, trainer: pl.Trainer) -> None:
         if self._loaded is not None:
             # Rank 0 alone may see the files, and ranks that remember different ones would wait for each other.
-            super().load_state_dict(broadcast(trainer.strategy, _found_here(self._loaded, self.dirpath)))
+            # Names of metrics, and so of files, may hold slashes.
+            levels = 1 + max(name.count("/") for name in (self.filename or "", self.CHECKPOINT_NAME_LAST))
+            found = files_in(self.dirpath or ".", self._loaded, self.mode, levels)
+            super().load_state_dict(broadcast(trainer.strategy, found))
             self._loaded = None
 
     @override
@@ -261,21 +265,3 @@ def _all_exist(trainer: pl.Trainer, paths: list[str]) -> bool:
     failed = io.failures if isinstance(io, VerifiedCheckpointIO) else {}
     exist = not trainer.is_global_zero or all(path in failed or Path(path).is_file() for path in paths)
     return trainer.strategy.reduce_boolean_decision(exist)
-
-
-def _found_here(state: dict[str, Any], folder: Any) -> dict[str, Any]:
-    """The state of a callback with the files that exist, in the folder where they are now."""
-    if folder is None:
-        return state
-
-    def here(path: str) -> str:
-        old = state["dirpath"] or "."
-        moved = Path(folder, Path(path).relative_to(old)) if path and Path(path).is_relative_to(old) else Path(path)
-        return str(moved) if moved.is_file() else ""
-
-    best = {here(path): score for path, score in state["best_k_models"].items() if here(path)}
-    paths = {name: here(state[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
-    found = state | paths | {"dirpath": folder, "best_k_models": best}
-    if not paths["best_model_path"]:
-        found["best_model_score"] = None
-    return found

@@ -7,6 +7,7 @@ which a kill cuts short (#21253); a full disk ends the run; a bit that flips lat
 import errno
 import logging
 import os
+import pickle
 import secrets
 import zipfile
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
+from callbacks.checkpointing.plain_loading import describe_excess, refuse_code
 from callbacks.checkpointing.plain_values import as_plain
 from datamodules.errors import UserError
 
@@ -39,6 +41,8 @@ def describe_damage(path: str | Path) -> str | None:
     if not path.stat().st_size:
         return "it is empty"
     try:
+        if excess := describe_excess(path):
+            return excess
         with zipfile.ZipFile(path) as archive:
             record = archive.testzip()
     except zipfile.BadZipFile as error:
@@ -82,7 +86,9 @@ def _lock(file: BinaryIO) -> bool:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove the half-written files of writers that have died; one that still writes holds a lock on its file."""
-    for part in folder.glob(".*.ckpt.*.part"):
+    for part in folder.glob(f".*.ckpt.{'[0-9a-f]' * 8}.part"):
+        if part.is_symlink() or not part.is_file():
+            continue
         try:
             with part.open("rb+") as file:
                 if _lock(file):
@@ -189,11 +195,16 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         """Read a checkpoint.
 
         Raises:
-            UserError: it is damaged.
+            UserError: it is damaged, or holds code.
         """
         if Path(path).is_file() and (problem := describe_damage(path)):
+            refuse_code(path)
             raise UserError(f'{path} cannot be read: {problem}; pass another checkpoint, or resume="auto"')
-        return super().load_checkpoint(path, *args, **kwargs)
+        try:
+            return super().load_checkpoint(path, *args, **kwargs)
+        except pickle.UnpicklingError as error:
+            refuse_code(path, error)
+            raise
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:

@@ -15,6 +15,8 @@ from callbacks.drawing.evaluation_samples import EvaluationSamples
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+from datamodules.ranges import NATURAL, check_ranges
+
 __all__ = ["ClassificationImages", "confusion_figure", "most_confident_mistakes", "samples_figure"]
 
 
@@ -161,6 +163,7 @@ class ClassificationImages(EvaluationSamples, pl.Callback):
     """
 
     def __init__(self, samples: int = 32, mistakes: int = 32) -> None:
+        check_ranges(samples=(samples, NATURAL), mistakes=(mistakes, NATURAL))
         self.samples, self.mistakes = samples, mistakes
         self._forget()
 

@@ -24,6 +24,8 @@ from datamodules.errors import UserError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+from datamodules.ranges import NATURAL, check_ranges
+
 __all__ = ["GradCAM", "grad_cam", "grad_cam_figure"]
 
 
@@ -143,6 +145,7 @@ class GradCAM(EvaluationSamples, pl.Callback):
     """
 
     def __init__(self, layer: str = "layer4", samples: int = 6) -> None:
+        check_ranges(samples=(samples, NATURAL))
         self.layer, self.samples = layer, samples
         self._forget()
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+from datamodules.ranges import NATURAL, check_ranges
+
 __all__ = ["Translation", "TranslationSamples", "attention_figure", "translations_table"]
 
 _END = "<eos>"
@@ -102,6 +104,7 @@ class TranslationSamples(EvaluationSamples, pl.Callback):
     """
 
     def __init__(self, samples: int = 12) -> None:
+        check_ranges(samples=(samples, NATURAL))
         self.samples = samples
         self._forget()
 

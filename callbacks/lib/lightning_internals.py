@@ -4,6 +4,7 @@ Each function does one thing that Lightning has no public name for. `tests/callb
 holds a test for each, so that a release of Lightning that renames one fails there.
 """
 
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -17,6 +18,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loops import training_epoch_loop
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled
@@ -37,6 +39,7 @@ __all__ = [
     "make_no_update",
     "means_of_trained_epoch",
     "original_training_loader",
+    "raised_by_restoring",
     "replace_hook_calls",
     "restart_training_loaders",
     "resume_max_steps_at_epoch_end",
@@ -344,7 +347,13 @@ def set_writer(logger: TensorBoardLogger | CSVLogger, writer: Any) -> None:
     logger._experiment = writer
 
 
-# ModelCheckpoint
+# Checkpoints
+
+
+def raised_by_restoring(error: BaseException) -> bool:
+    """Whether an exception was raised while a checkpoint was restored, by Lightning or by what it has called."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") == checkpoint_connector.__name__ for frame, _ in frames)
 
 
 def saves_within_epochs(checkpoint: ModelCheckpoint) -> bool:

@@ -26,6 +26,7 @@ from datamodules.images.files import ImageFiles, MemoryBudget
 from datamodules.images.known_sets import IMAGE_SETS, ImageSetInfo, Samples, read_digits, read_torchvision
 from datamodules.images.tree import images_below, scan_tree, split_by_class
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
+from datamodules.ranges import COUNT, NOT_NEGATIVE, Range, check_ranges
 
 __all__ = ["ImageFolderDataModule"]
 
@@ -112,17 +113,15 @@ class ImageFolderDataModule(BaseDataModule):
                 raise UserError(f"{name}={share} is outside 0 to 1; pass {name}=0.1")
         if val_fraction + test_fraction >= 1:
             raise UserError("`val_fraction` and `test_fraction` leave nothing to train on; pass 0.1 for each")
-        for name, size, least in (
-            ("batch_size", batch_size, 1),
-            ("eval_batch_size", eval_batch_size, 1),
-            ("image_size", image_size, 8),
-            ("mixup", mixup, 0),
-            ("cutmix", cutmix, 0),
-            ("num_workers", num_workers, 0),
-            ("cache_gb", cache_gb, 0),
-        ):
-            if size is not None and size < least:
-                raise UserError(f"{name}={size}: expected {least} or more")
+        check_ranges(
+            batch_size=(batch_size, COUNT),
+            eval_batch_size=(eval_batch_size, COUNT),
+            image_size=(image_size, Range(8, 2**14, whole=True)),
+            mixup=(mixup, NOT_NEGATIVE),
+            cutmix=(cutmix, NOT_NEGATIVE),
+            num_workers=(num_workers, Range(0, 1024, whole=True)),
+            cache_gb=(cache_gb, Range(0, 2**20)),
+        )
         # A Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
         data_dir = str(Path(data_dir).expanduser()) if data_dir is not None else None
         predict_inputs = [str(name) for name in predict_inputs] if predict_inputs is not None else None

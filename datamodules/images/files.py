@@ -12,6 +12,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from datamodules.errors import UserError
+from datamodules.loading.unpacking import MOST_PIXELS, check_pixels
 
 __all__ = ["ImageFiles", "MemoryBudget", "UnreadableImage", "load_image"]
 
@@ -51,12 +52,13 @@ _TURNS = {
 }
 
 
-def _decode(path: str | Path, short_side: int) -> Tensor:
+def _decode(path: str | Path, short_side: int, most_pixels: int) -> Tensor:
     with Image.open(path) as image:
         size = _reduced(image.size, short_side)
         if size != image.size:
             # JPEG decodes to an eighth, a quarter or half of its size in a fraction of the time.
             image.draft(None, size)
+        check_pixels(image.size, most_pixels)
         image.load()
         # A broken orientation tag does not make an image unreadable.
         try:
@@ -72,17 +74,20 @@ def _decode(path: str | Path, short_side: int) -> Tensor:
     return pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1)
 
 
-def load_image(path: str | Path, short_side: int) -> Tensor:
+def load_image(path: str | Path, short_side: int, most_pixels: int = MOST_PIXELS) -> Tensor:
     """An image of any size and mode, upright, in colour and on white, its short side reduced to `short_side` at most.
+
+    Args:
+        most_pixels: that are decoded; a JPEG is decoded at a fraction of its size.
 
     Returns:
         uint8 of shape (3, height, width), with the channels innermost in memory.
 
     Raises:
-        UnreadableImage: the file is missing, damaged, or not an image.
+        UnreadableImage: the file is missing, damaged, too large, or not an image.
     """
     try:
-        return _decode(path, short_side)
+        return _decode(path, short_side, most_pixels)
     except UnidentifiedImageError:
         empty = Path(path).stat().st_size == 0
         reason = "the file is empty" if empty else "its content is not an image"

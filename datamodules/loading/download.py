@@ -41,9 +41,11 @@ def _fetch(url: str, part: Path, digest: str | None, algorithm: str, timeout: fl
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     # A bar that vanishes in a terminal, one line in a log file; standard output is for results.
     console = Console(stderr=True)
+    # A new file, and not what a link in somebody else's folder names.
+    part.unlink(missing_ok=True)
     with (
         urllib.request.urlopen(url, timeout=timeout) as response,
-        part.open("wb") as file,
+        part.open("xb") as file,
         Progress(*columns, console=console, transient=console.is_terminal) as progress,
     ):
         length = int(response.headers.get("Content-Length") or 0)

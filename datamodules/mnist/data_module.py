@@ -24,6 +24,7 @@ from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
 from datamodules.loading.sampling import split_indices
 from datamodules.mnist.affine import RandomAffine
 from datamodules.mnist.idx import check_images_and_labels, read_idx
+from datamodules.ranges import COUNT, SIZE, Range, check_ranges
 
 __all__ = ["DATASETS", "DatasetInfo", "MNISTDataModule", "find_files", "load_digits"]
 
@@ -193,9 +194,14 @@ class MNISTDataModule(BaseDataModule):
             raise UserError(f"no data set {dataset!r}; expected one of auto, {', '.join(DATASETS)}")
         if not 0 <= val_fraction < 1:
             raise UserError(f"val_fraction={val_fraction} is outside 0 to 1; pass val_fraction=0.08")
-        for name, size in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
-            if size < 1:
-                raise UserError(f"{name}={size}: a batch holds one sample at least; pass {name}=256")
+        check_ranges(
+            batch_size=(batch_size, COUNT),
+            eval_batch_size=(eval_batch_size, COUNT),
+            num_classes=(num_classes, SIZE),
+            shift=(shift, Range(0, 28)),
+            rotation=(rotation, Range(0, 180)),
+            scale=(scale, Range(0, 1, below=True)),
+        )
         # A Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
         data_dir = str(Path(data_dir).expanduser())
         self.save_hyperparameters()

@@ -10,8 +10,11 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from datamodules.errors import UserError
+from datamodules.loading.unpacking import check_pixels
 
 __all__ = ["as_mnist", "load_images"]
+
+_MOST_PIXELS = 50_000_000  # A photograph of a telephone; in float32, several times, half a gibibyte.
 
 
 def as_mnist(image: Image.Image) -> Tensor:
@@ -67,11 +70,14 @@ def as_mnist(image: Image.Image) -> Tensor:
     return canvas.mul(255).round().to(torch.uint8).unsqueeze(0)
 
 
-def load_images(files: Sequence[str]) -> Tensor:
+def load_images(files: Sequence[str], most_pixels: int = _MOST_PIXELS) -> Tensor:
     """Image files as a uint8 tensor of shape (n, 1, 28, 28).
 
+    Args:
+        most_pixels: of each image.
+
     Raises:
-        UserError: no file was given, or one is missing or not an image.
+        UserError: no file was given, or one is missing, too large or not an image.
     """
     if not files:
         raise UserError("no image to predict; pass the names of PNG or JPEG files")
@@ -79,6 +85,7 @@ def load_images(files: Sequence[str]) -> Tensor:
     for file in files:
         try:
             with Image.open(Path(file)) as image:
+                check_pixels(image.size, most_pixels)
                 image.load()
         except FileNotFoundError as error:
             raise UserError(f"{file} does not exist") from error

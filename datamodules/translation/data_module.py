@@ -18,6 +18,7 @@ from typing_extensions import override
 from datamodules.base import BaseDataModule
 from datamodules.contract import DataContract
 from datamodules.errors import UserError
+from datamodules.ranges import COUNT, FINITE, NATURAL, check_ranges
 from datamodules.translation.bundled_corpus import BUNDLED_TITLE, bundled_pairs
 from datamodules.translation.corpus import Choice, Corpus, CorpusFilter, CorpusInfo, prepare_corpus
 from datamodules.translation.loaders import SentenceEvaluationLoader, SentenceTrainLoader
@@ -127,6 +128,14 @@ class TranslationDataModule(BaseDataModule):
         for name, size in {**sizes, "max_vocab_size": max_vocab_size, "min_count": min_count}.items():
             if size is not None and size < 1:
                 raise UserError(f"{name}={size} is not 1 or greater")
+        check_ranges(
+            max_length=(max_length, FINITE),
+            min_count=(min_count, NATURAL),
+            max_vocab_size=(max_vocab_size, COUNT),
+            batch_size=(batch_size, COUNT),
+            eval_batch_size=(eval_batch_size, COUNT),
+            max_tokens=(max_tokens, NATURAL),
+        )
         if max_length is not None and max_length < 2:
             raise UserError(
                 f"max_length={max_length} leaves no room for a token and the end mark; pass one such as max_length=10"

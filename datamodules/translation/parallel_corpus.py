@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from datamodules.errors import UserError
+from datamodules.loading.unpacking import MOST_UNPACKED, read_bounded, refusal, unpacked_limit
 
 __all__ = ["Faults", "SentencePairs", "read_aligned", "read_inputs", "read_lines", "read_pairs"]
 
@@ -86,8 +87,8 @@ class SentencePairs:
     faults: Faults
 
 
-def _unpacked(path: Path) -> bytes:
-    """The bytes of a file, of a compressed file, or of the one text in a zip archive."""
+def _unpacked(path: Path, most: int = MOST_UNPACKED) -> bytes:
+    """The bytes of a file, of a compressed file, or of the one text in a zip archive, which has `most` at most."""
     if path.is_dir():
         raise UserError(f"{path} is a folder; pass a file of sentences")
     try:
@@ -96,30 +97,37 @@ def _unpacked(path: Path) -> bytes:
         raise UserError(f"there is no file {path}") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    limit = unpacked_limit(len(data), most)
     try:
         if data[:2] == b"\x1f\x8b":
-            return gzip.decompress(data)
+            return bytes(read_bounded(gzip.GzipFile(fileobj=io.BytesIO(data)), path, len(data), limit))
         if data[:4] != b"PK\x03\x04":
             return data
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             # manythings.org's archives hold _about.txt beside the sentences, those of a Mac __MACOSX.
-            names = [name for name in archive.namelist() if not name.endswith("/")]
-            names = [name for name in names if not any(part[0] in "_." for part in Path(name).parts)]
-            if len(names) != 1:
-                listed = ", ".join(names[:5]) or "none"
-                raise UserError(f"{path} holds {len(names)} files, expected one: {listed}; unpack it and pass one")
-            return archive.read(names[0])
+            records = [record for record in archive.infolist() if not record.is_dir()]
+            records = [r for r in records if not any(part[0] in "_." for part in Path(r.filename).parts)]
+            if len(records) != 1:
+                listed = ", ".join(record.filename for record in records[:5]) or "none"
+                raise UserError(f"{path} holds {len(records)} files, expected one: {listed}; unpack it and pass one")
+            if records[0].file_size > limit:
+                raise refusal(path, len(data), f"{records[0].file_size:,}", limit)
+            with archive.open(records[0]) as stream:
+                return bytes(read_bounded(stream, path, len(data), limit))
     except (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
         raise UserError(f"{path} is damaged: {error}") from error
 
 
-def read_lines(path: Path) -> list[str | None]:
+def read_lines(path: Path, most: int = MOST_UNPACKED) -> list[str | None]:
     """The lines of a UTF-8 file (or UTF-16 with its mark); None where one is not UTF-8. Ends with CRLF are fine.
 
+    Args:
+        most: bytes that a compressed file may unpack to; see `unpacked_limit`.
+
     Raises:
-        UserError: the file is missing, damaged, empty or no text.
+        UserError: the file is missing, damaged, empty or no text, or unpacks to too much.
     """
-    return _decoded(_unpacked(path), str(path))
+    return _decoded(_unpacked(path, most), str(path))
 
 
 def _decoded(data: bytes, where: str) -> list[str | None]:

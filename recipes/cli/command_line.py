@@ -19,7 +19,7 @@ from recipes.cli.commands import carry_out
 from recipes.cli.console import configure_logging, program_name
 from recipes.cli.experiment import Classes, Settings, build_experiment, takes_inputs
 from recipes.cli.flags import FlagGroup, FlagParser
-from recipes.cli.limits import LIMIT_TEXTS
+from recipes.cli.limits import LIMIT_TEXTS, check_trainer_numbers
 from recipes.cli.messages import one_line
 from recipes.cli.report import check_output, shown
 from recipes.cli.run_folder import logger_names
@@ -72,6 +72,7 @@ _TRAINER_TEXTS = LIMIT_TEXTS | {
 # They belong to one call and not to the experiment, so they are not saved with a run.
 _OF_ONE_CALL = {
     *("name", "run_dir", "resume", "resume_anyway", "ckpt", "output", "format", "config", "inputs", "profiler"),
+    "trust_modules",
     *LaunchSettings.__dataclass_fields__,
 }
 _OF_THE_MACHINE = {"devices", "num_nodes", "accelerator", "strategy"}
@@ -335,10 +336,12 @@ class _CommandLine:
         namespace.precision, reason = resolve_precision(namespace.precision, namespace.accelerator)
         config = self._config(namespace)
         values = self.parser.instantiate_classes(namespace).as_dict()
+        run = RunSettings(**self.parser.select(values, "Run"))
+        check_trainer_numbers(values)
         launch, connection = self._launch(command, values, config)
         settings = Settings(
             command,
-            RunSettings(**self.parser.select(values, "Run")),
+            run,
             self.parser.select(values, "Data") | ({"predict_inputs": inputs} if inputs else {}),
             self.parser.select(values, "Recipe"),
             self.parser.select(values, "Trainer"),

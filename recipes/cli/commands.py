@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing_extensions import override
 
 from callbacks.checkpointing.guard import CheckpointGuard
 from callbacks.lib.best_effort import forget_failures
+from callbacks.lib.lightning_internals import raised_by_restoring
 from callbacks.lib.signals import SIGNALS, Preempted
 from callbacks.lib.slurm_job import is_batch_job, requeue_on
 from datamodules.contract import data_contract
@@ -27,6 +29,7 @@ from recipes.cli.experiment import Experiment, as_user_errors
 from recipes.cli.export import export
 from recipes.cli.files import write_rows
 from recipes.cli.folder_guard import FolderGuard
+from recipes.cli.imports import is_known
 from recipes.cli.report import print_pairs, print_rows, report, report_unsaved, shown, stopwatch_for
 from recipes.cli.run_folder import run_folder
 from recipes.cli.settings import checkpoint_callbacks
@@ -177,7 +180,7 @@ def _train_and_test(
 ) -> tuple[dict[str, float], str | None]:
     """Train, then score the best checkpoint as validate and test do. Returns the scores and the checkpoint."""
     recipe, data, resume = experiment.recipe, experiment.data, experiment.settings.run.resume
-    with _interruptible(trainer, experiment, folder, program):
+    with _interruptible(trainer, experiment, folder, program), _restoring(resume):
         trainer.fit(recipe, data, ckpt_path=resume, weights_only=True)
     if experiment.settings.trainer["barebones"]:
         return {}, None
@@ -207,7 +210,7 @@ def _evaluate(experiment: Experiment, program: str) -> None:
     command, run = settings.command, settings.run
     trainer = build_trainer(experiment)
     rows: Sequence[dict[str, object]]
-    with _interruptible(trainer, experiment, None, program):
+    with _interruptible(trainer, experiment, None, program), _restoring(run.ckpt):
         if command == "predict":
             outputs = trainer.predict(recipe, data, ckpt_path=run.ckpt, weights_only=True)
             rows = recipe.prediction_rows(outputs or [], data_contract(data).prediction_names)
@@ -237,6 +240,28 @@ def _write_output(path: Path, rows: Sequence[dict[str, object]] | dict[str, obje
 
 
 @contextmanager
+def _restoring(checkpoint: str | None) -> Iterator[None]:
+    """Turn an error that the values in a checkpoint cause while it is restored into one line.
+
+    Raises:
+        UserError: with the checkpoint and what the error says.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not raised_by_restoring(error) or "Error(s) in loading state_dict" in str(error):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        raise UserError(
+            f"{checkpoint} cannot be restored: it holds other values than were expected ({reason}, in {frame.name} of"
+            f" {frame.filename}); pass another checkpoint"
+        ) from error
+
+
+@contextmanager
 def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | None, program: str) -> Iterator[None]:
     """Where a signal has ended the run, print how to resume, and end the process."""
     try:
@@ -260,10 +285,12 @@ def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | N
             rank_zero_print(f"{why}; the training is done, so test with\n  {test}")
         else:
             # Callbacks of the command line are not taken from a checkpoint.
-            given = read_run(last).config.get("callbacks")
+            given = read_run(last).config.get("callbacks") or []
             config = shown(last.parents[1] / "config.yaml") if given else None
+            own = {path.partition(".")[0] for item in given if not is_known(path := str(item["class_path"]))}
             how = f"in a new job with --name {last.parents[1].name}, or with" if is_batch_job(os.environ) else "with"
-            line = _as_started(experiment, program).using(config=config, resume=shown(last))
+            flags = {"config": config, "trust_modules": ",".join(sorted(own)) or None, "resume": shown(last)}
+            line = _as_started(experiment, program).using(**flags)
             rank_zero_print(f"{why}; resume {how}\n  {line}")
         sys.stderr.flush()
         # Loggers and processes are closed; a regular exit of the interpreter would take another second.

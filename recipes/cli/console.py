@@ -50,4 +50,6 @@ def configure_logging(translate: Callable[[str], str] = str) -> None:
         logger.handlers, logger.propagate = [_OneLine(change)], False
     for module in ("joblib", "lightning", "torch", "tensorboard", "torchmetrics"):
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
+    # Pillow's, of large images; ours are refused by their size.
+    warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
     warnings.filterwarnings("ignore", message=r".*(isinstance\(treespec, LeafSpec\)|trace might not generalize).*")

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from typing_extensions import override
 
@@ -47,7 +48,9 @@ class PatientStopping(EarlyStopping):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict | {"patience": self.patience})
+        score = torch.tensor(float(state_dict["best_score"]))  # Of one number, or the checkpoint is refused.
+        numbers = {name: int(state_dict[name]) for name in ("wait_count", "stopped_epoch")}
+        super().load_state_dict(state_dict | numbers | {"best_score": score, "patience": self.patience})
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import secrets
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from callbacks.checkpointing.plain_loading import load_plain
 from datamodules.errors import UserError
 from recipes.recipe import Recipe
 
@@ -37,7 +39,7 @@ class Exported:
 
 def _load(recipe: Recipe, checkpoint_path: str) -> dict[str, Any]:
     """Load a checkpoint into a recipe on the CPU, in the dtype of the checkpoint."""
-    checkpoint: dict[str, Any] = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
+    checkpoint: dict[str, Any] = load_plain(checkpoint_path)
     weights = checkpoint["state_dict"]
     kinds = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
     if len(kinds) == 1:
@@ -160,7 +162,8 @@ def export(recipe: Recipe, checkpoint_path: str, kind: str, output: str | None =
         raise UserError(f"--output {path}: a {kind} file ends in {_ENDINGS[kind]}")
     checkpoint = _load(recipe, checkpoint_path)
     inputs = _examples(recipe)
-    part = path.with_name(f".part.{path.name}")
+    # A name that nobody knows before: somebody else's folder may hold links.
+    part = path.with_name(f".{secrets.token_hex(4)}.part.{path.name}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -11,8 +11,9 @@ import shutil
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
@@ -21,8 +22,10 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from typing_extensions import override
 
 from datamodules.errors import UserError
+from recipes.cli.imports import allow_imports, explain_refused_import
 from recipes.cli.messages import ALIASES, as_flags
 from recipes.launch.settings import flag_of
+from recipes.resume.settings_file import read_settings
 
 __all__ = ["FlagGroup", "FlagParser", "describe_type"]
 
@@ -218,10 +221,31 @@ class FlagParser(ArgumentParser):
     def parse(self, args: Sequence[str]) -> Namespace:
         """Read a command line."""
         args = self._spell_out(args)
+        for flag, path in pairwise(args):
+            if flag == "--config" and Path(path).exists():
+                read_settings(path)
+        allow_imports(self._typed_classes(args))
         try:
             return self.parse_args(args)
         except Exception as error:
-            raise UserError(self._explain(args) or self._explain_class(str(error)) or _one_line(str(error))) from error
+            message = str(error)
+            refused = explain_refused_import(message)
+            raise UserError(
+                refused or self._explain(args) or self._explain_class(message) or _one_line(message)
+            ) from error
+
+    def _typed_classes(self, args: Sequence[str]) -> Iterator[str]:
+        """The modules and classes that are named on the command line, as opposed to a file."""
+        for arg, following in zip(args, [*args[1:], ""]):
+            name, equals, value = arg.removeprefix("--").partition("=")
+            value = value if equals else following
+            flag, dot, _ = name.removesuffix("+").partition(".")
+            if flag == "trust_modules":
+                yield from (module.strip() for module in value.split(","))
+            elif arg.startswith("--") and flag in self._flags and self._holds_classes(flag):
+                # Of a parameter's values those that look like classes: others are names of files.
+                path = r"(?:\w+\.)+[A-Z]\w*" if dot else r"(?:\w+\.)+\w+"
+                yield from [value] if re.fullmatch(path, value) else re.findall(rf"\bclass_path\W+({path})", value)
 
     def as_flags(self, message: str) -> str:
         """A message about parameters, written with this parser's flags."""
@@ -278,12 +302,10 @@ class FlagParser(ArgumentParser):
 
     def _explain_file(self, path: str) -> str | None:
         """The setting of a file that cannot be parsed."""
-        if not Path(path).is_file():
-            return f"there is no file {path}"
         try:
-            settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            return f"the file of settings cannot be read: {_one_line(str(error))}"
+            settings = read_settings(path)
+        except UserError as error:
+            return str(error)
         if not isinstance(settings, dict):
             return f"{path} holds no settings; expected lines such as seed: 1"
         required = self._failure(self.parse_object, {})

@@ -50,6 +50,7 @@ def run_folder(
         yield folder or Path(settings.run_dir) / title / "unknown"
         return
     folder, new = (folder, _make(folder)) if folder else (_new_folder(settings, title), True)
+    _refuse_links(folder)
     with locked(folder):
         try:
             yield folder
@@ -57,6 +58,21 @@ def run_folder(
             if new and not worth_keeping():
                 shutil.rmtree(folder, ignore_errors=True)
             raise
+
+
+def _refuse_links(folder: Path) -> None:
+    """Refuse a folder with links to what lies outside of it: a run would write and delete there.
+
+    Raises:
+        UserError: with the first of them.
+    """
+    inside = folder / "checkpoints"
+    for path in (*folder.iterdir(), *(inside.iterdir() if inside.is_dir() else ())):
+        if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+            raise UserError(
+                f"{path} is a link to {path.readlink()}, and a run neither writes nor deletes outside of its folder:"
+                " replace the link by what it names, or pass another --name; --run-dir chooses the disk"
+            )
 
 
 def _make(folder: Path) -> bool:

@@ -20,7 +20,7 @@ from callbacks.rank_consistency import RankConsistency
 from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
 from callbacks.warmup_lr import WarmupLR
-from datamodules.errors import UserError
+from datamodules.ranges import COUNT, SHARE, Range, check_ranges
 from recipes.cli.early_stopping import PatientStopping, score_mode
 from recipes.cli.limits import WholeUpdates
 from recipes.launch.precision import Precision
@@ -64,6 +64,8 @@ class RunSettings:
         lean_loop: call hooks with less of Lightning's work around each; the results stay the same.
         callbacks: Lightning's callbacks by name, yours as module.Class; write --callbacks+=NAME for each, and after it
             --callbacks.PARAMETER=VALUE for its parameters.
+        trust_modules: modules of yours, with commas, from which a --config FILE may take classes; only what is typed
+            counts. Without it a file may name classes of this package, Lightning, torch, torchvision and torchmetrics.
         early_stopping: end the run when this score no longer improves; such as val/loss, see patience.
         patience: validations without improvement after which early stopping ends the run; 3 where none is given.
         logger: any of tensorboard,csv,wandb,mlflow, or none.
@@ -93,9 +95,20 @@ class RunSettings:
     tune_allocator: bool = True
     lean_loop: bool = True
     callbacks: list[Callback] | None = None
+    trust_modules: str | None = None
     early_stopping: str | None = None
     patience: int | None = None
     logger: str = "tensorboard,csv"
+
+    def __post_init__(self) -> None:
+        check_ranges(
+            seed=(self.seed, Range(0, whole=True)),
+            save_top_k=(self.save_top_k, Range(-1, 2**31 - 1, whole=True)),
+            global_batch_size=(self.global_batch_size, COUNT),
+            warmup_start_factor=(self.warmup_start_factor, SHARE),
+            base_batch_size=(self.base_batch_size, COUNT),
+            patience=(self.patience, COUNT),
+        )
 
 
 def learning_rate_scale(rule: Literal["auto", "none"] | Scale, optimizer: str) -> Scale | None:
@@ -158,8 +171,6 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
 
 def checkpoint_callbacks(folder: Path, monitor: str | None, recipe: Recipe, settings: RunSettings) -> list[Callback]:
     """The callbacks that save the best and the last checkpoint; without a monitored score the last is the best."""
-    if settings.save_top_k < -1:
-        raise UserError(f"cannot keep {settings.save_top_k} checkpoints; pass --save-top-k 3, or -1 for all")
     best = ExactCheckpoint(
         folder / "checkpoints",
         filename="best" if settings.save_top_k in (0, 1) or monitor is None else "best-{step}",

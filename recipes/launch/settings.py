@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from datamodules.ranges import NATURAL, SECONDS, Range, check_ranges
+
 __all__ = ["DEFAULT_PORT", "Command", "LaunchSettings", "flag_of"]
 
 Launcher = Literal["auto", "local", "torchrun", "slurm"]
@@ -43,6 +45,14 @@ class LaunchSettings:
     secret_file: str | None = None
     rendezvous_timeout: float = 60.0
     collective_timeout: float = 1800.0
+
+    def __post_init__(self) -> None:
+        check_ranges(
+            node_rank=(self.node_rank, NATURAL),
+            master_port=(self.master_port, Range(1, 65535, whole=True)),
+            rendezvous_timeout=(self.rendezvous_timeout, SECONDS),
+            collective_timeout=(self.collective_timeout, SECONDS),
+        )
 
 
 @dataclass(frozen=True)

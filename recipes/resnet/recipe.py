@@ -13,6 +13,7 @@ from callbacks.freezing import FreezeLayers
 from callbacks.parameter_group_table import ParameterGroupTable
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
+from datamodules.ranges import POSITIVE, SHARE, Range, check_ranges
 from recipes.classification import Classifier, ClassifierParameters
 from recipes.optim import layer_groups
 from recipes.pretrained import load_pretrained
@@ -102,6 +103,12 @@ class ResNetFineTuner(Classifier):
             freeze_until = None
         lr = lr if lr is not None else (0.001 if new else 0.0003)
         head_lr_factor = head_lr_factor if head_lr_factor is not None else (1.0 if new else 10.0)
+        check_ranges(
+            image_size=(image_size, Range(8, 2**14, whole=True)),
+            weights_min_share=(weights_min_share, SHARE),
+            head_lr_factor=(head_lr_factor, POSITIVE),
+            layer_lr_decay=(layer_lr_decay, Range(0, 1, above=True)),
+        )
         super().__init__(num_classes=num_classes, lr=lr, **kwargs)
         # A subclass passes its arguments on as they were.
         settled = {"weights": weights, "image_size": image_size, "freeze_until": freeze_until, "lr": lr}

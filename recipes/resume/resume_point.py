@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from filelock import FileLock, Timeout
 
 from datamodules.contract import DataContract
@@ -18,6 +17,7 @@ from recipes.launch.job_name import is_restarted, launch_name
 from recipes.launch.rank_zero import is_rank_zero
 from recipes.resume.lineage import abandon_later_checkpoints, record_start, was_started_from
 from recipes.resume.saved_run import describe_differences, newest_valid_checkpoint, read_run
+from recipes.resume.settings_file import read_settings
 
 __all__ = ["ResumePoint", "find_resume_point", "locked", "start_from"]
 
@@ -51,15 +51,16 @@ def _bounds(config: Mapping[str, Any]) -> tuple[int | None, int]:
 
 def _settings_of(folder: Path) -> dict[str, Any]:
     try:
-        return yaml.safe_load((folder / "config.yaml").read_text()) or {}
-    except (OSError, yaml.YAMLError):
+        settings = read_settings(folder / "config.yaml")
+    except UserError:
         return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def _results_of(folder: Path) -> dict[str, Any]:
     try:
         return dict(json.loads((folder / "results.json").read_text()))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return {}
 
 

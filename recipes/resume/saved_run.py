@@ -7,12 +7,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import describe_damage
 from datamodules.contract import DataContract
 from datamodules.errors import UserError
 from recipes.launch.settings import flag_of
+from recipes.resume.settings_file import check_settings
 
 __all__ = ["SavedRun", "describe_differences", "newest_valid_checkpoint", "read_run"]
 
@@ -69,7 +69,9 @@ def read_run(path: str | Path) -> SavedRun:
 @lru_cache(maxsize=8)
 def _read(path: str, changed: int, size: int) -> SavedRun:
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint = load_plain(path)
+    except UserError:
+        raise
     except Exception as error:
         if problem := describe_damage(path):
             raise UserError(f"{path} is not a checkpoint: {problem}") from error
@@ -80,17 +82,41 @@ def _read(path: str, changed: int, size: int) -> SavedRun:
         or not {"state_dict", "loops", "pytorch-lightning_version"} <= checkpoint.keys()
     ):
         raise UserError(f"{path} is not a checkpoint of a run, which holds settings beside the weights")
-    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+    try:
+        saved = _saved_run(checkpoint)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{path} is not a checkpoint of a run: {error}") from error
+    check_settings(saved.config, path)
+    return saved
+
+
+def _saved_run(checkpoint: Mapping[str, Any]) -> SavedRun:
+    _check_counts(checkpoint["loops"])
     # A plain Trainer saves the constructors' arguments only.
-    saved = checkpoint.get("datamodule_hyper_parameters", {}) | checkpoint.get("hyper_parameters", {})
+    saved = {**checkpoint.get("datamodule_hyper_parameters", {}), **checkpoint.get("hyper_parameters", {})}
     split = checkpoint.get("split", {})
     return SavedRun(
-        checkpoint.get("config") or saved,
-        checkpoint["global_step"],
-        epochs,
-        split.get("devices"),
-        split.get("global_batch_size"),
+        dict(checkpoint.get("config") or saved),
+        _count("global_step", checkpoint["global_step"]),
+        checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"],
+        *(None if (n := split.get(name)) is None else _count(name, n) for name in ("devices", "global_batch_size")),
     )
+
+
+def _count(name: str, value: Any) -> int:
+    if not isinstance(value, int) or not 0 <= value < 1 << 62:
+        raise ValueError(f"{name} is {str(value)[:40]!r}, expected a number of 0 or more")
+    return value
+
+
+def _check_counts(loops: Mapping[str, Any]) -> None:
+    """Refuse counters of Lightning's loops that are no numbers: training would end in them, wherever they are added."""
+    for name, value in loops.items():
+        if isinstance(value, Mapping):
+            if name != "state_dict":  # Of loaders, which check theirs.
+                _check_counts(value)
+        else:
+            _count(name, value)
 
 
 def newest_valid_checkpoint(folder: str | Path) -> Path | None:
@@ -107,7 +133,7 @@ def newest_valid_checkpoint(folder: str | Path) -> Path | None:
         try:
             run = read_run(path)
         except UserError as error:
-            damaged[path] = describe_damage(path) or str(error).removeprefix(f"{path} ")
+            damaged[path] = str(error).removeprefix(f"{path} ").removeprefix("is not a checkpoint: ")
         else:
             readable.append((run.updates, run.epochs, path.name == "last.ckpt", path))
     valid = None

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from datamodules.errors import UserError
+from datamodules.ranges import SIZE, Range, check_ranges
 from recipes.seq2seq.attention import AttentionName
 from recipes.seq2seq.network import CellName, Seq2SeqNet
 from recipes.seq2seq.translator import Translator
@@ -45,6 +46,12 @@ class Seq2SeqTranslator(Translator):
     ) -> None:
         if hidden_size < 2 or hidden_size % 2:
             raise UserError(f"hidden_size={hidden_size} cannot be halved between two directions; pass an even number")
+        check_ranges(
+            hidden_size=(hidden_size, SIZE),
+            embedding_size=(embedding_size, SIZE),
+            num_layers=(num_layers, Range(1, 100, whole=True)),
+            dropout=(dropout, Range(0, 1, below=True)),
+        )
         super().__init__(**kwargs)
 
     @override

@@ -13,6 +13,7 @@ from callbacks.drawing.translation_samples import TranslationSamples
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from datamodules.loading.randomness import uniform
+from datamodules.ranges import COUNT, FINITE, SHARE, Range, check_ranges
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.text import PAD, SPECIAL_TOKENS, UNK, Normalisation, Vocabulary, normalise_lines
 from recipes.recipe import Recipe, RecipeParameters
@@ -108,10 +109,15 @@ class Translator(Recipe):
                 "the sizes of the vocabularies were neither given nor found in the data; pass `source_vocab_size` and"
                 " `target_vocab_size`, the lengths of data.source_vocabulary and data.target_vocabulary"
             )
-        if not 0 <= teacher_forcing <= 1:
-            raise UserError(
-                f"teacher_forcing={teacher_forcing} is outside 0 to 1; pass one such as teacher_forcing=0.5"
-            )
+        check_ranges(
+            source_vocab_size=(source_vocab_size, COUNT),
+            target_vocab_size=(target_vocab_size, COUNT),
+            label_smoothing=(label_smoothing, SHARE),
+            teacher_forcing=(teacher_forcing, SHARE),
+            val_sentences=(val_sentences, COUNT),
+            beam=(beam, Range(1, 1000, whole=True)),
+            length_penalty=(length_penalty, FINITE),
+        )
         if not 1 <= nbest <= beam:
             raise UserError(
                 f"a beam search with beam={beam} does not find nbest={nbest} translations; "

@@ -12,13 +12,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("recipes", "callbacks", "datamodules")
 
-_DATA = "datamodules.contract datamodules.errors"
+_DATA = "datamodules.contract datamodules.errors datamodules.ranges"
 _SET = f"{_DATA} datamodules.base datamodules.loading"
 _CALLBACKS = f"{_DATA} callbacks.lib callbacks.*"
 MAY_IMPORT = {
     "datamodules": "",
     "datamodules.errors": "",
     "datamodules.contract": "datamodules.errors",
+    "datamodules.ranges": "datamodules.errors",
     "datamodules.base": _DATA,
     "datamodules.loading": _DATA,
     "datamodules.mnist": _SET,
@@ -33,13 +34,13 @@ MAY_IMPORT = {
     "recipes": "",
     "recipes.__main__": "recipes.cli recipes.launch recipes.version",
     "recipes.version": "",
-    "recipes.weights": "datamodules.errors",
+    "recipes.weights": "datamodules.errors callbacks.checkpointing",
     "recipes.pretrained": "datamodules.errors datamodules.loading recipes.weights",
     "recipes.labels": f"{_DATA} datamodules.loading",
     "recipes.optim": "datamodules.errors",
     "recipes.recipe": f"{_CALLBACKS} recipes.optim",
     "recipes.classification": f"{_CALLBACKS} callbacks.drawing recipes.labels recipes.recipe",
-    "recipes.launch": "datamodules.errors callbacks.lib",
+    "recipes.launch": "datamodules.errors datamodules.ranges callbacks.lib",
     "recipes.failures": "datamodules.errors callbacks.lib recipes.launch",
     "recipes.resume": f"{_CALLBACKS} callbacks.checkpointing recipes.launch",
     "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing recipes.failures recipes.launch "

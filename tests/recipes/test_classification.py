@@ -220,7 +220,7 @@ def test_the_number_of_classes_comes_from_the_data_or_is_required():
     assert Small.settings_from_data(pl.LightningDataModule()) == {}
     with pytest.raises(UserError, match="neither given nor found in the data; pass one such as num_classes=10"):
         Small(num_classes=None)
-    with pytest.raises(UserError, match="top_k=0 names no class of an image; pass top_k=1"):
+    with pytest.raises(UserError, match="top_k=0: expected a whole number, 1 or more"):
         Small(top_k=0)
 
 

@@ -322,8 +322,8 @@ def test_the_classes_work_in_lightnings_own_command_line(tmp_path):
     [
         ({"optimizer": "sdg"}, "no optimizer 'sdg' that fits here"),
         ({"schedule": "cosin"}, "no schedule 'cosin'; expected one of one_cycle, cosine, linear, constant"),
-        ({"lr": 0.0}, "lr=0.0 is not a positive number"),
-        ({"lr": math.inf}, "lr=inf is not a positive number"),
+        ({"lr": 0.0}, "lr=0.0: expected above 0"),
+        ({"lr": math.inf}, "lr=inf: expected above 0"),
         ({"num_classes": 1}, "num_classes=1 leaves nothing to classify"),
     ],
 )

@@ -194,12 +194,12 @@ def test_a_kill_while_saving_leaves_a_valid_checkpoint_and_the_next_save_removes
 def test_only_dead_writers_files_are_removed(tmp_path):
     import fcntl
 
-    (tmp_path / ".last.ckpt.0a.part").write_text("dead")
+    (tmp_path / ".last.ckpt.0123abcd.part").write_text("dead")
     (tmp_path / "notes.part").write_text("mine")
-    with (tmp_path / ".best.ckpt.0b.part").open("w") as alive:
+    with (tmp_path / ".best.ckpt.4567cdef.part").open("w") as alive:
         fcntl.flock(alive, fcntl.LOCK_EX)
         remove_leftovers(tmp_path)
-        assert sorted(file.name for file in tmp_path.iterdir()) == [".best.ckpt.0b.part", "notes.part"]
+        assert sorted(file.name for file in tmp_path.iterdir()) == [".best.ckpt.4567cdef.part", "notes.part"]
 
 
 def _save_on_a_full_disk(folder: str) -> dict:

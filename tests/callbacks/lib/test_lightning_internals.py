@@ -399,6 +399,32 @@ def test_an_epoch_makes_no_update_until_that_is_undone() -> None:
 # One file alone
 
 
+@pytest.mark.parametrize("part", ["callbacks", "training"])
+def test_an_error_of_restoring_a_checkpoint_is_told_from_one_of_training(part: str, tmp_path: Path) -> None:
+    class Fails(pl.Callback):
+        """Fails where its state is restored, or in training."""
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"number": 1}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            if part == "callbacks":
+                raise TypeError("a number was expected")
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            if part == "training" and resuming:
+                raise TypeError("a number was expected")
+
+    resuming = False
+    trainer = trainer_with(Fails())
+    trainer.fit(tiny(), loader())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    resuming = True
+    with pytest.raises(TypeError) as raised:
+        trainer_with(Fails(), max_epochs=2).fit(tiny(), loader(), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    assert internals.raised_by_restoring(raised.value) == (part == "callbacks")
+
+
 def private_names(text: str) -> set[str]:
     """The private attributes and methods that a module's classes have."""
     return {name or method for name, method in re.findall(r"self\.(_[a-z]\w*)|def (_[a-z]\w*)", text)}

@@ -726,9 +726,9 @@ def test_a_checkpoint_of_other_classes_is_refused_and_prediction_takes_its_names
         ({"on_corrupt": "ignore"}, "on_corrupt='ignore': expected one of error, skip"),
         ({"val_fraction": 1.0}, "val_fraction=1.0 is outside"),
         ({"val_fraction": 0.5, "test_fraction": 0.5}, "leave nothing to train on"),
-        ({"batch_size": 0}, "batch_size=0: expected 1 or more"),
+        ({"batch_size": 0}, "batch_size=0: expected a whole number, 1 or more"),
         ({"mixup": -0.1}, "mixup=-0.1: expected 0 or more"),
-        ({"image_size": 0}, "image_size=0: expected 8 or more"),
+        ({"image_size": 0}, "image_size=0: expected a whole number, 8 or more"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(options, reason):

@@ -237,7 +237,7 @@ def test_only_what_the_stage_needs_is_read(tiny: Path):
         ({"dataset": "mnits"}, "no data set 'mnits'; expected one of auto, mnist, fashion-mnist, kmnist, digits"),
         ({"val_fraction": 1.0}, "val_fraction=1.0"),
         ({"val_fraction": -0.1}, "val_fraction=-0.1"),
-        ({"batch_size": 0}, "batch_size=0: a batch holds one sample at least"),
+        ({"batch_size": 0}, "batch_size=0: expected a whole number, 1 or more"),
         ({"eval_batch_size": -1}, "eval_batch_size=-1"),
     ],
 )

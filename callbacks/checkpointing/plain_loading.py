@@ -1,0 +1,103 @@
+"""Files of `torch.save` read without running code from them, and what is said of those that hold code.
+
+torch's own error advises to read such a file all the same; a file from somebody else must not be read like that.
+"""
+
+import argparse
+import pickletools
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from datamodules.errors import UserError
+
+__all__ = ["describe_excess", "load_plain", "refuse_code"]
+
+# Modules whose names in a pickle are data: what torch writes for tensors, and how Python writes bytes.
+_DATA = ("torch", "collections", "_codecs", "numpy")
+_LONGEST_PICKLE = 1 << 26  # Bytes that are searched for names.
+
+
+def describe_excess(path: str | Path) -> str | None:
+    """Whether a zip archive unpacks to more than its size, which nothing that `torch.save` writes does; None if not."""
+    if not zipfile.is_zipfile(path):
+        return None
+    with zipfile.ZipFile(path) as archive:
+        claimed = sum(record.file_size for record in archive.infolist())
+    size = Path(path).stat().st_size
+    return f"its {size:,} bytes unpack to {claimed:,}, and torch.save() packs nothing" if claimed > size else None
+
+
+def _names_in(stream: IO[bytes]) -> Iterator[str]:
+    """The names that one or more pickles would import, one after the other; nothing is imported."""
+    while True:
+        texts: list[str] = []
+        try:
+            for code, value, _ in pickletools.genops(stream):
+                if code.name in ("GLOBAL", "INST"):
+                    yield str(value).replace(" ", ".")
+                elif code.name == "STACK_GLOBAL":
+                    yield ".".join(texts[-2:])
+                elif isinstance(value, str):
+                    texts.append(value)
+        except Exception:  # The pickle has ended, or is damaged.
+            return
+
+
+def _foreign_name(path: Path) -> str | None:
+    """The first name in a file that is no part of data."""
+    try:
+        if not zipfile.is_zipfile(path):
+            with path.open("rb") as stream:
+                return next((name for name in _names_in(stream) if name.partition(".")[0] not in _DATA), None)
+        with zipfile.ZipFile(path) as archive:
+            for record in archive.infolist():
+                if Path(record.filename).name == "data.pkl" and record.file_size <= _LONGEST_PICKLE:
+                    with archive.open(record) as stream:
+                        return next((name for name in _names_in(stream) if name.partition(".")[0] not in _DATA), None)
+    except (OSError, zipfile.BadZipFile, RuntimeError, NotImplementedError):
+        pass
+    return None
+
+
+def refuse_code(path: str | Path, error: Exception | None = None) -> None:
+    """Raise an error that names the code in a file, if it holds any.
+
+    Args:
+        error: what `torch.load(weights_only=True)` has raised.
+
+    Raises:
+        UserError: the file would import or call something when it is unpickled.
+    """
+    told = re.search(r"GLOBAL (\S+?) (?:was not|whose)", str(error)) or re.search("TorchScript", str(error))
+    name = told[told.lastindex or 0] if told else _foreign_name(Path(path))
+    if name is not None:
+        name = re.sub(r"^(posix|nt)\.", "os.", name)
+        raise UserError(
+            f"{path} holds code ({name}) and not only weights, and reading it would run that code; it is not read:"
+            " pass a file of weights alone, such as .safetensors or what torch.save(model.state_dict(), FILE) writes"
+        ) from error
+
+
+def load_plain(path: str | Path) -> Any:
+    """What `torch.save` wrote, on the CPU, without running code; large files are mapped into memory.
+
+    The arguments of a command line, which many published files hold, are an `argparse.Namespace` of plain values.
+
+    Raises:
+        UserError: the file holds code, or unpacks to more than its size.
+        Exception: of any other kind, where it is damaged.
+    """
+    if problem := describe_excess(path):
+        raise UserError(f"{path} is refused: {problem}")
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            # Files of torch before 1.6 are no zip archives, and cannot be mapped into memory.
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:
+        refuse_code(path, error)
+        raise

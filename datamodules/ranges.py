@@ -1,0 +1,92 @@
+"""The ranges of parameters that are numbers; neither NaN nor infinity is in any of them.
+
+A constructor states and checks them, so they hold for callers in Python and for the command line alike.
+"""
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from datamodules.errors import UserError
+
+__all__ = [
+    "COUNT",
+    "FINITE",
+    "NATURAL",
+    "NOT_NEGATIVE",
+    "POSITIVE",
+    "SECONDS",
+    "SHARE",
+    "SIZE",
+    "Range",
+    "check_ranges",
+]
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`.
+
+    Args:
+        above: without `low` itself.
+        below: without `high` itself.
+        whole: whole numbers only.
+
+    Example:
+        >>> print(Range(0, 1, below=True))
+        0 or more and below 1
+        >>> 1.0 in Range(0, 1, below=True), float("nan") in Range(0)
+        (False, False)
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+    whole: bool = False
+
+    def __contains__(self, value: Any) -> bool:
+        if not isinstance(value, Integral if self.whole else Real):
+            return False
+        number: Any = value
+        if isinstance(number, float) and not math.isfinite(number):
+            return False
+        low = self.low < number if self.above else self.low <= number
+        return bool(low and (number < self.high if self.below else number <= self.high))
+
+    def __str__(self) -> str:
+        kind = "a whole number, " if self.whole else ""
+        low = "" if math.isinf(self.low) else f"above {self.low:,}" if self.above else f"{self.low:,} or more"
+        high = "" if math.isinf(self.high) else f"below {self.high:,}" if self.below else f"{self.high:,} at most"
+        return kind + (" and ".join(part for part in (low, high) if part) or "a finite number")
+
+
+FINITE = Range()
+POSITIVE = Range(0, above=True)
+NOT_NEGATIVE = Range(0)
+SHARE = Range(0, 1)
+NATURAL = Range(0, 2**31 - 1, whole=True)
+COUNT = Range(1, 2**31 - 1, whole=True)
+SIZE = Range(1, 2**16, whole=True)
+"""Of a layer."""
+SECONDS = Range(0, 10**7, above=True)
+
+
+def check_ranges(**numbers: tuple[Any, Range]) -> None:
+    """Refuse parameters outside of their ranges; None, which leaves a parameter open, is in all of them.
+
+    Args:
+        numbers: by the parameter's name: its value and its range.
+
+    Raises:
+        UserError: with the first parameter, its value and the range.
+
+    Example:
+        >>> check_ranges(momentum=(0.9, SHARE), dropout=(2.0, SHARE))
+        Traceback (most recent call last):
+        datamodules.errors.UserError: dropout=2.0: expected 0 or more and 1 at most
+    """
+    for name, (value, allowed) in numbers.items():
+        if value is not None and value not in allowed:
+            raise UserError(f"{name}={value!r}: expected {allowed}")

@@ -1,0 +1,91 @@
+"""Runs and checkpoints from somebody else: their links, values and code are refused in one line."""
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.command_lines import typed
+
+TRAIN = "--max-epochs 1 --name theirs"
+
+
+class Runs:
+    """Its unpickling makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def changed(path: Path, target: Path, *places: tuple[str, Any]) -> Path:
+    """A copy of a checkpoint with other values, each at the end of a path of keys."""
+    checkpoint = torch.load(path, weights_only=True)
+    for place, value in places:
+        inner = checkpoint
+        *keys, last = place.split("/")
+        for key in keys:
+            inner = inner[next(name for name in inner if str(name).startswith(key))]
+        inner[last] = value
+    torch.save(checkpoint, target)
+    return target
+
+
+@pytest.mark.slow
+def test_a_received_run_writes_nowhere_else_and_its_values_end_no_run_with_a_traceback(tmp_path: Path) -> None:
+    (trained,) = typed(tmp_path, TRAIN)
+    assert trained.status == 0, trained.err
+    run = tmp_path / "runs" / "quadrants" / "theirs"
+    last = run / "checkpoints" / "last.ckpt"
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "notes").write_text("precious")
+
+    links = ("results.json", "lineage.json.part", ".lock", "metrics.csv")
+    for name in links:
+        moved = run / "moved"
+        if exists := (run / name).exists():
+            (run / name).rename(moved)
+        (run / name).symlink_to(outside / "notes")
+        (line,) = typed(tmp_path, "--resume auto --name theirs --max-epochs 2")
+        assert line.status == 2, line
+        assert f"{name} is a link to {outside / 'notes'}" in line.err
+        (run / name).unlink()
+        if exists:
+            moved.rename(run / name)
+    assert (outside / "notes").read_text() == "precious"
+    (run / "checkpoints").rename(outside / "checkpoints")
+    (run / "checkpoints").symlink_to(outside / "checkpoints")
+    (line,) = typed(tmp_path, "--resume auto --name theirs --max-epochs 2")
+    assert line.status == 2
+    assert "checkpoints is a link to" in line.err
+    (run / "checkpoints").unlink()
+    (outside / "checkpoints").rename(run / "checkpoints")
+
+    a = tmp_path / "a.ckpt"
+    shared: list[Any] = ["x"] * 10
+    for _ in range(8):
+        shared = [shared] * 10
+    for place, value, message in (
+        ("callbacks/SeedControl", 3, r"cannot be restored: it holds other values than were expected \(TypeError"),
+        ("callbacks/WarmupLR/updates", ["many"], r"cannot be restored: .*\(ValueError"),
+        ("loops/fit_loop/epoch_progress/current/processed", "two", "processed is 'two', expected a number"),
+        ("global_step", float("nan"), "global_step is 'nan', expected a number"),
+        ("config", ["a"] * 3, "is not a checkpoint of a run"),
+        ("config/lr", shared, "holds [0-9,]+ values where its aliases are followed"),
+        ("config/lr", Runs(tmp_path / "ran"), r"holds code \(getattr\) and not only weights"),
+    ):
+        changed(last, a, (place, value))
+        (line,) = typed(tmp_path, f"--resume {a} --max-epochs 2 --resume-anyway")
+        assert line.status == 2, (place, line)
+        assert line.err.count("\n") == 1, line.err
+        assert re.search(message, line.err), line.err
+    a.write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+    lines = typed(tmp_path, f"--resume {a}", *(f"{c} --ckpt {a}" for c in ("validate", "predict")))
+    assert all("holds code" in line.err and "weights_only" not in line.err for line in lines)
+    assert not (tmp_path / "ran").exists()
