@@ -68,7 +68,10 @@ class WarmupLR(pl.Callback):
                 f'scale={scale!r} with base_batch_size={base_batch_size}: pass both, such as scale="linear",'
                 " base_batch_size=256, or neither"
             )
-        self.duration = Duration.parse(duration)
+        try:
+            self.duration = Duration.parse(duration)
+        except UserError as error:
+            raise UserError(f"`duration`: {error}") from error
         self.kind: Kind = kind
         self.start_factor = start_factor
         self.scale: Scale | None = scale

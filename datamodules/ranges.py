@@ -16,6 +16,7 @@ __all__ = [
     "NATURAL",
     "NOT_NEGATIVE",
     "POSITIVE",
+    "RATE",
     "SECONDS",
     "SHARE",
     "SIZE",
@@ -70,6 +71,8 @@ NATURAL = Range(0, 2**31 - 1, whole=True)
 COUNT = Range(1, 2**31 - 1, whole=True)
 SIZE = Range(1, 2**16, whole=True)
 """Of a layer."""
+RATE = Range(0, 10**6, above=True)
+"""Of learning, and what multiplies one."""
 SECONDS = Range(0, 10**7, above=True)
 
 

@@ -17,7 +17,7 @@ from callbacks.lib.trainer_attributes import datamodule_of
 from callbacks.lib.updates import total_updates
 from callbacks.train_loss import TrainLoss
 from datamodules.errors import UserError
-from datamodules.ranges import NOT_NEGATIVE, POSITIVE, Range, check_ranges
+from datamodules.ranges import RATE, Range, check_ranges
 from recipes.optim import (
     ScheduleName,
     build_optimizer,
@@ -142,7 +142,7 @@ class Recipe(pl.LightningModule):
         optimizer_class(optimizer)
         schedule_curve(schedule)
         check_ranges(
-            lr=(lr, POSITIVE), weight_decay=(weight_decay, NOT_NEGATIVE), momentum=(momentum, Range(0, 1, below=True))
+            lr=(lr, RATE), weight_decay=(weight_decay, Range(0, 10**6)), momentum=(momentum, Range(0, 1, below=True))
         )
         self.save_hyperparameters()
         self.network = self.build_network()

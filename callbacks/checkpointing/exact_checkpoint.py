@@ -14,6 +14,7 @@ What Lightning leaves out where it resumes is done in `callbacks.checkpointing.r
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl

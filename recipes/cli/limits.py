@@ -5,6 +5,7 @@ another amount of training.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,8 @@ _LIMIT = (Range(0, 2**62, whole=True), SHARE)
 TRAINER_RANGES: dict[str, tuple[Range, Range]] = {
     **dict.fromkeys(("max_epochs", "max_steps", "num_sanity_val_steps"), (_OPEN, _OPEN)),
     **dict.fromkeys(("min_epochs", "min_steps", "reload_dataloaders_every_n_epochs"), (NATURAL, NATURAL)),
+    "devices": (Range(-1, 2**16, whole=True), NATURAL),
+    "fast_dev_run": (NATURAL, NATURAL),
     **dict.fromkeys(("num_nodes", "check_val_every_n_epoch"), (COUNT, COUNT)),
     "log_every_n_steps": (NATURAL, NATURAL),
     "gradient_clip_val": (NOT_NEGATIVE, NOT_NEGATIVE),
@@ -55,8 +58,13 @@ def check_trainer_numbers(options: Mapping[str, Any]) -> None:
     Raises:
         UserError: with the first of them.
     """
+    duration = options.get("max_time")
+    if isinstance(duration, str) and not re.fullmatch(r"\d+(:\d\d){3}", duration):
+        raise UserError(f'max_time={duration!r}: expected days:hours:minutes:seconds, such as max_time="00:12:00:00"')
     for name, (of_whole, of_share) in TRAINER_RANGES.items():
         value = options.get(name)
+        if isinstance(value, str) and re.fullmatch(r"-?\d+", value):
+            value = int(value)  # Of `devices`, which may be a list in a text, too.
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             check_ranges(**{name: (value, of_share if isinstance(value, float) else of_whole)})
 

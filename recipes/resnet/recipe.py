@@ -13,7 +13,7 @@ from callbacks.freezing import FreezeLayers
 from callbacks.parameter_group_table import ParameterGroupTable
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
-from datamodules.ranges import POSITIVE, SHARE, Range, check_ranges
+from datamodules.ranges import RATE, SHARE, Range, check_ranges
 from recipes.classification import Classifier, ClassifierParameters
 from recipes.optim import layer_groups
 from recipes.pretrained import load_pretrained
@@ -106,7 +106,7 @@ class ResNetFineTuner(Classifier):
         check_ranges(
             image_size=(image_size, Range(8, 2**14, whole=True)),
             weights_min_share=(weights_min_share, SHARE),
-            head_lr_factor=(head_lr_factor, POSITIVE),
+            head_lr_factor=(head_lr_factor, RATE),
             layer_lr_decay=(layer_lr_decay, Range(0, 1, above=True)),
         )
         super().__init__(num_classes=num_classes, lr=lr, **kwargs)

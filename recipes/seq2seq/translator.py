@@ -13,7 +13,7 @@ from callbacks.drawing.translation_samples import TranslationSamples
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from datamodules.loading.randomness import uniform
-from datamodules.ranges import COUNT, FINITE, SHARE, Range, check_ranges
+from datamodules.ranges import COUNT, SHARE, Range, check_ranges
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.text import PAD, SPECIAL_TOKENS, UNK, Normalisation, Vocabulary, normalise_lines
 from recipes.recipe import Recipe, RecipeParameters
@@ -116,7 +116,7 @@ class Translator(Recipe):
             teacher_forcing=(teacher_forcing, SHARE),
             val_sentences=(val_sentences, COUNT),
             beam=(beam, Range(1, 1000, whole=True)),
-            length_penalty=(length_penalty, FINITE),
+            length_penalty=(length_penalty, Range(-10, 10)),
         )
         if not 1 <= nbest <= beam:
             raise UserError(

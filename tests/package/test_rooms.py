@@ -16,7 +16,8 @@ _DATA = "datamodules.contract datamodules.errors datamodules.ranges"
 _SET = f"{_DATA} datamodules.base datamodules.loading"
 _CALLBACKS = f"{_DATA} callbacks.lib callbacks.*"
 MAY_IMPORT = {
-    "datamodules": "",
+    "datamodules": "datamodules.releases",
+    "datamodules.releases": "",
     "datamodules.errors": "",
     "datamodules.contract": "datamodules.errors",
     "datamodules.ranges": "datamodules.errors",
@@ -26,12 +27,12 @@ MAY_IMPORT = {
     "datamodules.images": f"{_SET} datamodules.mnist",
     "datamodules.translation": _SET,
     "datamodules.NAME": _SET,
-    "callbacks": "callbacks.lib",
+    "callbacks": "callbacks.lib datamodules",
     "callbacks.lib": f"{_DATA} datamodules.loading",
     "callbacks.checkpointing": f"{_DATA} callbacks.lib",
     "callbacks.drawing": f"{_DATA} callbacks.lib",
     "callbacks.*": f"{_DATA} datamodules.loading callbacks.checkpointing callbacks.drawing callbacks.lib",
-    "recipes": "",
+    "recipes": "datamodules",
     "recipes.__main__": "recipes.cli recipes.launch recipes.version",
     "recipes.version": "",
     "recipes.weights": "datamodules.errors callbacks.checkpointing",

@@ -1,11 +1,12 @@
 """A file of settings imports no module that was not named on the command line, and unpacks to no more than its size."""
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
-import pytest
-
-from tests.support.command_lines import typed
+ROOT = Path(__file__).parents[3]
 
 MODULE = """
 from pathlib import Path
@@ -24,7 +25,7 @@ FILES = {
     "short.yaml": "callbacks: [elsewhere.Mine]",
     "strategy.yaml": "strategy: {class_path: elsewhere.Mine}",
     "itself.yaml": "callbacks: [elsewhere.Mine]\ntrust_modules: elsewhere",
-    "known.yaml": "callbacks: [{class_path: lightning.pytorch.callbacks.Timer}, ModelSummary]",
+    "known.yaml": "callbacks: [{class_path: lightning.pytorch.callbacks.LearningRateMonitor}, ModelSummary]",
     "mine.yaml": "callbacks: [{class_path: trusted.Mine}]",
     "aliases.yaml": "a: &a [x,x,x,x,x,x,x,x,x,x]\n"
     + "".join(f"{b}: &{b} [{','.join(['*' + a] * 10)}]\n" for a, b in zip("abcdefgh", "bcdefghi"))
@@ -32,37 +33,50 @@ FILES = {
     "deep.yaml": "lr: " + "[" * 20_000 + "]" * 20_000,
     "large.yaml": "name: x\n#" + "x" * (1 << 20),
 }
-QUICK = "--fast-dev-run true"
+PARSE = """
+import json, sys
+import lightning.pytorch as pl
+from recipes.cli.flags import FlagGroup, FlagParser
+from recipes.cli.settings import RunSettings
+
+groups = [FlagGroup("Run", RunSettings), FlagGroup("Trainer", pl.Trainer, frozenset({"callbacks", "logger"}))]
+said = []
+for args in json.loads(sys.argv[1]):
+    try:
+        said.append(str(FlagParser(groups).parse(args).callbacks))
+    except ValueError as error:
+        said.append(f"{type(error).__name__}: {error}")
+print(json.dumps(said))
+"""
 
 
-def test_a_file_of_settings_imports_only_what_is_known_or_was_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+def parsed(folder: Path, *lines: str) -> list[str]:
+    """What a process says of command lines, in a folder with modules of the user's; the callbacks, or the error."""
+    command = [sys.executable, "-c", PARSE, json.dumps([line.split() for line in lines])]
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+def test_a_file_of_settings_imports_only_what_is_known_or_was_typed(tmp_path: Path) -> None:
     for name in ("elsewhere", "trusted", "given"):
         (tmp_path / f"{name}.py").write_text(MODULE)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    refused = typed(
-        tmp_path,
-        *(f"--config {name}.yaml {QUICK}" for name in ("callback", "short", "strategy", "itself")),
-        *(f"--config {name}.yaml {QUICK}" for name in ("aliases", "deep", "large")),
-    )
-    for line in refused[:4]:
-        assert line.status == 2
-        assert "if you trust that module, pass --trust-modules elsewhere" in line.err, line.err
-    assert [line.status for line in refused[4:]] == [2, 2, 2]
-    assert "aliases.yaml holds 2,345,679,021 values where its aliases are followed, more than" in refused[4].err
-    assert "nested too deeply" in refused[5].err
-    assert "large.yaml has 1,048,585 bytes, and a file of settings has 1,048,576 at most" in refused[6].err
-    assert all(line.err.count("\n") == 1 for line in refused)
+    said = parsed(tmp_path, *(f"--config {name}" for name in FILES if name != "mine.yaml"))
+    refused, known, (aliases, deep, large) = said[:4], said[4], said[5:]
+    for line in refused:
+        assert line.startswith("UserError: a setting names the class elsewhere.Mine")
+        assert line.endswith("if you trust that module, pass --trust-modules elsewhere")
+    assert "LearningRateMonitor" in known
+    assert aliases.startswith("UserError: aliases.yaml holds 2,345,679,021 values where its aliases are followed")
+    assert "nested too deeply" in deep
+    assert "large.yaml has 1,048,585 bytes, and a file of settings has 1,048,576 at most" in large
     assert not (tmp_path / "imported").exists()
 
-    accepted = typed(
-        tmp_path,
-        f"--config known.yaml {QUICK}",
-        f"--config mine.yaml --trust-modules trusted {QUICK}",
-        f"--callbacks+=given.Mine {QUICK}",
-    )
-    assert [line.status for line in accepted] == [0, 0, 0], accepted
+    said = parsed(tmp_path, "--config mine.yaml --trust-modules trusted", "--callbacks+=given.Mine")
+    assert "trusted.Mine" in said[0]
+    assert "given.Mine" in said[1]
     assert sorted((tmp_path / "imported").read_text().split()) == ["given", "trusted"]

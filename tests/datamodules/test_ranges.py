@@ -1,0 +1,85 @@
+"""A number outside of its range is refused by its name, by the class that it is a parameter of."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from callbacks.drawing.grad_cam import GradCAM
+from callbacks.run_progress import RunProgress
+from callbacks.sync_bn import SyncBN
+from datamodules.errors import UserError
+from datamodules.images.data_module import ImageFolderDataModule
+from datamodules.mnist.data_module import MNISTDataModule
+from datamodules.ranges import COUNT, FINITE, POSITIVE, SHARE, Range, check_ranges
+from datamodules.translation.data_module import TranslationDataModule
+from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator
+from recipes.cli.limits import TRAINER_RANGES, check_trainer_numbers
+from recipes.cli.settings import RunSettings
+from recipes.launch.settings import LaunchSettings
+
+
+def translator(**options: Any) -> Seq2SeqTranslator:
+    return Seq2SeqTranslator(source_vocab_size=9, target_vocab_size=9, **options)
+
+
+OUTSIDE: list[tuple[Callable[..., Any], dict[str, tuple[Any, ...]]]] = [
+    (
+        MNISTClassifier,
+        {
+            "label_smoothing": (2, -0.1),
+            "lr": (0, -1, 0.0),
+            "weight_decay": (-1,),
+            "momentum": (1.0, -0.5),
+            "num_classes": (2**63, 1),
+            "top_k": (0, 2.5),
+        },
+    ),
+    (ResNetFineTuner, {"head_lr_factor": (0,), "layer_lr_decay": (0, 1.5), "image_size": (-1, 2**40)}),
+    (ResNetFineTuner, {"weights_min_share": (1.1,)}),
+    (translator, {"dropout": (1.0, -1), "hidden_size": (2**63,), "embedding_size": (0, -(2**64)), "num_layers": (0,)}),
+    (translator, {"teacher_forcing": (1.5,), "label_smoothing": (7,), "val_sentences": (0,), "length_penalty": ()}),
+    (MNISTDataModule, {"batch_size": (0, 2**31), "shift": (-1, 29), "rotation": (181,), "scale": (1,)}),
+    (ImageFolderDataModule, {"cache_gb": (-1,), "mixup": (-0.1,), "num_workers": (-1, 2**31), "image_size": (7,)}),
+    (TranslationDataModule, {"batch_size": (0,), "max_vocab_size": (0,), "min_count": (-1,), "max_tokens": (-1,)}),
+    (RunSettings, {"seed": (-1,), "save_top_k": (-2,), "patience": (0,), "warmup_start_factor": (2,)}),
+    (LaunchSettings, {"master_port": (0, 65536), "node_rank": (-1,), "collective_timeout": (0, -1, 1e30)}),
+    (SyncBN, {"group_size": (0,)}),
+    (RunProgress, {"interval": (-1,)}),
+    (GradCAM, {"samples": (-1,)}),
+]
+
+
+@pytest.mark.parametrize(("build", "numbers"), OUTSIDE, ids=[build.__name__ for build, _ in OUTSIDE])
+def test_each_class_refuses_numbers_outside_of_their_ranges(
+    build: Callable[..., Any], numbers: dict[str, tuple[Any, ...]]
+) -> None:
+    for name, values in numbers.items():
+        for value in (*values, math.nan, math.inf, -math.inf):
+            with pytest.raises(UserError, match=name):
+                build(**{name: value})
+
+
+@pytest.mark.parametrize("name", TRAINER_RANGES)
+def test_the_trainers_numbers_are_refused_by_name(name: str) -> None:
+    for value in (-2, -2.5, math.nan, math.inf):
+        with pytest.raises(UserError, match=f"^{name}="):
+            check_trainer_numbers({name: value})
+    check_trainer_numbers({name: 1} | {"max_time": "00:00:10:00"})
+    with pytest.raises(UserError, match=r"max_time='-1': expected days:hours:minutes:seconds"):
+        check_trainer_numbers({"max_time": "-1"})
+
+
+def test_a_range_is_said_in_words() -> None:
+    assert [str(allowed) for allowed in (SHARE, POSITIVE, FINITE, Range(0, 1, above=True, below=True), COUNT)] == [
+        "0 or more and 1 at most",
+        "above 0",
+        "a finite number",
+        "above 0 and below 1",
+        "a whole number, 1 or more and 2,147,483,647 at most",
+    ]
+    check_ranges(open=(None, COUNT), share=(1, SHARE))
+    for value in ("1", [1], math.nan, 1 + 0j):
+        with pytest.raises(UserError, match="share="):
+            check_ranges(share=(value, SHARE))
