@@ -46,7 +46,7 @@ def test_a_received_run_writes_nowhere_else_and_its_values_end_no_run_with_a_tra
     outside.mkdir()
     (outside / "notes").write_text("precious")
 
-    links = ("results.json", "lineage.json.part", ".lock", "metrics.csv")
+    links = ("results.json", ".lock")
     for name in links:
         moved = run / "moved"
         if exists := (run / name).exists():
@@ -71,7 +71,7 @@ def test_a_received_run_writes_nowhere_else_and_its_values_end_no_run_with_a_tra
     shared: list[Any] = ["x"] * 10
     for _ in range(8):
         shared = [shared] * 10
-    for place, value, message in (
+    cases = (
         ("callbacks/SeedControl", 3, r"cannot be restored: it holds other values than were expected \(TypeError"),
         ("callbacks/WarmupLR/updates", ["many"], r"cannot be restored: .*\(ValueError"),
         ("loops/fit_loop/epoch_progress/current/processed", "two", "processed is 'two', expected a number"),
@@ -79,9 +79,11 @@ def test_a_received_run_writes_nowhere_else_and_its_values_end_no_run_with_a_tra
         ("config", ["a"] * 3, "is not a checkpoint of a run"),
         ("config/lr", shared, "holds [0-9,]+ values where its aliases are followed"),
         ("config/lr", Runs(tmp_path / "ran"), r"holds code \(getattr\) and not only weights"),
-    ):
-        changed(last, a, (place, value))
-        (line,) = typed(tmp_path, f"--resume {a} --max-epochs 2 --resume-anyway")
+    )
+    for number, (place, value, _) in enumerate(cases):
+        changed(last, tmp_path / f"{number}.ckpt", (place, value))
+    lines = typed(tmp_path, *(f"--resume {n}.ckpt --max-epochs 2 --resume-anyway" for n in range(len(cases))))
+    for (place, _, message), line in zip(cases, lines, strict=True):
         assert line.status == 2, (place, line)
         assert line.err.count("\n") == 1, line.err
         assert re.search(message, line.err), line.err

@@ -281,7 +281,7 @@ SIZES = {"source_vocab_size": 9, "target_vocab_size": 9}
     [
         ({}, "pass `source_vocab_size` and `target_vocab_size`"),
         (SIZES | {"hidden_size": 7}, "pass an even number"),
-        (SIZES | {"teacher_forcing": 1.5}, "teacher_forcing=1.5 is outside 0 to 1"),
+        (SIZES | {"teacher_forcing": 1.5}, "teacher_forcing=1.5: expected 0 or more and 1 at most"),
         (SIZES | {"beam": 2, "nbest": 3}, "pass beam=3 nbest=3"),
         (SIZES | {"attention": "dot"}, 'attention_type="dot"'),
         (SIZES | {"attention": "out.txt"}, "ends in .png"),

@@ -96,7 +96,7 @@ def test_a_mistake_is_answered_in_one_line(parser, args, message):
     [
         ("power: strong\n", "power: strong in the file is not a number"),
         ("powr: 3\n", "there is no setting powr; did you mean power?"),
-        ("[a\n", "the file of settings cannot be read"),
+        ("[a\n", "cannot be read as a file of settings"),
     ],
 )
 def test_a_mistake_in_the_file_is_answered_in_one_line(parser, tmp_path, text, message):
