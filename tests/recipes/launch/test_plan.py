@@ -151,7 +151,11 @@ def test_another_process_of_ours_is_told_where_it_belongs():
         ({}, {"nodes": 2, "node_rank": 2, "master_addr": "a"}, "node 2 of 2: nodes are counted from 0"),
         ({"NODE_RANK": "1"}, {}, "node 1 of 1"),
         ({"NODE_RANK": "one"}, {"nodes": 2}, "NODE_RANK=one, which is not a whole number"),
-        ({}, {"nodes": 2, "node_rank": 0, "master_addr": "a", "master_port": 70000}, "70000 is not a TCP port"),
+        (
+            {},
+            {"nodes": 2, "node_rank": 0, "master_addr": "a", "master_port": 70000},
+            "master_port=70000: expected a whole number, 1",
+        ),
         ({}, {"devices": 8, "here": GPUS}, "this machine has 2 (cuda): python -m r --lr 0.1 --num_nodes 1 --devices 2"),
         ({}, {"devices": 0}, "--devices 0 requests none; pass 1 or more, auto, or indices such as 0,1"),
         ({}, {"devices": "-2", "here": GPUS}, "--devices -2 requests none"),
