@@ -208,6 +208,9 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
-        if not self._last_failed:
+        # Any `ModelCheckpoint` removes what its state in a received checkpoint names, if that begins with its folder.
+        if Path(path).suffix != ".ckpt" or ".." in Path(path).parts:
+            log.warning("warning: %s is not removed, since it is no checkpoint of this run", path)
+        elif not self._last_failed:
             self.failures.pop(str(path), None)
             super().remove_checkpoint(path)

@@ -11,11 +11,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks.drawing.evaluation_samples import EvaluationSamples
+from datamodules.ranges import NATURAL, check_ranges
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-from datamodules.ranges import NATURAL, check_ranges
 
 __all__ = ["ClassificationImages", "confusion_figure", "most_confident_mistakes", "samples_figure"]
 

@@ -20,11 +20,10 @@ from callbacks.drawing.classification_images import are_images, share_of_batch, 
 from callbacks.drawing.evaluation_samples import EvaluationSamples
 from callbacks.lib.layers import find_layer
 from datamodules.errors import UserError
+from datamodules.ranges import NATURAL, check_ranges
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-from datamodules.ranges import NATURAL, check_ranges
 
 __all__ = ["GradCAM", "grad_cam", "grad_cam_figure"]
 

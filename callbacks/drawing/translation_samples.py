@@ -9,12 +9,11 @@ from typing_extensions import override
 
 from callbacks.drawing.evaluation_samples import EvaluationSamples, tensorboards
 from callbacks.lib.best_effort import best_effort
+from datamodules.ranges import NATURAL, check_ranges
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-from datamodules.ranges import NATURAL, check_ranges
 
 __all__ = ["Translation", "TranslationSamples", "attention_figure", "translations_table"]
 

@@ -34,7 +34,10 @@ def allow_imports(typed: Iterable[str]) -> None:
     # A module that is denied by its name, such as `os` and `subprocess`, stays so unless the user has typed it.
     allowed = {*_KNOWN, *imported, *map(_top, typed)} - {"jsonargparse"}
     set_parsing_settings(
-        import_path_denylist=["*"], import_path_allowlist=sorted(name for name in allowed if name.isidentifier())
+        import_path_denylist=["*"],
+        import_path_allowlist=sorted(name for name in allowed if name.isidentifier()),
+        # Parameters of type Any take values of all classes, and torch has some that start a program.
+        instantiate_subclass_spec_in_any=False,
     )
 
 

@@ -237,6 +237,17 @@ def test_after_a_failed_save_old_files_are_removed_again_and_the_error_ends_with
     assert answer == {"before": [str(tmp_path / "best-1.ckpt")], "after": {}, "files": ["best-2.ckpt"]}
 
 
+def test_only_checkpoints_are_removed_and_none_by_a_path_that_leads_out_of_its_folder(tmp_path):
+    # What Lightning's `ModelCheckpoint` asks for after a resume from a checkpoint that names these.
+    (tmp_path / "checkpoints").mkdir()
+    names = ("thesis.tex", "checkpoints/thesis.tex", "other.ckpt", "checkpoints/best.ckpt")
+    for name in names:
+        (tmp_path / name).touch()
+    for name in ("thesis.tex", "thesis.tex/../../thesis.tex", "../other.ckpt", "best.ckpt"):
+        VerifiedCheckpointIO().remove_checkpoint(tmp_path / "checkpoints" / name)
+    assert [name for name in names if (tmp_path / name).exists()] == list(names[:3])
+
+
 def _log_on_a_full_disk(folder: str) -> str:
     from recipes.cli.run_folder import loggers
 

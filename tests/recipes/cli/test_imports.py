@@ -20,6 +20,15 @@ class Mine(Callback):
     pass
 """
 
+PROGRAM = """
+callbacks:
+- class_path: RichProgressBar
+  init_args:
+    console_kwargs:
+      x:
+        class_path: torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler
+        init_args: {entrypoint: touch, args: [imported], env: {}, stdout: null, stderr: null, local_rank_id: 0}
+"""
 FILES = {
     "callback.yaml": "callbacks: [{class_path: elsewhere.Mine}]",
     "short.yaml": "callbacks: [elsewhere.Mine]",
@@ -32,6 +41,7 @@ FILES = {
     + "lr: *i\n",
     "deep.yaml": "lr: " + "[" * 2_000 + "]" * 2_000,
     "large.yaml": "name: x\n#" + "x" * (1 << 20),
+    "any.yaml": PROGRAM,
 }
 PARSE = """
 import json, sys
@@ -53,7 +63,7 @@ parser = FlagParser([FlagGroup("Options", Options)])
 said = []
 for args in json.loads(sys.argv[1]):
     try:
-        said.append(str(parser.parse(args).callbacks))
+        said.append(str(parser.instantiate_classes(parser.parse(args)).callbacks))
     except ValueError as error:
         said.append(f"{type(error).__name__}: {error}")
 print(json.dumps(said))
@@ -76,7 +86,7 @@ def test_a_file_of_settings_imports_only_what_is_known_or_was_typed(tmp_path: Pa
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     said = parsed(tmp_path, *(f"--config {name}" for name in FILES if name != "mine.yaml"))
-    refused, known, (aliases, deep, large) = said[:4], said[4], said[5:]
+    refused, known, (aliases, deep, large, of_any) = said[:4], said[4], said[5:]
     for line in refused:
         assert line.startswith("UserError: a setting names the class elsewhere.Mine")
         assert line.endswith("if you trust that module, pass --trust-modules elsewhere")
@@ -84,6 +94,7 @@ def test_a_file_of_settings_imports_only_what_is_known_or_was_typed(tmp_path: Pa
     assert aliases.startswith("UserError: aliases.yaml holds 2,345,679,021 values where its aliases are followed")
     assert "nested too deeply" in deep
     assert "large.yaml has 1,048,585 bytes, and a file of settings has 1,048,576 at most" in large
+    assert "RichProgressBar" in of_any, "what its parameter of type Any holds stays a dict"
     assert not (tmp_path / "imported").exists()
 
     said = parsed(tmp_path, "--config mine.yaml --trust-modules trusted", "--callbacks+=given.Mine")
