@@ -11,7 +11,7 @@ import secrets
 import stat
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from datamodules.errors import UserError
@@ -38,7 +38,7 @@ class Secret:
         advice: what makes the secrets of all nodes equal.
     """
 
-    key: bytes
+    key: bytes = field(repr=False)
     source: str
     advice: str = ""
 
