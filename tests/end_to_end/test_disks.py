@@ -41,7 +41,7 @@ def _in_namespace(script: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
 @needs_mounts
 def test_a_run_trains_to_its_end_while_its_log_lies_on_the_disk_that_fills(tmp_path: Path) -> None:
     script = f"""
-mount -t tmpfs -o size=40m tmpfs .
+mount -t tmpfs -o size=40m tmpfs . && cd $PWD
 while [ ! -e runs/mnist/f/checkpoints/last.ckpt ]; do sleep .1; done && head -c 100m /dev/zero > fill &
 $PY -m recipes.mnist {COMMON} --max-epochs 15 --name f > log 2>&1
 echo "status $?"; rm fill; sed s/^/log:/ log; wc -l runs/mnist/f/metrics.csv"""
