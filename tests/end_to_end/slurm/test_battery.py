@@ -192,7 +192,6 @@ def test_a_job_is_requeued_before_its_time_limit(cluster: Cluster, undisturbed: 
     cluster.is_requeued(job)
     cluster.slurm.call("scontrol", "update", f"jobid={job}", "TimeLimit=30")
     cluster.restarts(job)
-    assert f"ended by SIGUSR1; resume in a new job with --name slurm-{job}" in cluster.log(job)
     assert f"; requeued as job {job}" in cluster.log(job)
     assert weights_of(cluster.last(job)) == undisturbed
 
