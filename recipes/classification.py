@@ -14,7 +14,7 @@ from typing_extensions import override
 from callbacks.drawing.classification_images import ClassificationImages
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
-from datamodules.ranges import COUNT, SHARE, SIZE, check_ranges
+from datamodules.ranges import COUNT, SHARE, check_ranges
 from recipes.labels import LabelCheck
 from recipes.recipe import MeanOverTargets, Recipe, RecipeParameters
 
@@ -191,7 +191,7 @@ class Classifier(Recipe):
             )
         if num_classes < 2:
             raise UserError(f"num_classes={num_classes} leaves nothing to classify; pass num_classes=2 or more")
-        check_ranges(num_classes=(num_classes, SIZE), label_smoothing=(label_smoothing, SHARE), top_k=(top_k, COUNT))
+        check_ranges(num_classes=(num_classes, COUNT), label_smoothing=(label_smoothing, SHARE), top_k=(top_k, COUNT))
         super().__init__(**kwargs)
         self.label_smoothing = label_smoothing
         self.top_k = top_k

@@ -24,7 +24,7 @@ from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
 from datamodules.loading.sampling import split_indices
 from datamodules.mnist.affine import RandomAffine
 from datamodules.mnist.idx import check_images_and_labels, read_idx
-from datamodules.ranges import COUNT, SIZE, Range, check_ranges
+from datamodules.ranges import COUNT, Range, check_ranges
 
 __all__ = ["DATASETS", "DatasetInfo", "MNISTDataModule", "find_files", "load_digits"]
 
@@ -197,7 +197,7 @@ class MNISTDataModule(BaseDataModule):
         check_ranges(
             batch_size=(batch_size, COUNT),
             eval_batch_size=(eval_batch_size, COUNT),
-            num_classes=(num_classes, SIZE),
+            num_classes=(num_classes, COUNT),
             shift=(shift, Range(0, 28)),
             rotation=(rotation, Range(0, 180)),
             scale=(scale, Range(0, 1, below=True)),

@@ -18,7 +18,7 @@ from typing_extensions import override
 from datamodules.base import BaseDataModule
 from datamodules.contract import DataContract
 from datamodules.errors import UserError
-from datamodules.ranges import COUNT, FINITE, NATURAL, check_ranges
+from datamodules.ranges import COUNT, FINITE, check_ranges
 from datamodules.translation.bundled_corpus import BUNDLED_TITLE, bundled_pairs
 from datamodules.translation.corpus import Choice, Corpus, CorpusFilter, CorpusInfo, prepare_corpus
 from datamodules.translation.loaders import SentenceEvaluationLoader, SentenceTrainLoader
@@ -124,17 +124,13 @@ class TranslationDataModule(BaseDataModule):
         for name, share in (("val", val_fraction), ("test", test_fraction)):
             if not 0 <= share <= 1:
                 raise UserError(f"{name}_fraction={share} is outside 0 to 1; pass {name}_fraction=0.1")
-        sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "max_tokens": max_tokens}
-        for name, size in {**sizes, "max_vocab_size": max_vocab_size, "min_count": min_count}.items():
-            if size is not None and size < 1:
-                raise UserError(f"{name}={size} is not 1 or greater")
         check_ranges(
             max_length=(max_length, FINITE),
-            min_count=(min_count, NATURAL),
+            min_count=(min_count, COUNT),
             max_vocab_size=(max_vocab_size, COUNT),
             batch_size=(batch_size, COUNT),
             eval_batch_size=(eval_batch_size, COUNT),
-            max_tokens=(max_tokens, NATURAL),
+            max_tokens=(max_tokens, COUNT),
         )
         if max_length is not None and max_length < 2:
             raise UserError(
