@@ -14,7 +14,6 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import yaml
@@ -25,7 +24,7 @@ from datamodules.errors import UserError
 from recipes.cli.imports import allow_imports, explain_refused_import
 from recipes.cli.messages import ALIASES, as_flags
 from recipes.launch.settings import flag_of
-from recipes.resume.settings_file import read_settings
+from recipes.resume.settings_file import is_file, read_settings
 
 __all__ = ["FlagGroup", "FlagParser", "describe_type"]
 
@@ -222,7 +221,7 @@ class FlagParser(ArgumentParser):
         """Read a command line."""
         args = self._spell_out(args)
         for flag, path in pairwise(args):
-            if flag == "--config" and Path(path).exists():
+            if flag == "--config" and is_file(path):
                 read_settings(path)
         allow_imports(self._typed_classes(args))
         try:

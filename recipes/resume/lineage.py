@@ -7,6 +7,7 @@ started, and its own newest checkpoint is where it resumes.
 import json
 from pathlib import Path
 
+from callbacks.checkpointing.verified_io import whole_or_nothing
 from datamodules.errors import UserError
 from recipes.resume.saved_run import read_run
 
@@ -18,7 +19,7 @@ _FILE = "lineage.json"
 def _lineage(folder: Path) -> dict[str, str]:
     try:
         return dict(json.loads((folder / _FILE).read_text()))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return {}
 
 
@@ -29,9 +30,8 @@ def was_started_from(folder: Path, job: str, checkpoint: str) -> bool:
 
 def record_start(folder: Path, job: str, checkpoint: str) -> None:
     """Record that a job starts its run in a folder from a checkpoint, as it was typed."""
-    beside = folder / f"{_FILE}.part"
-    beside.write_text(json.dumps(_lineage(folder) | {job: checkpoint}, indent=2))
-    beside.replace(folder / _FILE)
+    with whole_or_nothing(folder / _FILE) as part:
+        part.write_text(json.dumps(_lineage(folder) | {job: checkpoint}, indent=2))
 
 
 def abandon_later_checkpoints(folder: Path, checkpoint: Path) -> list[Path]:

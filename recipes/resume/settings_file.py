@@ -8,7 +8,7 @@ import yaml
 
 from datamodules.errors import UserError
 
-__all__ = ["check_settings", "read_settings"]
+__all__ = ["check_settings", "is_file", "read_settings"]
 
 _LARGEST_FILE = 1 << 20  # Bytes. A file of settings has some thousands.
 _MOST_VALUES = 100_000
@@ -70,15 +70,23 @@ def check_settings(settings: Any, source: str | Path) -> None:
     _check(settings, _parts_of_value, source)
 
 
+def is_file(text: str | Path) -> bool:
+    """Whether a text is the path of a file; what is too long for a name is not."""
+    try:
+        return Path(text).is_file()
+    except OSError:
+        return False
+
+
 def read_settings(path: str | Path) -> Any:
     """What a YAML file of settings holds, as plain Python.
 
     Raises:
         UserError: it is no file, is too large, is no YAML, or its aliases stand for too much.
     """
-    path = Path(path)
-    if not path.is_file():
+    if not is_file(path):
         raise UserError(f"there is no file {path}")
+    path = Path(path)
     if (size := path.stat().st_size) > _LARGEST_FILE:
         raise UserError(f"{path} has {size:,} bytes, and a file of settings has {_LARGEST_FILE:,} at most")
     try:

@@ -97,7 +97,10 @@ def test_a_file_of_settings_imports_only_what_is_known_or_was_typed(tmp_path: Pa
     assert "RichProgressBar" in of_any, "what its parameter of type Any holds stays a dict"
     assert not (tmp_path / "imported").exists()
 
-    said = parsed(tmp_path, "--config mine.yaml --trust-modules trusted", "--callbacks+=given.Mine")
+    said = parsed(
+        tmp_path, "--config mine.yaml --trust-modules trusted", "--callbacks+=given.Mine", f"--config {'x' * 300}"
+    )
     assert "trusted.Mine" in said[0]
     assert "given.Mine" in said[1]
+    assert said[2].startswith("UserError: there is no file xxx")
     assert sorted((tmp_path / "imported").read_text().split()) == ["given", "trusted"]
