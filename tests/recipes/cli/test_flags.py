@@ -148,3 +148,15 @@ def test_the_whole_help_cuts_no_text(monkeypatch, capsys):
 def test_types_are_named_in_words():
     assert describe_type(int | str | None) == "a whole number or text"
     assert describe_type(list[int]) == "a list of a whole number"
+
+
+def test_a_whole_number_stays_one_where_a_share_is_possible():
+    # Equal unions are one object: fastai's Optional[Union[float, int]] turns Lightning's Optional[Union[int, float]].
+    class Trainer:
+        def __init__(self, limit: float | int | None = None, sizes: float | int = 0.5) -> None: ...
+
+    values = FlagParser([FlagGroup("Trainer", Trainer)]).parse(["--limit", "1", "--sizes", "2"])
+    assert [type(values.limit), type(values.sizes)] == [int, int]
+    assert values.limit == 1
+    shares = FlagParser([FlagGroup("Trainer", Trainer)]).parse(["--limit", "1.0", "--sizes", "0.5"])
+    assert [type(shares.limit), type(shares.sizes)] == [float, float]
