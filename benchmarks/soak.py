@@ -31,6 +31,7 @@ from recipes import run
 
 __all__ = ["QUANTITIES", "Quantity", "Sample", "Sampler", "growth", "main"]
 
+_FEWEST = 3  # Epochs, where the start has taken all the time.
 _WARM_UP = 5  # Epochs in which caches are filled and libraries loaded.
 _DRAW_EVERY = 50
 
@@ -103,7 +104,7 @@ def _folder_sizes(folder: Path) -> tuple[int, int, int]:
 
 
 class Sampler(pl.Callback):
-    """Counts after each epoch what the process holds, and ends the run after some time.
+    """Counts after each epoch what the process holds, and ends the run after some time and a few epochs.
 
     Args:
         samples: the list that they are added to.
@@ -140,7 +141,7 @@ class Sampler(pl.Callback):
             for callback in callbacks_of(trainer):
                 if isinstance(callback, EvaluationSamples):
                     callback.on_train_end(trainer, pl_module)  # Once a run is too seldom here.
-        if now[0] > self._end:
+        if now[0] > self._end and len(self.samples) >= _FEWEST:
             trainer.should_stop = True
         self._began = self._now()
 

@@ -16,7 +16,7 @@ FLAT = Sample(10**9, 10**8, 30, 4, 2, 6, 10**6, 10**5, 0.1, 0.1)
 @pytest.mark.slow
 def test_a_run_of_seconds_is_sampled_after_each_epoch(tmp_path: Path) -> None:
     file = tmp_path / "samples.json"
-    command = [sys.executable, "-m", "benchmarks.soak", "--seconds", "4", "--json", str(file)]
+    command = [sys.executable, "-m", "benchmarks.soak", "--seconds", "1", "--json", str(file)]
     # The status is that of a comparison, and seconds are too few for one.
     ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200)
     assert file.is_file(), ended.stderr
