@@ -60,20 +60,26 @@ def as_flags(message: str, flags: Collection[str], aliases: Mapping[str, str] | 
     return _PARAMETER.sub(replace, message)
 
 
-def one_line(message: str, longest: int = 1000) -> str:
+def _cut(text: str, longest: int) -> str:
+    """A text without its middle where it is longer than this."""
+    if len(text) <= longest:
+        return text
+    half = (longest - 5) // 2
+    return f"{text[: longest - 5 - half]} ... {text[-half:]}"
+
+
+def one_line(message: str, longest: int = 10_000, longest_word: int = 500) -> str:
     """A message in one line that shows on any terminal, since values of any kind and length may stand in it.
 
     Args:
-        longest: characters; of a longer message the middle is left out.
+        longest: characters. The commands in a message may be long, so it is a bound for hostile values only.
+        longest_word: characters of a word; of longer ones, such as a value, the middle is left out.
 
     Example:
         >>> print(one_line("no file \x1b[31mred\\n"))
         no file \\x1b[31mred\\n
-        >>> one_line("--lr " + "9" * 100 + " is not a number", longest=40)
-        '--lr 9999999999999 ... 9 is not a number'
+        >>> one_line("--lr " + "9" * 100 + " is not a number", longest_word=20)
+        '--lr 99999999 ... 9999999 is not a number'
     """
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
-    if len(shown) <= longest:
-        return shown
-    half = (longest - 5) // 2
-    return f"{shown[: longest - 5 - half]} ... {shown[-half:]}"
+    return _cut(" ".join(_cut(word, longest_word) for word in shown.split(" ")), longest)

@@ -5,6 +5,7 @@ import pytest
 
 from datamodules.errors import UserError
 from recipes.cli.flags import FlagGroup, FlagParser, describe_type
+from recipes.cli.messages import one_line
 
 
 @dataclass
@@ -160,3 +161,10 @@ def test_a_whole_number_stays_one_where_a_share_is_possible():
     assert values.limit == 1
     shares = FlagParser([FlagGroup("Trainer", Trainer)]).parse(["--limit", "1.0", "--sizes", "0.5"])
     assert [type(shares.limit), type(shares.sizes)] == [float, float]
+
+
+def test_a_message_keeps_its_commands_and_loses_the_middle_of_long_values():
+    command = "python -m recipes.mnist " + " ".join(f"--flag-{n} {n}" for n in range(200))
+    assert one_line(f"type {command} or {command}") == f"type {command} or {command}"
+    assert len(one_line(f"--lr {'9' * 10**6} is not a number; type {command}")) < len(command) + 600
+    assert len(one_line("[1, 2], " * 10**6)) == 10_000
