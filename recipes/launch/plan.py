@@ -93,9 +93,13 @@ def _integer(env: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-def _port(value: int | None, name: str) -> int | None:
+def _port(settings: LaunchSettings, env: Mapping[str, str]) -> int | None:
+    """The port of node 0: the flag, whose range is checked where it is read, or MASTER_PORT."""
+    if settings.master_port is not None:
+        return settings.master_port
+    value = _integer(env, "MASTER_PORT")
     if value is not None and not 1 <= value <= 65535:
-        raise UserError(f"{name} {value} is not a TCP port; expected 1 to 65535, such as {DEFAULT_PORT}")
+        raise UserError(f"MASTER_PORT {value} is not a TCP port; expected 1 to 65535, such as {DEFAULT_PORT}")
     return value
 
 
@@ -165,7 +169,7 @@ def _by_slurm(
     command = command.started_by("slurm", step.nodes, devices)
     _check_agreement((step.nodes, devices), asked, here, "Slurm", command)
     address = settings.master_addr or env.get("MASTER_ADDR") or step.first_host
-    port = _port(settings.master_port, "--master-port") or _port(_integer(env, "MASTER_PORT"), "MASTER_PORT")
+    port = _port(settings, env)
     alone = step.tasks == 1
     return Launch(
         "slurm",
@@ -232,7 +236,7 @@ def _by_environment(
             f"RANK={rank} is not process {local} (LOCAL_RANK) of node {node} where each of {nodes} has {devices};"
             " number them node by node, and set LOCAL_WORLD_SIZE to the number of processes on each node"
         )
-    port = settings.master_port or _port(_integer(env, "MASTER_PORT"), "MASTER_PORT") or DEFAULT_PORT
+    port = _port(settings, env) or DEFAULT_PORT
     return Launch("manual", nodes, devices, node, local, address, port)
 
 
@@ -242,11 +246,7 @@ def _manual(
     """Started by the user on each node; None where neither flags nor environment say so."""
     node = settings.node_rank if settings.node_rank is not None else _integer(env, "NODE_RANK")
     address = settings.master_addr or env.get("MASTER_ADDR")
-    port = (
-        _port(settings.master_port, "--master-port")
-        or _port(_integer(env, "MASTER_PORT"), "MASTER_PORT")
-        or DEFAULT_PORT
-    )
+    port = _port(settings, env) or DEFAULT_PORT
     if node is not None and node >= nodes:
         raise UserError(
             f"node {node} of {nodes}: nodes are counted from 0, so expected were 0 to {nodes - 1}:"
