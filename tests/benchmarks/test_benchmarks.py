@@ -263,6 +263,7 @@ def test_a_section_runs_once_tiny(name: str, tmp_path: Path, capsys: pytest.Capt
     run_tiny([name], tmp_path, capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_threads_put_back")
 def test_the_quick_sections_run_once_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written, printed = run_tiny(QUICK_SECTIONS, tmp_path, capsys)

@@ -77,6 +77,7 @@ def test_a_worlds_figures_are_formed_within_a_round() -> None:
     assert exposed_share(FOUND) == 1.5  # Half a second more in the first round, one in the second, for half a second.
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named() -> None:
     job = Job(**{**vars(JOB), "devices": 1, "precision": "no-such-precision"})
     with pytest.raises(UserError, match=r"rank 0 of 1: .*no-such-precision"):

@@ -68,6 +68,7 @@ def test_the_tutorials_file_is_found_in_the_folder_or_beside_others(tmp_path: Pa
     assert find_pairs(str(tmp_path)) == find_pairs(str(tmp_path / "eng-fra"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_threads_put_back")
 def test_the_quick_section_has_every_figure(tmp_path: Path) -> None:
     told: list[str] = []

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -202,6 +203,7 @@ def test_the_readme_states_what_the_table_shows() -> None:
     assert " ".join(statement().split()) in " ".join(readme.split())
 
 
+@pytest.mark.slow
 def test_every_two_settings_together_equal_a_plain_loop_or_are_refused(tmp_path: Path) -> None:
     excluded = [part for part, _ in WITHOUT_MEANING] + [part for part, _, _ in REFUSED]
     rows = covering_rows(FACTORS, [part for part in excluded if part.keys() <= FACTORS.keys()])

@@ -263,6 +263,7 @@ def test_all_callbacks_together_resume_to_the_bit_after_kill_9(world_size: int, 
     assert broken_runs(runs, world_size, tmp_path) == []
 
 
+@pytest.mark.slow
 def test_each_callback_alone_resumes_to_the_bit_after_kill_9(tmp_path: Path) -> None:
     runs = [run for alone in ALONE for run in stopped(alone, "memory", "twice in a window")]
     assert broken_runs(runs, 1, tmp_path) == []

@@ -201,6 +201,7 @@ def error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((found[name] - value).abs().max() / value.abs().max()) for name, value in expected.items())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The dirpath")
 def test_dropout_is_equal_however_a_run_is_split_and_resumed(tmp_path: Path) -> None:
     runs = {size: run_ranks(train_all, size, size, str(tmp_path), False) for size in (1, 2, 4)}

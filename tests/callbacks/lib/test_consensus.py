@@ -43,6 +43,7 @@ def _wait_for_rank_1() -> tuple[float, str]:
     return time.monotonic() - began, ""
 
 
+@pytest.mark.slow
 def test_an_all_reduce_of_flags_times_out_with_the_strategys_timeout() -> None:
     seconds, error = run_ranks(_wait_for_rank_1, 2)[0]
     assert "Timed out" in error
