@@ -24,7 +24,7 @@ from datamodules.errors import UserError
 from datamodules.images.augmentation import AUGMENTATIONS, Augmentation, BatchReader, Mixing
 from datamodules.images.files import ImageFiles, MemoryBudget
 from datamodules.images.known_sets import IMAGE_SETS, ImageSetInfo, Samples, read_digits, read_torchvision
-from datamodules.images.tree import images_below, scan_tree, split_by_class
+from datamodules.loading.image_tree import images_below, scan_tree, split_by_class
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 from datamodules.ranges import COUNT, NOT_NEGATIVE, Range, check_ranges
 

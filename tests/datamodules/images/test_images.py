@@ -17,7 +17,7 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.images.data_module import ImageFolderDataModule, _statistics
 from datamodules.images.files import ImageFiles, MemoryBudget, UnreadableImage, load_image
-from datamodules.images.tree import scan_tree, split_by_class
+from datamodules.loading.image_tree import scan_tree, split_by_class
 from datamodules.loading.worker_loaders import BatchRequest
 from tests.support.ranks import run_ranks
 
