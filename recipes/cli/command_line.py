@@ -145,6 +145,7 @@ class _CommandLine:
         self.parser = _build_parser(classes, self.program)
         self._not_saved = _OF_ONE_CALL | classes.call_parameters
         self._point, self._updates_done = ResumePoint(), 0
+        self._defaults = self._config(self.parser.get_defaults())
 
     def main(self) -> None:
         """Carry out the command; an error by which the system refuses files, processes or memory takes one line."""
@@ -331,6 +332,7 @@ class _CommandLine:
         stop_gpu_search()
         asked, namespace.resume = namespace.resume, point.checkpoint
         inputs = namespace.inputs if command == "predict" else []
+        changed = [name for name, value in self._config(namespace).items() if value != self._defaults[name]]
         if command == "predict":
             namespace.devices, namespace.num_nodes = 1, 1
         namespace.precision, reason = resolve_precision(namespace.precision, namespace.accelerator)
@@ -346,6 +348,7 @@ class _CommandLine:
             self.parser.select(values, "Recipe"),
             self.parser.select(values, "Trainer"),
             config,
+            changed,
             self.classes.declared.tokens_parameter,
             launch,
             point,

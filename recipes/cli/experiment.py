@@ -87,6 +87,7 @@ class Settings:
         recipe: arguments of the recipe's constructor.
         trainer: arguments of the Trainer.
         config: the settings that make the experiment, as plain values: what is saved with the run.
+        changed: names of those in `config` for which the user, or the resumed run, gave another value than the default.
         tokens_parameter: the setting that, where it is given, limits a batch by tokens.
         launch: which process this is.
         resume_point: where the run resumes.
@@ -101,6 +102,7 @@ class Settings:
     recipe: Mapping[str, Any]
     trainer: Mapping[str, Any]
     config: Mapping[str, Any]
+    changed: Sequence[str]
     tokens_parameter: str | None
     launch: Launch
     resume_point: ResumePoint

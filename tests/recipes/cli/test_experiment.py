@@ -108,7 +108,7 @@ def test_the_global_batch_of_a_checkpoint_is_what_is_built_with_on_other_devices
     run = RunSettings(resume=last, precision="32-true")
     data = {"num_classes": 3, "shade": "grey", "batch_size": 8}
     point, launch = ResumePoint(checkpoint=last), Launch("local", 1, 4)
-    more: tuple[Any, ...] = (None, launch, point, False, 60.0, {"precision": "", "memory": ""})
+    more: tuple[Any, ...] = ((), None, launch, point, False, 60.0, {"precision": "", "memory": ""})
     settings = Settings("fit", run, data, {"num_classes": 3}, {}, config, *more)
     experiment = build_experiment(settings, Classes(Points3, Points, list), None)
     accumulation = next(c for c in experiment.callbacks() if isinstance(c, GradientAccumulation))
