@@ -27,7 +27,6 @@ from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from recipes.cli.experiment import Experiment, as_user_errors
 from recipes.cli.export import export
-from recipes.cli.files import write_rows
 from recipes.cli.folder_guard import FolderGuard
 from recipes.cli.imports import is_known
 from recipes.cli.report import print_pairs, print_rows, report, report_unsaved, shown, stopwatch_for
@@ -37,6 +36,7 @@ from recipes.cli.stock_loaders import evaluate_each_sample_once
 from recipes.cli.trainer import build_trainer, renew_callbacks
 from recipes.failures.monitor import exit_run
 from recipes.failures.shared_folder import SharedFolder
+from recipes.files import write_rows
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.launch.settings import Command
 from recipes.launch.streams import output_failure

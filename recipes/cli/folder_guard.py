@@ -9,9 +9,9 @@ from typing_extensions import override
 
 from callbacks.lib.best_effort import best_effort
 from datamodules.errors import UserError
-from recipes.cli.files import write_text
 from recipes.cli.report import shown
 from recipes.cli.run_folder import restart_loggers
+from recipes.files import write_text
 
 __all__ = ["FolderGuard"]
 

@@ -28,8 +28,8 @@ from datamodules.contract import DataContract, data_contract
 from datamodules.errors import RunFailedError, UserError
 from recipes.cli.early_stopping import why_stopped
 from recipes.cli.experiment import Experiment, takes_inputs
-from recipes.cli.files import write_rows
 from recipes.launch.streams import print_error, unwritten_streams
+from recipes.results.results_file import RESULTS, write_results
 from recipes.version import __version__
 
 __all__ = [
@@ -43,8 +43,6 @@ __all__ = [
     "shown",
     "stopwatch_for",
 ]
-
-RESULTS = "results.json"
 
 
 def loader_sizes(**loaders: Any) -> dict[str, int]:
@@ -271,7 +269,7 @@ def report(
     if folder is None:
         print_pairs(rows)
         return
-    results = {
+    results: Any = {
         "scores": scores,
         "data": {"name": data.title, "sizes": sizes},
         "parameters": parameters,
@@ -294,7 +292,7 @@ def report(
     }
     # Before anything is printed: a terminal may have gone.
     with best_effort(RESULTS):
-        write_rows(folder / RESULTS, results)
+        write_results(folder, results)
     # TensorBoard holds numbers and text only.
     plain = {k: v if isinstance(v, (int, float, str)) else json.dumps(v) for k, v in config.items()}
     final = {f"final/{name}": v for name, v in scores.items() if "_class_" not in name and math.isfinite(v)}

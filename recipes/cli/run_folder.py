@@ -19,8 +19,8 @@ from typing_extensions import override
 from callbacks.lib.best_effort import best_effort, forget_failures, skipping_failures
 from callbacks.lib.lightning_internals import set_writer
 from datamodules.errors import UserError
-from recipes.cli.files import write_rows
 from recipes.cli.settings import RunSettings
+from recipes.files import write_rows
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.resume.resume_point import ResumePoint, locked
 from recipes.resume.saved_run import read_run

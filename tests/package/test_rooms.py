@@ -33,8 +33,9 @@ MAY_IMPORT = {
     "callbacks.drawing": f"{_DATA} callbacks.lib",
     "callbacks.*": f"{_DATA} datamodules.loading callbacks.checkpointing callbacks.drawing callbacks.lib",
     "recipes": "datamodules",
-    "recipes.__main__": "recipes.cli recipes.launch recipes.version",
+    "recipes.__main__": "recipes.cli recipes.launch recipes.results recipes.version",
     "recipes.version": "",
+    "recipes.files": "callbacks.checkpointing",
     "recipes.weights": "datamodules.errors callbacks.checkpointing",
     "recipes.pretrained": "datamodules.errors datamodules.loading recipes.weights",
     "recipes.labels": f"{_DATA} datamodules.loading",
@@ -43,9 +44,10 @@ MAY_IMPORT = {
     "recipes.classification": f"{_CALLBACKS} callbacks.drawing recipes.labels recipes.recipe",
     "recipes.launch": "datamodules.errors datamodules.ranges callbacks.lib",
     "recipes.failures": "datamodules.errors callbacks.lib recipes.launch",
-    "recipes.resume": f"{_CALLBACKS} callbacks.checkpointing recipes.launch",
-    "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing recipes.failures recipes.launch "
-    "recipes.optim recipes.recipe recipes.resume recipes.version",
+    "recipes.results": f"{_CALLBACKS} callbacks.checkpointing recipes.files",
+    "recipes.resume": f"{_CALLBACKS} callbacks.checkpointing recipes.launch recipes.results",
+    "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing recipes.failures recipes.files "
+    "recipes.launch recipes.optim recipes.recipe recipes.results recipes.resume recipes.version",
     "recipes.NAME": f"{_CALLBACKS} callbacks.drawing datamodules.NAME datamodules.images datamodules.loading "
     "datamodules.mnist datamodules.translation recipes.classification recipes.optim recipes.pretrained recipes.recipe "
     "recipes.weights",

@@ -1,0 +1,85 @@
+"""``results.json``: what a finished run has reached, with what, and how long it took."""
+
+import json
+from pathlib import Path
+from typing import Any, TypedDict, cast
+
+from datamodules.errors import UserError
+from recipes.files import write_rows
+
+__all__ = ["FIGURES", "PARTS", "RESULTS", "Best", "Results", "read_results", "write_results"]
+
+RESULTS = "results.json"
+FIGURES = "figures"
+"""The folder in a run's folder with the figures of its best checkpoint: ``STAGE_NAME.png``."""
+
+PARTS = ("start_up", "train", "validate", "save", "draw", "test", "other")
+"""The parts that a run's seconds are divided into."""
+
+_LARGEST_FILE = 1 << 24  # Bytes. Results have some thousands; a score per class of ImageNet takes 200,000.
+
+
+class Best(TypedDict):
+    """The checkpoint that the scores are of; `value` is that of the monitored score, both None without one."""
+
+    checkpoint: str
+    epoch: int
+    step: int
+    monitor: str | None
+    value: float | None
+
+
+class Results(TypedDict, total=False):
+    """The entries of ``results.json``. Files of earlier versions lack some of them."""
+
+    recipe: str
+    command: str
+    started_at: str
+    ended_at: str
+    host: str
+    hardware: str
+    devices: int
+    num_nodes: int
+    versions: dict[str, str]
+    commit: str | None
+    scores: dict[str, float]
+    best: Best | None
+    seconds: dict[str, float]
+    epochs: float
+    samples_per_second: float
+    peak_memory_bytes: dict[str, int | None]
+    stopped_early: str | None
+    parameters: int
+    trainable_parameters: int
+    flops_per_sample: int | None
+    data: dict[str, Any]
+    config: dict[str, Any]
+
+
+def read_results(folder: Path) -> Results:
+    """The results of a finished run.
+
+    Raises:
+        UserError: the folder has none, since the run has not finished or it is none of a run; or the file is damaged.
+    """
+    path = folder / RESULTS
+    if not path.is_file():
+        raise UserError(f"there is no {path}: expected the folder of a run that has finished")
+    if (size := path.stat().st_size) > _LARGEST_FILE:
+        raise UserError(f"{path} has {size:,} bytes, and a file of results has {_LARGEST_FILE:,} at most")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("scores"), dict):
+        raise UserError(f"{path} holds no results of a run: expected an object with an entry scores")
+    return cast(Results, found)
+
+
+def write_results(folder: Path, results: Results) -> None:
+    """Write the results of a run.
+
+    Raises:
+        OSError: the file is as it was before.
+    """
+    write_rows(folder / RESULTS, results)

@@ -1,0 +1,31 @@
+"""The file of a run's results."""
+
+from pathlib import Path
+
+import pytest
+
+from datamodules.errors import UserError
+from recipes.results.results_file import Results, read_results, write_results
+
+
+def test_results_read_back_as_they_were_written(tmp_path: Path) -> None:
+    results = Results(recipe="mnist", scores={"test/accuracy": 0.5}, seconds={"train": 1.5, "total": 2.0})
+    write_results(tmp_path, results)
+    assert read_results(tmp_path) == results
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "expected the folder of a run that has finished"),
+        ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        ("[1]", "holds no results of a run"),
+        ('{"scores": 3}', "holds no results of a run"),
+    ],
+)
+def test_a_file_that_holds_no_results_is_refused(tmp_path: Path, text: str | None, problem: str) -> None:
+    if text is not None:
+        (tmp_path / "results.json").write_text(text)
+    with pytest.raises(UserError, match=problem):
+        read_results(tmp_path)
