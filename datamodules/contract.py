@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, ClassVar, Protocol, cast
 
+from torch import nn
+
 __all__ = ["DataContract", "data_contract"]
 
 
@@ -71,6 +73,13 @@ class DataContract(Protocol):
     def prediction_names(self) -> Sequence[str]:
         """The name of each sample that `predict_dataloader` yields, such as its file."""
         return ()
+
+    def preprocessing(self) -> nn.Module | None:
+        """What maps uint8 images of the data set's form to the network's inputs; None where the inputs are no images.
+
+        It is known once the data set is: after `setup`, or after `load_state_dict`.
+        """
+        return None
 
     def resolve(self) -> dict[str, Any]:
         """Parameters that were left open, and the values that stand for them here, such as ``{"dataset": "mnist"}``.

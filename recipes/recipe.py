@@ -1,5 +1,6 @@
 """What all recipes share: the network, the optimiser, the schedule, and exact means."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from callbacks.lib.lightning_internals import attached_trainer
 from callbacks.lib.trainer_attributes import datamodule_of
 from callbacks.lib.updates import total_updates
 from callbacks.train_loss import TrainLoss
+from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.optim import (
@@ -122,6 +124,9 @@ class Recipe(pl.LightningModule):
     predict_example = "FILE"
     """The arguments of the predict command that the final table shows."""
 
+    data_class: ClassVar[type[pl.LightningDataModule] | None] = None
+    """The data module that prepares the inputs of `predict`; a recipe for another one names it here."""
+
     no_graph = ""
     """Why the network cannot be exported with its computation, where that is so."""
 
@@ -149,6 +154,7 @@ class Recipe(pl.LightningModule):
         if channels_last:
             self.network.to(memory_format=torch.channels_last)
         self.run_config: dict[str, Any] = {}
+        self._saved_data: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     def build_network(self) -> nn.Module:
         """The network to train. It is called in the constructor, when ``self.hparams`` is set."""
@@ -223,6 +229,31 @@ class Recipe(pl.LightningModule):
         trainer = attached_trainer(self)
         return None if trainer is None else datamodule_of(trainer)
 
+    def _new_data_module(self) -> pl.LightningDataModule | None:
+        """A data module with the settings and the state of the one that the network was trained on, without its files.
+
+        None where there was none of `data_class`.
+        """
+        data, saved = self.data_module(), self._saved_data
+        if self.data_class is None:
+            return None
+        if isinstance(data, self.data_class):
+            saved = dict(data.hparams), data.state_dict()
+        if saved is None:
+            return None
+        parameters = inspect.signature(self.data_class).parameters
+        made = self.data_class(**{name: value for name, value in saved[0].items() if name in parameters})
+        made.load_state_dict(saved[1])
+        return made
+
+    def preprocessing(self) -> nn.Module | None:
+        """What maps uint8 images of the data set's form to the network's inputs, as the data module does in training.
+
+        It is known while a data module of `data_class` is attached and after a checkpoint of one has been loaded; None
+        otherwise, and where the inputs are no images.
+        """
+        return data_contract(self._new_data_module()).preprocessing()
+
     def updates_in_run(self) -> float:
         """Optimiser steps at which the run ends, known once training has begun."""
         return total_updates(self.trainer)
@@ -257,3 +288,10 @@ class Recipe(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the settings of the command line with the weights; an override has to call it."""
         checkpoint["config"] = self.run_config
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take what the checkpoint holds of the data module; an override has to call it."""
+        name = self.data_class.__qualname__ if self.data_class else ""
+        if name in checkpoint:
+            self._saved_data = checkpoint.get("datamodule_hyper_parameters", {}), checkpoint[name]

@@ -25,6 +25,7 @@ from datamodules.images.augmentation import AUGMENTATIONS, Augmentation, BatchRe
 from datamodules.images.files import ImageFiles, MemoryBudget
 from datamodules.images.known_sets import IMAGE_SETS, ImageSetInfo, Samples, read_digits, read_torchvision
 from datamodules.loading.image_tree import images_below, scan_tree, split_by_class
+from datamodules.loading.normalise import Normalise
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 from datamodules.ranges import COUNT, NOT_NEGATIVE, Range, check_ranges
 
@@ -39,12 +40,10 @@ def _cores() -> int:
 
 
 @lru_cache(maxsize=4)
-def _statistics(means: tuple[float, ...], stds: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The factor and the summand that normalise bytes, each of shape (3, 1, 1)."""
-    # They outlive the validation, in inference mode, that may be the first to need them.
+def _normalise(means: tuple[float, ...], stds: tuple[float, ...], device: torch.device) -> Normalise:
+    # It outlives the validation, in inference mode, that may be the first to need it.
     with torch.inference_mode(False):
-        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (means, stds))
-        return (1 / (255 * std)).to(device), (-mean / std).to(device)
+        return Normalise(means, stds).to(device)
 
 
 class ImageFolderDataModule(BaseDataModule):
@@ -216,8 +215,13 @@ class ImageFolderDataModule(BaseDataModule):
 
     def normalise(self, images: Tensor) -> Tensor:
         """Bytes of shape (batch, 3, height, width) to floats of about mean 0 and standard deviation 1."""
-        scale, shift = _statistics(self._info.mean, self._info.std, images.device)
-        return (images * scale).add_(shift)
+        normalised: Tensor = _normalise(self._info.mean, self._info.std, images.device)(images)
+        return normalised
+
+    @override
+    def preprocessing(self) -> Normalise:
+        """Maps uint8 of shape (batch, 3, height, width) to floats of about mean 0 and standard deviation 1."""
+        return Normalise(self._info.mean, self._info.std)
 
     def numbered_batches(
         self, part: str, rank: int = 0, world_size: int = 1

@@ -21,6 +21,7 @@ from datamodules.contract import DataContract
 from datamodules.errors import UserError
 from datamodules.loading.download import DownloadError, digest_of, download
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
+from datamodules.loading.normalise import Normalise
 from datamodules.loading.sampling import split_indices
 from datamodules.mnist.affine import RandomAffine
 from datamodules.mnist.idx import check_images_and_labels, read_idx
@@ -332,25 +333,33 @@ class MNISTDataModule(BaseDataModule):
             self._parts["test"] = self._load("test")
             self._rows["test"] = torch.arange(len(self._parts["test"][1]))
 
+    @override
+    def preprocessing(self) -> Normalise:
+        """Maps uint8 of shape (batch, 1, 28, 28) to floats of about mean 0 and standard deviation 1."""
+        return Normalise([self.info.mean], [self.info.std])
+
     def normalise(self, images: Tensor) -> Tensor:
         """Bytes of shape (batch, 1, height, width) to floats of mean 0 and standard deviation 1."""
-        # x / (255 std) - mean / std in one pass over the memory.
-        return torch.add(torch.tensor(-self.info.mean / self.info.std), images, alpha=1 / (255 * self.info.std))
+        normalised: Tensor = self.preprocessing()(images)
+        return normalised
 
     def _training_transform(self) -> Transform:
         options, count = self.hparams, len(self._parts["train"][1])
         augment = RandomAffine(options.seed, options.shift, options.rotation, options.scale, count)
+        normalise = self.preprocessing()
 
         def transform(images: Tensor, rows: Tensor, epoch: int) -> Tensor:
             # The map fills with zeros, which is the background before normalisation, so it comes first.
             if augment and len(images):
                 images = augment(images.float(), rows, epoch)
-            return self.normalise(images)
+            normalised: Tensor = normalise(images)
+            return normalised
 
         return transform
 
-    def _evaluation_transform(self, images: Tensor, rows: Tensor, epoch: int) -> Tensor:
-        return self.normalise(images)
+    def _evaluation_transform(self) -> Transform:
+        normalise = self.preprocessing()
+        return lambda images, *_: normalise(images)
 
     @override
     def train_dataloader(self) -> TrainLoader:
@@ -378,7 +387,7 @@ class MNISTDataModule(BaseDataModule):
             self.hparams.eval_batch_size,
             self._rank,
             self._world_size,
-            self._evaluation_transform,
+            self._evaluation_transform(),
             self._device,
         )
 
@@ -406,7 +415,7 @@ class MNISTDataModule(BaseDataModule):
             self.hparams.eval_batch_size,
             self._rank,
             self._world_size,
-            self._evaluation_transform,
+            self._evaluation_transform(),
         )
 
     @property

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from datamodules.mnist.data_module import MNISTDataModule
 from recipes.classification import Classifier, ClassifierParameters
 from recipes.mnist.network import ClassicNet, MNISTNet
 
@@ -26,6 +27,7 @@ class MNISTClassifier(Classifier):
     """
 
     title = "mnist"
+    data_class = MNISTDataModule
     trainer_defaults: ClassVar[dict[str, Any]] = {"max_epochs": 10}
 
     hparams: MNISTParameters

@@ -13,6 +13,7 @@ from callbacks.freezing import FreezeLayers
 from callbacks.parameter_group_table import ParameterGroupTable
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
+from datamodules.images.data_module import ImageFolderDataModule
 from datamodules.ranges import RATE, SHARE, Range, check_ranges
 from recipes.classification import Classifier, ClassifierParameters
 from recipes.optim import layer_groups
@@ -64,6 +65,7 @@ class ResNetFineTuner(Classifier):
     """
 
     title = "resnet"
+    data_class = ImageFolderDataModule
     trainer_defaults: ClassVar[dict[str, Any]] = {"max_epochs": 20}
     base_batch_size = 32
     predict_example = "IMAGE.jpg FOLDER"

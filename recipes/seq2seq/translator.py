@@ -14,6 +14,7 @@ from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from datamodules.loading.randomness import uniform
 from datamodules.ranges import COUNT, SHARE, Range, check_ranges
+from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.text import PAD, SPECIAL_TOKENS, UNK, Normalisation, Vocabulary, normalise_lines
 from recipes.recipe import Recipe, RecipeParameters
@@ -75,6 +76,7 @@ class Translator(Recipe):
     """
 
     title = "translation"
+    data_class = TranslationDataModule
     monitor = "val/bleu"
     monitor_mode = "max"
     base_batch_size = 64

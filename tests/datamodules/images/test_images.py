@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.images.data_module import ImageFolderDataModule, _statistics
+from datamodules.images.data_module import ImageFolderDataModule, _normalise
 from datamodules.images.files import ImageFiles, MemoryBudget, UnreadableImage, load_image
 from datamodules.loading.image_tree import scan_tree, split_by_class
 from datamodules.loading.worker_loaders import BatchRequest
@@ -558,7 +558,7 @@ def test_a_reader_can_be_sent_to_a_fresh_worker(tree):
 
 def test_a_cache_that_validation_filled_serves_training(tree):
     data, expected = _data(tree, cache_gb=1), _batches(_data(tree, cache_gb=0))
-    _statistics.cache_clear()
+    _normalise.cache_clear()
     with torch.inference_mode():
         list(data.numbered_batches("train"))
     assert _equal(_batches(data), expected)

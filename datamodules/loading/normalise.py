@@ -1,0 +1,39 @@
+"""The step from bytes to a network's inputs, in one place: training, evaluation, predictions and exports share it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Normalise"]
+
+
+class Normalise(nn.Module):
+    """Maps uint8 images of shape (batch, channels, height, width) to floats of about mean 0 and standard deviation 1.
+
+    It has no parameters and nothing to save. It does not resize: the images have the size of the network's inputs.
+
+    Args:
+        mean: of the pixels of each channel, which are from 0 to 1; one number for each channel.
+        std: their standard deviations.
+
+    Example:
+        >>> Normalise([0.5], [0.25])(torch.tensor([[[[0, 255]]]], dtype=torch.uint8))
+        tensor([[[[-2.,  2.]]]])
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.mean, self.std = tuple(mean), tuple(std)
+        means, stds = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
+        self.register_buffer("scale", 1 / (255 * stds), persistent=False)
+        self.register_buffer("shift", -means / stds, persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if len(self.mean) == 1:
+            # x / (255 std) - mean / std in one pass over the memory.
+            return torch.add(torch.tensor(-self.mean[0] / self.std[0]), images, alpha=1 / (255 * self.std[0]))
+        return (images * self.scale).add_(self.shift)
