@@ -170,16 +170,22 @@ class _CommandLine:
             raise
         self._check(command, namespace)
         configure_logging(self.parser.as_flags)
-        point = self._resume_point(namespace) if command == "fit" else ResumePoint()
-        if point.finished:
-            folder = shown(point.folder or "")
-            longer = "--max-epochs (or --patience, where it was stopped early)"
-            rank_zero_print(f"the run in {folder} has finished; pass a larger {longer} to train longer")
-            return
+        point = self._resume_point(namespace, args) if command == "fit" else ResumePoint()
         checkpoint = point.checkpoint or namespace.ckpt
         self._point, self._updates_done = point, read_run(point.checkpoint).updates if point.checkpoint else 0
         if checkpoint:
-            namespace = self._with_saved_settings(command, checkpoint, args)
+            namespace = self._with_saved_settings(checkpoint, args)
+        if point.checkpoint:
+            self._check_experiment(point.checkpoint, namespace)
+        if point.finished:
+            longer = "--max-epochs (or --patience, where it was stopped early)"
+            rank_zero_print(
+                f"the run in {shown(point.folder or '')} has finished, and stays as it is; pass a larger {longer} to"
+                " train longer"
+            )
+            return
+        if point.checkpoint:
+            self._check_going_on(point.checkpoint, namespace)
         try:
             settings, connection = self._settings(command, namespace, point)
             experiment = build_experiment(settings, self.classes, connection)
@@ -263,29 +269,26 @@ class _CommandLine:
         """The settings that make the experiment, as they are saved."""
         return {k: v for k, v in self.parser.as_plain(namespace).items() if k not in self._not_saved}
 
-    def _resume_point(self, namespace: Namespace) -> ResumePoint:
+    def _resume_point(self, namespace: Namespace, args: list[str]) -> ResumePoint:
         if namespace.name is not None and Path(namespace.name).name != namespace.name:
             raise UserError(f"--name {namespace.name} is not the name of a folder; pass --run-dir for where runs go")
         resume = namespace.resume
         if namespace.fast_dev_run or namespace.barebones or namespace.enable_checkpointing is False:
             resume = "none" if resume in (None, "auto") else resume
         parent = Path(namespace.run_dir) / self.classes.recipe.title
-        return find_resume_point(resume, namespace.name, parent, self._config(namespace), self.classes.free_parameters)
+        config, typed = self._config(namespace), self.parser.typed(args)
+        return find_resume_point(resume, namespace.name, parent, config, typed, self.classes.free_parameters)
 
-    def _with_saved_settings(self, command: str, checkpoint: str, args: list[str]) -> Namespace:
+    def _with_saved_settings(self, checkpoint: str, args: list[str]) -> Namespace:
         """Parse again, with the settings of a checkpoint as defaults."""
-        saved = read_run(checkpoint).config
         other = self._not_saved | _OF_THE_MACHINE | {"callbacks"}
-        self.parser.set_known_defaults({name: value for name, value in saved.items() if name not in other})
-        namespace = self.parser.parse(args)
-        if command != "fit":
-            return namespace
-        if saved.get("callbacks") and namespace.callbacks is None and not namespace.resume_anyway:
-            names = ", ".join(str(callback["class_path"]).rpartition(".")[2] for callback in saved["callbacks"])
-            raise UserError(
-                f"{shown(checkpoint)} was trained with --callbacks ({names}), and a checkpoint must not make a program"
-                " run them: pass them again, or the run's settings as --config config.yaml; or pass --resume-anyway"
-            )
+        saved = read_run(checkpoint).config.items()
+        self.parser.set_known_defaults({name: value for name, value in saved if name not in other})
+        return self.parser.parse(args)
+
+    def _check_experiment(self, checkpoint: str, namespace: Namespace) -> None:
+        """Refuse settings of another experiment than the one to resume."""
+        saved = read_run(checkpoint).config
         differences = "; ".join(describe_differences(saved, self._config(namespace), self.classes.free_parameters))
         if differences and not namespace.resume_anyway:
             raise UserError(
@@ -294,9 +297,23 @@ class _CommandLine:
             )
         if differences:
             rank_zero_print(f"resuming anyway: {differences}")
+
+    def _check_going_on(self, checkpoint: str, namespace: Namespace) -> None:
+        """Refuse to train longer than the run was to, and say where it resumes."""
+        run = read_run(checkpoint)
+        if namespace.resume == checkpoint and run.is_finished(namespace.max_epochs, namespace.max_steps):
+            raise UserError(
+                f"this run has finished its {run.epochs} epochs and {run.updates:,} updates; pass --max-epochs"
+                f" {2 * max(1, run.epochs)} to train longer"
+            )
+        if run.config.get("callbacks") and namespace.callbacks is None and not namespace.resume_anyway:
+            names = ", ".join(str(callback["class_path"]).rpartition(".")[2] for callback in run.config["callbacks"])
+            raise UserError(
+                f"{shown(checkpoint)} was trained with --callbacks ({names}), and a checkpoint must not make a program"
+                " run them: pass them again, or the run's settings as --config config.yaml; or pass --resume-anyway"
+            )
         if namespace.resume != checkpoint:
-            rank_zero_print(f"resuming from {shown(checkpoint)}, after {read_run(checkpoint).updates:,} updates")
-        return namespace
+            rank_zero_print(f"resuming from {shown(checkpoint)}, after {run.updates:,} updates")
 
     # Settings
 

@@ -136,7 +136,6 @@ def _fit(experiment: Experiment, program: str, started_at: float) -> None:
             for logger in trainer.loggers:
                 if not isinstance(logger, (TensorBoardLogger, CSVLogger)):  # `report` gives TensorBoard the scores too.
                     logger.log_hyperparams(dict(settings.config))
-        _refuse_finished(trainer, experiment)
         if folder:
             _record_start(experiment, folder)
         scores, best = _train_and_test(trainer, experiment, folder, program)
@@ -157,15 +156,6 @@ def _given_checkpoint(experiment: Experiment) -> str | None:
     """The checkpoint of ``--resume FILE``; None where the run resumes by itself, or starts fresh."""
     settings = experiment.settings
     return None if settings.resumes_by_itself else settings.run.resume
-
-
-def _refuse_finished(trainer: pl.Trainer, experiment: Experiment) -> None:
-    if (checkpoint := _given_checkpoint(experiment)) and (saved := read_run(checkpoint)).is_finished(
-        trainer.max_epochs
-    ):
-        raise UserError(
-            f"this run has finished its {saved.epochs} epochs; pass --max-epochs {2 * saved.epochs} to train longer"
-        )
 
 
 def _record_start(experiment: Experiment, folder: Path) -> None:

@@ -246,6 +246,10 @@ class FlagParser(ArgumentParser):
                 refused or self._explain(args) or self._explain_class(message) or _one_line(message)
             ) from error
 
+    def typed(self, args: Sequence[str]) -> dict[str, Any]:
+        """The settings of a command line that `parse` has taken, and of the file that it names, without defaults."""
+        return vars(self.parse_args(self._spell_out(args), defaults=False))
+
     def _typed_classes(self, args: Sequence[str]) -> Iterator[str]:
         """The modules and classes that are named on the command line, as opposed to a file."""
         for arg, following in zip(args, [*args[1:], ""]):

@@ -12,6 +12,7 @@ from datamodules.errors import UserError
 from recipes.cli.report import shown
 from recipes.cli.run_folder import restart_loggers
 from recipes.files import write_text
+from recipes.results.results_file import set_aside
 
 __all__ = ["FolderGuard"]
 
@@ -24,7 +25,9 @@ class FolderGuard(pl.Callback):
     Checkpoints, logs and results then go into the new folder. What was written before is lost, so such a run ends with
     status 1; see `removed`.
 
-    Runs on: each checkpoint and the end of training, on rank 0.
+    Results that are there are of a shorter training of the run: see `set_aside`.
+
+    Runs on: the start of training, each checkpoint and the end of training, on rank 0.
 
     Args:
         folder: of the run.
@@ -68,6 +71,11 @@ class FolderGuard(pl.Callback):
         with best_effort(self.path.name):
             write_text(self.path, self.config)
         restart_loggers(trainer.loggers)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            set_aside(self.path.parent)
 
     @override
     def on_save_checkpoint(

@@ -7,7 +7,7 @@ from typing import Any, TypedDict, cast
 from datamodules.errors import UserError
 from recipes.files import write_rows
 
-__all__ = ["FIGURES", "PARTS", "RESULTS", "Best", "Results", "read_results", "write_results"]
+__all__ = ["FIGURES", "PARTS", "RESULTS", "Best", "Results", "read_results", "set_aside", "write_results"]
 
 RESULTS = "results.json"
 FIGURES = "figures"
@@ -83,3 +83,15 @@ def write_results(folder: Path, results: Results) -> None:
         OSError: the file is as it was before.
     """
     write_rows(folder / RESULTS, results)
+
+
+def set_aside(folder: Path) -> None:
+    """Rename the results of a run that trains on, so that a folder holds results exactly where its run has finished.
+
+    The first ones become ``results-1.json``.
+    """
+    if (folder / RESULTS).is_file():
+        number = 1
+        while (target := folder / f"results-{number}.json").exists():
+            number += 1
+        (folder / RESULTS).rename(target)

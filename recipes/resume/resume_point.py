@@ -15,8 +15,9 @@ from datamodules.contract import DataContract
 from datamodules.errors import UserError
 from recipes.launch.job_name import is_restarted, launch_name
 from recipes.launch.rank_zero import is_rank_zero
+from recipes.results.results_file import RESULTS, read_results
 from recipes.resume.lineage import abandon_later_checkpoints, record_start, was_started_from
-from recipes.resume.saved_run import describe_differences, newest_valid_checkpoint, read_run
+from recipes.resume.saved_run import SavedRun, describe_differences, newest_valid_checkpoint, read_run
 from recipes.resume.settings_file import read_settings
 
 __all__ = ["ResumePoint", "find_resume_point", "locked", "start_from"]
@@ -44,9 +45,8 @@ class ResumePoint:
     finished: bool = False
 
 
-def _bounds(config: Mapping[str, Any]) -> tuple[int | None, int]:
-    steps = config.get("max_steps")
-    return config.get("max_epochs"), -1 if steps is None else steps
+_LENGTHS = ("max_epochs", "max_steps", "max_time")
+_PATIENCE = ("early_stopping", "patience")
 
 
 def _settings_of(folder: Path) -> dict[str, Any]:
@@ -57,27 +57,33 @@ def _settings_of(folder: Path) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _results_of(folder: Path) -> dict[str, Any]:
+def _is_finished(folder: Path, run: SavedRun, typed: Mapping[str, Any]) -> bool:
+    """Whether a run has its results, and what was typed asks for no more than it has trained.
+
+    Args:
+        run: its newest checkpoint.
+        typed: the settings that were typed. Where the length of the run is not among them, its own holds.
+    """
+    if not (folder / RESULTS).is_file():
+        return False
+    epochs, steps, _ = (run.config.get(name) if typed.get(name) is None else typed[name] for name in _LENGTHS)
+    if run.is_finished(epochs, -1 if steps is None else steps):
+        return True
     try:
-        return dict(json.loads((folder / "results.json").read_text()))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return {}
+        stopped_early = read_results(folder).get("stopped_early")
+    except UserError:
+        stopped_early = None
+    # It has ended before that: by early stopping or its time, and would again with these settings.
+    names = _PATIENCE if stopped_early else _LENGTHS
+    return all(typed.get(name) in (None, run.config.get(name)) for name in names)
 
 
-def _stopped_early(results: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Whether early stopping has ended a run, and would again with these settings."""
-    return bool(results.get("stopped_early")) and all(
-        config.get(name) in (None, results["config"].get(name)) for name in ("early_stopping", "patience")
-    )
-
-
-def _resume_in(folder: Path, config: Mapping[str, Any]) -> ResumePoint:
+def _resume_in(folder: Path, typed: Mapping[str, Any]) -> ResumePoint:
     """Resume in a run's folder, or start in it where it has no valid checkpoint."""
     checkpoint = newest_valid_checkpoint(folder / "checkpoints")
     if checkpoint is None:
         return ResumePoint(str(folder))
-    ended = read_run(checkpoint).is_finished(*_bounds(config)) or _stopped_early(_results_of(folder), config)
-    return ResumePoint(str(folder), str(checkpoint), ended and (folder / "results.json").is_file())
+    return ResumePoint(str(folder), str(checkpoint), _is_finished(folder, read_run(checkpoint), typed))
 
 
 def _numbered(folder: Path) -> Iterator[Path]:
@@ -90,11 +96,13 @@ def _numbered(folder: Path) -> Iterator[Path]:
     yield folder
 
 
-def _of_this_job(parent: Path, name: str, config: Mapping[str, Any], free: Collection[str]) -> ResumePoint:
+def _of_this_job(
+    parent: Path, name: str, config: Mapping[str, Any], typed: Mapping[str, Any], free: Collection[str]
+) -> ResumePoint:
     """The run that this job has made with these settings."""
     for folder in _numbered(parent / name):
         if folder.exists() and not describe_differences(_settings_of(folder), config, free):
-            return _resume_in(folder, config)
+            return _resume_in(folder, typed)
     return ResumePoint(str(folder))
 
 
@@ -108,14 +116,16 @@ def _job(name: str | None) -> str | None:
         return name
 
 
-def _unfinished(parent: Path, config: Mapping[str, Any], free: Collection[str]) -> ResumePoint:
+def _unfinished(
+    parent: Path, config: Mapping[str, Any], typed: Mapping[str, Any], free: Collection[str]
+) -> ResumePoint:
     """The newest unfinished run with these settings."""
     folders = [path.parent for path in parent.glob("*/config.yaml")]
     for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
         if describe_differences(_settings_of(folder), config, free):
             continue
-        point = _resume_in(folder, config)
-        if point.checkpoint and not read_run(point.checkpoint).is_finished(*_bounds(config)):
+        point = _resume_in(folder, typed)
+        if point.checkpoint and not point.finished:
             return point
     return ResumePoint()
 
@@ -125,6 +135,7 @@ def find_resume_point(
     name: str | None,
     parent: Path,
     config: Mapping[str, Any],
+    typed: Mapping[str, Any],
     free: Collection[str] = DataContract.free_parameters,
 ) -> ResumePoint:
     """Decide where this command trains; the same on all ranks that share the folder.
@@ -134,6 +145,7 @@ def find_resume_point(
         name: the name of the run.
         parent: the folder of the recipe's runs.
         config: the settings of this command.
+        typed: those of them that were typed, or stand in a file that was.
         free: parameters of the recipe and the data module that do not make the experiment.
 
     Raises:
@@ -141,25 +153,30 @@ def find_resume_point(
     """
     if _VARIABLE in os.environ and not is_rank_zero():
         return ResumePoint(**json.loads(os.environ[_VARIABLE]))
-    point = _find(resume, name, parent, config, free)
+    point = _find(resume, name, parent, config, typed, free)
     os.environ[_VARIABLE] = json.dumps(vars(point))
     return point
 
 
 def _find(
-    resume: str | None, name: str | None, parent: Path, config: Mapping[str, Any], free: Collection[str]
+    resume: str | None,
+    name: str | None,
+    parent: Path,
+    config: Mapping[str, Any],
+    typed: Mapping[str, Any],
+    free: Collection[str],
 ) -> ResumePoint:
     if resume not in (None, "auto", "none"):
-        return _from_file(resume, name, parent)
+        return _from_file(resume, name, parent, typed)
     if resume == "none" or (resume is None and not is_restarted(os.environ)):
         return ResumePoint()
     if name is not None:
-        return _resume_in(parent / name, config)
+        return _resume_in(parent / name, typed)
     job = launch_name(os.environ)
-    return _of_this_job(parent, job, config, free) if job else _unfinished(parent, config, free)
+    return _of_this_job(parent, job, config, typed, free) if job else _unfinished(parent, config, typed, free)
 
 
-def _from_file(resume: str, name: str | None, parent: Path) -> ResumePoint:
+def _from_file(resume: str, name: str | None, parent: Path, typed: Mapping[str, Any]) -> ResumePoint:
     """Resume from this checkpoint, or from a later one of the same job, if the job was restarted."""
     home = Path(resume).resolve().parent
     in_run = home.name == "checkpoints" and (home.parent / "config.yaml").is_file()
@@ -167,8 +184,7 @@ def _from_file(resume: str, name: str | None, parent: Path) -> ResumePoint:
     if job := _job(name):
         for folder in [home.parent] if in_run else _numbered(parent / (name or job)):
             if was_started_from(folder, job, resume):
-                # With the bounds of that run: the settings of a checkpoint are not among those that were typed.
-                point = _resume_in(folder, _settings_of(folder))
+                point = _resume_in(folder, typed)
                 if point.checkpoint:
                     return point
                 break

@@ -201,12 +201,12 @@ def test_a_job_of_several_nodes_that_restarts_without_a_name_is_refused_with_the
         outside.setenv(f"TORCHELASTIC_{name}", value)
     outside.setenv("GROUP_WORLD_SIZE", "2")
     with pytest.raises(UserError, match="add --rdzv-id NAME"):
-        find_resume_point(resume, None, tmp_path, CONFIG)
+        find_resume_point(resume, None, tmp_path, CONFIG, {})
     path = make_run(tmp_path, "two")
-    assert find_resume_point(resume, "two", tmp_path, CONFIG) == ResumePoint(str(tmp_path / "two"), str(path))
-    assert find_resume_point("none", None, tmp_path, CONFIG) == ResumePoint()
+    assert find_resume_point(resume, "two", tmp_path, CONFIG, {}) == ResumePoint(str(tmp_path / "two"), str(path))
+    assert find_resume_point("none", None, tmp_path, CONFIG, {}) == ResumePoint()
     outside.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
-    assert find_resume_point(None, None, tmp_path, CONFIG) == ResumePoint()
+    assert find_resume_point(None, None, tmp_path, CONFIG, {}) == ResumePoint()
 
 
 @pytest.fixture
@@ -225,26 +225,60 @@ def become_job(outside: pytest.MonkeyPatch, number: str) -> None:
 
 
 def test_auto_resumes_in_the_named_folder_and_starts_there_where_nothing_is_saved(outside, tmp_path):
-    assert find_resume_point("auto", "a", tmp_path, CONFIG) == ResumePoint(str(tmp_path / "a"))
+    assert find_resume_point("auto", "a", tmp_path, CONFIG, {}) == ResumePoint(str(tmp_path / "a"))
     path = make_run(tmp_path, "a")
-    assert find_resume_point("auto", "a", tmp_path, CONFIG) == ResumePoint(str(tmp_path / "a"), str(path))
-    assert find_resume_point(None, "a", tmp_path, CONFIG) == ResumePoint()
+    assert find_resume_point("auto", "a", tmp_path, CONFIG, {}) == ResumePoint(str(tmp_path / "a"), str(path))
+    assert find_resume_point(None, "a", tmp_path, CONFIG, {}) == ResumePoint()
 
 
 def test_auto_without_a_name_takes_the_newest_unfinished_run_of_the_same_experiment(outside, tmp_path):
-    assert find_resume_point("auto", None, tmp_path, CONFIG) == ResumePoint()
+    assert find_resume_point("auto", None, tmp_path, CONFIG, {}) == ResumePoint()
     path = make_run(tmp_path, "a")
-    make_run(tmp_path, "finished", epochs=4)
+    make_run(tmp_path, "finished", epochs=4).parents[1].joinpath("results.json").touch()
     make_run(tmp_path, "other", config=CONFIG | {"lr": 7})
-    assert find_resume_point("auto", None, tmp_path, CONFIG) == ResumePoint(str(tmp_path / "a"), str(path))
+    assert find_resume_point("auto", None, tmp_path, CONFIG, {}) == ResumePoint(str(tmp_path / "a"), str(path))
 
 
 def test_a_finished_run_with_results_has_nothing_left_to_do(outside, tmp_path):
     make_run(tmp_path, "a", epochs=4)
-    assert not find_resume_point("auto", "a", tmp_path, CONFIG).finished, "it was killed in the test"
+    assert not find_resume_point("auto", "a", tmp_path, CONFIG, {}).finished, "it was killed in the test"
     (tmp_path / "a" / "results.json").touch()
-    assert find_resume_point("auto", "a", tmp_path, CONFIG).finished
-    assert not find_resume_point("auto", "a", tmp_path, CONFIG | {"max_epochs": 5}).finished
+    assert find_resume_point("auto", "a", tmp_path, CONFIG, {}).finished
+    assert not find_resume_point("auto", "a", tmp_path, CONFIG | {"max_epochs": 5}, {"max_epochs": 5}).finished
+
+
+def test_whether_a_run_has_finished_is_asked_of_its_own_length_and_of_a_longer_one_that_is_typed(outside, tmp_path):
+    make_run(tmp_path, "a", epochs=4)
+    (tmp_path / "a" / "results.json").write_text('{"scores": {}}')
+
+    def finished(name: str | None = "a", **typed: Any) -> bool:
+        return find_resume_point("auto", name, tmp_path, CONFIG | {"max_epochs": 9} | typed, typed).finished
+
+    assert finished(), "the default of the recipe is longer than the run was to be"
+    assert finished(max_epochs=4)
+    assert finished(max_epochs=2)
+    assert finished(max_steps=3)
+    assert not finished(max_epochs=5)
+    assert find_resume_point("auto", None, tmp_path, CONFIG | {"max_epochs": 9}, {}) == ResumePoint(), "none to resume"
+
+
+def test_a_run_that_was_stopped_early_or_by_its_time_stays_finished_until_it_may_go_on_for_longer(outside, tmp_path):
+    for name, length in (("stopped", {"early_stopping": "val/loss", "patience": 2}), ("timed", {"max_time": "1:0:0"})):
+        make_run(tmp_path, name, config=CONFIG | length)
+        (tmp_path / name / "results.json").write_text(
+            json.dumps({"scores": {}, "stopped_early": "no better" if name == "stopped" else None})
+        )
+
+    def finished(name: str, **typed: Any) -> bool:
+        return find_resume_point("auto", name, tmp_path, CONFIG | typed, typed).finished
+
+    assert finished("stopped")
+    assert finished("stopped", max_epochs=9)
+    assert finished("stopped", patience=2)
+    assert not finished("stopped", patience=5)
+    assert finished("timed", max_time="1:0:0")
+    assert not finished("timed", max_time="2:0:0")
+    assert not finished("timed", max_epochs=9)
 
 
 def test_a_requeued_slurm_job_finds_its_own_runs_and_no_other_jobs(outside, tmp_path):
@@ -252,17 +286,17 @@ def test_a_requeued_slurm_job_finds_its_own_runs_and_no_other_jobs(outside, tmp_
     for job in ("7", "8"):
         become_job(outside, job)
         for config, name in ((CONFIG, f"slurm-{job}"), (other, f"slurm-{job}-2")):
-            assert find_resume_point(None, None, tmp_path, config) == ResumePoint(str(tmp_path / name))
+            assert find_resume_point(None, None, tmp_path, config, {}) == ResumePoint(str(tmp_path / name))
             path = make_run(tmp_path, name, config=config)
-            assert find_resume_point(None, None, tmp_path, config) == ResumePoint(str(tmp_path / name), str(path))
-    assert find_resume_point("none", None, tmp_path, CONFIG) == ResumePoint()
+            assert find_resume_point(None, None, tmp_path, config, {}) == ResumePoint(str(tmp_path / name), str(path))
+    assert find_resume_point("none", None, tmp_path, CONFIG, {}) == ResumePoint()
 
 
 def test_a_requeued_job_resumes_where_its_data_have_moved(outside, tmp_path):
     become_job(outside, "7")
     path = make_run(tmp_path, "slurm-7", config=CONFIG | {"data_dir": "/scratch/1"})
     moved = CONFIG | {"data_dir": "/scratch/2"}
-    assert find_resume_point(None, None, tmp_path, moved) == ResumePoint(str(tmp_path / "slurm-7"), str(path))
+    assert find_resume_point(None, None, tmp_path, moved, {}) == ResumePoint(str(tmp_path / "slurm-7"), str(path))
 
 
 def test_a_damaged_checkpoint_that_was_given_is_refused_with_the_newest_valid_one(outside, tmp_path):
@@ -270,7 +304,7 @@ def test_a_damaged_checkpoint_that_was_given_is_refused_with_the_newest_valid_on
     best = save(last.with_name("best.ckpt"), 3)
     DAMAGES["truncated"](last)
     with pytest.raises(UserError, match=f"cut off.*the newest valid checkpoint is {best}: pass --resume auto"):
-        find_resume_point(str(last), None, tmp_path, CONFIG)
+        find_resume_point(str(last), None, tmp_path, CONFIG, {})
 
 
 @pytest.mark.parametrize("name", [None, "two"])
@@ -282,7 +316,7 @@ def test_a_job_that_started_from_a_file_resumes_from_its_own_checkpoints_when_it
     become_job(outside, "7")
 
     def begins() -> ResumePoint:
-        return find_resume_point(file, name, tmp_path / "runs", CONFIG)
+        return find_resume_point(file, name, tmp_path / "runs", CONFIG, {})
 
     assert begins() == ResumePoint(str(folder), file)
     folder.mkdir(parents=True)
@@ -305,15 +339,15 @@ def test_resuming_from_an_earlier_checkpoint_renames_the_later_ones_and_a_requeu
     best = str(save(home / "best.ckpt", 10))
     torch.save({"weights": torch.ones(2)}, home / "foreign.ckpt")
     assert start_from(best, tmp_path / "a", None) == [home / "last.ckpt.abandoned"]
-    assert find_resume_point("auto", "a", tmp_path, CONFIG).checkpoint == best
+    assert find_resume_point("auto", "a", tmp_path, CONFIG, {}).checkpoint == best
     become_job(outside, "7")
     save(last, 12)
-    assert find_resume_point(best, None, tmp_path, CONFIG) == ResumePoint(str(tmp_path / "a"), best), (
+    assert find_resume_point(best, None, tmp_path, CONFIG, {}) == ResumePoint(str(tmp_path / "a"), best), (
         "another job went there"
     )
     assert start_from(best, tmp_path / "a", None) == [home / "last.ckpt-2.abandoned"]
     save(last, 11)
-    assert find_resume_point(best, None, tmp_path, CONFIG) == ResumePoint(str(tmp_path / "a"), str(last))
+    assert find_resume_point(best, None, tmp_path, CONFIG, {}) == ResumePoint(str(tmp_path / "a"), str(last))
     kept = {path.name: read_run(path).updates for path in home.glob("*.abandoned")}
     assert kept == {"last.ckpt.abandoned": 14, "last.ckpt-2.abandoned": 12}
     assert (home / "foreign.ckpt").exists()

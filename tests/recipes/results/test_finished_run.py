@@ -1,0 +1,49 @@
+"""A run that has finished, and the same command line again."""
+
+from pathlib import Path
+
+from recipes.results.results_file import read_results
+from recipes.resume.saved_run import read_run
+from tests.support.command_lines import typed
+
+FIT = "--name one --precision 32-true --logger csv --lr 0.1 --batch-size 16"
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_finished_run_is_never_rewritten_and_what_it_does_not_do_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "quadrants" / "one"
+    auto = "--name one --resume auto"
+    typed(tmp_path, f"{FIT} --max-epochs 2")
+    before = _contents(folder)
+    again, shorter, other, given, steps = typed(
+        tmp_path,
+        auto,  # Without a length: the recipe's default is longer.
+        f"{auto} --max-epochs 1 --logger none",
+        f"{auto} --lr 0.5",
+        f"--resume {folder / 'checkpoints' / 'last.ckpt'}",
+        f"--resume {folder / 'checkpoints' / 'last.ckpt'} --max-steps 3",
+    )
+    assert _contents(folder) == before
+    assert [folder.name for folder in folder.parent.iterdir()] == ["one"]
+    for ended in (again, shorter):
+        assert ended.status == 0
+        assert "the run in runs/quadrants/one has finished, and stays as it is" in ended.out
+    assert other.status == 2
+    assert "is of another experiment: --lr is 0.5, and 0.1 in the checkpoint" in other.err
+    for ended in (given, steps):
+        assert ended.status == 2
+        assert "this run has finished its 2 epochs and 14 updates; pass --max-epochs 4 to train longer" in ended.err
+
+
+def test_a_finished_run_that_trains_longer_keeps_its_results_under_another_name(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "quadrants" / "one"
+    typed(tmp_path, f"{FIT} --max-epochs 1")
+    first = (folder / "results.json").read_bytes()
+    (longer,) = typed(tmp_path, "--name one --resume auto --max-epochs 2")
+    assert longer.status == 0
+    assert (folder / "results-1.json").read_bytes() == first
+    assert read_results(folder)["config"]["max_epochs"] == 2
+    assert read_run(folder / "checkpoints" / "last.ckpt").epochs == 2
