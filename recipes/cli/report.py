@@ -29,6 +29,7 @@ from datamodules.errors import RunFailedError, UserError
 from recipes.cli.early_stopping import why_stopped
 from recipes.cli.experiment import Experiment, takes_inputs
 from recipes.launch.streams import print_error, unwritten_streams
+from recipes.results.html_report import REPORT, write_report
 from recipes.results.results_file import RESULTS, write_results
 from recipes.version import __version__
 
@@ -247,12 +248,13 @@ def report(
     flops = flops_per_sample(recipe)
     sizes = stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders) | dict(data.sizes)
     rate = stopwatch.samples_per_second(sizes.get("train", 0))
+    headline = recipe.headline(scores)
     speed = f", {rate:,.0f} samples/s" if rate else ""
     rows = {
         "data": ": ".join(filter(None, (data.title, ", ".join(f"{n:,} {part}" for part, n in sizes.items())))),
         "parameters": f"{parameters:,} ({trainable:,} trainable)",
         **({"FLOPs per sample": f"{_with_unit(flops)}, forward"} if flops is not None else {}),
-        **recipe.headline(scores),
+        **headline,
         "training": f"{stopwatch.seconds:.1f} s{speed}; {wall_seconds:.1f} s in all",
     }
     if stopwatch.stopped_early:
@@ -288,11 +290,16 @@ def report(
             "torch": torch.__version__,
             "lightning": pl.__version__,
         },
+        "headline": headline,
         "config": dict(config),
+        "changed": list(experiment.settings.changed),
     }
     # Before anything is printed: a terminal may have gone.
     with best_effort(RESULTS):
         write_results(folder, results)
+        if experiment.settings.run.report:
+            with best_effort(REPORT):
+                rows["report"] = shown(write_report(folder))
     # TensorBoard holds numbers and text only.
     plain = {k: v if isinstance(v, (int, float, str)) else json.dumps(v) for k, v in config.items()}
     final = {f"final/{name}": v for name, v in scores.items() if "_class_" not in name and math.isfinite(v)}

@@ -43,6 +43,7 @@ class Results(TypedDict, total=False):
     versions: dict[str, str]
     commit: str | None
     scores: dict[str, float]
+    headline: dict[str, str]
     best: Best | None
     seconds: dict[str, float]
     epochs: float
@@ -54,6 +55,7 @@ class Results(TypedDict, total=False):
     flops_per_sample: int | None
     data: dict[str, Any]
     config: dict[str, Any]
+    changed: list[str]
 
 
 def read_results(folder: Path) -> Results:

@@ -1,0 +1,227 @@
+"""``report.html``: a finished run on one page, from the files in its folder."""
+
+import itertools
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from recipes.files import write_text
+from recipes.results.curves import (
+    COLOURS,
+    LEARNING_RATE,
+    Curve,
+    Curves,
+    Line,
+    draw_panel,
+    panel_of,
+    read_curves,
+    shown_panels,
+    svg,
+)
+from recipes.results.page import Image, Section, render
+from recipes.results.results_file import FIGURES, PARTS, RESULTS, Results, read_results
+
+__all__ = ["REPORT", "duration", "score_text", "value_text", "write_report"]
+
+REPORT = "report.html"
+_MOST_IMAGE_BYTES = 8 << 20  # Of all figures together: a page of 11 MB still opens at once on a phone.
+_MOST_ROWS = 300
+_FIGURES_FIRST = ("confusion_matrix", "mistakes", "attention", "grad_cam", "predictions")
+_STAGES = {"train": "training", "val": "validation", "test": "test"}
+
+
+def value_text(value: Any) -> str:
+    """A setting as text; without quotes where it is one.
+
+    Example:
+        >>> value_text("mnist"), value_text(None), value_text([1, None])
+        ('mnist', '-', '[1, null]')
+    """
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def score_text(value: Any) -> str:
+    """A score with four decimals, or four digits where it is large or small.
+
+    Example:
+        >>> score_text(0.97391), score_text(0.00001234), score_text(123456.7)
+        ('0.9739', '1.234e-05', '123,457')
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return value_text(value)
+    if abs(value) >= 1e4:
+        return f"{value:,.0f}"
+    return f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words.
+
+    Example:
+        >>> duration(12.34), duration(754), duration(3 * 3600 + 120)
+        ('12.3 s', '12 min 34 s', '3 h 2 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _time(text: Any) -> str:
+    try:
+        return f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M}"
+    except (TypeError, ValueError):
+        return ""
+
+
+def _bytes(number: float) -> str:
+    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
+
+
+def _curves(curves: Curves, results: Results) -> Section:
+    best = results.get("best")
+    monitor = best["monitor"] if best else None
+    drawings = []
+    for name in shown_panels(curves.panels, monitor):
+        colours = itertools.cycle(COLOURS)
+        if name == LEARNING_RATE:
+            lines = [Line(part, curve, next(colours)) for part, curve in curves.panels[name].items()]
+        else:
+            lines = _lines(curves.panels[name])
+        mark = None
+        if best is not None:
+            mark = curves.place(best["step"]), best["value"] if name == panel_of(monitor) else None
+        drawings.append(_panel(name, lines, mark, curves.unit))
+    if not drawings:
+        return Section("Curves", "There are none: the run has written no metrics.csv (--logger csv).")
+    text = f"The horizontal axis is the {curves.unit}."
+    if best is not None:
+        text += " The dashed line marks the best checkpoint."
+    return Section("Curves", text, drawings=drawings)
+
+
+def _lines(parts: Mapping[str, Curve]) -> list[Line]:
+    """Training below validation."""
+    return [
+        Line(_STAGES[part], parts[part], colour) for part, colour in zip(("train", "val"), COLOURS) if part in parts
+    ]
+
+
+def _panel(name: str, lines: list[Line], best: tuple[float, float | None] | None, unit: str) -> str:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.2, 2.7))
+    # Fixed margins: a layout that is computed takes as long as the drawing.
+    draw_panel(axes := figure.add_axes((0.13, 0.1, 0.85, 0.78)), name, lines, best, unit)
+    axes.legend(fontsize=9, frameon=False, labelcolor="linecolor")
+    return svg(figure, name)
+
+
+def _figures(folder: Path) -> list[Section]:
+    """The figures of the test; those of the validation are folded where there are others."""
+    stages: dict[str, list[Image]] = {}
+    left_out, room = [], _MOST_IMAGE_BYTES
+    for path in sorted((folder / FIGURES).glob("*.png"), key=_place_of_figure):
+        if path.stat().st_size > room:
+            left_out.append(path.name)
+            continue
+        stage, _, name = path.stem.partition("_")
+        data = path.read_bytes()
+        room -= len(data)
+        stages.setdefault(stage, []).append(Image.of_png(f"{stage}: {name.replace('_', ' ')}", data))
+    text = f"Too large for this page: {', '.join(left_out)} in {FIGURES}/." if left_out else ""
+    first, *others = stages or [""]
+    sections = [Section("Figures of the best checkpoint", text, images=stages.get(first, []))]
+    return sections + [Section(images=stages[s], folded=f"The same of the {_STAGES.get(s, s)} set") for s in others]
+
+
+def _place_of_figure(path: Path) -> tuple[bool, int, str]:
+    stage, _, name = path.stem.partition("_")
+    return stage != "test", (*_FIGURES_FIRST, name).index(name), path.stem
+
+
+def _scores(results: Results) -> list[Section]:
+    """The scores, and those of single classes, folded."""
+    stages: dict[str, dict[str, Any]] = {}
+    for column, value in results.get("scores", {}).items():
+        stage, slash, name = column.partition("/")
+        stage, name = (stage, name) if slash and stage in _STAGES else ("", column)
+        stages.setdefault(stage, {})[name] = value
+    order = [stage for stage in ("test", "val", "train", "") if stage in stages]
+    names = dict.fromkeys(name for stage in order for name in stages[stage])
+    rows = [[name, *(score_text(stages[s][name]) if name in stages[s] else "" for s in order)] for name in names]
+    columns = ["score", *(_STAGES.get(stage, "value") for stage in order)]
+    main, classes = ([row for row in rows if ("_class_" in row[0]) == single] for single in (False, True))
+    more = f"; {RESULTS} holds all {len(classes)}" if len(classes) > _MOST_ROWS else ""
+    by_class = Section(columns=columns, rows=classes[:_MOST_ROWS], folded=f"By class{more}")
+    return [Section("Scores", columns=columns, rows=main[:_MOST_ROWS]), *([by_class] if classes else [])]
+
+
+def _seconds(results: Results) -> Section:
+    seconds = results.get("seconds", {})
+    total = max(1e-9, seconds.get("total", 0.0))
+    shares = [
+        (part.replace("_", " "), duration(seconds[part]), seconds[part] / total) for part in PARTS if part in seconds
+    ]
+    return Section("Time", f"{duration(total)} in all." if shares else "", shares=shares)
+
+
+def _environment(results: Results) -> list[list[str]]:
+    memory: dict[str, int | None] = results.get("peak_memory_bytes", {})
+    data: dict[str, Any] = results.get("data", {})
+    sizes = ", ".join(f"{size:,} {part}" for part, size in data.get("sizes", {}).items())
+    rows = {
+        "data": ": ".join(filter(None, (data.get("name", ""), sizes))),
+        "parameters": f"{results.get('parameters', 0):,} ({results.get('trainable_parameters', 0):,} trainable)",
+        "epochs": f"{results.get('epochs', 0):g}",
+        "speed": f"{rate:,.0f} samples/s" if (rate := results.get("samples_per_second")) else "",
+        "peak memory": ", ".join(f"{_bytes(size)} {where}" for where, size in memory.items() if size),
+        "hardware": results.get("hardware", ""),
+        "nodes": str(nodes) if (nodes := results.get("num_nodes", 1)) > 1 else "",
+        "host": results.get("host", ""),
+        "started": str(results.get("started_at", "")),
+        "ended": str(results.get("ended_at", "")),
+        "commit": results.get("commit") or "",
+        **results.get("versions", {}),
+    }
+    return [[name, text] for name, text in rows.items() if text]
+
+
+def _sections(folder: Path, results: Results) -> list[Section]:
+    config, best = results.get("config", {}), results.get("best")
+    headline = results.get("headline") or {n: score_text(v) for n, v in results["scores"].items() if "_class_" not in n}
+    checkpoint = f"Of {best['checkpoint']}, after {best['step']:,} updates." if best else ""
+    changed = [[name, value_text(config[name])] for name in results.get("changed", ()) if name in config]
+    settings = [[name, value_text(value)] for name, value in config.items()]
+    sections = [
+        Section(text=checkpoint, tiles=dict(itertools.islice(headline.items(), 12))),
+        _curves(read_curves(folder), results),
+        *_figures(folder),
+        *_scores(results),
+        Section("Settings", "" if changed else "All are the defaults.", code=results.get("command", ""), rows=changed),
+        Section(rows=settings, folded=f"All {len(settings)} settings"),
+        _seconds(results),
+        Section("Environment", rows=_environment(results)),
+    ]
+    return [s for s in sections if s.rows or s.images or s.drawings or s.text or s.tiles or s.shares or s.code]
+
+
+def write_report(folder: Path) -> Path:
+    """Write the page of a finished run into its folder, from results.json, metrics.csv and figures/.
+
+    Raises:
+        UserError: the folder has no results.
+        OSError: the page cannot be written; an earlier one is as it was.
+    """
+    results = read_results(folder)
+    title = f"{results.get('recipe', folder.resolve().parent.name)}: {folder.resolve().name}"
+    ended = "stopped early" if results.get("stopped_early") else "finished"
+    subtitle = " ".join(filter(None, (ended, _time(results.get("ended_at")))))
+    path = folder / REPORT
+    write_text(path, render(title, subtitle, _sections(folder, results)))
+    return path

@@ -1,0 +1,124 @@
+"""The page of a run: one well-formed file that refers to no other, whatever the run's texts hold."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from datamodules.errors import UserError
+from recipes.results.html_report import write_report
+from tests.support.command_lines import typed
+from tests.support.pages import read_page
+
+HOSTILE = "<script>alert('&amp;')</script>$x^$"
+
+
+def save_run(folder: Path, metrics: str = "", figures: dict[str, tuple[int, int]] | None = None, **more: Any) -> Path:
+    """A run's folder with results, metrics and white figures of (width, height)."""
+    (folder / "figures").mkdir(parents=True)
+    (folder / "results.json").write_text(json.dumps({"scores": {}, **more}))
+    if metrics:
+        (folder / "metrics.csv").write_text(metrics)
+    for name, size in (figures or {}).items():
+        Image.new("RGB", size, "white").save(folder / "figures" / name)
+    return folder
+
+
+METRICS = """epoch,lr,step,train/loss,val/loss,val/accuracy,val/accuracy_class_0,test/loss
+,0.1,4,,,,,
+0,,9,2.0,,,,
+0,,9,,1.5,0.5,0.25,
+1,,19,1.0,,,,
+1,,19,,1.75,0.75,0.25,
+2,,19,,,,,1.5
+"""
+
+
+def test_a_page_shows_what_the_run_has_and_refers_to_nothing(tmp_path: Path) -> None:
+    folder = save_run(
+        tmp_path / "one",
+        METRICS,
+        {"test_confusion_matrix.png": (30, 30), "test_mistakes.png": (80, 20), "val_attention.png": (40, 40)},
+        recipe="mnist",
+        scores={"test/loss": 1.5, "val/accuracy": 0.75, "val/accuracy_class_0": 0.25},
+        headline={"val accuracy": "75 %"},
+        best={"checkpoint": "best.ckpt", "epoch": 1, "step": 20, "monitor": "val/accuracy", "value": 0.75},
+        seconds={"train": 6.0, "validate": 2.0, "total": 8.0},
+        config={"lr": 0.1, "seed": 1},
+        changed=["lr"],
+        command="python -m recipes.mnist --lr 0.1",
+        hardware="1 x cpu",
+        versions={"torch": "2.15"},
+    )
+    page = read_page(write_report(folder))
+    assert list(page.images) == ["test: confusion matrix", "test: mistakes", "val: attention"]
+    assert page.images["test: mistakes"].size == (80, 20)
+    assert page.tags.count("svg") == 3  # Accuracy, loss and learning rate, and none of a class.
+    for text in ("mnist: one", "75 %", "best.ckpt", "python -m recipes.mnist --lr 0.1", "All 2 settings", "1 x cpu"):
+        assert text in page.text
+    assert page.text.index("accuracy_class_0") > page.text.index("By class")
+    assert page.text.index("\nlr") < page.text.index("All 2 settings"), "changed settings come first"
+    assert page.text.count("6.0 s") == page.text.count("2.0 s") == 1
+
+
+def test_texts_that_hold_html_stay_texts(tmp_path: Path) -> None:
+    folder = save_run(
+        tmp_path / HOSTILE.replace("/", "-"),
+        f'epoch,step,"val/{HOSTILE}"\n0,9,1.0\n',
+        {"test_<b>.png": (9, 9)},
+        recipe=HOSTILE,
+        scores={f"val/accuracy_class_{HOSTILE}": 1.0, HOSTILE: 0.5},
+        headline={HOSTILE: HOSTILE},
+        config={"data_dir": HOSTILE, "names": [HOSTILE]},
+        changed=["data_dir"],
+        command=HOSTILE,
+        host=HOSTILE,
+        data={"name": HOSTILE, "sizes": {HOSTILE: 3}},
+        versions={HOSTILE: HOSTILE},
+    )
+    page = read_page(write_report(folder))
+    assert page.text.count(HOSTILE) >= 10
+    assert list(page.images) == ["test: <b>"]
+
+
+@pytest.mark.parametrize("metrics", ["", "epoch,step\n", "epoch,step,val/loss\nx,y,z\n", "\0\0\n\0", "a\nnan\n"])
+def test_a_run_without_readable_curves_and_figures_has_a_page(tmp_path: Path, metrics: str) -> None:
+    assert "Curves" in read_page(write_report(save_run(tmp_path / "run", metrics))).text
+
+
+def test_figures_that_make_a_page_too_large_are_named(tmp_path: Path) -> None:
+    folder = save_run(tmp_path / "run", figures={"test_a.png": (20, 20)})
+    file = io.BytesIO()
+    Image.new("RGB", (20, 20)).save(file, "png")
+    (folder / "figures" / "test_b.png").write_bytes(file.getvalue() + bytes(9 << 20))
+    page = read_page(write_report(folder))
+    assert list(page.images) == ["test: a"]
+    assert "Too large for this page: test_b.png" in page.text
+    assert (folder / "report.html").stat().st_size < 12 << 20
+
+
+def test_a_folder_without_results_has_no_page(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"results.json: expected the folder of a run that has finished"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_run_writes_its_page_unless_it_shall_not(tmp_path: Path) -> None:
+    lines = typed(
+        tmp_path,
+        "--max-epochs 2 --name a --lr 0.5 --logger csv",
+        "--max-epochs 1 --name b --logger none --report false",
+        "--max-epochs 1 --name c --logger none",
+    )
+    assert [line.status for line in lines] == [0, 0, 0], lines
+    runs = tmp_path / "runs" / "quadrants"
+    page = read_page(runs / "a" / "report.html")
+    assert {"svg", "details"} <= set(page.tags)
+    assert "quadrants: a" in page.text
+    assert page.text.index("\nlr0.5") < page.text.index("settings"), "what was changed comes first"
+    assert "report" in lines[0].out
+    assert not (runs / "b" / "report.html").exists()
+    assert "no metrics.csv" in read_page(runs / "c" / "report.html").text
