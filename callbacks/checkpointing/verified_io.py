@@ -8,10 +8,7 @@ import errno
 import logging
 import os
 import pickle
-import secrets
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +18,7 @@ from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import describe_excess, refuse_code
 from callbacks.checkpointing.plain_values import as_plain
+from callbacks.lib.whole_files import whole_or_nothing
 from datamodules.errors import UserError
 
 try:
@@ -95,37 +93,6 @@ def remove_leftovers(folder: Path) -> None:
                     part.unlink()
         except OSError:
             continue
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename survive a loss of power."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # Windows opens no folders.
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:  # Some network file systems.
-        pass
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def whole_or_nothing(path: Path) -> Iterator[Path]:
-    """A name beside `path` that takes its place at the end, and is gone if that is never reached.
-
-    Folders that are missing are made.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        yield part
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
 
 
 def write_checkpoint(checkpoint: Any, path: Path) -> None:

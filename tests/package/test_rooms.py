@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "recipes": "datamodules",
     "recipes.__main__": "recipes.cli recipes.launch recipes.results recipes.version",
     "recipes.version": "",
-    "recipes.files": "callbacks.checkpointing",
+    "recipes.files": "callbacks.lib",
     "recipes.weights": "datamodules.errors callbacks.checkpointing",
     "recipes.pretrained": "datamodules.errors datamodules.loading recipes.weights",
     "recipes.labels": f"{_DATA} datamodules.loading",
