@@ -12,12 +12,16 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, Task, TaskID, TextColumn
 from typing_extensions import override
 
+from callbacks.lib.terminal import terminal_width, wrap_pieces
 from datamodules.ranges import NOT_NEGATIVE, check_ranges
 
 __all__ = ["RunProgress", "format_metrics"]
+
+_SHORTEST_BAR = 6
+"""Columns, with a space before and after it."""
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:
@@ -34,6 +38,45 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
 def _epoch(trainer: pl.Trainer) -> str:
     of = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
     return f"epoch {trainer.current_epoch + 1}{of}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _rate(speed: float) -> str:
+    """Batches per second, or seconds per batch.
+
+    Example:
+        >>> _rate(2350.0), _rate(12.34), _rate(0.4)
+        ('2,350 it/s', '12.3 it/s', '2.5 s/it')
+    """
+    return f"{speed:,.{1 if speed < 100 else 0}f} it/s" if speed >= 1 else f"{1 / speed:.1f} s/it"
+
+
+def _figures(task: Task, metrics: str, room: int) -> str:
+    """Of batches, rate, elapsed time, time left and metrics those that fit, the most important first.
+
+    Args:
+        room: columns beside the description.
+    """
+    speed, left = task.speed, task.time_remaining
+    count = f"{task.completed:.0f}" + (f"/{task.total:.0f}" if task.total else "")
+    figures = {
+        "count": count,
+        "rate": _rate(speed) if speed else "",
+        "elapsed": _clock(task.elapsed or 0),
+        "left": f"{_clock(left)} left" if left is not None else "",
+        "metrics": metrics,
+    }
+    taken: set[str] = set()
+    for name in ("rate", "elapsed", "count", "left", "metrics"):
+        if figures[name] and len(figures[name]) + 1 <= room:
+            taken.add(name)
+            room -= len(figures[name]) + 1
+    return " ".join(text for name, text in figures.items() if name in taken)
 
 
 class RunProgress(ProgressBar):
@@ -81,26 +124,27 @@ class RunProgress(ProgressBar):
     def _start(self, description: str, total: float | None) -> None:
         self._metrics = ""
         if self._enabled and sys.stderr is not None and sys.stderr.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             # Refreshed here: a thread that draws would interrupt the training loop at any moment.
             self._progress = Progress(
-                *columns,
-                TextColumn("{task.fields[metrics]}"),
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[figures]}"),
                 console=Console(stderr=True),
                 auto_refresh=False,
                 transient=True,
+                expand=True,
             )
             self._progress.start()
-            self._task = self._progress.add_task(description, total=total, metrics="")
+            self._task = self._progress.add_task(description, total=total, figures="")
 
     def _draw(self, **changes: Any) -> None:
         """Draw now; callers on a hot path ask the clock first."""
         self._next_drawing = time.monotonic() + self.interval
         if self._progress is not None:
-            # The bar, its text and the time take about 85 columns; epochs have lines of their own for all metrics.
-            room = self._progress.console.width - 85
-            shown = self._metrics if len(self._metrics) <= room else ""
-            self._progress.update(self._task, metrics=shown, refresh=True, **changes)
+            self._progress.update(self._task, **changes)
+            task = self._progress.tasks[0]
+            room = self._progress.console.width - len(task.description) - _SHORTEST_BAR
+            self._progress.update(self._task, figures=_figures(task, self._metrics, room), refresh=True)
 
     def _stop(self) -> None:
         if self._progress is not None:
@@ -141,13 +185,15 @@ class RunProgress(ProgressBar):
         metrics = trainer.callback_metrics
         # Lightning keeps the scores of an earlier epoch's validation.
         self._metrics = format_metrics({k: v for k, v in metrics.items() if self._validated or not k.startswith("val")})
-        line = f"{_epoch(trainer)}  {self._metrics}  {time.monotonic() - self._epoch_began:.1f} s"
+        pieces = [_epoch(trainer), *self._metrics.split("  "), f"{time.monotonic() - self._epoch_began:.1f} s"]
         if self._progress is not None:
             # Above the bar, where it stays.
-            self._progress.console.print(line, highlight=False, soft_wrap=True)
+            lines = wrap_pieces(pieces, self._progress.console.width)
+            self._progress.console.print("\n".join(lines), highlight=False, soft_wrap=True)
             self._draw(completed=trainer.fit_loop.total_batch_idx + 1, description=_epoch(trainer))
         elif self._enabled:
-            print(line, flush=True)  # noqa: T201
+            lines = wrap_pieces(pieces, terminal_width(sys.stdout) or sys.maxsize)
+            print("\n".join(lines), flush=True)  # noqa: T201
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,11 +15,12 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from callbacks.lib.slurm_job import requeue_on
+from callbacks.lib.terminal import wrap
 from datamodules.errors import RunFailedError, UserError, system_failure
 from recipes.cli.commands import carry_out
 from recipes.cli.console import configure_logging, program_name
 from recipes.cli.experiment import Classes, Settings, build_experiment, takes_inputs
-from recipes.cli.flags import FlagGroup, FlagParser
+from recipes.cli.flags import FlagGroup, FlagParser, help_width, without_markup
 from recipes.cli.limits import LIMIT_TEXTS, check_trainer_numbers
 from recipes.cli.messages import one_line
 from recipes.cli.report import check_output, shown
@@ -29,7 +31,7 @@ from recipes.failures.join import join_run
 from recipes.failures.monitor import RunConnection, monitored
 from recipes.failures.orphans import declare_parent, drop_inherited_variables, exit_with_parent, parent_of_rank
 from recipes.failures.rendezvous import UPDATES_DONE
-from recipes.launch.devices import detect_machine, devices_of
+from recipes.launch.devices import detect_machine, devices_of, shared_cores
 from recipes.launch.host_tuning import stop_gpu_search, tune_allocator
 from recipes.launch.plan import Launch, check_strategy, plan_launch
 from recipes.launch.precision import check_precision, resolve_precision
@@ -117,8 +119,20 @@ def run(
             # Before the rendezvous; where rank 0 makes the same error, it prints first.
             time.sleep(3)
             who = f" on rank {getattr(rank_zero_only, 'rank', '?')}"
-        print_error(f"error{who}: {one_line(program.parser.as_flags(str(error)))}")
+        print_error(f"error{who}: {one_line(program.parser.explained(str(error)))}")
         sys.exit(error.exit_status)
+
+
+def _print_texts(title: str, texts: dict[str, str], width: int) -> None:
+    """Print names and their texts, in a column or, where there is no room for one, below the names."""
+    column = max(map(len, texts)) + 2
+    print("\n".join(wrap(f"{title}:", width)))  # noqa: T201
+    for name, text in texts.items():
+        beside = width >= column + 34
+        indent = " " * (column + 2 if beside else 4)
+        lines = wrap(text, width - len(indent), "")
+        first = f"  {name:<{column}}{lines[0]}" if beside else f"  {name}\n{indent}{lines[0]}"
+        print("\n".join([first, *(indent + line for line in lines[1:])]))  # noqa: T201
 
 
 def _build_parser(classes: Classes, program: str) -> FlagParser:
@@ -252,16 +266,20 @@ class _CommandLine:
         check_output(namespace.output)
 
     def _print_help(self, everything: bool) -> None:
-        summary = (self.classes.recipe.__doc__ or "").strip().splitlines()[0]
-        commands = "\n".join(f"  {name:<10} {text}" for name, text in _COMMANDS.items())
-        print(f"usage: {self.program} [{'|'.join(_COMMANDS)}] [flags]\n\n{summary}\n\nCommands:\n{commands}")  # noqa: T201
+        width = help_width()
+        summary = without_markup((self.classes.recipe.__doc__ or "").strip().splitlines()[0])
+        usage = f"usage: {self.program} [{'|'.join(_COMMANDS)}] [flags]"
+        lines = textwrap.wrap(usage, width, subsequent_indent="  ", break_on_hyphens=False)
+        print("\n".join([*lines, "", *wrap(summary, width, ""), ""]))  # noqa: T201
+        _print_texts("Commands", _COMMANDS, width)
         self.parser.print_flags(everything)
-        rest = "" if everything else "  --help-all                        all flags, with their full texts\n"
-        print(  # noqa: T201
-            f"\nSettings (--no-NAME is the same as --NAME false):\n{rest}"
-            "  --config FILE                     YAML file of settings; the command line takes precedence\n"
-            "  --print-config                    print all settings as such a file, and exit"
-        )
+        rest = {} if everything else {"--help-all": "all flags, with their full texts"}
+        settings = {
+            "--config FILE": "YAML file of settings, or a run's results.json; the command line takes precedence",
+            "--print-config": "print all settings as such a file, and exit",
+        }
+        print()  # noqa: T201
+        _print_texts("Settings (--no-NAME is the same as --NAME false)", rest | settings, width)
 
     # Resuming
 
@@ -327,6 +345,8 @@ class _CommandLine:
         alone, launch = command in ("predict", "export"), Launch("local", 1, 1)
         if not alone:
             launch = plan_launch(os.environ, options, asked, here, self.typed)
+        if launch.spawns and is_rank_zero() and (warning := shared_cores(launch.devices, here)):
+            print_error(warning)
         self.typed = self.typed.started_by(launch.launcher, launch.num_nodes, launch.devices)
         check_precision(str(values["precision"]), here, self.typed)
         check_strategy(values["strategy"], self.typed)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from typing_extensions import override
 
+from callbacks.lib.terminal import fitted
 from recipes.launch.rank_zero import is_rank_zero
 
 __all__ = ["configure_logging", "program_name"]
@@ -33,7 +34,7 @@ class _OneLine(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         # A message about one rank, such as a damaged file, is logged by no other.
         if is_rank_zero() or getattr(record, "any_rank", False):
-            print(self._translate(record.getMessage()), file=sys.stderr)  # noqa: T201
+            print(fitted(self._translate(record.getMessage()), sys.stderr), file=sys.stderr)  # noqa: T201
 
 
 def configure_logging(translate: Callable[[str], str] = str) -> None:

@@ -24,9 +24,9 @@ from datamodules.errors import UserError
 from recipes.cli.imports import allow_imports, explain_refused_import
 from recipes.cli.messages import ALIASES, as_flags
 from recipes.launch.settings import flag_of
-from recipes.resume.settings_file import is_file, read_settings
+from recipes.resume.settings_file import is_file, read_settings, setting_lines
 
-__all__ = ["FlagGroup", "FlagParser", "describe_type"]
+__all__ = ["FlagGroup", "FlagParser", "describe_type", "help_width", "without_markup"]
 
 _SWITCH_VALUES = {"true", "false", "yes", "no", "1", "0", "null", "none"}
 
@@ -81,12 +81,12 @@ def describe_type(annotation: Any) -> str:
     return getattr(annotation, "__name__", str(annotation))
 
 
-def _type_name(annotation: Any) -> str:
-    """A type in one word, for the help."""
+def _type_name(annotation: Any, everything: bool = True) -> str:
+    """A type in one word, for the help; of many choices the first, unless `everything` is asked for."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         joined = "|".join(map(str, arguments))
-        return joined if len(joined) <= 34 else f"{arguments[0]}|{arguments[1]}|..."
+        return joined if everything or len(joined) <= 34 else f"{arguments[0]}|{arguments[1]}|..."
     if origin in (Union, types.UnionType):
         names = dict.fromkeys(_type_name(a) for a in arguments if a is not type(None))
         return "|".join(names).replace("INT|FLOAT", "NUMBER")
@@ -99,11 +99,11 @@ def _allows_bare(annotation: Any) -> bool:
     return annotation is bool or (get_origin(annotation) in (Union, types.UnionType) and bool in get_args(annotation))
 
 
-def _without_markup(text: str) -> str:
+def without_markup(text: str) -> str:
     """A docstring's text without Sphinx roles and backticks.
 
     Example:
-        >>> _without_markup("pass ``True``, see :class:`~torch.utils.data.DataLoader`")
+        >>> without_markup("pass ``True``, see :class:`~torch.utils.data.DataLoader`")
         'pass True, see DataLoader'
     """
     return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", text).replace("`", "")
@@ -122,11 +122,21 @@ def _names_unknown_class(value: Any) -> bool:
     return (bool(module) and module not in sys.modules) or any(map(_names_unknown_class, value.values()))
 
 
-def _names_of_classes(annotation: Any) -> set[str]:
-    """The names of a class and its subclasses, and of those in a type such as a list of them."""
-    if isinstance(annotation, type) and not get_args(annotation):
-        return {annotation.__name__}.union(*map(_names_of_classes, type.__subclasses__(annotation)))
-    return set().union(*map(_names_of_classes, get_args(annotation)))
+def _classes_in(annotation: Any) -> dict[str, type]:
+    """A class and its subclasses by name, and those in a type such as a list of them."""
+    is_class = isinstance(annotation, type) and not get_args(annotation)
+    found = {annotation.__name__: annotation} if is_class else {}
+    for part in type.__subclasses__(annotation) if is_class else get_args(annotation):
+        found |= _classes_in(part)
+    return found
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    """A question about the name that was meant, such as "; did you mean lr?"; nothing where none is close."""
+    known = list(names)
+    others = {other: meant for other, meant in _OTHER_NAMES.items() if meant in known}
+    close = difflib.get_close_matches(name, [*known, *others], n=1, cutoff=0.5)
+    return f"; did you mean {others.get(close[0], close[0])}?" if close else ""
 
 
 def _whole_numbers_first(annotation: Any) -> Any:
@@ -137,6 +147,11 @@ def _whole_numbers_first(annotation: Any) -> Any:
     if get_origin(annotation) not in (Union, types.UnionType):
         return annotation
     return Union[tuple(sorted(get_args(annotation), key=lambda part: part is float))]  # noqa: UP007
+
+
+def help_width() -> int:
+    """The columns of the help: those of the terminal, or 100."""
+    return shutil.get_terminal_size((100, 24)).columns
 
 
 class FlagParser(ArgumentParser):
@@ -162,6 +177,7 @@ class FlagParser(ArgumentParser):
             self.add_argument(
                 "--config", action=ActionConfigFile, help="a YAML file of settings, as --print-config prints"
             )
+        self._places: dict[str, str] = {}
         self._flags = {action.dest: action for action in self._actions if action.option_strings}
         for action in self._flags.values():
             if (annotation := getattr(action, "_typehint", None)) is not None:
@@ -213,10 +229,8 @@ class FlagParser(ArgumentParser):
                 name, equals, value = name[3:], "=", "false"
             known = name.split(".")[0]
             if known not in self._flags and name != "print_config":
-                close = [_OTHER_NAMES[known]] if _OTHER_NAMES.get(known) in self._flags else []
-                close = close or difflib.get_close_matches(known, self._flags, n=1, cutoff=0.5)
-                hint = f"did you mean {flag_of(close[0])}?" if close else "--help-all lists the flags"
-                raise UserError(f"there is no flag --{flag}; {hint}")
+                hint = _nearest(known, self._flags).replace("mean ", "mean --").replace("_", "-")
+                raise UserError(f"there is no flag --{flag}{hint or '; --help-all lists the flags'}")
             if "." in name and not self._holds_classes(known):
                 raise UserError(f"there is no flag --{flag}, since {flag_of(known)} has no parameters")
             following = args[i + 1].lower() if i + 1 < len(args) else "--"
@@ -233,12 +247,19 @@ class FlagParser(ArgumentParser):
     def parse(self, args: Sequence[str]) -> Namespace:
         """Read a command line."""
         args = self._spell_out(args)
-        for flag, path in pairwise(args):
+        resolved = list(args)
+        for i, (flag, path) in enumerate(pairwise(args)):
             if flag == "--config" and is_file(path):
-                read_settings(path)
+                settings = read_settings(path)
+                lines = setting_lines(path)
+                self._places |= {name[0]: f"{path}, line {line}" for name, line in lines.items() if len(name) == 1}
+                for arg in args:  # The command line takes precedence.
+                    self._places.pop(arg.removeprefix("--").partition("=")[0], None)
+                if path.endswith(".json"):  # The parser would take all that it holds.
+                    resolved[i + 1] = yaml.safe_dump(settings)
         allow_imports(self._typed_classes(args))
         try:
-            return self.parse_args(args)
+            return self.parse_args(resolved)
         except Exception as error:
             message = str(error)
             refused = explain_refused_import(message)
@@ -266,6 +287,13 @@ class FlagParser(ArgumentParser):
     def as_flags(self, message: str) -> str:
         """A message about parameters, written with this parser's flags."""
         return as_flags(message, self._flags, ALIASES)
+
+    def explained(self, message: str) -> str:
+        """A message about parameters, with flags, and with the place in a file where such a flag has its value."""
+        text = self.as_flags(message)
+        typed = re.findall(r"--[\w-]+", text)
+        places = {flag_of(name): place for name, place in self._places.items() if flag_of(name) in typed}
+        return text + "".join(f"; {flag} is set in {place}" for flag, place in places.items())
 
     def _failure(self, parse: Callable[[Any], Any], settings: Any) -> str | None:
         try:
@@ -309,11 +337,18 @@ class FlagParser(ArgumentParser):
         found = re.search(r'key "(\w+)":.*?Errors:\s+- (.+?)(?=\n\s+- |\n\s+Given|\Z)', message, re.DOTALL)
         if found is None or not self._holds_classes(found[1]):
             return None
-        flag, reason = flag_of(found[1]), _one_line(found[2])
+        flag, reason, classes = flag_of(found[1]), _one_line(found[2]), _classes_in(self._type(found[1]))
         if name := re.search(r"Expected a dot import path string: (\S+)", reason):
-            close = difflib.get_close_matches(name[1], _names_of_classes(self._type(found[1])), n=1)
+            close = difflib.get_close_matches(name[1], classes, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             return f"{flag} {name[1]} is not the name of a class; {hint}A class of yours is written as module.Class"
+        if name := re.search(r"Option '(\w+)' is not accepted", reason):
+            given = [path.rpartition(".")[2] for path in re.findall(r"'class_path': '([\w.]+)'", message)]
+            parameters = [p for one in given if one in classes for p in inspect.signature(classes[one]).parameters]
+            return f"{flag}: {' or '.join(given)} has no parameter {name[1]}{_nearest(name[1], parameters)}"
+        if value := re.search(r'key "(\w+)": Expected a <class .(\w+).>. Got value: (.*)', reason):
+            kind = {"int": "a whole number", "float": "a number", "bool": "true or false"}.get(value[2], value[2])
+            return f"{flag}: {value[1]}: {value[3]} is not {kind}"
         return f"{flag}: {reason}"
 
     def _explain_file(self, path: str) -> str | None:
@@ -324,18 +359,34 @@ class FlagParser(ArgumentParser):
             return str(error)
         if not isinstance(settings, dict):
             return f"{path} holds no settings; expected lines such as seed: 1"
-        required = self._failure(self.parse_object, {})
+        lines, required = setting_lines(path), self._failure(self.parse_object, {})
+
+        def at(*name: str) -> str:
+            return f"{path}, line {lines[name]}" if name in lines else path
+
         for name, value in settings.items():
             if name not in self._flags:
-                close = difflib.get_close_matches(str(name), self._flags, n=1, cutoff=0.5)
-                return f"there is no setting {name}" + (f"; did you mean {close[0]}?" if close else "")
-            if not self._holds_classes(name) and self._failure(self.parse_object, {name: value}) != required:
-                return f"{name}: {value} in the file is not {describe_type(self._type(name))}"
+                return f"{at(str(name))}: there is no setting {name}{_nearest(str(name), self._flags)}"
+            failure = self._failure(self.parse_object, {name: value})
+            if failure in (None, required):
+                continue
+            if self._holds_classes(name):
+                problem = explain_refused_import(failure) or self._explain_class(failure)
+                if problem is None:
+                    continue
+                # The line of the part that the problem names, where there is one.
+                parts = [part for part in lines if part[0] == name and re.search(rf"\b{part[-1]}\b", problem)]
+                return f"{at(*max(parts, key=len))}: {problem.removeprefix('--')}"
+            kind = describe_type(self._type(name))
+            for key, part in value.items() if isinstance(value, dict) else ():
+                if self._failure(self.parse_object, {name: {key: part}}) != required:
+                    return f"{at(name, str(key))}: {name}: {key}: {part} is not {kind}"
+            return f"{at(name)}: {name}: {value} is not {kind}"
         return None
 
     def print_flags(self, everything: bool = False) -> None:
         """Print the help: grouped, a line per flag; `everything` adds the rarely used flags and the full texts."""
-        width = shutil.get_terminal_size((100, 24)).columns
+        width = help_width()
         narrow = width < 80  # Then the texts stand below the flags.
         indent = 4 if narrow else 34
         lines = []
@@ -346,19 +397,19 @@ class FlagParser(ArgumentParser):
             lines.append(f"\n{group.title}:")
             for name in shown:
                 action = self._flags[name]
-                left = f"  {flag_of(name)} {_type_name(self._type(name))}"
+                left = f"  {flag_of(name)} {_type_name(self._type(name), everything)}"
                 text = re.sub(r"\s+", " ", (action.help or "").replace("%%", "%").strip())
-                text = "" if "==SUPPRESS==" in text else _without_markup(self.as_flags(text))
+                text = "" if "==SUPPRESS==" in text else without_markup(self.as_flags(text))
                 if not everything:
                     text = re.split(r"(?<=[a-z\d)])[.;] ", text)[0]
                 text = text.strip().rstrip(".")
-                default = "" if action.default in (None, inspect.Parameter.empty) else f" ({action.default})"
+                default = "" if action.default in (None, (), inspect.Parameter.empty) else f" ({action.default})"
                 if default:  # Lightning's texts repeat it.
                     text = re.sub(r"[. ]*Default: \S+$", "", text)
                 room = width - indent - len(default)
-                if not everything and not narrow and len(text) > room:
-                    text = text[: max(0, room - 3)].rstrip() + "..."
-                wrapped = textwrap.wrap(text + default, max(20, width - indent)) or [""]
+                if not everything and not narrow:
+                    text = textwrap.shorten(text, max(20, room), break_on_hyphens=False, placeholder=" ...")
+                wrapped = textwrap.wrap(text + default, max(20, width - indent), break_on_hyphens=False) or [""]
                 begin = f"\n{'':<{indent}}"
                 first = f"{left:<33} " if len(left) < 33 and not narrow else left + begin
                 lines.append(first + begin.join(wrapped))

@@ -5,14 +5,24 @@ Importing torch, torchvision and Lightning creates some 740,000 objects, which e
 
 import atexit
 import gc
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from recipes.launch.streams import secure_streams
 from recipes.launch.thread_limit import check_thread_limit
 
 __all__ = ["quick_imports"]
+
+_RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
+_WITHOUT_A_RUN = {"predict", "export", "-h", "--help", "--help-all", "--help_all", "--print-config", "--print_config"}
+
+
+def _announce(args: Sequence[str]) -> None:
+    """Say on rank 0 that the imports take seconds, where a line about the run will follow on standard output."""
+    if not _WITHOUT_A_RUN.intersection(args) and all(os.environ.get(name, "0") == "0" for name in _RANKS):
+        print("loading PyTorch and Lightning ...", flush=True)  # noqa: T201
 
 
 @contextmanager
@@ -21,7 +31,7 @@ def quick_imports() -> Iterator[None]:
 
     For the first lines of a program, before it has created other objects and opened files: standard streams that are
     closed are opened (`recipes.launch.streams`), and the limit on threads is tested (`recipes.launch.thread_limit`).
-    Ctrl-C exits with status 130 and no message.
+    Commands that train or evaluate print that they have started. Ctrl-C exits with status 130 and no message.
 
     Example:
         >>> with quick_imports():
@@ -29,6 +39,7 @@ def quick_imports() -> Iterator[None]:
     """
     secure_streams()
     check_thread_limit()
+    _announce(sys.argv[1:])
     gc.disable()
     try:
         yield

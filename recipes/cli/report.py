@@ -23,6 +23,7 @@ from torch import nn
 from typing_extensions import override
 
 from callbacks.lib.best_effort import best_effort, unsaved
+from callbacks.lib.terminal import fit_pairs, terminal_width
 from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.contract import DataContract, data_contract
 from datamodules.errors import RunFailedError, UserError
@@ -202,16 +203,16 @@ def shown(path: str | Path) -> str:
 
 
 def _print_lines(lines: list[str]) -> None:
-    """Print lines unwrapped, so that paths and commands can be copied."""
+    """Print lines as they are, in which ``[bold]`` and ``[/]`` are markup."""
     console = Console(highlight=False)
     for line in lines:
         console.print(line.rstrip(), soft_wrap=True)
 
 
 def print_pairs(rows: dict[str, str]) -> None:
-    """Print two columns: a name and its value."""
-    width = max(map(len, rows))
-    _print_lines([f"[bold]{name:<{width}}[/]  {escape(value)}" for name, value in rows.items()])
+    """Print two columns, a name and its value, or lines of both where the terminal is narrow."""
+    pairs = fit_pairs(rows, terminal_width(sys.stdout))
+    _print_lines([f"[bold]{name}[/]" + escape("\n".join(lines)) for name, lines in pairs])
 
 
 def print_rows(rows: Sequence[Mapping[str, str]]) -> None:

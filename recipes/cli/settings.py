@@ -120,6 +120,10 @@ def learning_rate_scale(rule: Literal["auto", "none"] | Scale, optimizer: str) -
     return None if rule == "none" else rule
 
 
+def _counted(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{plural if number != 1 else ''}"
+
+
 def global_batch_text(
     settings: RunSettings, data: Mapping[str, Any], trainer: pl.Trainer, tokens_parameter: str | None = None
 ) -> str:
@@ -140,10 +144,10 @@ def global_batch_text(
     factor = settings.accumulate
     if settings.global_batch_size is not None:
         factor = settings.global_batch_size // at_once
-    parts = f"{trainer.num_devices} x {trainer.num_nodes} x {batch_size}{of} x "
+    parts = f"{_counted(trainer.num_devices, 'device')} x {_counted(trainer.num_nodes, 'node')} x {batch_size}{of} x "
     if isinstance(factor, dict):
-        return f"global batch {parts}accumulation {factor}, "
-    return f"global batch {at_once * factor}{of} = {parts}{factor}, "
+        return f"global batch {parts}micro-batches {factor}, "
+    return f"global batch {at_once * factor}{of} = {parts}{_counted(factor, 'micro-batch', 'es')}, "
 
 
 def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> list[Callback]:

@@ -46,7 +46,7 @@ def test_batches_of_tokens_make_the_same_updates_on_two_devices_or_say_what_to_t
     begin, more = ["--name", "run", "--accumulate", "2"], ["--resume", str(LAST), "--max-epochs", "4"]
     status, out = on(1, whole, *begin, "--max-epochs", "4")
     assert status == 0, out
-    assert "global batch 120 tokens = 1 x 1 x 60 tokens x 2, precision" in out
+    assert "global batch 120 tokens = 1 device x 1 node x 60 tokens x 2 micro-batches, precision" in out
     assert on(1, split, *begin, "--max-epochs", "2")[0] == 0
     status, out = on(2, split, *more)
     assert status == 0, out

@@ -1,7 +1,9 @@
+import json
 from dataclasses import dataclass
 from typing import Literal
 
 import pytest
+from lightning.pytorch.callbacks import Callback
 
 from datamodules.errors import UserError
 from recipes.cli.flags import FlagGroup, FlagParser, describe_type
@@ -95,18 +97,66 @@ def test_a_mistake_is_answered_in_one_line(parser, args, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("power: strong\n", "power: strong in the file is not a number"),
-        ("powr: 3\n", "there is no setting powr; did you mean power?"),
-        ("[a\n", "cannot be read as a file of settings"),
+        ("power: strong\n", "line 1: power: strong is not a number"),
+        ("powr: 3\n", "line 1: there is no setting powr; did you mean power?"),
+        ("kind: gas\nlearning_rat: 3\n", "line 2: there is no setting learning_rat; did you mean lr?"),
+        ("[a\n", "line 2: cannot be read as a file of settings"),
+        ("power: 1\n\npower: 2\n", "line 3: power is in line 1, too; leave one out"),
+        ("plan:\n  1: 2\n  3: many\n", "line 3: plan: 3: many is not a whole number or a mapping"),
+        (
+            "callbacks:\n- class_path: EarlyStoping\n",
+            "line 1: callbacks EarlyStoping is not the name of a class",
+        ),
+        (
+            "callbacks:\n- class_path: EarlyStopping\n  init_args:\n    monitro: val/loss\n",
+            "line 4: callbacks: EarlyStopping has no parameter monitro; did you mean monitor?",
+        ),
+        (
+            "callbacks:\n- class_path: EarlyStopping\n  init_args:\n    monitor: a\n    patience: many\n",
+            "line 5: callbacks: patience: many is not a whole number",
+        ),
     ],
 )
-def test_a_mistake_in_the_file_is_answered_in_one_line(parser, tmp_path, text, message):
+def test_a_mistake_in_the_file_is_answered_in_one_line_with_its_place(tmp_path, text, message):
+    @dataclass
+    class Run:
+        """A run.
+
+        Args:
+            lr: learning rate.
+            plan: a number, or several.
+            callbacks: of the run.
+        """
+
+        lr: float = 1.0
+        plan: int | dict[int, int] = 1
+        callbacks: list[Callback] | None = None
+
+    parser = FlagParser([FlagGroup("Engine", Engine), FlagGroup("Run", Run)], "prog")
     file = tmp_path / "settings.yaml"
     file.write_text(text)
     with pytest.raises(UserError) as caught:
         parser.parse(["--config", str(file)])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_value_that_is_refused_later_is_found_in_the_file(parser, tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("kind: oil\npower: -3\nspare_wheels: 2\n")
+    parser.parse(["--config", str(file), "--spare-wheels", "5"])
+    assert parser.explained("power=-3.0 is below 0") == f"--power -3.0 is below 0; --power is set in {file}, line 2"
+    assert parser.explained("`spare_wheels` is above 4") == "--spare-wheels is above 4"
+
+
+def test_the_settings_of_results_json_are_taken(parser, tmp_path):
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps({"scores": {"power": 3.0}, "config": {"power": 1e-05, "kind": "oil"}}, indent=2))
+    config = parser.parse(["--config", str(file)])
+    assert (config.power, config.kind) == (1e-05, "oil")
+    file.write_text(file.read_text().replace('"kind"', '"knid"'))
+    with pytest.raises(UserError, match="line 7: there is no setting knid; did you mean kind"):
+        parser.parse(["--config", str(file)])
 
 
 def test_the_command_line_wins_over_the_file(parser, tmp_path):

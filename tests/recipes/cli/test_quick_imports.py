@@ -1,8 +1,11 @@
 """Imports without garbage collection, and everything after them with it."""
 
+import os
 import subprocess
 import sys
 import textwrap
+
+import pytest
 
 SCRIPT = """
     import gc
@@ -30,8 +33,8 @@ SCRIPT = """
 """
 
 
-def _python(*args: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=120)
+def _python(*args: str, env: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=120, env=env)
 
 
 def test_garbage_is_collected_after_the_imports_and_not_in_them() -> None:
@@ -42,7 +45,26 @@ def test_garbage_is_collected_after_the_imports_and_not_in_them() -> None:
 def test_ctrl_c_in_the_imports_ends_in_silence() -> None:
     script = "from recipes.cli.quick_imports import quick_imports\nwith quick_imports():\n    raise KeyboardInterrupt\n"
     done = _python("-c", script)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "loading PyTorch and Lightning ...\n", "")
+
+
+@pytest.mark.parametrize(
+    ("args", "rank", "says"),
+    [
+        ([], "0", True),
+        (["test", "--ckpt", "best.ckpt"], "0", True),
+        ([], "1", False),
+        (["predict", "--ckpt", "best.ckpt"], "0", False),
+        (["--print-config"], "0", False),
+        (["--help-all"], "0", False),
+    ],
+)
+def test_a_run_says_at_once_that_it_has_started_on_rank_0(args: list[str], rank: str, says: bool) -> None:
+    script = "from recipes.cli.quick_imports import quick_imports\nwith quick_imports():\n    "
+    # Before the imports that take seconds.
+    script += "import sys; assert not sys.modules.keys() & {'torch', 'lightning', 'numpy', 'rich'}"
+    done = _python("-c", script, *args, env={**os.environ, "LOCAL_RANK": rank})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "loading PyTorch and Lightning ...\n" * says, "")
 
 
 def test_a_broken_import_is_shown() -> None:
