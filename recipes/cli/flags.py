@@ -88,7 +88,7 @@ def _type_name(annotation: Any, everything: bool = True) -> str:
         joined = "|".join(map(str, arguments))
         return joined if everything or len(joined) <= 34 else f"{arguments[0]}|{arguments[1]}|..."
     if origin in (Union, types.UnionType):
-        names = dict.fromkeys(_type_name(a) for a in arguments if a is not type(None))
+        names = dict.fromkeys(_type_name(a, everything) for a in arguments if a is not type(None))
         return "|".join(names).replace("INT|FLOAT", "NUMBER")
     return {"str": "TEXT", "NoneType": "null"}.get(
         name := getattr(annotation, "__name__", str(annotation)), name.upper()

@@ -215,7 +215,7 @@ def test_settings_in_a_checkpoint_have_no_module_imported(trained, tmp_path):
 
 def test_help_is_grouped_and_fits_two_screens(tmp_path):
     _, out, _ = type_in(tmp_path, "--help")
-    assert len(out.splitlines()) <= 80
+    assert len(out.splitlines()) <= 88
     for word in ("Run:", "Data:", "Recipe:", "Trainer:", "--devices", "--max-epochs", "--help-all", "--print-config"):
         assert word in out
     _, everything, _ = type_in(tmp_path, "--help-all")
