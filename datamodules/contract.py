@@ -45,6 +45,11 @@ class DataContract(Protocol):
         return {}
 
     @property
+    def left_out(self) -> Mapping[str, int]:
+        """What was read and is not used, such as files or lines: how many, by reason."""
+        return {}
+
+    @property
     def num_classes(self) -> int | None:
         """How many classes there are; None where there are none or it is not known."""
         return None
@@ -103,7 +108,7 @@ def _fits(name: str, value: object) -> bool:
             return isinstance(value, str)
         case "seed" | "num_classes" | "image_size":
             return isinstance(value, Integral) and not isinstance(value, bool)
-        case "sizes":
+        case "sizes" | "left_out":
             return isinstance(value, Mapping)
         case "class_names" | "prediction_names":
             return isinstance(value, Sequence) and all(isinstance(item, str) for item in value)

@@ -12,6 +12,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from datamodules.errors import UserError
+from datamodules.loading.heic import prepare_to_read
 from datamodules.loading.unpacking import MOST_PIXELS, check_pixels
 
 __all__ = ["ImageFiles", "MemoryBudget", "UnreadableImage", "load_image"]
@@ -53,6 +54,7 @@ _TURNS = {
 
 
 def _decode(path: str | Path, short_side: int, most_pixels: int) -> Tensor:
+    prepare_to_read(path)
     with Image.open(path) as image:
         size = _reduced(image.size, short_side)
         if size != image.size:
@@ -151,6 +153,7 @@ class ImageFiles:
         rows, starts, rooms, total = [], [], [], 0
         for row, file in enumerate(self.files):
             try:
+                prepare_to_read(file)
                 with Image.open(file) as image:
                     width, height = _reduced(image.size, self.short_side)
             except Exception:

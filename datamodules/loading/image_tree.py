@@ -1,33 +1,80 @@
 """Images in folders: which files there are, of which class, and which of them are held out."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from datamodules.errors import UserError
+from datamodules.loading.heic import HEIC, reads_heic
 from datamodules.loading.randomness import permutation
 
-__all__ = ["ImageTree", "images_below", "scan_tree", "split_by_class"]
+__all__ = [
+    "PARTS",
+    "ImageTree",
+    "describe_left_out",
+    "images_below",
+    "is_image",
+    "left_out_by_ending",
+    "scan_tree",
+    "split_by_class",
+]
 
 _JPEG = (".jpg", ".jpeg", ".jpe", ".jfif")
 _SUFFIXES = (*_JPEG, *(".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm", ".tga", ".avif"))
-_PARTS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
+PARTS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
+"""The usual names of the parts of a set."""
 
 
 @dataclass(frozen=True)
 class ImageTree:
-    """What a folder of class folders holds.
+    """Image files and their classes.
 
     Attributes:
         classes: names of the classes that have images to train on, sorted.
         parts: the files, sorted, and their classes' numbers: of "train", and of "val" and "test" where they exist.
         notes: remarks for the user, a line each.
+        left_out: how many files or rows are not used, by reason.
     """
 
     classes: tuple[str, ...]
     parts: dict[str, tuple[list[str], list[int]]]
     notes: list[str]
+    left_out: dict[str, int] = field(default_factory=dict)
+
+
+def is_image(file: str | Path) -> bool:
+    """Whether a file is an image that can be read, by its ending."""
+    suffix = Path(file).suffix.lower()
+    return suffix in _SUFFIXES or (suffix in HEIC and reads_heic())
+
+
+def left_out_by_ending(files: Sequence[str]) -> dict[str, int]:
+    """Files that are no images, counted by their endings, the most frequent first.
+
+    Example:
+        >>> left_out_by_ending(["a/1.xyz", "a/2.XYZ", "notes"])
+        {'.xyz': 2, 'no ending': 1}
+    """
+    return dict(Counter(Path(file).suffix.lower() or "no ending" for file in files).most_common())
+
+
+def describe_left_out(files: Sequence[str], shown: int = 6) -> str:
+    """Files that are no images, as in "2 .heic (pip install pillow-heif to read them), 1 .txt, such as a/1.heic".
+
+    Args:
+        shown: how many endings are named.
+    """
+    counts = left_out_by_ending(files)
+    named = []
+    for ending, count in list(counts.items())[:shown]:
+        named.append(f"{count:,} {'without an ending' if ending == 'no ending' else ending}")
+        if ending in HEIC:
+            named[-1] += " (pip install pillow-heif to read them)"
+    if len(counts) > shown:
+        named.append(f"{sum(list(counts.values())[shown:]):,} with other endings")
+    return f"{', '.join(named)}, such as {files[0]}"
 
 
 def _visible(folder: Path) -> list[Path]:
@@ -57,16 +104,14 @@ def _files_below(folder: Path) -> Iterator[Path]:
 def images_below(folder: str | Path) -> tuple[list[str], list[str]]:
     """The files in a folder and its subfolders, sorted: those that are images by their suffix, and the others."""
     files = sorted(str(file) for file in _files_below(Path(folder)))
-    images = [file for file in files if Path(file).suffix.lower() in _SUFFIXES]
-    others = [file for file in files if Path(file).suffix.lower() not in _SUFFIXES]
-    return images, others
+    return [file for file in files if is_image(file)], [file for file in files if not is_image(file)]
 
 
 def _find_parts(folder: Path) -> dict[str, Path]:
     """The folders of "train", "val" and "test" by any of their usual names; none where `folder` holds the classes."""
     split = {entry.name.lower(): entry for entry in _folders(folder) if _folders(entry)}
     found: dict[str, Path] = {}
-    for part, names in _PARTS.items():
+    for part, names in PARTS.items():
         places = [split[name] for name in names if name in split]
         if len(places) > 1:
             raise UserError(f"{folder} holds both {places[0].name} and {places[1].name}; keep one of them")
@@ -77,6 +122,11 @@ def _find_parts(folder: Path) -> dict[str, Path]:
             f"{folder} holds {' and '.join(path.name for path in found.values())} with class folders, but no train"
         )
     return found
+
+
+def has_part_folders(folder: Path) -> bool:
+    """Whether a folder holds train with class folders."""
+    return bool(_find_parts(folder))
 
 
 def _expected(folder: Path) -> str:
@@ -110,11 +160,14 @@ def scan_tree(folder: str | Path) -> ImageTree:
             if images:
                 found[part][class_folder.name] = images
             else:
-                notes.append(f"class {class_folder.name} is left out of {part}: {class_folder} holds no image")
+                held = f", but {describe_left_out(others)}" if others else ""
+                notes.append(f"class {class_folder.name} is left out of {part}: {class_folder} holds no image{held}")
     classes = tuple(sorted(found["train"]))
     if not classes:
-        raise UserError(f"{folder} holds no class with images; {_expected(folder)}")
-    if all(name.lower() in sum(_PARTS.values(), ()) for name in classes):
+        others = [file for file in ignored if not is_image(file)]
+        found_instead = f" (found {describe_left_out(others)})" if others else ""
+        raise UserError(f"{folder} holds no class with images{found_instead}; {_expected(folder)}")
+    if all(name.lower() in sum(PARTS.values(), ()) for name in classes):
         raise UserError(f"{folder / classes[0]} holds images without class folders; {_expected(folder)}")
     if len(classes) == 1:
         raise UserError(f"{folder} holds images of one class only, {classes[0]}; {_expected(folder)}")
@@ -127,12 +180,14 @@ def scan_tree(folder: str | Path) -> ImageTree:
         if missing := sorted(set(classes) - set(by_class)):
             notes.append(f"{part} has no image of {', '.join(missing)}: scores say nothing about them")
     if ignored:
-        notes.append(f"ignored {len(ignored):,} files whose names are not those of images, such as {ignored[0]}")
+        notes.append(
+            f"left out {len(ignored):,} files that are no images by their endings: {describe_left_out(ignored)}"
+        )
     parts = {}
     for part, by_class in found.items():
         pairs = [(file, number) for number, name in enumerate(classes) for file in by_class.get(name, ())]
         parts[part] = ([file for file, _ in pairs], [number for _, number in pairs])
-    return ImageTree(classes, parts, notes)
+    return ImageTree(classes, parts, notes, left_out_by_ending(ignored))
 
 
 def split_by_class(

@@ -5,10 +5,10 @@ augmenting batch-wise costs hundredths of a second (``python -m benchmarks input
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,19 @@ from datamodules.base import BaseDataModule
 from datamodules.contract import DataContract
 from datamodules.errors import UserError
 from datamodules.loading.download import DownloadError, digest_of, download
+from datamodules.loading.image_tree import split_by_class
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
 from datamodules.loading.normalise import Normalise
 from datamodules.loading.sampling import split_indices
 from datamodules.mnist.affine import RandomAffine
 from datamodules.mnist.idx import check_images_and_labels, read_idx
+from datamodules.mnist.own_images import (
+    OwnImages,
+    describe_folder,
+    holds_own_images,
+    images_from_arrays,
+    read_own_images,
+)
 from datamodules.ranges import COUNT, Range, check_ranges
 
 __all__ = ["DATASETS", "DatasetInfo", "MNISTDataModule", "find_files", "load_digits"]
@@ -61,6 +69,8 @@ DATASETS = {
         "KMNIST", ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"), 0.1918, 0.3483, "KMNIST"
     ),
     "digits": DatasetInfo("scikit-learn digits", _DIGITS, 0.1558, 0.2774),
+    # Your own take MNIST's form, so its statistics fit, and a checkpoint needs no others.
+    "custom": DatasetInfo("your images", (), 0.1307, 0.3081),
 }
 
 _FILES = {
@@ -98,6 +108,11 @@ def find_files(name: str, data_dir: str | Path) -> dict[str, tuple[Path, Path]] 
     return None
 
 
+def _download_folders() -> set[str]:
+    """What downloads make in a folder."""
+    return {info.torchvision_name for info in DATASETS.values() if info.torchvision_name}
+
+
 def _describe_missing(name: str, data_dir: Path) -> str:
     """Why `find_files` found nothing."""
     title = DATASETS[name].title
@@ -120,7 +135,7 @@ def _refuse_another_sets_files(name: str, files: dict[str, tuple[Path, Path]]) -
         return
     checksum = digest_of(labels)
     for other in DATASETS:
-        if other in (name, "digits"):
+        if other == name or DATASETS[other].torchvision_name is None:
             continue
         if checksum in (md5 for _, md5 in _torchvision_source(other).resources):
             raise UserError(
@@ -147,18 +162,21 @@ def load_digits() -> dict[str, tuple[Tensor, Tensor]]:
 
 
 class MNISTDataModule(BaseDataModule):
-    """MNIST, Fashion-MNIST, KMNIST or scikit-learn's bundled digits, exact on any number of devices.
+    """MNIST, Fashion-MNIST, KMNIST, scikit-learn's bundled digits or your own, exact on any number of devices.
 
     Batches are ``(images, labels)``: float32 of shape (batch, 1, 28, 28), normalised, and int64 of shape (batch,), on
     the training device. A part of the training set is held out for validation; the test set is read by ``test`` only.
 
     Args:
-        dataset: name of the data set; "auto" is MNIST where its files are found or can be downloaded, else the digits.
-        data_dir: folder with the idx or idx.gz files, flat or in torchvision's layout; downloads go there.
+        dataset: name of the data set; "custom" is your own in `data_dir`. "auto" is what `data_dir` holds; where it is
+            empty or not given, MNIST is downloaded, and where that fails without a `data_dir`, the bundled digits.
+        data_dir: folder with the idx or idx.gz files, flat or in torchvision's layout, where downloads go, by default
+            "data"; or your own: class folders, lists (train.csv, train.txt) or a NumPy file (.npz).
         batch_size: samples on one device in one forward pass.
         eval_batch_size: samples in one forward pass of validation, test and prediction.
-        val_fraction: share of the training set held out for validation.
-        num_classes: number of classes; labels are 0 to num_classes - 1.
+        val_fraction: share of the training set held out for validation; of each class, of your own.
+        test_fraction: share of each class held out for the test, where your own have no test part.
+        num_classes: number of classes, by default the data's; labels are 0 to num_classes - 1.
         shift: augmentation: largest translation, in pixels.
         rotation: augmentation: largest rotation, in degrees.
         scale: augmentation: largest change of scale, as in 0.1 for 0.9 to 1.1.
@@ -176,12 +194,13 @@ class MNISTDataModule(BaseDataModule):
 
     def __init__(
         self,
-        dataset: Literal["auto", "mnist", "fashion-mnist", "kmnist", "digits"] = "auto",
-        data_dir: str = "data",
+        dataset: Literal["auto", "mnist", "fashion-mnist", "kmnist", "digits", "custom"] = "auto",
+        data_dir: str | None = None,
         batch_size: int = 256,
         eval_batch_size: int = 500,
         val_fraction: float = 0.08,
-        num_classes: int = 10,
+        test_fraction: float = 0.1,
+        num_classes: int | None = None,
         shift: float = 2.0,
         rotation: float = 10.0,
         scale: float = 0.1,
@@ -193,8 +212,9 @@ class MNISTDataModule(BaseDataModule):
         super().__init__()
         if dataset not in ("auto", *DATASETS):
             raise UserError(f"no data set {dataset!r}; expected one of auto, {', '.join(DATASETS)}")
-        if not 0 <= val_fraction < 1:
-            raise UserError(f"val_fraction={val_fraction} is outside 0 to 1; pass val_fraction=0.08")
+        for name, share in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
+            if not 0 <= share < 1:
+                raise UserError(f"{name}={share} is outside 0 to 1; pass {name}=0.08")
         check_ranges(
             batch_size=(batch_size, COUNT),
             eval_batch_size=(eval_batch_size, COUNT),
@@ -204,18 +224,80 @@ class MNISTDataModule(BaseDataModule):
             scale=(scale, Range(0, 1, below=True)),
         )
         # A Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
-        data_dir = str(Path(data_dir).expanduser())
+        data_dir = str(Path(data_dir).expanduser()) if data_dir is not None else None
         self.save_hyperparameters()
         self.batch_size = batch_size
         self.dataset: str = dataset
         self._no_download = ""
+        self._own: OwnImages | None = None
+        self._classes: tuple[str, ...] = ()
         self._parts: dict[str, tuple[Tensor, Tensor]] = {}
         self._rows: dict[str, Tensor] = {}
+
+    @classmethod
+    def from_arrays(
+        cls,
+        images: Any,
+        labels: Any,
+        val: tuple[Any, Any] | None = None,
+        test: tuple[Any, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """A data module of images and labels in memory.
+
+        Args:
+            images: array, tensor or list of shape (n, height, width), (n, height, width, channels), (n, channels,
+                height, width) or (n, pixels): whole numbers from 0 to 255, or floats from 0 to 1.
+            labels: class numbers from 0, or names, of shape (n,).
+            val: images and labels to validate on; by default ``val_fraction`` of each class is held out.
+            test: images and labels to test on; by default ``test_fraction`` of each class is held out.
+            options: parameters of the constructor.
+
+        Raises:
+            UserError: for other types, shapes and values.
+
+        Example:
+            >>> from sklearn.datasets import load_digits
+            >>> digits = load_digits()
+            >>> data = MNISTDataModule.from_arrays(digits.images / 16, digits.target, batch_size=64)
+            >>> data.setup("fit")
+            >>> data.num_classes, data.sizes
+            (10, {'train': 1474, 'val': 143})
+        """
+        data = cls(dataset="custom", **options)
+        given = {"train": (images, labels), "val": val, "test": test}
+        data._own = images_from_arrays({part: pair for part, pair in given.items() if pair is not None}, "arrays")
+        return data
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.hparams.data_dir or "data")
+
+    def _own_images(self) -> OwnImages:
+        """Your own images, listed once."""
+        if self._own is None:
+            if self.hparams.data_dir is None:
+                raise UserError(
+                    "dataset='custom' needs `data_dir`, a folder with a folder of images for each class or a NumPy file"
+                )
+            self._own = read_own_images(self._folder)
+        return self._own
+
+    def _is_own(self) -> bool:
+        """Whether the images are your own: as "auto" decides where ``data_dir`` is given and holds no MNIST files."""
+        if self.dataset != "auto":
+            return self.dataset == "custom"
+        given = self.hparams.data_dir is not None
+        return given and find_files("mnist", self._folder) is None and holds_own_images(self._folder)
 
     @property
     def info(self) -> DatasetInfo:
         """Names and statistics of the data set; "auto" is MNIST until `setup`, `resolve` or a checkpoint decides."""
-        return DATASETS["mnist" if self.dataset == "auto" else self.dataset]
+        info = DATASETS["mnist" if self.dataset == "auto" else self.dataset]
+        if self.dataset != "custom":
+            return info
+        title, classes = (self._own.title, self._own.classes) if self._own else (info.title, self._classes)
+        return replace(info, title=title, classes=classes)
 
     @property
     @override
@@ -225,13 +307,22 @@ class MNISTDataModule(BaseDataModule):
     @property
     @override
     def num_classes(self) -> int:
-        return int(self.hparams.num_classes)
+        """``num_classes``, or the number of the data set's; your own are listed for it."""
+        if self.hparams.num_classes is None and self._is_own() and not self._classes:
+            return len(self._own_images().classes)
+        return int(self.hparams.num_classes or len(self.info.classes))
 
     @property
     @override
     def class_names(self) -> Sequence[str]:
         """The data set's names; empty where ``num_classes`` is not its number of classes."""
         return self.info.classes if len(self.info.classes) == self.num_classes else ()
+
+    @property
+    @override
+    def left_out(self) -> Mapping[str, int]:
+        """Files and rows of your own that are not used, by reason."""
+        return self._own.left_out if self._own else {}
 
     @property
     @override
@@ -249,10 +340,13 @@ class MNISTDataModule(BaseDataModule):
 
         A failure is raised in `setup`, which every process reaches: raised here, the other processes would wait.
         """
-        name = "mnist" if self.dataset == "auto" else self.dataset
-        data_dir = Path(self.hparams.data_dir)
+        name, data_dir = "mnist" if self.dataset == "auto" else self.dataset, self._folder
         predicting = self.trainer is not None and self.trainer.state.fn == "predict"
-        if name == "digits" or predicting or not self.hparams.download or find_files(name, data_dir):
+        if name in ("digits", "custom") or predicting or not self.hparams.download or find_files(name, data_dir):
+            return
+        given = self.dataset == "auto" and self.hparams.data_dir is not None
+        if given and (data_dir.is_file() or describe_folder(data_dir, _download_folders())):
+            # Only an empty folder is one to download into without being asked by dataset="mnist".
             return
         source, folder = _torchvision_source(name), _candidate_folders(name, data_dir)[-1]
         try:
@@ -262,47 +356,65 @@ class MNISTDataModule(BaseDataModule):
             self._no_download = f"; {error}"
 
     def _missing(self, name: str) -> str:
-        return _describe_missing(name, Path(self.hparams.data_dir)) + self._no_download
+        return _describe_missing(name, self._folder) + self._no_download
 
     @override
     def resolve(self) -> dict[str, Any]:
-        """What ``dataset="auto"`` stands for, after downloading what is missing.
+        """What ``dataset="auto"`` stands for, after downloading what is missing, and the number of classes.
 
         Raises:
-            UserError: ``data_dir`` was given and does not exist.
+            UserError: ``data_dir`` was given and holds nothing to train on.
         """
-        if self.hparams.dataset != "auto":
-            return {}
         if self.dataset == "auto":
             self.prepare_data()
             self._resolve_dataset()
-        return {"dataset": self.dataset}
+        found = {"dataset": self.dataset, "num_classes": self.num_classes}
+        return {name: value for name, value in found.items() if self.hparams[name] in (None, "auto")}
 
     def _resolve_dataset(self) -> None:
         """Replace "auto", the same on every rank; rank 0 decides, since nodes may see different folders."""
         if self.dataset != "auto":
             return
-        found = find_files("mnist", self.hparams.data_dir) is not None
+        choices = ("digits", "mnist", "custom", "none")
+        chosen = "mnist" if find_files("mnist", self._folder) else "custom" if self._is_own() else "digits"
+        if chosen == "digits" and self.hparams.data_dir is not None:
+            # Only the default folder is replaced by other data than it holds.
+            chosen = "none"
         if self.trainer is not None:
-            mine = torch.tensor(int(found and self.trainer.is_global_zero), device=self.trainer.strategy.root_device)
-            found = bool(self.trainer.strategy.reduce(mine, reduce_op="sum"))
-        chosen = "mnist" if found else "digits"
-        if chosen == "digits" and self.hparams.data_dir != "data" and not Path(self.hparams.data_dir).is_dir():
-            # Only the default folder may be missing.
-            raise UserError(f"{self._missing('mnist')}; pass a folder that exists, or dataset='digits'")
+            number = choices.index(chosen) if self.trainer.is_global_zero else 0
+            mine = torch.tensor(number, device=self.trainer.strategy.root_device)
+            chosen = choices[int(self.trainer.strategy.reduce(mine, reduce_op="sum"))]
+        if chosen == "none":
+            raise UserError(self._describe_unusable())
         if chosen == "digits":
             _warn(
-                "warning: %s: using the 1,797 digits bundled with scikit-learn; pass data_dir='FOLDER' for MNIST",
+                "warning: %s: using the 1,797 digits bundled with scikit-learn; pass data_dir='FOLDER' for MNIST or "
+                "your own images",
                 self._missing("mnist"),
             )
         self.dataset = chosen
 
+    def _describe_unusable(self) -> str:
+        """What a given folder holds, and what to pass instead."""
+        what = self._missing("mnist")
+        if held := describe_folder(self._folder, _download_folders()):
+            what += f" and no images of your own; it holds {held}"
+        # Where the folder is empty it has been tried.
+        download = "" if self._no_download else "dataset='mnist' to download MNIST into it, or "
+        return (
+            f"{what}; pass a folder with them, with a folder of images for each class or with an .npz file, or "
+            f"{download}dataset='digits'"
+        )
+
     def _load(self, part: str) -> tuple[Tensor, Tensor]:
-        if self.dataset == "digits":
+        if self.dataset == "custom":
+            images, labels = self._own_images().read(part)
+            source = (f"the {part} images", f"the {part} labels")
+        elif self.dataset == "digits":
             images, labels = load_digits()[part]
             source = ("the bundled digits", "the bundled digits")
         else:
-            files = find_files(self.dataset, self.hparams.data_dir)
+            files = find_files(self.dataset, self._folder)
             if files is None:
                 raise UserError(
                     f"{self._missing(self.dataset)}; pass data_dir='FOLDER' with {_FILES['train'][0]}[.gz] "
@@ -311,7 +423,7 @@ class MNISTDataModule(BaseDataModule):
             _refuse_another_sets_files(self.dataset, files)
             source = (str(files[part][0]), str(files[part][1]))
             images, labels = read_idx(files[part][0], 3), read_idx(files[part][1], 1)
-        check_images_and_labels(images, labels, self.hparams.num_classes, *source)
+        check_images_and_labels(images, labels, self.num_classes, *source)
         images, labels = images.unsqueeze(1), labels.long()
         if self._device.type == "cuda" and images.nbytes > torch.cuda.mem_get_info(self._device)[0] // 4:
             return images, labels
@@ -322,16 +434,35 @@ class MNISTDataModule(BaseDataModule):
         """Read and check the parts that `stage` needs: "fit", "validate", "test" or "predict" (which needs none)."""
         if stage != "predict":
             self._resolve_dataset()
-        if stage in ("fit", "validate") and "train" not in self._parts:
+        wanted = {"fit": ("train", "val"), "validate": ("train", "val"), "test": ("test",)}.get(stage, ())
+        if self.dataset == "custom":
+            self._set_up_own(wanted)
+            return
+        if "train" in wanted and "train" not in self._parts:
             self._parts["train"] = self._load("train")
             count = len(self._parts["train"][1])
             fraction = self.hparams.val_fraction
             held_out = max(round(count * fraction), 1 if fraction else 0)
             train, val = split_indices(count, held_out, self.hparams.seed)
             self._rows |= {"train": train, "val": val}
-        if stage == "test" and "test" not in self._parts:
+        if "test" in wanted and "test" not in self._parts:
             self._parts["test"] = self._load("test")
             self._rows["test"] = torch.arange(len(self._parts["test"][1]))
+
+    def _set_up_own(self, wanted: Sequence[str]) -> None:
+        """Read the parts that there are; the others are held out of the training part, the same for the same seed."""
+        own = self._own_images()
+        fractions = {"test": self.hparams.test_fraction, "val": self.hparams.val_fraction}
+        fractions = {part: share for part, share in fractions.items() if part not in own.labels and share}
+        split = split_by_class(own.labels["train"].tolist(), own.classes, fractions, self.hparams.seed)
+        for part in wanted:
+            source = part if part in own.labels else "train"
+            if source not in self._parts:
+                self._parts[source] = self._load(source)
+            if part == source != "train":
+                self._rows[part] = torch.arange(len(own.labels[part]))
+            else:
+                self._rows[part] = torch.tensor(split.get(part, ()), dtype=torch.int64)
 
     @override
     def preprocessing(self) -> Normalise:
@@ -378,8 +509,12 @@ class MNISTDataModule(BaseDataModule):
             shuffle=self._shuffles,
         )
 
-    def _evaluation_loader(self, part: str, rows: Tensor) -> EvaluationLoader:
-        images, labels = self._parts[part]
+    def _evaluation_loader(self, part: str) -> EvaluationLoader | list[EvaluationLoader]:
+        rows = self._rows[part]
+        if not len(rows):
+            return []
+        # What was held out of the training part lies in it.
+        images, labels = self._parts.get(part) or self._parts["train"]
         return EvaluationLoader(
             images,
             labels,
@@ -394,12 +529,12 @@ class MNISTDataModule(BaseDataModule):
     @override
     def val_dataloader(self) -> EvaluationLoader | list[EvaluationLoader]:
         """The held-out part of the training set; nothing when ``val_fraction`` is 0."""
-        rows = self._rows["val"]
-        return self._evaluation_loader("train", rows) if len(rows) else []
+        return self._evaluation_loader("val")
 
     @override
-    def test_dataloader(self) -> EvaluationLoader:
-        return self._evaluation_loader("test", self._rows["test"])
+    def test_dataloader(self) -> EvaluationLoader | list[EvaluationLoader]:
+        """The test set; nothing where your own have none and ``test_fraction`` is 0."""
+        return self._evaluation_loader("test")
 
     @override
     def predict_dataloader(self) -> EvaluationLoader:
@@ -427,23 +562,30 @@ class MNISTDataModule(BaseDataModule):
     @property
     @override
     def validates(self) -> bool:
-        return float(self.hparams.val_fraction) > 0
+        return float(self.hparams.val_fraction) > 0 or (self._is_own() and "val" in self._own_images().labels)
 
     @override
     def state_dict(self) -> dict[str, Any]:
         """The data set that "auto" stood for, so that a checkpoint is used with the right classes and statistics."""
-        return {"dataset": self.dataset}
+        own = {"classes": list(self.info.classes)} if self.dataset == "custom" else {}
+        return {"dataset": self.dataset, **own}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = state_dict["dataset"]
+        saved, self._classes = state_dict["dataset"], tuple(state_dict.get("classes", ()))
         if self.hparams.dataset not in ("auto", saved):
             raise UserError(
                 f"the checkpoint was trained on {saved}, found dataset={self.dataset!r}; pass dataset={saved!r}"
             )
         if self.dataset not in ("auto", saved):
             # Lightning sets up before it reads the checkpoint, so "auto" was resolved by the files found here.
-            self.dataset, self._parts, self._rows = saved, {}, {}
+            self.dataset, self._parts, self._rows, self._own = saved, {}, {}, None
             if self.trainer is not None and self.trainer.state.fn is not None:
                 self.setup(self.trainer.state.fn)
         self.dataset = saved
+        if self._own and self._classes != self._own.classes:
+            found = ", ".join(self._own.classes[:20])
+            raise UserError(
+                f"the checkpoint was trained on the classes {', '.join(self._classes[:20])}, found {found}; pass the"
+                " `data_dir` that it was trained on"
+            )

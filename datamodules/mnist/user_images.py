@@ -10,9 +10,10 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from datamodules.errors import UserError
+from datamodules.loading.heic import prepare_to_read
 from datamodules.loading.unpacking import check_pixels
 
-__all__ = ["as_mnist", "load_images"]
+__all__ = ["as_mnist", "load_images", "open_image"]
 
 _MOST_PIXELS = 50_000_000  # A photograph of a telephone; in float32, several times, half a gibibyte.
 
@@ -70,6 +71,28 @@ def as_mnist(image: Image.Image) -> Tensor:
     return canvas.mul(255).round().to(torch.uint8).unsqueeze(0)
 
 
+def open_image(file: str | Path, most_pixels: int = _MOST_PIXELS) -> Image.Image:
+    """A decoded image file.
+
+    Args:
+        most_pixels: of the image.
+
+    Raises:
+        UserError: the file is missing, too large or not an image.
+    """
+    try:
+        prepare_to_read(file)
+        with Image.open(Path(file)) as image:
+            check_pixels(image.size, most_pixels)
+            image.load()
+    except FileNotFoundError as error:
+        raise UserError(f"{file} does not exist") from error
+    # Pillow's decoders raise all of these for damaged files; DecompressionBombError is no OSError either.
+    except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError) as error:
+        raise UserError(f"{file} cannot be read as an image: {error}") from error
+    return image
+
+
 def load_images(files: Sequence[str], most_pixels: int = _MOST_PIXELS) -> Tensor:
     """Image files as a uint8 tensor of shape (n, 1, 28, 28).
 
@@ -81,16 +104,4 @@ def load_images(files: Sequence[str], most_pixels: int = _MOST_PIXELS) -> Tensor
     """
     if not files:
         raise UserError("no image to predict; pass the names of PNG or JPEG files")
-    images = []
-    for file in files:
-        try:
-            with Image.open(Path(file)) as image:
-                check_pixels(image.size, most_pixels)
-                image.load()
-        except FileNotFoundError as error:
-            raise UserError(f"{file} does not exist") from error
-        # Pillow's decoders raise all of these for damaged files; DecompressionBombError is no OSError either.
-        except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError) as error:
-            raise UserError(f"{file} cannot be read as an image: {error}") from error
-        images.append(as_mnist(image))
-    return torch.stack(images)
+    return torch.stack([as_mnist(open_image(file, most_pixels)) for file in files])

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from datamodules.errors import UserError
+from datamodules.loading.text_files import Faults
 from datamodules.translation.packed_sentences import PackedPairs, pack
-from datamodules.translation.parallel_corpus import Faults, SentencePairs
+from datamodules.translation.parallel_corpus import SentencePairs
 from datamodules.translation.text import (
     EOS,
     SOS,

@@ -18,12 +18,13 @@ from typing_extensions import override
 from datamodules.base import BaseDataModule
 from datamodules.contract import DataContract
 from datamodules.errors import UserError
+from datamodules.loading.text_files import Faults
 from datamodules.ranges import COUNT, FINITE, check_ranges
 from datamodules.translation.bundled_corpus import BUNDLED_TITLE, bundled_pairs
 from datamodules.translation.corpus import Choice, Corpus, CorpusFilter, CorpusInfo, prepare_corpus
 from datamodules.translation.loaders import SentenceEvaluationLoader, SentenceTrainLoader
 from datamodules.translation.packed_sentences import PackedPairs, PackedSentences, TranslationBatch, pack
-from datamodules.translation.parallel_corpus import Faults, SentencePairs, read_aligned, read_inputs, read_pairs
+from datamodules.translation.parallel_corpus import SentencePairs, read_aligned, read_inputs, read_pairs
 from datamodules.translation.text import EOS, SOS, Normalisation, Vocabulary, normalise, normalise_lines
 
 __all__ = ["TranslationDataModule"]

@@ -310,7 +310,7 @@ def test_files_that_are_not_images_are_counted_and_hidden_ones_are_not(tree, not
     write_class(tree / "train" / "ant" / "more", 2, 900)
     assert _data(tree).sizes == {"train": 15, "val": 7}
     assert len(_messages(notes)) == 1
-    assert "ignored 2 files whose names are not those of images, such as" in _messages(notes)[0]
+    assert "left out 2 files that are no images by their endings: 1 .md, 1 .txt, such as" in _messages(notes)[0]
 
 
 def test_an_empty_class_is_left_out_with_a_note(tree, notes):

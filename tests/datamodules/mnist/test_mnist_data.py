@@ -460,22 +460,60 @@ def test_the_bundled_digits_are_in_mnists_form_and_their_statistics_are_true():
     assert len(together.unique(dim=0)) == 1797, "no digit is in both parts"
 
 
-def test_auto_falls_back_to_the_digits_and_logs_why_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    data = _data(tmp_path, dataset="auto")
+def _default(**options: Any) -> MNISTDataModule:
+    """Without a folder; tests run in one of their own."""
+    return MNISTDataModule(batch_size=8, eval_batch_size=7, val_fraction=0.2, **({"download": False} | options))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_auto_falls_back_to_the_digits_and_logs_why_in_one_line(here: Path, caplog: pytest.LogCaptureFixture):
+    (here / "data").mkdir()
+    data = _default()
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
         _trainer(fast_dev_run=1).fit(Watcher(), datamodule=data)
         _trainer(fast_dev_run=1).test(Watcher(), datamodule=data)
     assert [record.getMessage() for record in caplog.records if record.name == "lightning_recipes"] == [
-        f"warning: {tmp_path} has no MNIST files: using the 1,797 digits bundled with scikit-learn; "
-        f"pass data_dir='FOLDER' for MNIST"
+        "warning: data has no MNIST files: using the 1,797 digits bundled with scikit-learn; "
+        "pass data_dir='FOLDER' for MNIST or your own images"
     ]
     assert data.info.title == "scikit-learn digits"
     assert data.sizes == {"train": 1437 - 287, "val": 287, "test": 360}
 
 
-def test_auto_refuses_a_given_folder_that_does_not_exist(tmp_path: Path):
-    with pytest.raises(UserError, match="nowhere does not exist.*pass a folder that exists, or dataset='digits'"):
-        _data(tmp_path / "nowhere", dataset="auto").setup("fit")
+@pytest.mark.parametrize("download", [False, True])
+def test_auto_refuses_a_given_folder_without_usable_files_and_says_what_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, download: bool
+):
+    _unreachable(monkeypatch)
+    with pytest.raises(UserError, match="nowhere does not exist.*pass a folder with them, .*dataset='digits'"):
+        _data(tmp_path / "nowhere", dataset="auto", download=download).setup("fit")
+    (tmp_path / "papers" / "2024").mkdir(parents=True)
+    for name in ("a.pdf", "b.pdf", "notes.docx"):
+        (tmp_path / "papers" / name).touch()
+    data = _data(tmp_path / "papers", dataset="auto", download=download)
+    with pytest.raises(UserError) as caught:
+        data.resolve()
+    held = f"it holds the folder 2024 and files: 2 .pdf, 1 .docx, such as {tmp_path}/papers/a.pdf; pass a folder with"
+    assert f"papers has no MNIST files and no images of your own; {held}" in str(caught.value)
+    assert "download" not in str(caught.value).partition("pass")[0], "nothing was downloaded into it"
+    assert len(list((tmp_path / "papers").iterdir())) == 4
+
+
+def test_a_set_that_is_named_is_downloaded_into_a_folder_with_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    _unreachable(monkeypatch)
+    (tmp_path / "notes.txt").touch()
+    data = _data(tmp_path, dataset="mnist", download=True)
+    data.prepare_data()
+    with pytest.raises(UserError, match="could not download train-images"):
+        data.setup("fit")
 
 
 def test_auto_takes_mnist_where_it_is_found(tiny: Path, caplog: pytest.LogCaptureFixture):
@@ -492,17 +530,17 @@ def _unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_failed_download_is_the_reason_of_auto_and_the_error_of_mnist(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     _unreachable(monkeypatch)
-    data = _data(tmp_path, dataset="auto", download=True)
+    data = _default(download=True)
     _trainer(fast_dev_run=1).fit(Watcher(), datamodule=data)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "lightning_recipes"]
     assert "\n" not in line
     assert "could not download train-images-idx3-ubyte.gz (127.0.0.1:9: [Errno 111] Connection refused)" in line
     assert data.dataset == "digits"
     with pytest.raises(UserError, match=r"could not download .*Connection refused.*pass data_dir='FOLDER'"):
-        _trainer(fast_dev_run=1).fit(Watcher(), datamodule=_data(tmp_path, download=True))
+        _trainer(fast_dev_run=1).fit(Watcher(), datamodule=_data(here, download=True))
 
 
 def test_nothing_is_downloaded_for_a_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -513,15 +551,15 @@ def test_nothing_is_downloaded_for_a_prediction(tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "new").exists()
 
 
-def test_resolving_auto_is_idempotent(tmp_path: Path, tiny: Path, caplog: pytest.LogCaptureFixture):
-    (tmp_path / "empty").mkdir()
-    for folder, found in ((tmp_path / "empty", "digits"), (tiny, "mnist")):
-        data = _data(folder, dataset="auto")
-        assert data.resolve() == data.resolve() == {"dataset": found}
-        write_set(tmp_path / "empty")
+def test_resolving_auto_is_idempotent(here: Path, caplog: pytest.LogCaptureFixture):
+    write_set(here / "other")
+    for folder, found in ((None, "digits"), (here / "other", "mnist")):
+        data = _data(folder, dataset="auto") if folder else _default()
+        assert data.resolve() == data.resolve() == {"dataset": found, "num_classes": 10}
+        write_set(here / "data")
         data.setup("fit")
-        assert data.resolve() == {"dataset": data.dataset} == {"dataset": found}
-        assert _data(folder, dataset=found).resolve() == {}
+        assert data.resolve() == {"dataset": data.dataset, "num_classes": 10} == {"dataset": found, "num_classes": 10}
+        assert _default(dataset=found, num_classes=10).resolve() == {}
     assert len(caplog.records) == 1
 
 
@@ -536,14 +574,9 @@ def test_resolving_downloads_what_is_missing(tmp_path: Path, monkeypatch: pytest
         Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [f"http://127.0.0.1:{server.server_port}/"])
         monkeypatch.setattr(torchvision.datasets.MNIST, "resources", resources)
-        assert _data(tmp_path / "new", dataset="auto", download=True).resolve() == {"dataset": "mnist"}
+        assert _data(tmp_path / "new", dataset="auto", download=True).resolve()["dataset"] == "mnist"
         server.shutdown()
     assert find_files("mnist", tmp_path / "new")
-
-
-def test_resolving_refuses_a_folder_that_was_given_and_does_not_exist(tmp_path: Path):
-    with pytest.raises(UserError, match="nowhere does not exist, .*; pass a folder that exists"):
-        _data(tmp_path / "nowhere", dataset="auto").resolve()
 
 
 def _checkpoint(data: MNISTDataModule, path: Path) -> Path:
@@ -553,9 +586,9 @@ def _checkpoint(data: MNISTDataModule, path: Path) -> Path:
     return path
 
 
-def test_auto_follows_the_checkpoint_wherever_the_files_are(tiny: Path, tmp_path: Path):
-    (tmp_path / "empty").mkdir()
-    digits = _checkpoint(_data(tmp_path / "empty", dataset="auto"), tmp_path / "digits.ckpt")
+def test_auto_follows_the_checkpoint_wherever_the_files_are(tiny: Path, here: Path):
+    tmp_path = here
+    digits = _checkpoint(_default(), tmp_path / "digits.ckpt")
     data = _data(tiny, dataset="auto")
     _trainer().test(Watcher(), datamodule=data, ckpt_path=str(digits), weights_only=True)
     assert data.dataset == "digits"

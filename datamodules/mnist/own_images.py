@@ -1,0 +1,379 @@
+"""Images of your own for the MNIST recipe: class folders, lists of files, a NumPy file or arrays.
+
+Every image takes MNIST's form in one way, that of `predict`. Those of 28 x 28 that are light on dark, as most of a set
+are or are not, stay as they are; all others go through `as_mnist`, which finds the background at the border, crops the
+strokes to 20 pixels and centres them, light on dark.
+"""
+
+import logging
+import zipfile
+import zlib
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+from numpy.lib import format as npy
+from PIL import Image
+from torch import Tensor
+
+from datamodules.errors import UserError
+from datamodules.loading.image_lists import class_order, find_images, holds_images
+from datamodules.loading.image_tree import describe_left_out
+from datamodules.loading.unpacking import refusal, unpacked_limit
+from datamodules.mnist.user_images import as_mnist, open_image
+
+__all__ = ["OwnImages", "describe_folder", "holds_own_images", "images_from_arrays", "read_own_images"]
+
+_SIDE = 28
+_BRIGHTEST_BACKGROUND = 64  # Of a set that is light on dark; that of `as_mnist`.
+_MOST_AT_ONCE = 1 << 32  # Bytes that an array of a compressed file unpacks to at most.
+_ALWAYS = 1 << 28
+_RATIO = 100
+_UNLABELLED = -100
+
+_log = logging.getLogger("lightning_recipes")
+_inform = rank_zero_only(_log.info)
+_warn = rank_zero_only(_log.warning)
+
+_KEYS = {
+    "train": (("images", "labels"), ("train_images", "train_labels"), ("x_train", "y_train"), ("X_train", "y_train")),
+    "val": (("val_images", "val_labels"), ("x_val", "y_val"), ("X_val", "y_val")),
+    "test": (("test_images", "test_labels"), ("x_test", "y_test"), ("X_test", "y_test")),
+}
+"""The names of images and labels in a NumPy file: ours, MedMNIST's, Keras's and scikit-learn's."""
+
+
+def _border(images: Tensor) -> Tensor:
+    return torch.cat((images[:, 0], images[:, -1], images[:, :, 0], images[:, :, -1]), 1)
+
+
+def in_mnist_form(images: Iterable[Image.Image]) -> Tensor:
+    """A set of images in MNIST's form, uint8 of shape (n, 28, 28).
+
+    Args:
+        images: of any size and mode.
+    """
+    prepared: list[Tensor] = []
+    small: list[int] = []
+    for image in images:
+        if image.size == (_SIDE, _SIDE) and image.mode in ("L", "RGB"):
+            small.append(len(prepared))
+            prepared.append(torch.frombuffer(bytearray(image.convert("L").tobytes()), dtype=torch.uint8).view(28, 28))
+        else:
+            prepared.append(as_mnist(image)[0])
+    if not prepared:
+        return torch.empty(0, _SIDE, _SIDE, dtype=torch.uint8)
+    found = torch.stack(prepared)
+    # Of the set and not of each image: a bag may touch the border where digits do not.
+    if small and _border(found[small]).median() >= _BRIGHTEST_BACKGROUND:
+        for row in small:
+            found[row] = as_mnist(Image.fromarray(found[row].numpy()))[0]
+    return found
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Image files."""
+
+    names: Sequence[str]
+
+    def read(self) -> Tensor:
+        if len(self.names) >= 5000:
+            _inform("reading %s images", f"{len(self.names):,}")
+        faults: list[str] = []
+
+        def opened() -> Iterable[Image.Image]:
+            for name in self.names:
+                try:
+                    yield open_image(name)
+                except UserError as error:
+                    faults.append(str(error))
+
+        images = in_mnist_form(opened())
+        if faults:
+            more = f"; and {len(faults) - 5:,} more" * (len(faults) > 5)
+            raise UserError(
+                f"{len(faults):,} of {len(self.names):,} images cannot be used: {'; '.join(faults[:5])}{more}; correct"
+                " or delete them"
+            )
+        return images
+
+    def describe(self, row: int) -> str:
+        return self.names[row]
+
+
+@dataclass(frozen=True)
+class _Array:
+    """Images in memory, uint8 of shape (n, height, width) or (n, height, width, channels)."""
+
+    pixels: "np.ndarray[Any, np.dtype[np.uint8]]"
+    source: str
+
+    def read(self) -> Tensor:
+        if self.pixels.shape[1:] == (_SIDE, _SIDE):
+            images = torch.from_numpy(np.ascontiguousarray(self.pixels))
+            if _border(images).median() < _BRIGHTEST_BACKGROUND:
+                return images
+        return in_mnist_form(map(Image.fromarray, np.ascontiguousarray(self.pixels)))
+
+    def describe(self, row: int) -> str:
+        return f"row {row} of {self.source}"
+
+
+@dataclass(frozen=True)
+class OwnImages:
+    """Images and labels by part: "train", and perhaps "val" and "test".
+
+    Args:
+        title: what the set is called.
+        classes: the names of the classes, in the order of the labels.
+        images: by part; `read` gives the tensor.
+        labels: by part, int64 of shape (n,), without samples that have none.
+        left_out: files and rows that are not used, by reason.
+    """
+
+    title: str
+    classes: tuple[str, ...]
+    images: dict[str, _Files | _Array]
+    labels: dict[str, Tensor]
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    def read(self, part: str) -> tuple[Tensor, Tensor]:
+        """Images, uint8 of shape (n, 28, 28), and labels, int64 of shape (n,).
+
+        Raises:
+            UserError: images cannot be read; the message names five of them.
+        """
+        images, labels = self.images[part].read(), self.labels[part]
+        blank = (images.flatten(1).amax(1) == 0).nonzero().flatten().tolist()
+        if blank:
+            first = self.images[part].describe(blank[0])
+            _warn(f"note: {len(blank):,} of {len(images):,} {part} images are blank, such as {first}")
+        return images, labels
+
+
+def _pixels(images: Any, source: str) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    """Bytes of shape (n, height, width) or (n, height, width, channels)."""
+    if isinstance(images, Tensor):
+        images = images.detach().cpu().numpy()
+    try:
+        pixels = np.asarray(images)
+    except ValueError as error:  # Images of different sizes.
+        raise UserError(f"{source} are no array: {error}; pass images of one size") from error
+    shape = pixels.shape
+    if pixels.dtype.kind not in "buif":
+        raise UserError(f"{source} are {pixels.dtype}, expected numbers: uint8 from 0 to 255 or floats from 0 to 1")
+    if pixels.ndim == 2 and (side := round(shape[1] ** 0.5)) ** 2 == shape[1]:
+        pixels = pixels.reshape(len(pixels), side, side)
+    elif pixels.ndim == 4 and shape[3] not in (1, 3, 4) and shape[1] in (1, 3, 4):
+        pixels = np.moveaxis(pixels, 1, 3)
+    if pixels.ndim == 4 and pixels.shape[3] == 1:
+        pixels = pixels[..., 0]
+    if not (pixels.ndim == 3 or (pixels.ndim == 4 and pixels.shape[3] in (3, 4))) or 0 in pixels.shape[1:]:
+        raise UserError(
+            f"{source} are of shape {shape}, expected (n, height, width), (n, height, width, channels) or (n, pixels)"
+            " with 1, 3 or 4 channels"
+        )
+    if not len(pixels):
+        raise UserError(f"{source} are empty: their shape is {shape}")
+    if pixels.dtype.kind == "b":
+        return pixels.astype(np.uint8) * np.uint8(255)
+    low, high = pixels.min(), pixels.max()
+    top = 1 if pixels.dtype.kind == "f" else 255
+    # A set whose brightest pixel is far from the top has another scale; NaN fails each comparison.
+    if not (low >= 0 and top / 4 <= high <= top):
+        how = f": pass images / {high:g}" if 0 <= low <= high < np.inf and high > 0 else ""
+        raise UserError(
+            f"{source} are {pixels.dtype} from {low:g} to {high:g}, expected whole numbers from 0 to 255 or floats from"
+            f" 0 to 1{how}"
+        )
+    if top == 255:
+        return pixels.astype(np.uint8)
+    # By parts: in float64 a large set takes eight times its memory.
+    return np.concatenate(
+        [(pixels[start : start + 4096] * 255).round().astype(np.uint8) for start in range(0, len(pixels), 4096)]
+    )
+
+
+def _labels(labels: Any, source: str, count: int) -> "np.ndarray[Any, Any]":
+    """Whole numbers or texts of shape (n,)."""
+    values = np.asarray(labels.detach().cpu().numpy() if isinstance(labels, Tensor) else labels)
+    if values.ndim == 2 and values.shape[1] == 1:
+        values = values[:, 0]
+    if values.shape != (count,):
+        raise UserError(f"{source} are of shape {values.shape}, expected one for each of {count:,} images, ({count},)")
+    if values.dtype.kind == "O" and all(isinstance(value, str) for value in values):
+        values = values.astype(str)
+    if values.dtype.kind == "f" and np.isfinite(values).all() and (values == np.round(values)).all():
+        values = values.astype(np.int64)
+    if values.dtype.kind not in "iuU":
+        raise UserError(f"{source} are {values.dtype}, expected class numbers from 0, or names")
+    return values
+
+
+def _classes(train: "np.ndarray[Any, Any]", source: str) -> tuple[str, ...]:
+    if train.dtype.kind == "U":
+        return class_order(train.tolist())
+    largest = int(train.max())
+    if largest >= max(1000, len(train)):
+        raise UserError(
+            f"label {largest} at row {int(train.argmax())} of {source}: expected class numbers from 0; of"
+            f" {len(train):,} samples there are fewer classes than that"
+        )
+    return tuple(map(str, range(max(2, largest + 1))))
+
+
+def images_from_arrays(parts: dict[str, tuple[Any, Any]], title: str, source: str = "") -> OwnImages:
+    """Images and labels in memory.
+
+    Args:
+        parts: images and labels by part, at least "train". Images are uint8 (or other whole numbers) from 0 to 255 or
+            floats from 0 to 1, of shape (n, height, width), (n, height, width, channels), (n, channels, height, width)
+            or (n, pixels); labels are whole numbers or names, of shape (n,) or (n, 1). The label -100 is none.
+        source: the file, for messages.
+
+    Raises:
+        UserError: for other types, shapes and values, with what to pass.
+    """
+    of = f" of {source}" if source else ""
+    images: dict[str, _Files | _Array] = {}
+    found: dict[str, np.ndarray[Any, Any]] = {}
+    left_out: dict[str, int] = {}
+    for part, (given_images, given_labels) in parts.items():
+        pixels = _pixels(given_images, f"the {part} images{of}")
+        labels = _labels(given_labels, f"the {part} labels{of}", len(pixels))
+        if labels.dtype.kind == "i" and (unlabelled := int((labels == _UNLABELLED).sum())):
+            left_out["without a label"] = left_out.get("without a label", 0) + unlabelled
+            pixels, labels = pixels[labels != _UNLABELLED], labels[labels != _UNLABELLED]
+        if not len(labels):
+            raise UserError(f"no {part} image{of} has a label")
+        images[part], found[part] = _Array(pixels, f"the {part} images{of}"), labels
+    classes = _classes(found["train"], f"the train labels{of}")
+    numbers = {name: number for number, name in enumerate(classes)}
+    targets: dict[str, Tensor] = {}
+    for part, labels in found.items():
+        if (labels.dtype.kind == "U") != (found["train"].dtype.kind == "U"):
+            raise UserError(f"the {part} labels{of} are {labels.dtype}, and those of train {found['train'].dtype}")
+        if labels.dtype.kind == "U":
+            if unknown := sorted(set(labels.tolist()) - set(classes)):
+                raise UserError(f"{part} has classes that train has no image of: {', '.join(unknown[:10])}")
+            targets[part] = torch.tensor([numbers[name] for name in labels.tolist()])
+        else:
+            targets[part] = torch.from_numpy(labels.astype(np.int64))
+    return OwnImages(title, classes, images, targets, left_out)
+
+
+def _header(stream: BinaryIO) -> tuple[tuple[int, ...], "np.dtype[Any]"]:
+    version = npy.read_magic(stream)
+    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    shape, _, dtype = read(stream)
+    return shape, dtype
+
+
+def _read_array(archive: zipfile.ZipFile, name: str, path: Path) -> "np.ndarray[Any, Any]":
+    """An array of a NumPy file; no more memory is taken than its header, the archive and the limit agree on."""
+    record = archive.getinfo(f"{name}.npy")
+    with archive.open(record) as stream:
+        shape, dtype = _header(cast("BinaryIO", stream))
+        size = int(np.prod([int(side) for side in shape], dtype=object)) * dtype.itemsize
+        if dtype.hasobject:
+            raise UserError(
+                f"{name} of {path} holds Python objects, which could run code when they are read; save numbers, or"
+                " texts of a fixed length (array.astype(str))"
+            )
+        if stream.tell() + size != record.file_size:
+            raise UserError(
+                f"{name} of {path} is damaged: its header says {shape} of {dtype}, {size:,} bytes, and it holds"
+                f" {record.file_size - stream.tell():,}"
+            )
+    packed = path.stat().st_size
+    if size > (limit := unpacked_limit(packed, _MOST_AT_ONCE, _ALWAYS, _RATIO)):
+        raise refusal(path, packed, f"{size:,} for {name}", limit)
+    with archive.open(record) as stream:
+        return cast("np.ndarray[Any, Any]", npy.read_array(cast("BinaryIO", stream), allow_pickle=False))
+
+
+def _read_npz(path: Path) -> OwnImages:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            held = {name.removesuffix(".npy") for name in archive.namelist()}
+            parts: dict[str, tuple[Any, Any]] = {}
+            for part, pairs in _KEYS.items():
+                complete = [pair for pair in pairs if held.issuperset(pair)]
+                if half := [pair for pair in pairs if len(held.intersection(pair)) == 1 and not complete]:
+                    missing = next(name for name in half[0] if name not in held)
+                    raise UserError(f"{path} lacks {missing}; it holds {', '.join(sorted(held))}")
+                if complete:
+                    images, labels = complete[0]
+                    parts[part] = _read_array(archive, images, path), _read_array(archive, labels, path)
+    except (zipfile.BadZipFile, EOFError, zlib.error, ValueError, NotImplementedError, RuntimeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is no NumPy file (.npz), or damaged: {error}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    if "train" not in parts:
+        named = ", ".join(sorted(held)[:10]) or "nothing"
+        raise UserError(
+            f"{path} holds {named}; expected the arrays images and labels, and perhaps test_images and test_labels:"
+            ' np.savez("digits.npz", images=..., labels=...)'
+        )
+    return images_from_arrays(parts, path.name, str(path))
+
+
+def _archives(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.glob("*.npz") if file.is_file()) if folder.is_dir() else []
+
+
+def holds_own_images(place: str | Path) -> bool:
+    """Whether this is a NumPy file, a list of images, or a folder that holds either or image files."""
+    place = Path(place)
+    return place.suffix.lower() == ".npz" or bool(_archives(place)) or holds_images(place)
+
+
+def describe_folder(folder: Path, apart_from: Container[str] = ()) -> str:
+    """What a folder holds, as in "the folders a, b and files: 2 .csv, such as x.csv"; empty where it holds nothing.
+
+    Args:
+        apart_from: names that are not counted.
+    """
+    if not folder.is_dir():
+        return ""
+    held = sorted(entry for entry in folder.iterdir() if entry.name[0] != "." and entry.name not in apart_from)
+    named = []
+    if folders := [entry.name for entry in held if entry.is_dir()]:
+        more = f", ... ({len(folders)} in all)" * (len(folders) > 5)
+        named.append(f"the folder{'s' * (len(folders) > 1)} {', '.join(folders[:5])}{more}")
+    if files := [str(entry) for entry in held if not entry.is_dir()]:
+        named.append(f"files: {describe_left_out(files)}")
+    return " and ".join(named)
+
+
+def read_own_images(place: str | Path) -> OwnImages:
+    """The images in class folders, of lists of files, or of a NumPy file.
+
+    Raises:
+        UserError: there are none, or what is there cannot be used; the message says what was found.
+    """
+    place = Path(place)
+    archives = [place] if place.suffix.lower() == ".npz" else _archives(place)
+    if len(archives) > 1:
+        raise UserError(f"{place} holds {len(archives)} NumPy files; pass one of them, such as {archives[0]}")
+    if archives:
+        if not archives[0].is_file():
+            raise UserError(f"there is no file {archives[0]}")
+        return _read_npz(archives[0])
+    found = find_images(place)
+    for note in found.notes:
+        _warn(f"note: {note}")
+    return OwnImages(
+        place.resolve().name,
+        found.classes,
+        {part: _Files(files) for part, (files, _) in found.parts.items()},
+        {part: torch.tensor(labels) for part, (_, labels) in found.parts.items()},
+        found.left_out,
+    )
