@@ -170,8 +170,9 @@ class MNISTDataModule(BaseDataModule):
     Args:
         dataset: name of the data set; "custom" is your own in `data_dir`. "auto" is what `data_dir` holds; where it is
             empty or not given, MNIST is downloaded, and where that fails without a `data_dir`, the bundled digits.
-        data_dir: folder with the idx or idx.gz files, flat or in torchvision's layout, where downloads go, by default
-            "data"; or your own: class folders, lists (train.csv, train.txt) or a NumPy file (.npz).
+        data_dir: folder of the images: your own in class folders, lists (train.csv, train.txt) or a NumPy file (.npz),
+            which may be given itself; or the idx or idx.gz files, flat or in torchvision's layout, and downloads, by
+            default "data".
         batch_size: samples on one device in one forward pass.
         eval_batch_size: samples in one forward pass of validation, test and prediction.
         val_fraction: share of the training set held out for validation; of each class, of your own.
@@ -225,7 +226,9 @@ class MNISTDataModule(BaseDataModule):
         )
         # A Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
         data_dir = str(Path(data_dir).expanduser()) if data_dir is not None else None
-        self.save_hyperparameters()
+        # An open number is no hyper-parameter: Lightning refuses one that differs from the network's.
+        self.save_hyperparameters(ignore=["num_classes"] if num_classes is None else [])
+        self._num_classes = num_classes
         self.batch_size = batch_size
         self.dataset: str = dataset
         self._no_download = ""
@@ -308,9 +311,9 @@ class MNISTDataModule(BaseDataModule):
     @override
     def num_classes(self) -> int:
         """``num_classes``, or the number of the data set's; your own are listed for it."""
-        if self.hparams.num_classes is None and self._is_own() and not self._classes:
+        if self._num_classes is None and self._is_own() and not self._classes:
             return len(self._own_images().classes)
-        return int(self.hparams.num_classes or len(self.info.classes))
+        return self._num_classes or len(self.info.classes)
 
     @property
     @override
@@ -368,8 +371,8 @@ class MNISTDataModule(BaseDataModule):
         if self.dataset == "auto":
             self.prepare_data()
             self._resolve_dataset()
-        found = {"dataset": self.dataset, "num_classes": self.num_classes}
-        return {name: value for name, value in found.items() if self.hparams[name] in (None, "auto")}
+        found = {"dataset": self.dataset} if self.hparams.dataset == "auto" else {}
+        return found | ({"num_classes": self.num_classes} if self._num_classes is None else {})
 
     def _resolve_dataset(self) -> None:
         """Replace "auto", the same on every rank; rank 0 decides, since nodes may see different folders."""
