@@ -8,13 +8,26 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Curve", "Curves", "Line", "draw_panel", "read_curves", "shown_panels", "svg"]
+__all__ = [
+    "COLOURS",
+    "LEARNING_RATE",
+    "Curve",
+    "Curves",
+    "Line",
+    "Panel",
+    "colours",
+    "panel_of",
+    "panel_svg",
+    "panels_figure",
+    "read_curves",
+    "shown_panels",
+]
 
 METRICS = "metrics.csv"
 LEARNING_RATE = "learning rate"
@@ -40,12 +53,32 @@ class Curve(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A curve of a panel: its name in the legend, its colour, and whether it is dotted."""
+    """A curve of a panel.
+
+    Args:
+        name: in the legend; "" for none.
+        best: epoch and value of the best checkpoint, which a ring marks.
+    """
 
     name: str
     curve: Curve
     colour: str
     dotted: bool = False
+    best: tuple[float, float] | None = None
+
+
+class Panel(NamedTuple):
+    """Curves in one pair of axes.
+
+    Args:
+        unit: of the horizontal axis.
+        best: the place of the best checkpoint on it, which a vertical line marks.
+    """
+
+    title: str
+    lines: Sequence[Line]
+    unit: str
+    best: float | None = None
 
 
 def _number(text: str | None) -> float | None:
@@ -110,6 +143,15 @@ class Curves:
         """What the horizontal axis counts."""
         return "epoch" if self.epochs_done else "update"
 
+    def last_values(self) -> dict[str, float]:
+        """The last value of each score, by names such as "val/loss"."""
+        return {
+            f"{part}/{panel}": curve.values[-1]
+            for panel, parts in self.panels.items()
+            if panel != LEARNING_RATE
+            for part, curve in parts.items()
+        }
+
     def place(self, updates: float) -> float:
         """Where on the horizontal axis a number of updates lies.
 
@@ -168,26 +210,30 @@ def plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def draw_panel(
-    axes: "Axes", title: str, lines: Sequence[Line], best: tuple[float, float | None] | None, unit: str
-) -> None:
-    """Draw curves into axes.
+def colours(count: int) -> list[str]:
+    """Colours that differ, for as many curves."""
+    if count <= len(COLOURS):
+        return list(COLOURS[:count])
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
 
-    Args:
-        best: the place of the best checkpoint, which a vertical line marks, and its value if this panel has it.
-    """
+    return [to_hex(colormaps["turbo"](0.05 + 0.9 * i / (count - 1))) for i in range(count)]
+
+
+def _draw(axes: "Axes", panel: Panel) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    for line in lines:
+    for line in panel.lines:
         curve = _thinned(line.curve)
+        style, label = ":" if line.dotted else "-", plain(line.name) or "_nolegend_"
         marker = "o" if len(curve.values) <= 30 else None
-        style = ":" if line.dotted else "-"
-        axes.plot(*curve, style, color=line.colour, label=plain(line.name), marker=marker, markersize=3, linewidth=1.6)
-    if best is not None:
-        axes.axvline(best[0], color=TEXT_COLOUR, linewidth=1, linestyle=(0, (4, 3)), alpha=0.6)
-        if best[1] is not None:
-            axes.plot([best[0]], [best[1]], "o", markersize=9, markerfacecolor="none", markeredgecolor=TEXT_COLOUR)
-    axes.set_title(plain(title), fontsize=11, loc="left", color=TEXT_COLOUR)
+        axes.plot(*curve, style, color=line.colour, label=label, marker=marker, markersize=3, linewidth=1.6)
+        if line.best:
+            axes.plot(*([x] for x in line.best), "o", markersize=9, markerfacecolor="none", markeredgecolor=line.colour)
+    if panel.best is not None:
+        axes.axvline(panel.best, color=TEXT_COLOUR, linewidth=1, linestyle=(0, (4, 3)), alpha=0.6)
+    axes.set_title(plain(panel.title), fontsize=11, loc="left", color=TEXT_COLOUR)
+    axes.set_xlabel(panel.unit, fontsize=9, color=TEXT_COLOUR)
     axes.tick_params(color=GRID_COLOUR, labelcolor=TEXT_COLOUR, labelsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(5))
@@ -197,19 +243,40 @@ def draw_panel(
     axes.spines[["bottom", "left"]].set_color(GRID_COLOUR)
 
 
-def svg(figure: "Figure", salt: str) -> str:
-    """A figure as SVG for an HTML page, in the page's font and its colours of text and lines.
+def panels_figure(panels: Sequence[Panel], columns: int = 3) -> "Figure":
+    """Panels side by side, over one legend."""
+    from matplotlib.figure import Figure
 
-    Args:
-        salt: another one for each figure of the page, for its ids.
-    """
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(max(6.0, 4.4 * columns), 3.0 * rows + 0.6), layout="constrained", dpi=120)
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for one, panel in zip(axes, panels):
+        _draw(one, panel)
+    for one in axes[len(panels) :]:
+        one.set_axis_off()
+    names: dict[str, Any] = {}
+    for one in axes:
+        names |= {str(name): handle for handle, name in zip(*one.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(names.values()), list(names), loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    return figure
+
+
+def panel_svg(panel: Panel) -> str:
+    """A panel as SVG for an HTML page, in the page's font and its colours of text and lines."""
     import matplotlib
+    from matplotlib.figure import Figure
 
+    figure = Figure(figsize=(4.2, 2.8))
+    # Fixed margins: a layout that is computed takes as long as the drawing.
+    axes = figure.add_axes((0.13, 0.17, 0.85, 0.72))
+    _draw(axes, panel)
+    axes.legend(fontsize=9, frameon=False, labelcolor="linecolor")
     file = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
+    # The salt makes ids that are unique in a page with several drawings.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.title}):
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = file.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r"<g id=\"[^\"]*\"", "<g", text)  # Not unique in a page, and not referred to.
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r"<g id=\"[^\"]*\"", "<g", text)  # These are not unique, and nothing refers to them.
     return text.replace(TEXT_COLOUR, "currentColor").replace(GRID_COLOUR, "var(--line)")

@@ -1,9 +1,6 @@
 """``report.html``: a finished run on one page, from the files in its folder."""
 
 import itertools
-import json
-from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,115 +8,47 @@ from recipes.files import write_text
 from recipes.results.curves import (
     COLOURS,
     LEARNING_RATE,
-    Curve,
     Curves,
     Line,
-    draw_panel,
+    Panel,
+    colours,
     panel_of,
+    panel_svg,
     read_curves,
     shown_panels,
-    svg,
 )
 from recipes.results.page import Image, Section, render
 from recipes.results.results_file import FIGURES, PARTS, RESULTS, Results, read_results
+from recipes.results.texts import duration, memory_text, score_text, time_text, value_text
 
-__all__ = ["REPORT", "duration", "score_text", "value_text", "write_report"]
+__all__ = ["REPORT", "write_report"]
 
 REPORT = "report.html"
 _MOST_IMAGE_BYTES = 8 << 20  # Of all figures together: a page of 11 MB still opens at once on a phone.
 _MOST_ROWS = 300
 _FIGURES_FIRST = ("confusion_matrix", "mistakes", "attention", "grad_cam", "predictions")
+_COLOURS = dict(zip(("train", "val"), COLOURS))
 _STAGES = {"train": "training", "val": "validation", "test": "test"}
-
-
-def value_text(value: Any) -> str:
-    """A setting as text; without quotes where it is one.
-
-    Example:
-        >>> value_text("mnist"), value_text(None), value_text([1, None])
-        ('mnist', '-', '[1, null]')
-    """
-    if value is None:
-        return "-"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def score_text(value: Any) -> str:
-    """A score with four decimals, or four digits where it is large or small.
-
-    Example:
-        >>> score_text(0.97391), score_text(0.00001234), score_text(123456.7)
-        ('0.9739', '1.234e-05', '123,457')
-    """
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return value_text(value)
-    if abs(value) >= 1e4:
-        return f"{value:,.0f}"
-    return f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.4g}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words.
-
-    Example:
-        >>> duration(12.34), duration(754), duration(3 * 3600 + 120)
-        ('12.3 s', '12 min 34 s', '3 h 2 min')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-def _time(text: Any) -> str:
-    try:
-        return f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M}"
-    except (TypeError, ValueError):
-        return ""
-
-
-def _bytes(number: float) -> str:
-    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
 
 
 def _curves(curves: Curves, results: Results) -> Section:
     best = results.get("best")
     monitor = best["monitor"] if best else None
-    drawings = []
+    place = curves.place(best["step"]) if best else None
+    panels = []
     for name in shown_panels(curves.panels, monitor):
-        colours = itertools.cycle(COLOURS)
+        parts = curves.panels[name]
         if name == LEARNING_RATE:
-            lines = [Line(part, curve, next(colours)) for part, curve in curves.panels[name].items()]
+            lines = [Line(part, parts[part], colour) for part, colour in zip(parts, colours(len(parts)), strict=True)]
         else:
-            lines = _lines(curves.panels[name])
-        mark = None
-        if best is not None:
-            mark = curves.place(best["step"]), best["value"] if name == panel_of(monitor) else None
-        drawings.append(_panel(name, lines, mark, curves.unit))
-    if not drawings:
+            lines = [Line(_STAGES[part], parts[part], _COLOURS[part]) for part in _COLOURS if part in parts]
+        if best and place is not None and best["value"] is not None and name == panel_of(monitor):
+            lines[-1] = lines[-1]._replace(best=(place, best["value"]))
+        panels.append(Panel(name, lines, curves.unit, place))
+    if not panels:
         return Section("Curves", "There are none: the run has written no metrics.csv (--logger csv).")
-    text = f"The horizontal axis is the {curves.unit}."
-    if best is not None:
-        text += " The dashed line marks the best checkpoint."
-    return Section("Curves", text, drawings=drawings)
-
-
-def _lines(parts: Mapping[str, Curve]) -> list[Line]:
-    """Training below validation."""
-    return [
-        Line(_STAGES[part], parts[part], colour) for part, colour in zip(("train", "val"), COLOURS) if part in parts
-    ]
-
-
-def _panel(name: str, lines: list[Line], best: tuple[float, float | None] | None, unit: str) -> str:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.2, 2.7))
-    # Fixed margins: a layout that is computed takes as long as the drawing.
-    draw_panel(axes := figure.add_axes((0.13, 0.1, 0.85, 0.78)), name, lines, best, unit)
-    axes.legend(fontsize=9, frameon=False, labelcolor="linecolor")
-    return svg(figure, name)
+    text = "The dashed line marks the best checkpoint." if best else ""
+    return Section("Curves", text, drawings=[panel_svg(panel) for panel in panels])
 
 
 def _figures(folder: Path) -> list[Section]:
@@ -172,7 +101,6 @@ def _seconds(results: Results) -> Section:
 
 
 def _environment(results: Results) -> list[list[str]]:
-    memory: dict[str, int | None] = results.get("peak_memory_bytes", {})
     data: dict[str, Any] = results.get("data", {})
     sizes = ", ".join(f"{size:,} {part}" for part, size in data.get("sizes", {}).items())
     rows = {
@@ -180,7 +108,7 @@ def _environment(results: Results) -> list[list[str]]:
         "parameters": f"{results.get('parameters', 0):,} ({results.get('trainable_parameters', 0):,} trainable)",
         "epochs": f"{results.get('epochs', 0):g}",
         "speed": f"{rate:,.0f} samples/s" if (rate := results.get("samples_per_second")) else "",
-        "peak memory": ", ".join(f"{_bytes(size)} {where}" for where, size in memory.items() if size),
+        "peak memory": memory_text(results.get("peak_memory_bytes")),
         "hardware": results.get("hardware", ""),
         "nodes": str(nodes) if (nodes := results.get("num_nodes", 1)) > 1 else "",
         "host": results.get("host", ""),
@@ -221,7 +149,7 @@ def write_report(folder: Path) -> Path:
     results = read_results(folder)
     title = f"{results.get('recipe', folder.resolve().parent.name)}: {folder.resolve().name}"
     ended = "stopped early" if results.get("stopped_early") else "finished"
-    subtitle = " ".join(filter(None, (ended, _time(results.get("ended_at")))))
+    subtitle = " ".join(filter(None, (ended, time_text(results.get("ended_at")))))
     path = folder / REPORT
     write_text(path, render(title, subtitle, _sections(folder, results)))
     return path

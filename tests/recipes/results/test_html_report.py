@@ -1,9 +1,7 @@
 """The page of a run: one well-formed file that refers to no other, whatever the run's texts hold."""
 
 import io
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -12,19 +10,9 @@ from datamodules.errors import UserError
 from recipes.results.html_report import write_report
 from tests.support.command_lines import typed
 from tests.support.pages import read_page
+from tests.support.saved_runs import save_run
 
 HOSTILE = "<script>alert('&amp;')</script>$x^$"
-
-
-def save_run(folder: Path, metrics: str = "", figures: dict[str, tuple[int, int]] | None = None, **more: Any) -> Path:
-    """A run's folder with results, metrics and white figures of (width, height)."""
-    (folder / "figures").mkdir(parents=True)
-    (folder / "results.json").write_text(json.dumps({"scores": {}, **more}))
-    if metrics:
-        (folder / "metrics.csv").write_text(metrics)
-    for name, size in (figures or {}).items():
-        Image.new("RGB", size, "white").save(folder / "figures" / name)
-    return folder
 
 
 METRICS = """epoch,lr,step,train/loss,val/loss,val/accuracy,val/accuracy_class_0,test/loss

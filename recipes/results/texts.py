@@ -1,0 +1,78 @@
+"""Values of a run as short texts; whatever a damaged file holds has one."""
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+__all__ = ["duration", "memory_text", "score_text", "time_text", "value_text"]
+
+
+def value_text(value: Any) -> str:
+    """A setting as text; without quotes where it is one.
+
+    Example:
+        >>> value_text("mnist"), value_text(None), value_text([1, None])
+        ('mnist', '-', '[1, null]')
+    """
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def score_text(value: Any) -> str:
+    """A score with four decimals, or four digits where it is large or small.
+
+    Example:
+        >>> score_text(0.97391), score_text(0.00001234), score_text(123456.7)
+        ('0.9739', '1.234e-05', '123,457')
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return value_text(value)
+    if abs(value) >= 1e4:
+        return f"{value:,.0f}"
+    return f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.4g}"
+
+
+def duration(seconds: Any) -> str:
+    """Seconds as text.
+
+    Example:
+        >>> duration(12.34), duration(754), duration(3 * 3600 + 120)
+        ('12.3 s', '12 min 34 s', '3 h 2 min')
+    """
+    if not isinstance(seconds, (int, float)):
+        return value_text(seconds)
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def time_text(text: Any) -> str:
+    """A time in ISO 8601 to the minute; "" where it is none.
+
+    Example:
+        >>> time_text("2026-11-22T14:05:59+01:00"), time_text(None)
+        ('2026-11-22 14:05', '')
+    """
+    try:
+        return f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M}"
+    except (TypeError, ValueError):
+        return ""
+
+
+def memory_text(sizes: Any) -> str:
+    """Bytes by where they were used.
+
+    Example:
+        >>> memory_text({"host": 900 << 20, "device": 3 << 30})
+        '900 MiB host, 3.00 GiB device'
+    """
+    if not isinstance(sizes, Mapping):
+        return ""
+    known = {where: size / 2**20 for where, size in sizes.items() if isinstance(size, (int, float))}
+    return ", ".join(
+        f"{size / 1024:.2f} GiB {where}" if size >= 1024 else f"{size:.0f} MiB {where}" for where, size in known.items()
+    )
