@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, Task, TaskID, TextColumn
 from typing_extensions import override
 
+from callbacks.lib.part_timer import training_seconds
 from callbacks.lib.terminal import terminal_width, wrap_pieces
 from datamodules.ranges import NOT_NEGATIVE, check_ranges
 
@@ -160,7 +161,7 @@ class RunProgress(ProgressBar):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # A resume in mid-epoch begins no epoch.
-        self._epoch_began = time.monotonic()
+        self._epoch_began = training_seconds(trainer)
         epochs, batches = trainer.max_epochs or -1, trainer.num_training_batches
         total = epochs * batches if epochs > 0 else float("inf")
         if trainer.max_steps > 0:
@@ -169,7 +170,7 @@ class RunProgress(ProgressBar):
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._epoch_began, self._validated = time.monotonic(), False
+        self._epoch_began, self._validated = training_seconds(trainer), False
         self._draw(description=_epoch(trainer))
 
     @override
@@ -185,7 +186,8 @@ class RunProgress(ProgressBar):
         metrics = trainer.callback_metrics
         # Lightning keeps the scores of an earlier epoch's validation.
         self._metrics = format_metrics({k: v for k, v in metrics.items() if self._validated or not k.startswith("val")})
-        pieces = [_epoch(trainer), *self._metrics.split("  "), f"{time.monotonic() - self._epoch_began:.1f} s"]
+        seconds = training_seconds(trainer) - self._epoch_began
+        pieces = [_epoch(trainer), *self._metrics.split("  "), f"{seconds:.1f} s"]
         if self._progress is not None:
             # Above the bar, where it stays.
             lines = wrap_pieces(pieces, self._progress.console.width)

@@ -1,17 +1,22 @@
-"""What callbacks that draw have in common: samples kept of evaluation batches, shown when training or a test ends."""
+"""What callbacks that draw have in common: samples kept of evaluation batches, shown when the evaluation ends."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
+import numpy as np
 from lightning.pytorch.loggers import TensorBoardLogger
+from PIL import Image
 
 from callbacks.lib.best_effort import best_effort
+from callbacks.lib.part_timer import timed
+from callbacks.lib.whole_files import whole_or_nothing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["EvaluationSamples", "tensorboards"]
+__all__ = ["EvaluationSamples", "FigureTarget", "tensorboards"]
 
 
 def tensorboards(trainer: pl.Trainer) -> list[Any]:
@@ -19,12 +24,33 @@ def tensorboards(trainer: pl.Trainer) -> list[Any]:
     return [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
 
 
+def rendered(figure: "Figure") -> Any:
+    """A figure as an array of pixels, uint8 of shape (height, width, 3): drawing it is what takes time."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3]
+
+
+class FigureTarget(NamedTuple):
+    """A folder for PNG files, ``STAGE_NAME.png``, and the updates behind the checkpoint that is evaluated."""
+
+    folder: Path
+    step: int
+
+
 class EvaluationSamples:
     """The hooks of a callback that keeps samples of validation and test batches and draws them into TensorBoard.
 
-    It comes before `pl.Callback` in the list of bases. Only rank 0 keeps and draws samples, of its own batches; the
-    images of the last validation are drawn as training ends.
+    It comes before `pl.Callback` in the list of bases. Only rank 0 keeps and draws samples, of its own batches. They
+    are drawn when `trainer.validate` or `trainer.test` ends. The images of a training's last validation are drawn as it
+    ends, unless a checkpoint callback monitors a score: then the last weights are not the result, and those of the best
+    checkpoint are drawn by `trainer.validate(ckpt_path="best")`.
     """
+
+    target: FigureTarget | None = None
+    """Where figures are written to besides TensorBoard."""
 
     def _forget(self) -> None:
         """Drop the samples: an evaluation begins, or they were drawn."""
@@ -39,15 +65,25 @@ class EvaluationSamples:
         raise NotImplementedError
 
     def _draw(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not trainer.is_global_zero or not (writers := tensorboards(trainer)):
+        writers = tensorboards(trainer)
+        if not trainer.is_global_zero or not (writers or self.target):
             return
-        with best_effort("images in TensorBoard"):
-            for name, figure in self._figures(pl_module, stage).items():
+        with timed(trainer, "draw"):
+            with best_effort("images in TensorBoard"):
+                for name, figure in self._figures(pl_module, stage).items():
+                    image = rendered(figure)
+                    if self.target is not None:
+                        with whole_or_nothing(self.target.folder / f"{name.replace('/', '_')}.png") as part:
+                            Image.fromarray(image).save(part, "PNG")
+                    for writer in writers:
+                        writer.add_image(name, image, self._step(trainer), dataformats="HWC")
                 for writer in writers:
-                    writer.add_figure(name, figure, global_step=trainer.global_step)
-            for writer in writers:
-                writer.flush()
-        self._forget()
+                    writer.flush()
+            self._forget()
+
+    def _step(self, trainer: pl.Trainer) -> int:
+        """The updates behind the weights that are evaluated."""
+        return trainer.global_step if self.target is None else self.target.step
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._forget()
@@ -79,8 +115,13 @@ class EvaluationSamples:
         if trainer.is_global_zero:
             self._keep(outputs, batch, batch_idx, trainer.num_test_batches, dataloader_idx)
 
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "validate":
+            self._draw(trainer, pl_module, "val")
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._draw(trainer, pl_module, "val")
+        if not any(getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks):
+            self._draw(trainer, pl_module, "val")
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._draw(trainer, pl_module, "test")

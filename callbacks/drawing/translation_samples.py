@@ -133,13 +133,14 @@ class TranslationSamples(EvaluationSamples, pl.Callback):
             return
         with best_effort("texts in TensorBoard"):
             for writer in tensorboards(trainer):
-                writer.add_text(f"{stage}/translations", translations_table(self._shown), trainer.global_step)
+                writer.add_text(f"{stage}/translations", translations_table(self._shown), self._step(trainer))
                 writer.flush()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:
             self._write(trainer, "val")
+        super().on_validation_end(trainer, pl_module)
 
     @override
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

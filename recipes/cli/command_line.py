@@ -39,6 +39,7 @@ from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.launch.settings import Command, LaunchSettings
 from recipes.launch.streams import end_after_printing, print_error, secure_streams
 from recipes.recipe import Recipe
+from recipes.results.stopwatch import process_age
 from recipes.resume.requeue import requeue_after_loss
 from recipes.resume.resume_point import ResumePoint, find_resume_point
 from recipes.resume.saved_run import describe_differences, read_run
@@ -103,7 +104,10 @@ def run(
     exit_with_parent(os.environ)
     if parent_of_rank(os.environ) is None:
         declare_parent(os.environ)
-    program = _CommandLine(Classes(recipe_class, data_class, callbacks), sys.argv[1:] if args is None else args)
+    # A program has begun with its imports, which take seconds.
+    started_at = time.monotonic() - (process_age() if args is None else 0.0)
+    classes = Classes(recipe_class, data_class, callbacks)
+    program = _CommandLine(classes, sys.argv[1:] if args is None else args, started_at)
     if take_parser := getattr(sys.modules["__main__"], "TAKE_PARSER", None):  # `recipes/cli/completion.py` asks for it.
         take_parser(program.parser, _COMMANDS)
         return
@@ -152,8 +156,8 @@ def _build_parser(classes: Classes, program: str) -> FlagParser:
 class _CommandLine:
     """One call of the command line: from what was typed to the settings of an experiment."""
 
-    def __init__(self, classes: Classes, args: Sequence[str]) -> None:
-        self.started_at = time.monotonic()
+    def __init__(self, classes: Classes, args: Sequence[str], started_at: float) -> None:
+        self.started_at = started_at
         self.classes, self.program, self.args = classes, program_name(), list(args)
         self.typed = Command(self.program, self.args)
         self.parser = _build_parser(classes, self.program)
@@ -203,7 +207,7 @@ class _CommandLine:
         try:
             settings, connection = self._settings(command, namespace, point)
             experiment = build_experiment(settings, self.classes, connection)
-            carry_out(experiment, self.program, self.started_at)
+            carry_out(experiment, self.typed, self.started_at)
         except RuntimeError as error:
             if "Error(s) in loading state_dict" not in str(error):
                 raise

@@ -3,33 +3,33 @@
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from typing_extensions import override
 
 from callbacks.checkpointing.guard import CheckpointGuard
 from callbacks.lib.best_effort import forget_failures
 from callbacks.lib.lightning_internals import raised_by_restoring
 from callbacks.lib.signals import SIGNALS, Preempted
 from callbacks.lib.slurm_job import is_batch_job, requeue_on
+from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
+from recipes.cli.early_stopping import why_stopped
 from recipes.cli.experiment import Experiment, as_user_errors
 from recipes.cli.export import export
 from recipes.cli.folder_guard import FolderGuard
 from recipes.cli.imports import is_known
-from recipes.cli.report import print_pairs, print_rows, report, report_unsaved, shown, stopwatch_for
+from recipes.cli.report import Outcome, print_pairs, print_rows, report, report_unsaved, shown
 from recipes.cli.run_folder import run_folder
 from recipes.cli.settings import checkpoint_callbacks
 from recipes.cli.stock_loaders import evaluate_each_sample_once
@@ -40,6 +40,8 @@ from recipes.files import write_rows
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.launch.settings import Command
 from recipes.launch.streams import output_failure
+from recipes.results.run_figures import RunFigures
+from recipes.results.stopwatch import Stopwatch, stopwatch_for
 from recipes.resume.resume_point import start_from
 from recipes.resume.saved_run import read_run
 
@@ -54,24 +56,28 @@ _NEEDS = {
 """The methods of recipe and data module that a command calls."""
 
 
-class _NoLogger(DummyLogger):
-    """Keeps nothing of what callbacks and modules log and draw, as Lightning's logger of a trial run."""
+@contextmanager
+def _without_points(trainer: pl.Trainer) -> Iterator[None]:
+    """Log no scores: the curves of an evaluation in training would get another point."""
+    methods = [(logger, logger.log_metrics) for logger in trainer.loggers]
+    for logger, _ in methods:
+        logger.log_metrics = _do_nothing  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for logger, method in methods:
+            logger.log_metrics = method  # type: ignore[method-assign]
 
-    def __init__(self, folder: str) -> None:
-        super().__init__()
-        self._folder = folder
 
-    @property
-    @override
-    def save_dir(self) -> str:
-        return self._folder
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of a method."""
 
 
-def carry_out(experiment: Experiment, program: str, started_at: float) -> None:
+def carry_out(experiment: Experiment, typed: Command, started_at: float) -> None:
     """Run a command.
 
     Args:
-        program: what the user typed to start the program, for the commands to print.
+        typed: what the user typed, for the commands to print.
         started_at: `time.monotonic` at the start of the program.
     """
     command = experiment.settings.command
@@ -84,9 +90,9 @@ def carry_out(experiment: Experiment, program: str, started_at: float) -> None:
         evaluate_each_sample_once(experiment.data, settings.launch.rank, settings.launch.world_size)
     with as_user_errors(MisconfigurationException):
         if command != "fit":
-            _evaluate(experiment, program)
+            _evaluate(experiment, typed.program)
         else:
-            _fit(experiment, program, started_at)
+            _fit(experiment, typed, started_at)
 
 
 def _check_parts(experiment: Experiment) -> None:
@@ -121,10 +127,10 @@ def _run_callbacks(experiment: Experiment, folder: Path, guard: FolderGuard) -> 
     return callbacks
 
 
-def _fit(experiment: Experiment, program: str, started_at: float) -> None:
+def _fit(experiment: Experiment, typed: Command, started_at: float) -> None:
     """Train in the run's folder, which a trial of a few batches has not, then test the best checkpoint."""
     forget_failures()
-    settings, stopwatch = experiment.settings, stopwatch_for(experiment.data)
+    settings, stopwatch = experiment.settings, stopwatch_for(experiment.data, started_at)
     title, point = experiment.recipe.title, settings.resume_point
 
     def train(folder: Path | None) -> None:
@@ -138,9 +144,9 @@ def _fit(experiment: Experiment, program: str, started_at: float) -> None:
                     logger.log_hyperparams(dict(settings.config))
         if folder:
             _record_start(experiment, folder)
-        scores, best = _train_and_test(trainer, experiment, folder, program)
+        outcome = _train_and_test(trainer, experiment, folder, stopwatch, typed.program)
         if trainer.is_global_zero:
-            report(trainer, experiment, folder, stopwatch, scores, best, program, time.monotonic() - started_at)
+            report(trainer, experiment, folder, stopwatch, outcome, typed)
             report_unsaved(folder, guard is not None and guard.removed)
 
     if settings.trainer["barebones"]:
@@ -165,33 +171,42 @@ def _record_start(experiment: Experiment, folder: Path) -> None:
             rank_zero_print(f"{shown(path)} has more updates than the checkpoint to resume from, and is renamed")
 
 
+def _best_checkpoint(trainer: pl.Trainer, folder: Path | None) -> str | None:
+    """The best checkpoint that is there, else the last; None where none was saved."""
+    best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    last = folder / "checkpoints" / "last.ckpt" if folder else None
+    return next((str(path) for path in (best, last) if path and Path(path).is_file()), None)
+
+
 def _train_and_test(
-    trainer: pl.Trainer, experiment: Experiment, folder: Path | None, program: str
-) -> tuple[dict[str, float], str | None]:
-    """Train, then score the best checkpoint as validate and test do. Returns the scores and the checkpoint."""
+    trainer: pl.Trainer, experiment: Experiment, folder: Path | None, stopwatch: Stopwatch, program: str
+) -> Outcome:
+    """Train, then score the best checkpoint as validate and test do, and draw its figures."""
     recipe, data, resume = experiment.recipe, experiment.data, experiment.settings.run.resume
     with _interruptible(trainer, experiment, folder, program), _restoring(resume):
         trainer.fit(recipe, data, ckpt_path=resume, weights_only=True)
+    stopwatch.replace_first("other")
+    stopped, epochs = why_stopped(callbacks_of(trainer)), trainer.current_epoch
     if experiment.settings.trainer["barebones"]:
-        return {}, None
-    best = getattr(trainer.checkpoint_callback, "best_model_path", "") or None
-    if best is not None and not Path(best).is_file():
-        best = None
-    if best is None and folder is not None and (last := folder / "checkpoints" / "last.ckpt").is_file():
-        best = str(last)
-    scores = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    renew_callbacks(trainer, experiment)
+        return Outcome({}, None, stopped, epochs)
+    best = _best_checkpoint(trainer, folder)
+    scores: dict[str, float] = {}
+    last = {name: float(value) for name, value in trainer.callback_metrics.items() if name.split("/")[0] != "lr"}
+    step = read_run(best).updates if best else trainer.global_step
+    renew_callbacks(trainer, experiment, stopwatch, *([RunFigures(folder, step)] if folder else []))
+    if folder:
+        rank_zero_print(f"scoring {shown(best) if best else 'the weights'} and drawing ...")
     with _interruptible(trainer, experiment, folder, program):
         if _validates(experiment):
-            # The scores so far are those of the last epoch. Nothing is logged: the curves end with the training.
-            loggers, trainer.loggers = trainer.loggers, [_NoLogger(trainer.default_root_dir)]
-            validated = trainer.validate(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
-            trainer.loggers = loggers
+            with stopwatch.timed("validate"), _without_points(trainer):
+                validated = trainer.validate(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
             scores |= validated[0] if validated else {}
         if is_overridden("test_step", recipe) and is_overridden("test_dataloader", data):
-            tested = trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
+            with stopwatch.timed("test"):
+                tested = trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
             scores |= tested[0] if tested else {}
-    return scores, best
+    # A recipe that only trains has no others.
+    return Outcome(scores or last, best, stopped, epochs)
 
 
 def _evaluate(experiment: Experiment, program: str) -> None:

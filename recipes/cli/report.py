@@ -1,157 +1,46 @@
 """The results of a run: the table at its end, results.json and TensorBoard's hyper-parameters."""
 
-import contextlib
+import inspect
 import json
 import math
 import platform
 import sys
-import time
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from rich.markup import escape
-from torch import nn
-from typing_extensions import override
 
 from callbacks.lib.best_effort import best_effort, unsaved
 from callbacks.lib.terminal import fit_pairs, terminal_width
-from callbacks.lib.trainer_attributes import callbacks_of
-from datamodules.contract import DataContract, data_contract
+from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
-from recipes.cli.early_stopping import why_stopped
 from recipes.cli.experiment import Experiment, takes_inputs
+from recipes.launch.settings import Command
 from recipes.launch.streams import print_error, unwritten_streams
 from recipes.results.html_report import REPORT, write_report
-from recipes.results.results_file import RESULTS, write_results
-from recipes.version import __version__
+from recipes.results.origin import commit_of, versions
+from recipes.results.results_file import RESULTS, Best, Results, write_results
+from recipes.results.stopwatch import Stopwatch, count_parameters, loader_sizes, peak_memory
+from recipes.resume.saved_run import read_run
 
 __all__ = [
-    "SampleCounter",
-    "Stopwatch",
-    "count_parameters",
+    "Outcome",
+    "check_output",
     "flops_per_sample",
     "hardware",
+    "print_pairs",
+    "print_rows",
     "report",
     "report_unsaved",
     "shown",
-    "stopwatch_for",
 ]
-
-
-def loader_sizes(**loaders: Any) -> dict[str, int]:
-    """Samples in the data sets of the loaders of each part; without the parts that do not tell.
-
-    Example:
-        >>> loader_sizes(train=torch.utils.data.DataLoader(range(10), batch_size=4), val=None, test=iter("abc"))
-        {'train': 10}
-    """
-    sizes = {}
-    for part, loader in loaders.items():
-        data = [getattr(one, "dataset", None) for one in CombinedLoader(loader).flattened]
-        sized = [one for one in data if isinstance(one, Sized)]
-        if sized and len(sized) == len(data):
-            sizes[part] = sum(map(len, sized))
-    return sizes
-
-
-class Stopwatch(pl.Callback):
-    """Measures seconds of training and of validation in it, the epochs trained, and the parameters that trained.
-
-    `started` is True once the first batch is about to be trained, after all checks. `sizes` holds the samples of the
-    parts that the loaders tell and the data module does not have to.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = self.validation_seconds = 0.0
-        self.epochs = 0.0
-        self.trainable = 0
-        self.sizes: dict[str, int] = {}
-        self.stopped_early = ""
-        self.started = False
-        self._began = self._validation_began = 0.0
-        self._first_batch = 0
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._began, self._first_batch = time.monotonic(), trainer.fit_loop.total_batch_idx
-
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.started = True
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.seconds = time.monotonic() - self._began
-        self.stopped_early = why_stopped(callbacks_of(trainer))
-        # Here, since frozen layers are unfrozen when the run has ended.
-        self.trainable = count_parameters(pl_module)[1]
-        batches = trainer.fit_loop.total_batch_idx - self._first_batch
-        loader: Any = trainer.train_dataloader
-        # In full epochs: limit_train_batches shortens them.
-        with contextlib.suppress(TypeError):  # Without length, as of an iterable.
-            self.epochs = batches / max(1, len(loader))
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._validation_began = time.monotonic()
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self.validation_seconds += time.monotonic() - self._validation_began
-
-    def samples_per_second(self, samples_per_epoch: int) -> float:
-        """Training samples of all devices per second of training."""
-        return self._samples(samples_per_epoch) / max(1e-9, self.seconds - self.validation_seconds)
-
-    def _samples(self, samples_per_epoch: int) -> float:
-        return self.epochs * samples_per_epoch
-
-
-class SampleCounter(Stopwatch):
-    """Counts the samples of all ranks batch by batch, for a data module that does not tell how many there are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.samples = 0
-
-    @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        with contextlib.suppress(MisconfigurationException):  # It holds no tensor.
-            self.samples += extract_batch_size(batch)
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_end(trainer, pl_module)
-        count = torch.tensor(self.samples, device=pl_module.device)
-        self.samples = int(trainer.strategy.reduce(count, reduce_op="sum"))
-        self.sizes = loader_sizes(train=trainer.train_dataloader, val=trainer.val_dataloaders)
-
-    @override
-    def _samples(self, samples_per_epoch: int) -> float:
-        return self.samples
-
-
-def stopwatch_for(data: pl.LightningDataModule) -> Stopwatch:
-    """A stopwatch that counts samples itself where the data module is none of `DataContract`."""
-    return Stopwatch() if DataContract in type(data).__mro__ else SampleCounter()
-
-
-def count_parameters(module: nn.Module) -> tuple[int, int]:
-    """The number of all parameters, and of those that require a gradient."""
-    sizes = [(p.numel(), p.requires_grad) for p in module.parameters()]
-    return sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
 
 
 def flops_per_sample(module: pl.LightningModule) -> int | None:
@@ -233,22 +122,57 @@ def check_output(output: str | None) -> None:
         raise UserError(f"--output {output}: there is no folder {Path(output).parent}")
 
 
+def _describe(seconds: Mapping[str, float]) -> str:
+    """The seconds of a run's parts in words, the longest first."""
+    names = {"start_up": "start-up", "validate": "validation", "save": "saving", "draw": "drawing", "train": "training"}
+    parts = sorted(((value, names.get(part, part)) for part, value in seconds.items() if part != "total"), reverse=True)
+    return f"{seconds['total']:.1f} s: " + ", ".join(f"{name} {value:.1f}" for value, name in parts if value >= 0.05)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run has reached.
+
+    Args:
+        scores: of the best checkpoint.
+        best: its path; None where none was saved.
+        stopped_early: why, where early stopping has ended it.
+        epochs: completed in all, also before a resume.
+    """
+
+    scores: dict[str, float]
+    best: str | None
+    stopped_early: str
+    epochs: int
+
+
+def _best(outcome: Outcome, monitor: str | None) -> Best | None:
+    if outcome.best is None:
+        return None
+    saved, value = read_run(outcome.best), outcome.scores.get(monitor or "")
+    monitored = monitor if value is not None else None
+    return Best(checkpoint=outcome.best, epoch=saved.epoch, step=saved.updates, monitor=monitored, value=value)
+
+
 def report(
     trainer: pl.Trainer,
     experiment: Experiment,
     folder: Path | None,
     stopwatch: Stopwatch,
-    scores: dict[str, float],
-    best: str | None,
-    program: str,
-    wall_seconds: float,
+    outcome: Outcome,
+    command: Command,
 ) -> None:
-    """Write results.json and TensorBoard's graph and hyper-parameters into `folder`, and print the final table."""
+    """Write results.json and TensorBoard's graph and hyper-parameters into `folder`, and print the final table.
+
+    Args:
+        command: as it was typed.
+    """
     recipe, data, config = experiment.recipe, data_contract(experiment.data), experiment.settings.config
+    program, scores, best = command.program, outcome.scores, outcome.best
     parameters, trainable = count_parameters(recipe)[0], stopwatch.trainable
     flops = flops_per_sample(recipe)
     sizes = stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders) | dict(data.sizes)
-    rate = stopwatch.samples_per_second(sizes.get("train", 0))
+    rate, seconds = stopwatch.samples_per_second(sizes.get("train", 0)), stopwatch.by_part()
     headline = recipe.headline(scores)
     speed = f", {rate:,.0f} samples/s" if rate else ""
     rows = {
@@ -256,10 +180,11 @@ def report(
         "parameters": f"{parameters:,} ({trainable:,} trainable)",
         **({"FLOPs per sample": f"{_with_unit(flops)}, forward"} if flops is not None else {}),
         **headline,
-        "training": f"{stopwatch.seconds:.1f} s{speed}; {wall_seconds:.1f} s in all",
+        "training": f"{seconds['train'] + seconds['validate']:.1f} s with validation{speed}",
+        "time": _describe(seconds),
     }
-    if stopwatch.stopped_early:
-        rows["stopped early"] = stopwatch.stopped_early
+    if outcome.stopped_early:
+        rows["stopped early"] = outcome.stopped_early
     if folder is not None and best:
         rows |= {
             "best checkpoint": shown(best),
@@ -272,29 +197,34 @@ def report(
     if folder is None:
         print_pairs(rows)
         return
-    results: Any = {
-        "scores": scores,
-        "data": {"name": data.title, "sizes": sizes},
-        "parameters": parameters,
-        "trainable_parameters": trainable,
-        "flops_per_sample": flops,
-        "training_seconds": stopwatch.seconds,
-        "validation_seconds": stopwatch.validation_seconds,
-        "wall_seconds": wall_seconds,
-        "samples_per_second": rate,
-        "best_checkpoint": best,
-        "stopped_early": stopwatch.stopped_early or None,
-        "hardware": hardware(trainer),
-        "versions": {
-            "lightning-recipes": __version__,
-            "python": sys.version.split()[0],
-            "torch": torch.__version__,
-            "lightning": pl.__version__,
-        },
-        "headline": headline,
-        "config": dict(config),
-        "changed": list(experiment.settings.changed),
-    }
+    ended_at = datetime.now().astimezone()
+    results = Results(
+        recipe=recipe.title,
+        command=command.using(),
+        started_at=(ended_at - timedelta(seconds=seconds["total"])).isoformat(timespec="seconds"),
+        ended_at=ended_at.isoformat(timespec="seconds"),
+        host=platform.node(),
+        hardware=hardware(trainer),
+        devices=trainer.num_devices,
+        num_nodes=trainer.num_nodes,
+        versions=versions(),
+        commit=commit_of(Path(inspect.getfile(type(recipe)))),
+        scores=scores,
+        headline=headline,
+        best=_best(outcome, recipe.monitor),
+        seconds=seconds,
+        earlier_seconds=stopwatch.earlier_by_part(),
+        epochs=outcome.epochs,
+        samples_per_second=rate,
+        peak_memory_bytes=peak_memory(trainer.strategy.root_device),
+        stopped_early=outcome.stopped_early or None,
+        parameters=parameters,
+        trainable_parameters=trainable,
+        flops_per_sample=flops,
+        data={"name": data.title, "sizes": sizes},
+        config=dict(config),
+        changed=list(experiment.settings.changed),
+    )
     # Before anything is printed: a terminal may have gone.
     with best_effort(RESULTS):
         write_results(folder, results)

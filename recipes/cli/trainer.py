@@ -58,13 +58,13 @@ def _callbacks(experiment: Experiment) -> list[Callback]:
     return [FailureReporter(), *callbacks, *([RunProgress()] if shows and not given else [])]
 
 
-def renew_callbacks(trainer: pl.Trainer, experiment: Experiment) -> None:
+def renew_callbacks(trainer: pl.Trainer, experiment: Experiment, *more: Callback) -> None:
     """Give a Trainer that has trained the callbacks of one that evaluates a checkpoint.
 
     Those that have trained may put their own weights in place of the checkpoint's: Lightning's `WeightAveraging` loads
     those that were not averaged.
     """
-    set_callbacks(trainer, _callbacks(experiment))
+    set_callbacks(trainer, [*_callbacks(experiment), *more])
 
 
 def _limits(settings: Settings) -> dict[str, Any]:

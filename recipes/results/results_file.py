@@ -20,7 +20,11 @@ _LARGEST_FILE = 1 << 24  # Bytes. Results have some thousands; a score per class
 
 
 class Best(TypedDict):
-    """The checkpoint that the scores are of; `value` is that of the monitored score, both None without one."""
+    """The checkpoint that the scores are of.
+
+    `epoch` is that in which it was saved, from 1 as on the console, and `step` the updates before it. `monitor` is the
+    score by which it is the best, and `value` its value; both are None without a validation.
+    """
 
     checkpoint: str
     epoch: int
@@ -30,7 +34,13 @@ class Best(TypedDict):
 
 
 class Results(TypedDict, total=False):
-    """The entries of ``results.json``. Files of earlier versions lack some of them."""
+    """The entries of ``results.json``. Files of earlier versions lack some of them.
+
+    `scores` are of the checkpoint `best`. `seconds` has `PARTS` and their sum, "total": the wall clock of the program
+    that has written the file. Of a resumed run `earlier_seconds` holds the same of its earlier starts, up to the
+    checkpoint it was resumed from; what they trained beyond it is in neither. `epochs` counts all. `devices` are those
+    of one node, and `peak_memory_bytes` that of the process with rank 0.
+    """
 
     recipe: str
     command: str
@@ -46,7 +56,8 @@ class Results(TypedDict, total=False):
     headline: dict[str, str]
     best: Best | None
     seconds: dict[str, float]
-    epochs: float
+    earlier_seconds: dict[str, float] | None
+    epochs: int
     samples_per_second: float
     peak_memory_bytes: dict[str, int | None]
     stopped_early: str | None

@@ -40,6 +40,7 @@ class SavedRun:
         epochs: epochs completed.
         devices: number of devices it was trained on; None in checkpoints of a plain Trainer.
         global_batch_size: samples per update on all devices; None where it is not known.
+        epoch: in which it was saved, from 1.
     """
 
     config: dict[str, Any]
@@ -47,6 +48,7 @@ class SavedRun:
     epochs: int
     devices: int | None = None
     global_batch_size: int | None = None
+    epoch: int = 1
 
     def is_finished(self, max_epochs: int | None, max_steps: int = -1) -> bool:
         """Whether the run has reached these bounds; -1 and None are no bound."""
@@ -95,11 +97,14 @@ def _saved_run(checkpoint: Mapping[str, Any]) -> SavedRun:
     # A plain Trainer saves the constructors' arguments only.
     saved = {**checkpoint.get("datamodule_hyper_parameters", {}), **checkpoint.get("hyper_parameters", {})}
     split = checkpoint.get("split", {})
+    devices, size = (None if (n := split.get(k)) is None else _count(k, n) for k in ("devices", "global_batch_size"))
     return SavedRun(
         dict(checkpoint.get("config") or saved),
         _count("global_step", checkpoint["global_step"]),
         checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"],
-        *(None if (n := split.get(name)) is None else _count(name, n) for name in ("devices", "global_batch_size")),
+        devices,
+        size,
+        1 + _count("epoch", checkpoint.get("epoch", 0)),
     )
 
 

@@ -86,7 +86,11 @@ def test_slurms_processes_find_each_other_and_take_nodes_and_devices_from_it(tmp
     assert f"started by Slurm, 2 nodes x 2 devices, localhost:{15000 + 7 * job % 17000}, gloo" in first
     assert all(not ended.out for ended in all_ended[1:])
     assert {path.name for path in tmp_path.glob("prepared*")} == {"prepared-on-0-0", "prepared-on-1-0"}
-    assert json.loads((tmp_path / "runs/failing/run/results.json").read_text())["hardware"].startswith("4 x")
+    results = json.loads((tmp_path / "runs/failing/run/results.json").read_text())
+    assert results["hardware"].startswith("4 x")
+    assert (results["devices"], results["num_nodes"]) == (2, 2)
+    seconds = results["seconds"]
+    assert sum(seconds.values()) == pytest.approx(2 * seconds["total"])
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "recipes.classification": f"{_CALLBACKS} callbacks.drawing recipes.labels recipes.recipe",
     "recipes.launch": "datamodules.errors datamodules.ranges callbacks.lib",
     "recipes.failures": "datamodules.errors callbacks.lib recipes.launch",
-    "recipes.results": f"{_CALLBACKS} callbacks.checkpointing recipes.files",
+    "recipes.results": f"{_CALLBACKS} callbacks.checkpointing callbacks.drawing recipes.files recipes.version",
     "recipes.resume": f"{_CALLBACKS} callbacks.checkpointing recipes.launch recipes.results",
     "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing recipes.failures recipes.files "
     "recipes.launch recipes.optim recipes.recipe recipes.results recipes.resume recipes.version",

@@ -54,8 +54,8 @@ def test_a_folder_that_is_removed_is_made_again_said_once_and_told_by_the_status
     assert "Traceback" not in done.err
     results = json.loads((folder / "results.json").read_text())
     # The best one so far was removed, too, and a later one has taken its place.
-    assert Path(results["best_checkpoint"]).name == "best.ckpt"
-    assert Path(results["best_checkpoint"]).is_file()
+    assert Path(results["best"]["checkpoint"]).name == "best.ckpt"
+    assert Path(results["best"]["checkpoint"]).is_file()
     assert (folder / "checkpoints" / "last.ckpt").is_file()
     assert (folder / "config.yaml").is_file()
     assert [row["epoch"] for row in _rows(folder / "metrics.csv") if row["val/loss"]][-1] == "4"
