@@ -222,6 +222,14 @@ class Classifier(Recipe):
         return {name: f"{100 * scores[key]:.2f} %" for name, key in wanted.items() if key in scores}
 
     @override
+    def named_outputs(self, outputs: Tensor) -> dict[str, Tensor]:
+        return {"logits": outputs, "probabilities": outputs.softmax(1)}
+
+    @override
+    def export_metadata(self) -> dict[str, Any]:
+        return super().export_metadata() | {"class_names": list(self.class_names)}
+
+    @override
     def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
         for batch in outputs:

@@ -19,7 +19,9 @@ from callbacks.lib.updates import total_updates
 from callbacks.train_loss import TrainLoss
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
+from datamodules.loading.normalise import Normalise
 from datamodules.ranges import RATE, Range, check_ranges
+from recipes.graphs import Graph, network_graph
 from recipes.optim import (
     ScheduleName,
     build_optimizer,
@@ -28,6 +30,7 @@ from recipes.optim import (
     parameter_groups,
     schedule_curve,
 )
+from recipes.version import __version__
 
 __all__ = ["MeanOverTargets", "Recipe", "RecipeParameters"]
 
@@ -126,9 +129,6 @@ class Recipe(pl.LightningModule):
 
     data_class: ClassVar[type[pl.LightningDataModule] | None] = None
     """The data module that prepares the inputs of `predict`; a recipe for another one names it here."""
-
-    no_graph = ""
-    """Why the network cannot be exported with its computation, where that is so."""
 
     hparams: RecipeParameters
 
@@ -253,6 +253,39 @@ class Recipe(pl.LightningModule):
         otherwise, and where the inputs are no images.
         """
         return data_contract(self._new_data_module()).preprocessing()
+
+    def named_outputs(self, outputs: Tensor) -> dict[str, Tensor]:
+        """The outputs of an exported graph by name, from the output of the network."""
+        return {"outputs": outputs}
+
+    def graphs(self, include_preprocessing: bool = True) -> list[Graph]:
+        """What is exported with its computation: the network, for inputs of the shape of `example_input_array`.
+
+        Args:
+            include_preprocessing: the graph takes uint8 images, where their preprocessing is known.
+        """
+        example = self.example_input_array
+        if not isinstance(example, Tensor):
+            return []
+        return [network_graph(self.network, example, self.preprocessing(), include_preprocessing, self.named_outputs)]
+
+    def export_metadata(self) -> dict[str, Any]:
+        """What the users of an exported file have to know; an override adds to it.
+
+        ``hyper_parameters`` are the arguments of the constructor. Of images it has the names that timm gives them:
+        ``mean`` and ``std`` of pixels from 0 to 1, ``input_size`` as (channels, height, width).
+        """
+        arguments = {name: value for name, value in self.hparams.items() if name not in self.call_parameters}
+        metadata: dict[str, Any] = {"recipe": self.title, "version": __version__, "hyper_parameters": arguments}
+        preprocessing, example = self.preprocessing(), self.example_input_array
+        if isinstance(preprocessing, Normalise) and isinstance(example, Tensor):
+            metadata |= {"mean": preprocessing.mean, "std": preprocessing.std, "input_size": tuple(example.shape[1:])}
+            metadata["layout"] = "NCHW"
+        return metadata
+
+    def export_files(self, kind: str) -> dict[str, str]:
+        """Texts that belong into the folder of an export of several graphs, by the name of the file."""
+        return {}
 
     def updates_in_run(self) -> float:
         """Optimiser steps at which the run ends, known once training has begun."""

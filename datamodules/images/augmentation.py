@@ -18,7 +18,15 @@ from datamodules.images.files import UnreadableImage
 from datamodules.loading.randomness import derive_seed, derive_seed_at
 from datamodules.loading.worker_loaders import BatchRequest, LoadedBatch
 
-__all__ = ["AUGMENTATIONS", "Augmentation", "BatchReader", "Mixing", "build_augmentation", "centre_square"]
+__all__ = [
+    "AUGMENTATIONS",
+    "Augmentation",
+    "BatchReader",
+    "Mixing",
+    "build_augmentation",
+    "centre_square",
+    "share_kept",
+]
 
 Transform = Callable[[Tensor], Tensor]
 
@@ -34,9 +42,14 @@ def _resized_square(image: Tensor, top: int, left: int, side: int, size: int) ->
     return resized
 
 
+def share_kept(size: int) -> float:
+    """The share of an image's short side that evaluation keeps, for images of `size` pixels."""
+    return 1.0 if size < _SMALL else _KEPT
+
+
 def _side_kept(image: Tensor, size: int) -> int:
     short = min(image.shape[-2:])
-    return short if size < _SMALL else max(1, round(short * _KEPT))
+    return max(1, round(short * share_kept(size)))
 
 
 def centre_square(image: Tensor, size: int) -> Tensor:

@@ -26,7 +26,6 @@ from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from recipes.cli.early_stopping import why_stopped
 from recipes.cli.experiment import Experiment, as_user_errors
-from recipes.cli.export import export
 from recipes.cli.folder_guard import FolderGuard
 from recipes.cli.imports import is_known
 from recipes.cli.report import Outcome, print_pairs, print_rows, report, report_unsaved, shown
@@ -34,6 +33,7 @@ from recipes.cli.run_folder import run_folder
 from recipes.cli.settings import checkpoint_callbacks
 from recipes.cli.stock_loaders import evaluate_each_sample_once
 from recipes.cli.trainer import build_trainer, renew_callbacks
+from recipes.export.export import export
 from recipes.failures.monitor import exit_run
 from recipes.failures.shared_folder import SharedFolder
 from recipes.files import write_rows
@@ -106,8 +106,9 @@ def _check_parts(experiment: Experiment) -> None:
 
 def _export(experiment: Experiment) -> None:
     run = experiment.settings.run
-    written = export(experiment.recipe, run.ckpt or "", run.format or "", run.output)
-    print_pairs({"written": shown(written.path), "checked": written.check})
+    written = export(experiment.recipe, run.ckpt or "", run.format or "", run.output, run.include_preprocessing)
+    inputs = {f"input {name}": text for name, text in written.inputs.items()}
+    print_pairs({"written": shown(written.path), **inputs, "checked": written.check})
 
 
 def _validates(experiment: Experiment) -> bool:

@@ -48,6 +48,7 @@ class RunSettings:
         ckpt: checkpoint to validate, test, predict with or export; its settings are the defaults.
         output: JSON or CSV file for scores and predictions, or the file that export writes.
         format: format of the file that export writes.
+        include_preprocessing: an exported graph takes uint8 images; else what the network takes, normalised floats.
         seed: seed of all random numbers.
         deterministic: stop at operations without a deterministic implementation.
         benchmark: let cuDNN choose its algorithms by timing them.
@@ -81,6 +82,7 @@ class RunSettings:
     ckpt: str | None = None
     output: str | None = None
     format: Literal["safetensors", "state-dict", "torchscript", "onnx", "pt2"] | None = None
+    include_preprocessing: bool = True
     seed: int = 1
     deterministic: bool = False
     benchmark: bool | None = None

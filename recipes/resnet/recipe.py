@@ -13,6 +13,7 @@ from callbacks.freezing import FreezeLayers
 from callbacks.parameter_group_table import ParameterGroupTable
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
+from datamodules.images.augmentation import share_kept
 from datamodules.images.data_module import ImageFolderDataModule
 from datamodules.ranges import RATE, SHARE, Range, check_ranges
 from recipes.classification import Classifier, ClassifierParameters
@@ -165,6 +166,12 @@ class ResNetFineTuner(Classifier):
         return layer_groups(
             self.stages(), options.weight_decay, options.lr, options.layer_lr_decay, options.head_lr_factor
         )
+
+    @override
+    def export_metadata(self) -> dict[str, Any]:
+        """How photographs come to the size of the inputs, too, under timm's names."""
+        crop = {"crop_pct": share_kept(self.hparams.image_size), "crop_mode": "center", "interpolation": "bilinear"}
+        return super().export_metadata() | crop
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:

@@ -22,7 +22,7 @@ def reversed_positions(lengths: Tensor, time: int) -> Tensor:
         tensor([[2, 1, 0, 3],
                 [1, 0, 2, 3]])
     """
-    positions = torch.arange(time, device=lengths.device).expand(len(lengths), time)
+    positions = torch.arange(time, device=lengths.device).expand(lengths.shape[0], time)
     ends = lengths.unsqueeze(1)
     return torch.where(positions < ends, ends - 1 - positions, positions)
 
@@ -61,7 +61,7 @@ class Encoder(nn.Module):
             lengths: of shape (batch,), on the device of the inputs.
         """
         order = reversed_positions(lengths, inputs.shape[1]).unsqueeze(2)
-        rows, states, ends = torch.arange(len(inputs), device=inputs.device), inputs, []
+        rows, states, ends = torch.arange(inputs.shape[0], device=inputs.device), inputs, []
         layers = zip(self.forward_layers, self.backward_layers, strict=True)
         for number, (forward_layer, backward_layer) in enumerate(layers):
             if number > 0:

@@ -151,7 +151,7 @@ class Seq2SeqNet(nn.Module):
         start = State(
             torch.tanh(self.bridge(ends)),
             self.cell_bridge(ends) if self.cell_bridge is not None else None,
-            memory.new_zeros(len(source), self.combine.out_features) if self.input_feeding else None,
+            memory.new_zeros(source.shape[0], self.combine.out_features) if self.input_feeding else None,
         )
         return Encoded(memory, self.attention.keys(memory), position_mask(lengths, source.shape[1])), start
 

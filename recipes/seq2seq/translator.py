@@ -1,6 +1,7 @@
 """The base of translation recipes: cross-entropy on target tokens, beam search, BLEU and chrF."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
@@ -17,9 +18,11 @@ from datamodules.ranges import COUNT, SHARE, Range, check_ranges
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.text import PAD, SPECIAL_TOKENS, UNK, Normalisation, Vocabulary, normalise_lines
+from recipes.graphs import Graph
 from recipes.recipe import Recipe, RecipeParameters
 from recipes.seq2seq.data import SentenceData, VocabularyData
 from recipes.seq2seq.decoding import Translations, attention_weights, beam_search
+from recipes.seq2seq.graphs import translation_graphs
 from recipes.seq2seq.network import Seq2SeqNet, target_positions
 from recipes.seq2seq.predictions import MOST_PANELS, check_image_file, draw_attention, translation_rows
 from recipes.seq2seq.scores import TranslationScores
@@ -81,7 +84,6 @@ class Translator(Recipe):
     monitor_mode = "max"
     base_batch_size = 64
     predict_example = '"SENTENCE"'
-    no_graph = "translating is a search whose length depends on the tokens, and no fixed graph"
     free_parameters: ClassVar[frozenset[str]] = Recipe.free_parameters | {
         *("beam", "length_penalty", "nbest", "val_sentences"),
     }
@@ -155,6 +157,32 @@ class Translator(Recipe):
         if "test/exact_match" in scores:
             rows["test exact match"] = f"{100 * scores['test/exact_match']:.1f} %"
         return rows
+
+    # Exports
+
+    @override
+    def graphs(self, include_preprocessing: bool = True) -> list[Graph]:
+        """The encoder, and one step of the decoder."""
+        return translation_graphs(self.network, self.hparams.source_vocab_size, self.hparams.target_vocab_size)
+
+    @override
+    def export_metadata(self) -> dict[str, Any]:
+        metadata = super().export_metadata()
+        if self.vocabularies is None:
+            return metadata
+        source, target = (vocabulary.tokens for vocabulary in self.vocabularies)
+        return metadata | {
+            "source_vocabulary": source,
+            "target_vocabulary": target,
+            "normalisation": self.normalisation,
+        }
+
+    @override
+    def export_files(self, kind: str) -> dict[str, str]:
+        """For onnx a script that translates, which needs onnxruntime and numpy only."""
+        if kind != "onnx" or self.vocabularies is None:
+            return {}
+        return {"translate.py": Path(__file__).with_name("onnx_translate.py").read_text(encoding="utf-8")}
 
     # Vocabularies
 

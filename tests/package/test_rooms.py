@@ -40,17 +40,20 @@ MAY_IMPORT = {
     "recipes.pretrained": "datamodules.errors datamodules.loading recipes.weights",
     "recipes.labels": f"{_DATA} datamodules.loading",
     "recipes.optim": "datamodules.errors",
-    "recipes.recipe": f"{_CALLBACKS} recipes.optim",
+    "recipes.graphs": "",
+    "recipes.recipe": f"{_CALLBACKS} datamodules.loading recipes.graphs recipes.optim recipes.version",
     "recipes.classification": f"{_CALLBACKS} callbacks.drawing recipes.labels recipes.recipe",
+    "recipes.export": "datamodules.errors callbacks.lib callbacks.checkpointing recipes.graphs recipes.recipe "
+    "recipes.version",
     "recipes.launch": "datamodules.errors datamodules.ranges callbacks.lib",
     "recipes.failures": "datamodules.errors callbacks.lib recipes.launch",
     "recipes.results": f"{_CALLBACKS} callbacks.checkpointing callbacks.drawing recipes.files recipes.version",
     "recipes.resume": f"{_CALLBACKS} callbacks.checkpointing recipes.launch recipes.results",
     "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing recipes.failures recipes.files "
-    "recipes.launch recipes.optim recipes.recipe recipes.results recipes.resume recipes.version",
+    "recipes.export recipes.launch recipes.optim recipes.recipe recipes.results recipes.resume recipes.version",
     "recipes.NAME": f"{_CALLBACKS} callbacks.drawing datamodules.NAME datamodules.images datamodules.loading "
-    "datamodules.mnist datamodules.translation recipes.classification recipes.optim recipes.pretrained recipes.recipe "
-    "recipes.weights",
+    "datamodules.mnist datamodules.translation recipes.classification recipes.graphs recipes.optim recipes.pretrained "
+    "recipes.recipe recipes.weights",
     "recipes.NAME.__main__": "datamodules recipes recipes.cli",
 }
 """``callbacks.*`` are the modules beside the rooms, which may import each other; ``recipes.NAME`` is a recipe, and

@@ -96,7 +96,8 @@ def test_a_run_with_averaged_weights_has_the_scores_of_its_checkpoint(kind: str,
     alone = json.loads((tmp_path / "validate.json").read_text()) | json.loads((tmp_path / "test.json").read_text())
     assert {"val/loss", "val/accuracy", "test/loss", "test/accuracy"} <= alone.keys()
     assert {name: scores[name] for name in alone} == alone
-    saved, exported = torch.load(best, weights_only=True), torch.load(tmp_path / "weights.pt", weights_only=True)
+    saved = torch.load(best, weights_only=True)
+    exported = torch.load(tmp_path / "weights.pt", weights_only=True)["state_dict"]
     assert all(torch.equal(value, saved["state_dict"][f"network.{name}"]) for name, value in exported.items())
     raw = saved.get("current_model_state", {})
     assert all(not torch.equal(exported[name], raw[f"network.{name}"]) for name in exported if raw and "weight" in name)

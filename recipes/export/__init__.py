@@ -1,0 +1,1 @@
+"""Writes a checkpoint's network to files for other programs, and compares the files with it."""

@@ -1,0 +1,169 @@
+"""Exports hold the network of the checkpoint: they compute the same, on batches of other sizes too."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from datamodules import MNISTDataModule, UserError
+from recipes import MNISTClassifier, __version__
+from recipes.export.export import export
+from tests.support.plain_recipe import Plain
+
+
+@pytest.fixture
+def saved(tmp_path) -> tuple[MNISTClassifier, Path]:
+    """A network that was never trained but has statistics, and its checkpoint."""
+    torch.manual_seed(1)
+    recipe = MNISTClassifier()
+    recipe.train()
+    recipe.network(torch.randn(16, 1, 28, 28))
+    data = MNISTDataModule(dataset="digits")
+    checkpoint = {"state_dict": recipe.state_dict(), "class_names": [f"digit {i}" for i in range(10)]}
+    checkpoint |= {"config": {"lr": 0.1}, "MNISTDataModule": data.state_dict()}
+    torch.save(checkpoint | {"datamodule_hyper_parameters": dict(data.hparams)}, tmp_path / "best.ckpt")
+    return recipe.eval(), tmp_path / "best.ckpt"
+
+
+def preprocessed(recipe: MNISTClassifier, checkpoint: Path, images: torch.Tensor) -> torch.Tensor:
+    recipe.on_load_checkpoint(torch.load(checkpoint, weights_only=True))
+    return recipe.preprocessing()(images)
+
+
+def run_file(path: Path, kind: str, images: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The outputs of a file, with nothing of this package."""
+    with torch.no_grad():
+        if kind == "torchscript":
+            return torch.jit.load(str(path))(images)
+        return torch.export.load(str(path)).module()(images)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "state-dict"])
+def test_exported_weights_are_those_of_the_network(kind: str, saved):
+    recipe, checkpoint = saved
+    path = export(MNISTClassifier(), str(checkpoint), kind).path
+    weights = load_file(path) if kind == "safetensors" else torch.load(path, weights_only=True)["state_dict"]
+    network = MNISTClassifier(network="default").network.eval()
+    network.load_state_dict(weights)
+    inputs = torch.randn(7, 1, 28, 28)
+    assert torch.equal(network(inputs), recipe.network(inputs))
+    assert sorted(file.name for file in path.parent.iterdir()) == sorted(["best.ckpt", path.name])
+
+
+@pytest.mark.parametrize("kind", ["torchscript", "pt2"])
+def test_a_graph_makes_probabilities_of_bytes_and_refuses_floats_and_other_sizes(kind: str, saved):
+    recipe, checkpoint = saved
+    path = export(MNISTClassifier(), str(checkpoint), kind).path
+    images = torch.randint(256, (7, 1, 28, 28), dtype=torch.uint8)
+    found = run_file(path, kind, images)
+    with torch.no_grad():
+        logits = recipe.network(preprocessed(recipe, checkpoint, images))
+    assert torch.allclose(found["logits"], logits, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(found["probabilities"], logits.softmax(1), rtol=1e-4, atol=1e-5)
+    for wrong in (images / 255, images[:, :, :14]):
+        with pytest.raises((RuntimeError, AssertionError)):
+            run_file(path, kind, wrong)
+
+
+@pytest.mark.parametrize("kind", ["torchscript", "pt2"])
+def test_without_preprocessing_a_graph_takes_normalised_images(kind: str, saved):
+    recipe, checkpoint = saved
+    exported = export(MNISTClassifier(), str(checkpoint), kind, include_preprocessing=False)
+    assert exported.inputs == {
+        "normalised_images": "float32 of shape (batch, 1, 28, 28): channels first, (pixels / 255 - mean) / std"
+    }
+    inputs = torch.randn(7, 1, 28, 28)
+    with torch.no_grad():
+        assert torch.allclose(run_file(exported.path, kind, inputs)["logits"], recipe.network(inputs), 1e-4, 1e-5)
+
+
+def metadata_of(path: Path, kind: str) -> dict[str, Any]:
+    """What a file says of itself, read with nothing of this package."""
+    if kind == "state-dict":
+        return torch.load(path, weights_only=True)
+    if kind == "safetensors":
+        with safe_open(path, "pt") as file:
+            text = file.metadata()
+    elif kind == "onnx":
+        text = pytest.importorskip("onnx").load(path).metadata_props
+        text = {entry.key: entry.value for entry in text}
+    else:
+        files = {"metadata.json": ""}
+        loaders = {"torchscript": (torch.jit.load, "_extra_files"), "pt2": (torch.export.load, "extra_files")}
+        load, name = loaders[kind]
+        load(str(path), **{name: files})
+        return json.loads(files["metadata.json"])
+    return {key: value if key in ("recipe", "version", "layout") else json.loads(value) for key, value in text.items()}
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "state-dict", "torchscript", "pt2"])
+def test_an_export_carries_preprocessing_class_names_and_what_rebuilds_the_network(kind: str, saved):
+    recipe = MNISTClassifier(label_smoothing=0.25)
+    metadata = metadata_of(export(recipe, str(saved[1]), kind).path, kind)
+    assert metadata["class_names"] == [f"digit {i}" for i in range(10)]
+    info = MNISTDataModule(dataset="digits").info
+    assert (metadata["mean"], metadata["std"]) == ([info.mean], [info.std])
+    assert (metadata["input_size"], metadata["layout"]) == ([1, 28, 28], "NCHW")
+    assert (metadata["recipe"], metadata["version"]) == ("mnist", __version__)
+    assert metadata["config"] == {"lr": 0.1}
+    assert MNISTClassifier(**metadata["hyper_parameters"]).hparams == recipe.hparams
+    if kind in ("torchscript", "pt2"):
+        assert metadata["inputs"] == {
+            "images": "uint8 of shape (batch, 1, 28, 28): channels first, pixels from 0 to 255"
+        }
+
+
+class TouchesFile:
+    """Its unpickling makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torchscript"])
+def test_a_checkpoint_that_would_run_code_is_not_exported_and_runs_none(kind: str, saved, tmp_path: Path):
+    checkpoint = torch.load(saved[1], weights_only=True)
+    checkpoint["config"]["lr"] = TouchesFile(tmp_path / "ran")
+    torch.save(checkpoint, saved[1])
+    with pytest.raises(UserError, match=r"best\.ckpt holds code \(getattr\) and not only weights"):
+        export(MNISTClassifier(), str(saved[1]), kind)
+    assert [path.name for path in tmp_path.iterdir()] == ["best.ckpt"]
+
+
+class Forgetful(MNISTClassifier):
+    """Builds another network each time: its export is not what was trained."""
+
+    def build_network(self) -> torch.nn.Module:
+        self.scale = getattr(self, "scale", 0) + 1
+        network = super().build_network()
+        scale = self.scale
+        network.register_forward_hook(lambda *call: call[-1] * scale)
+        return network
+
+
+def test_an_export_that_computes_something_else_is_not_written(saved):
+    _, checkpoint = saved
+    with pytest.raises(UserError, match="outputs of the state-dict file differ from the network's by 1.0e"):
+        export(Forgetful(), str(checkpoint), "state-dict")
+    assert [file.name for file in checkpoint.parent.iterdir()] == ["best.ckpt"]
+
+
+def test_weights_in_another_type_of_numbers_keep_it(tmp_path):
+    recipe = Plain().double()
+    torch.save({"state_dict": recipe.state_dict()}, tmp_path / "best.ckpt")
+    path = export(Plain(), str(tmp_path / "best.ckpt"), "safetensors", str(tmp_path / "out.safetensors")).path
+    assert {tensor.dtype for tensor in load_file(path).values()} == {torch.float64}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is not None, reason="onnxruntime is installed")
+def test_onnx_without_its_packages_says_what_to_install(saved):
+    with pytest.raises(UserError, match=r"onnx needs .*onnxruntime.*; run pip install 'lightning-recipes\[onnx\]'"):
+        export(MNISTClassifier(), str(saved[1]), "onnx")

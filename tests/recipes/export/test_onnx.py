@@ -1,0 +1,121 @@
+"""ONNX files, read and run with onnxruntime and numpy, give the scores and the translations of the checkpoint."""
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+
+from datamodules import MNISTDataModule, TranslationDataModule
+from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator
+from recipes.export.export import export
+from recipes.recipe import Recipe
+from tests.support.tables import QUIET
+
+runtime = pytest.importorskip("onnxruntime")
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+
+
+def trained(recipe: Recipe, data: pl.LightningDataModule, folder: Path, **options) -> tuple[pl.Trainer, Path]:
+    """A Trainer that has trained a recipe, and its checkpoint."""
+    options = {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False} | QUIET | options
+    trainer = pl.Trainer(**options)
+    trainer.fit(recipe, data)
+    trainer.save_checkpoint(folder / "best.ckpt")
+    return trainer, folder / "best.ckpt"
+
+
+def first_images(folder: Path, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Images, of shape (count, 1, 28, 28), and labels of MNIST's test files, as another program reads them."""
+    images = gzip.decompress((folder / "t10k-images-idx3-ubyte.gz").read_bytes())
+    labels = gzip.decompress((folder / "t10k-labels-idx1-ubyte.gz").read_bytes())
+    pixels = np.frombuffer(images, np.uint8, offset=16).reshape(-1, 1, 28, 28)
+    return pixels[:count], np.frombuffer(labels, np.uint8, offset=8)[:count]
+
+
+def test_bytes_in_give_the_accuracy_of_test_on_a_thousand_images(shared_data: Path, tmp_path: Path):
+    data = MNISTDataModule(data_dir=str(shared_data / "mnist"), dataset="mnist", eval_batch_size=250)
+    recipe = MNISTClassifier()
+    trainer, checkpoint = trained(
+        recipe, data, tmp_path, limit_train_batches=12, limit_val_batches=0, limit_test_batches=4
+    )
+    (scores,) = trainer.test(recipe, data, verbose=False)
+    path = export(MNISTClassifier(), str(checkpoint), "onnx").path.rename(tmp_path / "alone.onnx")
+
+    session = runtime.InferenceSession(path)
+    images, labels = first_images(shared_data / "mnist", 1000)
+    logits, probabilities = session.run(["logits", "probabilities"], {"images": images})
+    accuracy = (logits.argmax(1) == labels).mean()
+    assert 0.5 < accuracy < 1
+    assert accuracy == pytest.approx(scores["test/accuracy"], abs=1e-7)
+    assert np.allclose(probabilities.sum(1), 1)
+
+    described = session.get_modelmeta().custom_metadata_map
+    assert json.loads(described["class_names"]) == list("0123456789")
+    assert json.loads(described["mean"]) == [data.info.mean]
+    assert described["layout"] == "NCHW"
+    for wrong in (images / np.float32(255), images[:, :, :14]):
+        with pytest.raises(Exception, match="Unexpected input data type|Got invalid dimensions"):
+            session.run(None, {"images": wrong})
+    # The folders of the machine that wrote it are nobody's business.
+    assert str(Path(__file__).parents[3]).encode() not in path.read_bytes()
+
+
+@pytest.mark.slow
+def test_photographs_are_normalised_by_channel_in_the_graph(tmp_path: Path):
+    from datamodules import ImageFolderDataModule
+
+    recipe = ResNetFineTuner(num_classes=10, image_size=32, weights="none", small_images=True)
+    data = ImageFolderDataModule(dataset="digits", image_size=32, batch_size=16)
+    _, checkpoint = trained(recipe, data, tmp_path, limit_train_batches=2, limit_val_batches=0)
+    exported = export(ResNetFineTuner(**recipe.hparams), str(checkpoint), "onnx")
+    images = np.random.default_rng(1).integers(256, size=(3, 3, 32, 32), dtype=np.uint8)
+    (logits,) = runtime.InferenceSession(exported.path).run(["logits"], {"images": images})
+    with torch.no_grad():
+        expected = recipe.eval().network(data.normalise(torch.from_numpy(images)))
+    assert np.allclose(logits, expected.numpy(), rtol=1e-3, atol=1e-4)
+
+
+SENTENCES = [
+    "",
+    "the small cat sees 3 dogs !",
+    "xyz unknown words",
+    "The cat.",
+    "a",
+    "we 'll see the dogs , and they sleep",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{}, {"cell": "lstm", "num_layers": 2, "input_feeding": True, "tie_embeddings": False}]
+)
+def test_the_exported_script_translates_as_the_recipe_does(options: dict, tmp_path: Path):
+    data = TranslationDataModule(batch_size=64)
+    data.prepare_data()
+    data.setup("fit")
+    sizes = Seq2SeqTranslator.settings_from_data(data) | {"hidden_size": 32, "embedding_size": 32} | options
+    recipe = Seq2SeqTranslator(**sizes)
+    _, checkpoint = trained(recipe, data, tmp_path, limit_val_batches=0, limit_train_batches=80)
+    folder = export(Seq2SeqTranslator(**sizes), str(checkpoint), "onnx").path
+    assert {file.name for file in folder.iterdir()} == {"encoder.onnx", "decoder.onnx", "metadata.json", "translate.py"}
+    data.setup("test")
+    sentences = [*SENTENCES, *data.source_sentences(torch.arange(200))]
+    for beam in (1, 5):
+        recipe.hparams.beam = beam
+        assert translated(folder, sentences, beam) == recipe.translate(sentences)
+
+
+def translated(folder: Path, sentences: Sequence[str], beam: int) -> list[str]:
+    """The output of a folder's script in a process of its own, which knows nothing of this package."""
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-I", str(folder / "translate.py"), "--beam", str(beam)]
+    done = subprocess.run(command, input="\n".join(sentences) + "\n", capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
