@@ -128,7 +128,8 @@ def confusion_figure(matrix: Tensor, class_names: Sequence[str], title: str) -> 
     axes.imshow(share.sqrt().numpy(), cmap="Blues", vmin=0, vmax=1)
     # More names than that would run into each other; then matplotlib numbers some.
     if classes <= 120:
-        angle = 0 if longest <= 2 else 45 if classes <= 25 else 90
+        # An upright name needs room in its column.
+        angle = 0 if 0.009 * fontsize * longest < cells / classes else 45 if classes <= 25 else 90
         axes.set_xticks(range(classes), names, fontsize=fontsize, rotation=angle)
         if angle:
             for label in axes.get_xticklabels():

@@ -31,7 +31,7 @@ __all__ = [
 
 METRICS = "metrics.csv"
 LEARNING_RATE = "learning rate"
-_SCORE = re.compile(r"(?:(train|training|val|valid|validation)[/_ ])?(.+?)(?:_epoch)?")
+_SCORE = re.compile(r"(?:(train|val)(?:ing|id|idation)?[/_ ])?(.+?)(?:_epoch)?")
 COLOURS = ("#2f81f7", "#e8730c", "#2da44e", "#bf4b8a", "#8250df", "#b08800", "#1b9aaa", "#cf222e")
 """Of curves: readable on white and on black."""
 
@@ -111,7 +111,7 @@ def _epochs_done(rows: Iterable[Mapping[str, float]]) -> list[tuple[float, float
 
 
 def _place(column: str) -> tuple[str, str] | None:
-    """The panel and the part ("train", "val" or the learning rate's name) that a column belongs to, if any.
+    """The panel and the part ("train", "val", "run" or the learning rate's name) that a column belongs to, if any.
 
     Example:
         >>> _place("val/loss"), _place("train_loss_epoch"), _place("lr/no_decay"), _place("test/loss")
@@ -123,7 +123,7 @@ def _place(column: str) -> tuple[str, str] | None:
         return LEARNING_RATE, column
     match = _SCORE.fullmatch(column)
     part, name = match.groups() if match else (None, column)
-    return str(name), "val" if part and part.startswith("val") else "train"
+    return str(name), part or "run"
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,15 @@ def read_curves(folder: Path) -> Curves:
                 curve = curves.panels.setdefault(panel, {}).setdefault(part, Curve([], []))
                 curve.epochs.append(curves.place(row.get("step", number) + 1))
                 curve.values.append(value)
+    rates = curves.panels.get(LEARNING_RATE, {})
+    drawn: list[Curve] = []
+    for name, rate in [*rates.items()]:
+        if rate in drawn:
+            del rates[name]  # Groups of parameters may have the same rate.
+        drawn.append(rate)
+    for panel, parts in [*curves.panels.items()]:
+        if "run" in parts and len(parts["run"].values) == 1:
+            del curves.panels[panel]  # A number, not a curve.
     return curves
 
 
@@ -235,8 +244,10 @@ def _draw(axes: "Axes", panel: Panel) -> None:
     axes.set_title(plain(panel.title), fontsize=11, loc="left", color=TEXT_COLOUR)
     axes.set_xlabel(panel.unit, fontsize=9, color=TEXT_COLOUR)
     axes.tick_params(color=GRID_COLOUR, labelcolor=TEXT_COLOUR, labelsize=9)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
     axes.grid(color=GRID_COLOUR, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -269,9 +280,10 @@ def panel_svg(panel: Panel) -> str:
 
     figure = Figure(figsize=(4.2, 2.8))
     # Fixed margins: a layout that is computed takes as long as the drawing.
-    axes = figure.add_axes((0.13, 0.17, 0.85, 0.72))
+    axes = figure.add_axes((0.16, 0.17, 0.82, 0.72))
     _draw(axes, panel)
-    axes.legend(fontsize=9, frameon=False, labelcolor="linecolor")
+    if any(line.name for line in panel.lines):
+        axes.legend(fontsize=9, frameon=False, labelcolor="linecolor")
     file = io.StringIO()
     # The salt makes ids that are unique in a page with several drawings.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.title}):

@@ -27,7 +27,7 @@ REPORT = "report.html"
 _MOST_IMAGE_BYTES = 8 << 20  # Of all figures together: a page of 11 MB still opens at once on a phone.
 _MOST_ROWS = 300
 _FIGURES_FIRST = ("confusion_matrix", "mistakes", "attention", "grad_cam", "predictions")
-_COLOURS = dict(zip(("train", "val"), COLOURS))
+_COLOURS = {"train": COLOURS[0], "val": COLOURS[1], "run": COLOURS[0]}
 _STAGES = {"train": "training", "val": "validation", "test": "test"}
 
 
@@ -41,7 +41,7 @@ def _curves(curves: Curves, results: Results) -> Section:
         if name == LEARNING_RATE:
             lines = [Line(part, parts[part], colour) for part, colour in zip(parts, colours(len(parts)), strict=True)]
         else:
-            lines = [Line(_STAGES[part], parts[part], _COLOURS[part]) for part in _COLOURS if part in parts]
+            lines = [Line(_STAGES.get(part, ""), parts[part], _COLOURS[part]) for part in _COLOURS if part in parts]
         if best and place is not None and best["value"] is not None and name == panel_of(monitor):
             lines[-1] = lines[-1]._replace(best=(place, best["value"]))
         panels.append(Panel(name, lines, curves.unit, place))
@@ -66,7 +66,7 @@ def _figures(folder: Path) -> list[Section]:
     text = f"Too large for this page: {', '.join(left_out)} in {FIGURES}/." if left_out else ""
     first, *others = stages or [""]
     sections = [Section("Figures of the best checkpoint", text, images=stages.get(first, []))]
-    return sections + [Section(images=stages[s], folded=f"The same of the {_STAGES.get(s, s)} set") for s in others]
+    return sections + [Section(images=stages[s], folded=f"Figures of the {_STAGES.get(s, s)} set") for s in others]
 
 
 def _place_of_figure(path: Path) -> tuple[bool, int, str]:
@@ -123,7 +123,7 @@ def _environment(results: Results) -> list[list[str]]:
 def _sections(folder: Path, results: Results) -> list[Section]:
     config, best = results.get("config", {}), results.get("best")
     headline = results.get("headline") or {n: score_text(v) for n, v in results["scores"].items() if "_class_" not in n}
-    checkpoint = f"Of {best['checkpoint']}, after {best['step']:,} updates." if best else ""
+    checkpoint = f"Scores of {Path(best['checkpoint']).name}, saved after {best['step']:,} updates." if best else ""
     changed = [[name, value_text(config[name])] for name in results.get("changed", ()) if name in config]
     settings = [[name, value_text(value)] for name, value in config.items()]
     sections = [

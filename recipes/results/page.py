@@ -20,8 +20,8 @@ class Image(NamedTuple):
     @classmethod
     def of_png(cls, name: str, data: bytes) -> "Image":
         """Describe the bytes of a PNG."""
-        width, height = struct.unpack(">II", data[16:24])
-        return cls(name, f"data:image/png;base64,{base64.b64encode(data).decode()}", width > 1.4 * height)
+        (width,) = struct.unpack(">I", data[16:20])
+        return cls(name, f"data:image/png;base64,{base64.b64encode(data).decode()}", width > 900)
 
 
 @dataclass

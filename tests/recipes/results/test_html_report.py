@@ -29,7 +29,7 @@ def test_a_page_shows_what_the_run_has_and_refers_to_nothing(tmp_path: Path) -> 
     folder = save_run(
         tmp_path / "one",
         METRICS,
-        {"test_confusion_matrix.png": (30, 30), "test_mistakes.png": (80, 20), "val_attention.png": (40, 40)},
+        {"test_confusion_matrix.png": (30, 30), "test_mistakes.png": (950, 20), "val_attention.png": (40, 40)},
         recipe="mnist",
         scores={"test/loss": 1.5, "val/accuracy": 0.75, "val/accuracy_class_0": 0.25},
         headline={"val accuracy": "75 %"},
@@ -43,7 +43,7 @@ def test_a_page_shows_what_the_run_has_and_refers_to_nothing(tmp_path: Path) -> 
     )
     page = read_page(write_report(folder))
     assert list(page.images) == ["test: confusion matrix", "test: mistakes", "val: attention"]
-    assert page.images["test: mistakes"].size == (80, 20)
+    assert page.images["test: mistakes"].size == (950, 20)
     assert page.tags.count("svg") == 3  # Accuracy, loss and learning rate, and none of a class.
     for text in ("mnist: one", "75 %", "best.ckpt", "python -m recipes.mnist --lr 0.1", "All 2 settings", "1 x cpu"):
         assert text in page.text
