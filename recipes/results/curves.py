@@ -146,7 +146,7 @@ class Curves:
     def last_values(self) -> dict[str, float]:
         """The last value of each score, by names such as "val/loss"."""
         return {
-            f"{part}/{panel}": curve.values[-1]
+            panel if part == "run" else f"{part}/{panel}": curve.values[-1]
             for panel, parts in self.panels.items()
             if panel != LEARNING_RATE
             for part, curve in parts.items()

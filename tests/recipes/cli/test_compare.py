@@ -169,4 +169,8 @@ def test_curves_lie_at_the_epochs_completed(tmp_path: Path) -> None:
     curve = read_curves(save_run(tmp_path / "half", half)).panels["loss"]["val"]
     assert curve.epochs == [0.5, 1.0, 1.5, 2.0, 2.5], "validated twice in an epoch, and the last one ended early"
     curves = read_curves(save_run(tmp_path / "none", "step,loss\n4,4.0\n9,3.0\n"))
-    assert (curves.unit, curves.panels["loss"]["train"].epochs) == ("update", [5.0, 10.0])
+    assert (curves.unit, curves.panels["loss"]["run"].epochs) == ("update", [5.0, 10.0])
+    assert curves.last_values() == {"loss": 3.0}
+    rates = "epoch,step,lr,lr/bias,lr/head,started\n0,9,1,1,2,0.5\n1,19,2,2,3,\n"
+    panels = read_curves(save_run(tmp_path / "rates", rates)).panels
+    assert {name: list(parts) for name, parts in panels.items()} == {"learning rate": ["lr", "lr/head"]}
