@@ -7,7 +7,7 @@ workers or devices there are, on how often it was interrupted, or on whether dec
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,7 +24,8 @@ from datamodules.errors import UserError
 from datamodules.images.augmentation import AUGMENTATIONS, Augmentation, BatchReader, Mixing
 from datamodules.images.files import ImageFiles, MemoryBudget
 from datamodules.images.known_sets import IMAGE_SETS, ImageSetInfo, Samples, read_digits, read_torchvision
-from datamodules.loading.image_tree import images_below, scan_tree, split_by_class
+from datamodules.loading.image_lists import find_images
+from datamodules.loading.image_tree import images_below, split_by_class
 from datamodules.loading.normalise import Normalise
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 from datamodules.ranges import COUNT, NOT_NEGATIVE, Range, check_ranges
@@ -51,11 +52,13 @@ class ImageFolderDataModule(BaseDataModule):
 
     Training batches are ``(images, labels)``: float32 of shape (batch, 3, size, size), normalised on the device, and
     int64 of shape (batch,); with MixUp or CutMix soft labels, float32 of shape (batch, classes). A folder holds
-    train/CLASS/, val/CLASS/ and perhaps test/CLASS/, or just CLASS/ folders, of which a share is then held out.
+    train/CLASS/, val/CLASS/ and perhaps test/CLASS/, or just CLASS/ folders, of which a share is then held out. Lists
+    do the same: train.txt and val.txt with a path and a label in each line, or CSV with columns such as path,label.
 
     Args:
         dataset: which set; "auto" takes the folder where one is given, else the bundled digits.
-        data_dir: folder with a folder of images for each class; where the known sets are, "data" by default.
+        data_dir: folder with a folder of images for each class, or with lists of images (train.csv, train.txt), or such
+            a list; where the known sets are, "data" by default.
         image_size: side of the network's inputs in pixels; by default 224, for CIFAR and digits 32.
         batch_size: samples on one device in one forward pass.
         eval_batch_size: samples in one forward pass of validation, test and prediction.
@@ -67,7 +70,8 @@ class ImageFolderDataModule(BaseDataModule):
         num_workers: worker processes that read images; by default half the cores per device, 8 at most, and on a CPU
             none.
         cache_gb: memory for decoded images, in GiB, shared by the processes on a machine.
-        on_corrupt: what to do about a file that cannot be read: end with an error, or skip it with a warning.
+        on_corrupt: what to do about a file that cannot be read, and about wrong lines of a list: end with an error, or
+            skip them with a warning.
         seed: seed of the split, the shuffling and the augmentation.
         drop_last: drop the incomplete last batch of an epoch.
         download: download missing files of the known sets.
@@ -129,6 +133,7 @@ class ImageFolderDataModule(BaseDataModule):
         self.dataset: str = ("folder" if data_dir else "digits") if dataset == "auto" else dataset
         self._info = IMAGE_SETS[self.dataset]
         self._sources: dict[str, Samples] = {}
+        self._left_out: dict[str, int] = {}
         self._parts: dict[str, tuple[ImageFiles | Tensor, Tensor]] = {}
         self._predict_files: list[str] = []
         self._no_download: Exception | None = None
@@ -171,6 +176,12 @@ class ImageFolderDataModule(BaseDataModule):
     def sizes(self) -> dict[str, int]:
         """Samples in each part that has been set up and is not empty: "train", "val", "test"."""
         return {part: len(rows) for part, (_, rows) in self._parts.items() if part != "predict" and len(rows)}
+
+    @property
+    @override
+    def left_out(self) -> Mapping[str, int]:
+        """Files and rows of a folder that are not used, by reason."""
+        return self._left_out
 
     @property
     @override
@@ -280,12 +291,15 @@ class ImageFolderDataModule(BaseDataModule):
     def _scan(self) -> None:
         """List the images of a folder and its classes."""
         if self.hparams.data_dir is None:
-            raise UserError("dataset='folder' needs `data_dir`, a folder with a folder of images for each class")
-        tree = scan_tree(self.hparams.data_dir)
+            raise UserError(
+                "dataset='folder' needs `data_dir`, a folder with a folder of images for each class or a list"
+            )
+        tree = find_images(self.hparams.data_dir, self.hparams.on_corrupt)
         for note in tree.notes:
             _warn(f"note: {note}")
         title = Path(self.hparams.data_dir).resolve().name
         self._info = replace(self._info, title=title, num_classes=len(tree.classes), classes=tree.classes)
+        self._left_out = tree.left_out
         self._sources = {part: Samples(files, targets) for part, (files, targets) in tree.parts.items()}
 
     def _read(self, part: str) -> Samples:

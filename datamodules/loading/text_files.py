@@ -72,6 +72,12 @@ class Faults:
         return f"{where}: left out {len(self):,} of {total:,} lines: {self.describe()}"
 
 
+def _records(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+    """The files in an archive: manythings.org's hold _about.txt beside the sentences, those of a Mac __MACOSX."""
+    records = [record for record in archive.infolist() if not record.is_dir()]
+    return [record for record in records if not any(part[0] in "_." for part in Path(record.filename).parts)]
+
+
 def _unpacked(path: Path, most: int = MOST_UNPACKED) -> bytes:
     """The bytes of a file, of a compressed file, or of the one text in a zip archive, which has `most` at most."""
     if path.is_dir():
@@ -89,9 +95,7 @@ def _unpacked(path: Path, most: int = MOST_UNPACKED) -> bytes:
         if data[:4] != b"PK\x03\x04":
             return data
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            # manythings.org's archives hold _about.txt beside the sentences, those of a Mac __MACOSX.
-            records = [record for record in archive.infolist() if not record.is_dir()]
-            records = [r for r in records if not any(part[0] in "_." for part in Path(r.filename).parts)]
+            records = _records(archive)
             if len(records) != 1:
                 listed = ", ".join(record.filename for record in records[:5]) or "none"
                 raise UserError(f"{path} holds {len(records)} files, expected one: {listed}; unpack it and pass one")
@@ -140,27 +144,39 @@ def decoded_lines(data: bytes, where: str) -> list[str | None]:
 def text_suffix(path: Path) -> str:
     """The ending of a text file in lower case, that of the text in a compressed one: ".csv" of pairs.csv.gz.
 
+    Of an archive it is that of the file in it.
+
     Example:
         >>> text_suffix(Path("pairs.CSV.gz")), text_suffix(Path("pairs"))
         ('.csv', '')
     """
+    if path.suffix.lower() == ".zip" and zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            return next((Path(record.filename).suffix.lower() for record in _records(archive)), "")
     packed = path.suffix.lower() in (".gz", ".zip")
     return Path(path.stem).suffix.lower() if packed else path.suffix.lower()
+
+
+def _delimiter(lines: Sequence[str | None]) -> str:
+    """What separates the values: what cuts the first lines into equally many, two or more."""
+    first = [line for line in lines[:30] if line and line.strip()]
+    for mark in ",;\t":
+        if len(counts := {len(row) for row in csv.reader(first, delimiter=mark)}) == 1 and max(counts) > 1:
+            return mark
+    return ","
 
 
 def csv_rows(lines: Sequence[str | None], faults: Faults) -> Iterator[tuple[int, list[str]]]:
     """The rows of comma-separated values (RFC 4180), each with the number of its first line, counted from 1.
 
     Cells may be quoted, and then hold line breaks, which become spaces. Values that are separated by semicolons or tabs
-    are read, too: by the first line.
+    are read, too.
 
     Args:
         lines: None where one is not UTF-8.
         faults: gets the lines of rows that cannot be read.
     """
-    first = next((line for line in lines if line and line.strip()), "")
-    delimiter = next((mark for mark in ",;\t" if mark in first), ",")
-    reader = csv.reader([f"{line or ''}\n" for line in lines], delimiter=delimiter, strict=True)
+    reader = csv.reader([f"{line or ''}\n" for line in lines], delimiter=_delimiter(lines), strict=True)
     number = 1
     while True:
         try:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -37,12 +37,26 @@ _Kept = list[tuple[int, str, str]]
 
 @dataclass(frozen=True)
 class CorpusInfo:
-    """What a corpus is called, how many pairs were read and kept, and how many source sentences differ."""
+    """What a corpus is called, how many lines were read and pairs kept, and how many source sentences differ.
+
+    ``left_out`` holds how many lines are not used, by reason: ``read == kept + sum(left_out.values())``.
+    """
 
     title: str
     read: int = 0
     kept: int = 0
     sources: int = 0
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """The counts in words.
+
+        Example:
+            >>> CorpusInfo("a.tsv", 10, 7, 7, {"header": 1, "over max_length=9": 2}).describe()
+            'a.tsv: 10 lines read = 7 pairs kept + 1 header + 2 over max_length=9'
+        """
+        parts = [f"{self.kept:,} pairs kept", *(f"{count:,} {reason}" for reason, count in self.left_out.items())]
+        return f"{self.title}: {self.read:,} lines read = {' + '.join(parts)}"
 
 
 @dataclass(frozen=True)
@@ -154,8 +168,8 @@ def starting_with(pairs: _Kept, prefixes: Sequence[str] | str, normalisation: No
     return [pair for pair in pairs if plain(pair[1]).startswith(wanted) or plain(pair[2]).startswith(wanted)]
 
 
-def filter_pairs(pairs: SentencePairs, keep: CorpusFilter) -> tuple[_Kept, list[str]]:
-    """Normalised pairs with their line numbers, and notes on what was left out.
+def filter_pairs(pairs: SentencePairs, keep: CorpusFilter) -> tuple[_Kept, list[str], dict[str, int]]:
+    """Normalised pairs with their line numbers, notes on what was left out, and how many lines that were, by reason.
 
     Raises:
         UserError: lines are faulty or too long and may not be skipped, or nothing is left.
@@ -166,10 +180,13 @@ def filter_pairs(pairs: SentencePairs, keep: CorpusFilter) -> tuple[_Kept, list[
     faults.add(f"with an empty side in {keep.normalisation} normalisation", empty)
     hints = {
         "not in UTF-8": "; save the file as UTF-8",
-        "without a tab": "; expected SOURCE<tab>TARGET (two files are `source_file` and `target_file`)",
+        "without a tab": "; expected SOURCE<tab>TARGET (two files are `source_file` and `target_file`, and names of"
+        " comma-separated files and JSON lines end in .csv and .jsonl)",
     }
     hint = "".join(text for reason, text in hints.items() if reason in faults.lines)
-    notes = [faults.settle(keep.on_bad_lines, pairs.where, pairs.read, "on_bad_lines", hint)]
+    notes = [f"{pairs.where}: {pairs.header}" if pairs.header else ""]
+    notes.append(faults.settle(keep.on_bad_lines, pairs.where, pairs.read, "on_bad_lines", hint))
+    left_out = pairs.apart | {reason: len(lines) for reason, lines in faults.lines.items()}
     kept = [(number, a, b) for number, a, b in zip(pairs.numbers, *sides) if a and b]
     if keep.max_length is not None:
         # Words are separated by single spaces, and the end mark is one more.
@@ -177,22 +194,23 @@ def filter_pairs(pairs: SentencePairs, keep: CorpusFilter) -> tuple[_Kept, list[
         long = [number for (number, _, _), width in zip(kept, widths) if width > keep.max_length]
         faults = Faults({f"over max_length={keep.max_length}": long} if long else {})
         notes.append(faults.settle(keep.on_long_sentences, pairs.where, pairs.read, "on_long_sentences"))
+        left_out |= {reason: len(lines) for reason, lines in faults.lines.items()}
         kept = [pair for pair, width in zip(kept, widths) if width <= keep.max_length]
-    if keep.prefixes:
-        kept = starting_with(kept, keep.prefixes, keep.normalisation)
+    if keep.prefixes and (others := len(kept) - len(kept := starting_with(kept, keep.prefixes, keep.normalisation))):
+        left_out["without a prefix"] = others
     if not kept:
         filters = {"max_length": keep.max_length, "prefixes": keep.prefixes, "normalisation": keep.normalisation}
         named = ", ".join(f"{name}={json.dumps(value)}" for name, value in filters.items() if value)
         raise UserError(f"{pairs.where}: none of {pairs.read:,} pairs is left after {named}")
-    return kept, [note for note in notes if note]
+    return kept, [note for note in notes if note], left_out
 
 
 def prepare_corpus(pairs: SentencePairs, title: str, keep: CorpusFilter, val: float, test: float, seed: int) -> Corpus:
     """Normalise, filter, split and pack; arguments as of `split_by_source`."""
-    kept, notes = filter_pairs(pairs, keep)
+    kept, notes, left_out = filter_pairs(pairs, keep)
     sources, targets = [a for _, a, _ in kept], [b for _, _, b in kept]
     source, source_tokens = pack(sources)
     target, target_tokens = pack(targets, start=True)
-    info = CorpusInfo(title, pairs.read, len(kept), len(set(sources)))
+    info = CorpusInfo(title, pairs.read, len(kept), len(set(sources)), left_out)
     rows = split_by_source(sources, val, test, seed)
     return Corpus(info, PackedPairs(source, target), source_tokens, target_tokens, rows, notes)

@@ -5,7 +5,7 @@ millisecond.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class TranslationDataParameters(AttributeDict):
     data_file: str | None
     source_file: str | None
     target_file: str | None
+    columns: list[str] | None
     reverse: bool
     max_length: int | None
     prefixes: list[str] | str | None
@@ -62,10 +63,12 @@ class TranslationDataModule(BaseDataModule):
     Both vocabularies come from the training part and are saved in the checkpoint. No source sentence is in two parts.
 
     Args:
-        data_file: pairs, one per line with a tab between; text, .gz or .zip. Without any file a small artificial
-            French-English corpus is generated.
+        data_file: pairs, one per line with a tab between, or .csv, or .jsonl; also .gz or .zip. Without any file a
+            small artificial French-English corpus is generated.
         source_file: source sentences, one per line; goes with `target_file` and replaces `data_file`.
         target_file: their translations, line by line.
+        columns: the columns or keys of source and target in `data_file`, by name or by number from 1, as in '[en, fr]';
+            by default what the first line names, or the first two.
         reverse: translate from the second column into the first.
         max_length: longest sentence kept, in tokens with the end mark, on both sides.
         prefixes: keep pairs of which one side begins with one of these; "tutorial" means the English beginnings of
@@ -99,6 +102,7 @@ class TranslationDataModule(BaseDataModule):
         data_file: str | None = None,
         source_file: str | None = None,
         target_file: str | None = None,
+        columns: list[str] | None = None,
         reverse: bool = False,
         max_length: int | None = None,
         prefixes: list[str] | str | None = None,
@@ -122,6 +126,10 @@ class TranslationDataModule(BaseDataModule):
             raise UserError(f"`{given}_file` needs the file of its translations; pass `{other}_file` too")
         if data_file is not None and source_file is not None:
             raise UserError("found both `data_file` and `source_file`; pass one file of pairs, or two aligned files")
+        if columns is not None:
+            columns = [str(column) for column in columns]
+            if len(columns) != 2 or source_file is not None:
+                raise UserError(f"columns={columns}: expected the two of `data_file`, as in columns=['en', 'fr']")
         for name, share in (("val", val_fraction), ("test", test_fraction)):
             if not 0 <= share <= 1:
                 raise UserError(f"{name}_fraction={share} is outside 0 to 1; pass {name}_fraction=0.1")
@@ -176,6 +184,12 @@ class TranslationDataModule(BaseDataModule):
 
     @property
     @override
+    def left_out(self) -> Mapping[str, int]:
+        """Lines of the corpus that are not used, by reason; with those that are kept they are all that were read."""
+        return self._corpus.info.left_out if self._corpus else {}
+
+    @property
+    @override
     def validates(self) -> bool:
         return float(self.hparams.val_fraction) > 0
 
@@ -197,7 +211,7 @@ class TranslationDataModule(BaseDataModule):
     def _read(self) -> SentencePairs:
         options = self.hparams
         if options.data_file:
-            pairs = read_pairs(Path(options.data_file))
+            pairs = read_pairs(Path(options.data_file), options.columns)
         elif options.source_file and options.target_file:
             pairs = read_aligned(Path(options.source_file), Path(options.target_file))
         else:
@@ -208,7 +222,7 @@ class TranslationDataModule(BaseDataModule):
                 [a for a, _ in made], [b for _, b in made], numbers, len(made), BUNDLED_TITLE, Faults()
             )
         if options.reverse:
-            return SentencePairs(pairs.target, pairs.source, pairs.numbers, pairs.read, pairs.where, pairs.faults)
+            return pairs.reversed()
         return pairs
 
     def _load(self) -> Corpus:
@@ -276,8 +290,8 @@ class TranslationDataModule(BaseDataModule):
         share, random_share = loader.padding_share, loader.random_padding_share
         source, target = map(len, self.vocabularies())
         _inform(
-            f"{corpus.info.title}: {corpus.info.read:,} pairs read, {corpus.info.kept:,} kept; {source:,} source and "
-            f"{target:,} target tokens; {share:.1%} of a batch is padding, {random_share:.1%} without sorting by length"
+            f"{corpus.info.describe()}; {source:,} source and {target:,} target tokens; "
+            f"{share:.1%} of a batch is padding, {random_share:.1%} without sorting by length"
         )
         if self.trainer is not None:
             for logger in self.trainer.loggers:

@@ -1,12 +1,15 @@
-"""Sentence pairs from files, plain, .gz or .zip: tab-separated, or two aligned files. Faulty lines are named."""
+"""Sentence pairs from files, plain, .gz or .zip: a pair in each line, or two aligned files. Faulty lines are named."""
 
+import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from datamodules.errors import UserError
-from datamodules.loading.text_files import NOT_UTF8, Faults, decoded_lines, read_lines
+from datamodules.loading.text_files import NOT_UTF8, Faults, csv_rows, decoded_lines, read_lines, text_suffix
+from datamodules.translation.columns import choose_columns, is_header
 
 __all__ = ["SentencePairs", "read_aligned", "read_inputs", "read_pairs"]
 
@@ -18,9 +21,11 @@ class SentencePairs:
     Args:
         source, target: the sentences.
         numbers: the line of each pair in its file, from 1.
-        read: lines read, faulty ones included; empty lines of a tab-separated file are not counted.
+        read: lines read, all of them.
         where: what the corpus is called.
-        faults: lines that were left out.
+        faults: lines that cannot be used.
+        apart: lines that are no pairs and no faults, by reason: "header" and "blank".
+        header: a remark on the header, for the user.
     """
 
     source: list[str]
@@ -29,38 +34,115 @@ class SentencePairs:
     read: int
     where: str
     faults: Faults
+    apart: dict[str, int] = field(default_factory=dict)
+    header: str = ""
+
+    def reversed(self) -> "SentencePairs":
+        """The pairs with source and target exchanged."""
+        return replace(self, source=self.target, target=self.source)
 
 
 _NO_TAB = "without a tab"
+_NO_COLUMN = "without one of the two columns"
+_NO_OBJECT = "without a JSON object of two texts"
 _EMPTY = "with an empty side"
+_JSON = (".jsonl", ".ndjson", ".json")
 
 
-def read_pairs(path: Path) -> SentencePairs:
-    """A file with a pair per line, the sides separated by a tab; further columns are ignored.
-
-    Raises:
-        UserError: see `read_lines`.
-    """
-    source, target, numbers, faults, read = [], [], [], Faults(), 0
-    for number, line in enumerate(read_lines(path), 1):
+def _tab_rows(lines: Sequence[str | None], faults: Faults) -> Iterator[tuple[int, list[str]]]:
+    for number, line in enumerate(lines, 1):
         if line is None:
-            read += 1
+            faults.add(NOT_UTF8, [number])
+        else:
+            yield number, line.split("\t")
+
+
+def _objects(lines: Sequence[str | None], faults: Faults) -> Iterator[tuple[int, dict[str, Any]]]:
+    """JSON lines; of ``{"translation": {"en": ..., "fr": ...}}``, as data sets of Hugging Face are, what is in it."""
+    for number, line in enumerate(lines, 1):
+        if line is None:
             faults.add(NOT_UTF8, [number])
             continue
-        columns = line.split("\t", 2)
-        left = columns[0].strip()
-        if len(columns) < 2 and not left:
+        try:
+            value = json.loads(line) if line.strip() else {}
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict) and isinstance(inner := value.get("translation"), dict):
+            value = inner
+        if isinstance(value, dict):
+            yield number, value
+        else:
+            faults.add(_NO_OBJECT, [number])
+
+
+def _json_rows(
+    lines: Sequence[str | None], columns: Sequence[str] | None, where: str, faults: Faults
+) -> Iterator[tuple[int, list[str]]]:
+    """Source and target of each object, by the keys that the first one has."""
+    if lines and (lines[0] or "").lstrip().startswith("["):
+        raise UserError(f"{where} holds one JSON array; expected an object in each line, as jq -c '.[]' writes them")
+    keys: list[str] = []
+    for number, value in _objects(lines, faults):
+        texts = [key for key, text in value.items() if isinstance(text, str)]
+        if not value:
+            yield number, []
             continue
-        read += 1
-        if len(columns) < 2:
-            faults.add(_NO_TAB, [number])
-        elif left and (right := columns[1].strip()):
+        if not keys and len(texts) > 1:
+            keys = [texts[place] for place in choose_columns(texts, columns, where)]
+        sides = [value.get(key) for key in keys]
+        if len(sides) == 2 and isinstance(sides[0], str) and isinstance(sides[1], str):
+            yield number, [" ".join(side.split()) for side in sides if isinstance(side, str)]
+        else:
+            faults.add(_NO_OBJECT, [number])
+
+
+def read_pairs(path: Path, columns: Sequence[str] | None = None) -> SentencePairs:
+    """A file with a pair in each line: JSON lines (.jsonl), comma-separated values (.csv), else separated by tabs.
+
+    Args:
+        columns: names, or numbers from 1, of the source and the target; by default the first line's names tell, or they
+            are the first two. Where that line names columns, it is a header.
+
+    Raises:
+        UserError: see `read_lines`; or there are no such columns.
+    """
+    lines, kind, where, faults = read_lines(path), text_suffix(path), str(path), Faults()
+    source: list[str] = []
+    target: list[str] = []
+    numbers: list[int] = []
+    apart: dict[str, int] = {}
+    places: tuple[int, int] | None = None
+    header = ""
+    if kind in _JSON:
+        rows, places, short = _json_rows(lines, columns, where, faults), (0, 1), _NO_OBJECT
+    elif kind == ".csv":
+        rows, short = csv_rows(lines, faults), _NO_COLUMN
+    else:
+        rows, short = _tab_rows(lines, faults), _NO_COLUMN if columns else _NO_TAB
+    for number, cells in rows:
+        if not any(map(str.strip, cells)):
+            apart["blank"] = apart.get("blank", 0) + 1
+            continue
+        if places is None:
+            places = choose_columns(cells, columns, where)
+            named = columns is not None and not all(column.isdigit() for column in columns)
+            if not (named or is_header(cells, places)):
+                places = places if columns else (0, 1)
+            else:
+                a, b = (cells[place].strip() for place in places)
+                header = f"line {number} is a header and no pair: the source is {a!r}, the target {b!r}"
+                apart["header"] = 1
+                continue
+        if len(cells) <= max(places):
+            faults.add(short, [number])
+        elif (left := cells[places[0]].strip()) and (right := cells[places[1]].strip()):
             source.append(left)
             target.append(right)
             numbers.append(number)
         else:
             faults.add(_EMPTY, [number])
-    return SentencePairs(source, target, numbers, read, str(path), faults)
+    read = len(numbers) + len(faults) + sum(apart.values())
+    return SentencePairs(source, target, numbers, read, where, faults, apart, header)
 
 
 def read_aligned(source_path: Path, target_path: Path) -> SentencePairs:

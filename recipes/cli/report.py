@@ -221,7 +221,7 @@ def report(
         parameters=parameters,
         trainable_parameters=trainable,
         flops_per_sample=flops,
-        data={"name": data.title, "sizes": sizes},
+        data={"name": data.title, "sizes": sizes, "left_out": dict(data.left_out)},
         config=dict(config),
         changed=list(experiment.settings.changed),
     )

@@ -1,5 +1,7 @@
+import csv
 import gzip
 import io
+import json
 import logging
 import zipfile
 from collections import Counter
@@ -129,7 +131,8 @@ def test_a_file_is_read_however_it_is_written(tmp_path: Path, contents: bytes) -
     data = TranslationDataModule(str(path))
     data.setup("test")
     assert _everything(data) == _everything(_data(tmp_path))
-    assert data.info.read == 60
+    assert data.info.read == 60 + sum(data.left_out.values())
+    assert set(data.left_out) <= {"blank"}
 
 
 def test_two_aligned_files_are_the_same_as_one_of_pairs_and_reverse_swaps_the_sides(tmp_path: Path) -> None:
@@ -526,3 +529,129 @@ def test_a_checkpoints_vocabularies_and_normalisation_replace_those_of_the_corpu
     assert sorted(known) == ["deux", "six", "un <unk> <unk>"]
     with pytest.raises(UserError, match="nothing is left for the train part"):
         new.setup("fit")
+
+
+# CSV, JSON lines, headers, counts
+
+
+def _rows() -> list[tuple[str, str]]:
+    first, *others = ((a, b) for a, b in (line.rstrip("\n").split("\t")[:2] for line in _lines()))
+    return [(f"{first[0]}, vraiment", f'{first[1]} "really"'), *others]
+
+
+def _as_csv(rows: list[tuple[str, ...]], delimiter: str = ",") -> str:
+    out = io.StringIO()
+    csv.writer(out, delimiter=delimiter).writerows(rows)
+    return out.getvalue()
+
+
+def _as_json(rows: list[tuple[str, str]], keys: tuple[str, str] = ("source", "target"), inner: bool = False) -> str:
+    pairs = [dict(zip(keys, row, strict=True)) for row in rows]
+    return "".join(json.dumps({"id": 7, "translation": pair} if inner else pair) + "\n" for pair in pairs)
+
+
+ROWS = _rows()
+FORMS = {
+    "pairs.tsv": "".join(f"{a}\t{b}\n" for a, b in ROWS),
+    "pairs.csv": _as_csv(ROWS),
+    "semicolons.csv": _as_csv(ROWS, ";"),
+    "header.csv": _as_csv([("fr", "en"), *ROWS]),
+    "header.tsv": "French sentences\tEnglish sentences\n" + "".join(f"{a}\t{b}\n" for a, b in ROWS),
+    "many.csv": _as_csv([("id", "Source", "Note", "Target"), *(("7", a, "", b) for a, b in ROWS)]),
+    "turned.csv": _as_csv([("target", "source"), *((b, a) for a, b in ROWS)]),
+    "quoted.csv": _as_csv([(a.replace(" ", "\n", 1), b) for a, b in ROWS]),
+    "pairs.jsonl": _as_json(ROWS),
+    "turned.jsonl": _as_json([(b, a) for a, b in ROWS], ("target", "source")),
+    "hugging.jsonl": _as_json(ROWS, ("fr", "en"), inner=True),
+    "blank.jsonl": _as_json(ROWS).replace("\n", "\n\n"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_csv_json_lines_and_headers_are_read_as_the_pairs_they_hold(tmp_path: Path, name: str, caplog: Any) -> None:
+    (tmp_path / name).write_text(FORMS[name])
+    data = TranslationDataModule(str(tmp_path / name))
+    data.setup("test")
+    (tmp_path / "expected.tsv").write_text(FORMS["pairs.tsv"])
+    expected = TranslationDataModule(str(tmp_path / "expected.tsv"))
+    expected.setup("test")
+    assert _everything(data) == _everything(expected)
+    has_header = name in ("header.csv", "header.tsv", "many.csv", "turned.csv")
+    assert ("line 1 is a header and no pair: the source is" in caplog.text) == has_header
+    assert data.left_out.get("header", 0) == has_header
+    assert data.info.read == data.info.kept + sum(data.left_out.values())
+
+
+def test_columns_are_chosen_by_name_or_number(tmp_path: Path) -> None:
+    table = _as_csv([("id", "Phrase", "Satz", "Sentence"), *(("7", a, "ja", b) for a, b in ROWS)])
+    (tmp_path / "a.csv").write_text(table)
+    (tmp_path / "b.tsv").write_text("".join(f"7\t{a}\tja\t{b}\n" for a, b in ROWS))
+    (tmp_path / "c.jsonl").write_text(_as_json(ROWS, ("question", "answer")))
+    (tmp_path / "pairs.tsv").write_text(FORMS["pairs.tsv"])
+    expected = TranslationDataModule(str(tmp_path / "pairs.tsv"))
+    chosen = {"a.csv": ["phrase", "Sentence"], "b.tsv": [2, 4], "c.jsonl": ["question", "answer"]}
+    for name, columns in chosen.items():
+        data = TranslationDataModule(str(tmp_path / name), columns=columns)
+        assert _everything(data) == _everything(expected)
+        assert sum(data.left_out.values()) == (name == "a.csv")
+    with pytest.raises(
+        UserError, match="a.csv has no column 'satz 2'; its first line is 'id', 'Phrase'.* pass two names"
+    ):
+        TranslationDataModule(str(tmp_path / "a.csv"), columns=["phrase", "satz 2"]).setup("fit")
+    for columns in (["a"], ["a", "b", "c"]):
+        with pytest.raises(UserError, match="expected the two of `data_file`"):
+            TranslationDataModule(str(tmp_path / "a.csv"), columns=columns)
+
+
+def test_a_first_pair_of_words_is_no_header(tmp_path: Path) -> None:
+    for first in ("go .\tva !", "the input\tthe target source", "source\tsource", "french\tfrançais"):
+        data = _data(tmp_path, f"{first}\n", *_lines())
+        assert (data.info.kept, dict(data.left_out)) == (61, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("a.csv", _as_csv(ROWS) + "alone\n", r"1 without one of the two columns \(line 61\)"),
+        ("a.csv", _as_csv(ROWS) + '"open,b\nc,d\n', r"1 no CSV: unexpected end of data \(line 61\)"),
+        ("a.csv", _as_csv(ROWS) + '"a" b,c\n', r"1 no CSV: ',' expected after '\"' \(line 61\)"),
+        ("a.jsonl", _as_json(ROWS) + "[1]\n{\n", r"2 without a JSON object of two texts \(lines 61, 62\)"),
+        ("a.jsonl", _as_json(ROWS) + '{"source": "a", "target": 2}\n', r"1 without a JSON object .* \(line 61\)"),
+        ("a.json", json.dumps([{"source": "a"}]), "holds one JSON array; expected an object in each line"),
+        ("a.txt", _as_csv(ROWS), r"60 without a tab .*names of comma-separated files and JSON lines end in .csv"),
+    ],
+)
+def test_wrong_lines_of_csv_and_json_are_named(tmp_path: Path, name: str, text: str, reason: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=reason):
+        TranslationDataModule(str(tmp_path / name)).setup("fit")
+
+
+def test_the_counts_of_what_each_filter_dropped_add_up_to_the_lines_of_the_file(tmp_path: Path, caplog: Any) -> None:
+    lines = [
+        "source\ttarget\n",
+        "\n",
+        *(f"je {i}\ti {i}\n" for i in range(20)),
+        *(f"tu {i}\tyou {i}\n" for i in range(7)),
+        *(f"je suis tres {i}\ti am very {i}\n" for i in range(4)),
+        "no tab\n",
+        "\n",
+        "empty\t \n",
+        "\u200b\t\u200b\n",
+    ]
+    data = _data(tmp_path, *lines, prefixes=["i "], max_length=4, on_bad_lines="skip")
+    assert data.left_out == {
+        "header": 1,
+        "blank": 2,
+        "without a tab": 1,
+        "with an empty side": 1,
+        "with an empty side in unicode normalisation": 1,
+        "over max_length=4": 4,
+        "without a prefix": 7,
+    }
+    info = data.info
+    assert (info.read, info.kept) == (len(lines), 20)
+    assert info.read == info.kept + sum(info.left_out.values())
+    with caplog.at_level("INFO", "lightning_recipes"):
+        data.train_dataloader()
+    assert f"{len(lines)} lines read = 20 pairs kept + 1 header + 2 blank + 1 without a tab + 1 with an" in caplog.text

@@ -1,0 +1,186 @@
+"""Images by lists, and files that are no images."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from datamodules import ImageFolderDataModule, UserError
+from datamodules.images.files import load_image
+from datamodules.loading import image_tree
+from datamodules.loading.image_lists import class_order, find_images, holds_images
+from datamodules.loading.image_tree import scan_tree
+
+NAMES = ("ant", "bee")
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """pics/ant 0.png to pics/bee 9.png, ten of each."""
+    (tmp_path / "pics").mkdir()
+    for number in range(10):
+        for name in NAMES:
+            Image.new("RGB", (9, 9), (number, number, number)).save(tmp_path / "pics" / f"{name} {number}.png")
+    return tmp_path
+
+
+def _rows(part: str) -> list[tuple[str, str]]:
+    numbers = range(7) if part == "train" else range(7, 10)
+    return [(f"pics/{name} {number}.png", name) for number in numbers for name in NAMES]
+
+
+def _expected(folder: Path, part: str) -> tuple[list[str], list[int]]:
+    return [str(folder / path) for path, _ in _rows(part)], [NAMES.index(name) for _, name in _rows(part)]
+
+
+def _text(part: str, numbers: bool = False) -> str:
+    return "".join(f"{path} {NAMES.index(name) if numbers else name}\n" for path, name in _rows(part))
+
+
+def _csv(*parts: str, header: str = "", split: bool = False) -> str:
+    rows = [f"{path},{name}{f',{part}' * split}" for part in parts for path, name in _rows(part)]
+    return "\n".join([header] * bool(header) + rows) + "\n"
+
+
+LISTS: dict[str, tuple[dict[str, str], str]] = {
+    "names in txt": ({"train.txt": _text("train"), "val.txt": _text("val")}, "."),
+    "numbers in txt": ({"train.txt": _text("train", True), "val.txt": _text("val", True)}, "."),
+    "csv": ({"train.csv": _csv("train"), "validation.csv": _csv("val", header="file_name,label")}, "."),
+    "a list and the one beside it": ({"train.csv": _csv("train"), "val.csv": _csv("val"), "val.txt": "x"}, "train.csv"),
+    "a column of parts": ({"all.csv": _csv("train", "val", header="Image-Path,Class,Split", split=True)}, "all.csv"),
+    "windows": ({"train.csv": "\ufeff" + _csv("train").replace("\n", "\r\n"), "val.csv": _csv("val")}, "."),
+    "semicolons": (
+        {"all.csv": _csv("train", "val", header="path,label,split", split=True).replace(",", ";")},
+        "all.csv",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_lists_of_paths_and_labels_are_read_however_they_are_written(pictures: Path, kind: str):
+    files, place = LISTS[kind]
+    for name, text in files.items():
+        (pictures / name).write_text(text)
+    assert holds_images(pictures / place)
+    found = find_images(pictures / place)
+    assert found.classes == (("0", "1") if kind == "numbers in txt" else NAMES)
+    assert found.parts == {"train": _expected(pictures, "train"), "val": _expected(pictures, "val")}
+    assert (found.notes, found.left_out) == ([], {})
+
+
+def test_a_list_alone_is_split_and_trained_on(pictures: Path):
+    (pictures / "labels.csv").write_text(_csv("train", "val", header="path,label"))
+    data = ImageFolderDataModule(data_dir=str(pictures / "labels.csv"), image_size=8, batch_size=4, val_fraction=0.2)
+    data.setup("fit")
+    assert (data.dataset, data.title, data.sizes) == ("folder", "labels.csv", {"train": 16, "val": 4})
+    labels = torch.cat([labels for _, labels in data.val_dataloader()])
+    assert sorted(labels.tolist()) == [0, 0, 1, 1]
+    data.teardown("fit")
+
+
+def test_class_folders_come_before_lists_and_numbers_sort_as_numbers(pictures: Path):
+    for name in NAMES:
+        (pictures / "train" / name).mkdir(parents=True)
+        Image.new("RGB", (9, 9)).save(pictures / "train" / name / "1.png")
+    (pictures / "train.txt").write_text("whatever it is\n")
+    assert len(find_images(pictures).parts["train"][0]) == 2
+    assert class_order(str(i) for i in range(12)) == tuple(str(i) for i in range(12))
+
+
+WRONG = "pics/ant 0.png,ant\npics/ant 1.png\n\npics/gone.png,bee\npics/bee 0.png,bee\n,bee\n"
+
+
+def test_wrong_rows_are_named_with_their_lines_and_refused_or_skipped(pictures: Path, caplog: pytest.LogCaptureFixture):
+    (pictures / "train.csv").write_text(WRONG)
+    reason = "1 without a label (line 2); 1 whose file does not exist (line 4); 1 without a path (line 6)"
+    with pytest.raises(UserError) as refusal:
+        ImageFolderDataModule(data_dir=str(pictures)).setup("fit")
+    assert f"train.csv: 3 of 5 lines cannot be used: {reason}; expected columns such as path,label" in str(
+        refusal.value
+    )
+    assert 'pass on_corrupt="skip"' in str(refusal.value)
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        data = ImageFolderDataModule(data_dir=str(pictures), on_corrupt="skip", val_fraction=0)
+        data.setup("fit")
+    assert f"train.csv: left out 3 of 5 lines: {reason}" in caplog.text
+    assert data.sizes == {"train": 2}
+    assert data.left_out == {"without a label": 1, "whose file does not exist": 1, "without a path": 1}
+    assert sum(data.left_out.values()) + data.sizes["train"] == 5
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"train.csv": _csv("train"), "train.txt": _text("train")}, "holds both train.txt and train.csv; pass one"),
+        (
+            {"train.csv": _csv("train"), "val.csv": "pics/ant 0.png,cow\n"},
+            "such as cow in line 1; expected only ant",
+        ),
+        ({"train.csv": "pics/ant 0.png,ant\n"}, "lists images of one class only, ant"),
+        ({"train.csv": "path,label\n"}, "lists no image to train on; expected lines such as"),
+        ({"train.csv": _csv("train", header="a,b")}, r"1 whose file does not exist \(line 1\)"),
+        ({"train.csv": "path,label,split\npics/ant 0.png,ant,trian\n"}, r"1 of no part .* \(line 2\)"),
+        ({"train.txt": "pics/ant_0.png\n"}, r"1 without a label \(line 1\); expected path and label"),
+        ({"train.txt": ""}, "train.txt is empty"),
+    ],
+)
+def test_lists_that_cannot_be_trained_on_are_refused_with_the_reason(
+    pictures: Path, files: dict[str, str], reason: str
+):
+    for name, text in files.items():
+        (pictures / name).write_text(text)
+    with pytest.raises(UserError, match=reason):
+        find_images(pictures)
+
+
+def test_files_in_train_and_in_val_are_named(pictures: Path):
+    (pictures / "train.txt").write_text(_text("train"))
+    (pictures / "val.txt").write_text(_text("val") + _text("train").splitlines()[0])
+    assert "1 files are in train and in val, such as" in find_images(pictures).notes[0]
+
+
+# Endings
+
+
+def test_heic_and_unknown_endings_are_counted_and_named(pictures: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(image_tree, "reads_heic", lambda: False)
+    for name, endings in (("ant", (".HEIC", ".heic", ".heic", ".xyz", "")), ("cow", (".heic",)), ("bee", ())):
+        (pictures / "tree" / name).mkdir(parents=True)
+        for number, ending in enumerate(endings):
+            (pictures / "tree" / name / f"{number}{ending}").touch()
+    for name in NAMES:
+        Image.new("RGB", (9, 9)).save(pictures / "tree" / name / "9.png")
+    found = scan_tree(pictures / "tree")
+    assert found.left_out == {".heic": 4, ".xyz": 1, "no ending": 1}
+    heic = "(pip install pillow-heif to read them)"
+    place = pictures / "tree"
+    assert found.notes == [
+        f"class cow is left out of train: {place}/cow holds no image, but 1 .heic {heic}, such as {place}/cow/0.heic",
+        f"left out 6 files that are no images by their endings: 4 .heic {heic}, 1 .xyz, 1 without an ending, "
+        f"such as {place}/ant/0.HEIC",
+    ]
+    for name in NAMES:
+        (place / name / "9.png").unlink()
+    with pytest.raises(UserError, match=r"holds no class with images \(found 4 .heic \(pip install pillow-heif"):
+        scan_tree(place)
+    (pictures / "train.txt").write_text(_text("train") + "tree/cow/0.heic ant\n")
+    listed = find_images(pictures)
+    assert (len(listed.parts["train"][0]), listed.left_out) == (14, {".heic": 1})
+    assert "left out 1 HEIC files (pip install pillow-heif to read them)" in listed.notes[0]
+
+
+def test_heic_is_read_where_pillow_heif_is_installed(tmp_path: Path):
+    heif: Any = pytest.importorskip("pillow_heif")
+    heif.register_heif_opener()
+    for name, colour in zip(NAMES, ((250, 0, 0), (0, 0, 250)), strict=True):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (64, 48), colour).save(tmp_path / name / "1.heic")
+        Image.new("RGB", (64, 48), colour).save(tmp_path / name / "2.png")
+    found = scan_tree(tmp_path)
+    assert (len(found.parts["train"][0]), found.notes) == (4, [])
+    pixels = load_image(tmp_path / "ant" / "1.heic", 64)
+    assert pixels.shape == (3, 48, 64)
+    assert pixels[0].float().mean() > 230 > 20 > pixels[2].float().mean()
