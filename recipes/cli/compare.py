@@ -149,7 +149,8 @@ def _read(folder: Path, name: str) -> Run:
         "samples/s": round(rate) if isinstance(rate, float) else rate,
         "peak memory": memory_text(results.get("peak_memory_bytes")),
         "parameters": results.get("parameters"),
-        **{name: results.get(name) for name in ("hardware", "host", "commit")},
+        **{name: results.get(name) for name in ("hardware", "host")},
+        "commit": str(results.get("commit") or "")[:12],
         **_mapping(results.get("versions")),
     }
     sections: Sections = {

@@ -170,6 +170,10 @@ def read_curves(folder: Path) -> Curves:
     """The curves of a run's folder, without those of single classes and of the test; none without metrics.csv."""
     rows = _rows(folder / METRICS)
     places = {column: place for column in {c: None for row in rows for c in row} if (place := _place(column))}
+    for column in [column for column in places if column.removesuffix("_epoch") in places.keys() - {column}]:
+        # The means of epochs and those within them: a run of several epochs shows the first, beside its validations.
+        several = sum(column in row for row in rows) > 2
+        del places[column.removesuffix("_epoch") if several else column]
     curves = Curves({}, _epochs_done(row for row in rows if row.keys() & places.keys()))
     for number, row in enumerate(rows):
         for column, value in row.items():

@@ -174,3 +174,7 @@ def test_curves_lie_at_the_epochs_completed(tmp_path: Path) -> None:
     rates = "epoch,step,lr,lr/bias,lr/head,started\n0,9,1,1,2,0.5\n1,19,2,2,3,\n"
     panels = read_curves(save_run(tmp_path / "rates", rates)).panels
     assert {name: list(parts) for name, parts in panels.items()} == {"learning rate": ["lr", "lr/head"]}
+    few = "epoch,step,train/loss,train/loss_epoch\n0,4,4.0,\n0,9,2.0,\n0,9,,3.0\n"
+    several = few + "".join(f"{epoch},{10 * epoch + 9},,{epoch}\n" for epoch in (1, 2))
+    assert read_curves(save_run(tmp_path / "few", few)).panels["loss"]["train"].values == [4.0, 2.0]
+    assert read_curves(save_run(tmp_path / "several", several)).panels["loss"]["train"].values == [3.0, 1.0, 2.0]

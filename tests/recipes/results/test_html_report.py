@@ -72,7 +72,9 @@ def test_texts_that_hold_html_stay_texts(tmp_path: Path) -> None:
     assert list(page.images) == ["test: <b>"]
 
 
-@pytest.mark.parametrize("metrics", ["", "epoch,step\n", "epoch,step,val/loss\nx,y,z\n", "\0\0\n\0", "a\nnan\n"])
+@pytest.mark.parametrize(
+    "metrics", ["", "epoch,step\n", "epoch,step,val/loss\nx,y,z\n", "\0\0\n\0", "a\nnan\n", "a\n" + "x" * 200_000]
+)
 def test_a_run_without_readable_curves_and_figures_has_a_page(tmp_path: Path, metrics: str) -> None:
     assert "Curves" in read_page(write_report(save_run(tmp_path / "run", metrics))).text
 
