@@ -23,7 +23,8 @@ def find_recipes() -> dict[str, str]:
 
 
 def _print_list(program: str) -> None:
-    print(f"usage: {program} RECIPE [fit|validate|test|predict|export] [flags]")  # noqa: T201
+    print(f"usage: {program} RECIPE [fit|validate|test|predict|verify|export] [flags]")  # noqa: T201
+    print(f"       {program} verify RUN")  # noqa: T201
     print(f"       {program} compare RUN RUN ... [--output FILE]")  # noqa: T201
     print(f"       {program} list | completion bash|zsh | --version\n")  # noqa: T201
     for name, summary in find_recipes().items():
@@ -50,6 +51,22 @@ def _compare(args: list[str], program: str) -> None:
         sys.exit(_error(one_line(str(error)), error.exit_status))
 
 
+def _recipe_of(runs: list[str]) -> str:
+    """The recipe that has trained the run to verify."""
+    from datamodules.errors import UserError
+    from recipes.results.weights_record import read_record
+
+    if not runs or runs[0].startswith("-"):
+        sys.exit(_error("verify needs the folder of a run; pass verify runs/RECIPE/NAME"))
+    try:
+        recipe = next((start.recipe for start, _ in read_record(Path(runs[0]))), "")
+    except UserError as error:
+        sys.exit(_error(str(error), error.exit_status))
+    if recipe not in find_recipes():
+        sys.exit(_error(f"{runs[0]} is of the recipe {recipe!r}, a program of its own: pass verify {runs[0]} to it"))
+    return recipe
+
+
 def _error(message: str, status: int = 2) -> int:
     print_error(f"error: {message}")
     return status
@@ -64,6 +81,9 @@ def main() -> None:
         # A console command does not import from the current folder; nor do the processes that it starts.
         os.environ["PYTHONSAFEPATH"] = "1"
     name = args[0] if args else "list"
+    if name == "verify":
+        name = _recipe_of(args[1:])
+        sys.argv.insert(1, name)
     if name in ("list", "-h", "--help"):
         _print_list(program)
     elif name == "--version":
@@ -77,7 +97,7 @@ def main() -> None:
         run_module(f"recipes.{name}", {"PROGRAM": f"{program} {name}"}, run_name="__main__", alter_sys=True)
         return
     else:
-        close = difflib.get_close_matches(name, ["list", "compare", "completion", *recipes], n=1)
+        close = difflib.get_close_matches(name, ["list", "compare", "verify", "completion", *recipes], n=1)
         hint = f"did you mean {close[0]}?" if close else f"{program} list shows them"
         sys.exit(_error(f"there is no recipe {name!r}; {hint}"))
     end_after_printing()

@@ -9,6 +9,7 @@ import logging
 import os
 import pickle
 import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -122,13 +123,17 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     with a warning: see `failures`, which `CheckpointGuard` makes an error at the end. Until a save succeeds again no
     checkpoint is removed. Hyper-parameters of any kind are written in their plain form, see `as_plain`.
 
+    Args:
+        on_saved: called with each checkpoint that has been written, in the process that writes.
+
     Example:
         >>> import lightning.pytorch as pl
         >>> trainer = pl.Trainer(plugins=[VerifiedCheckpointIO()], logger=False)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_saved: Callable[[Mapping[str, Any]], None] | None = None) -> None:
         super().__init__()
+        self._on_saved = on_saved
         self.failures: dict[str, str] = {}
         """Why a file could not be written, by its path, until it is written or removed."""
         self._last_failed = False
@@ -156,6 +161,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         else:
             self.failures.pop(str(path), None)
             self._last_failed = False
+            if self._on_saved is not None:
+                self._on_saved(plain)
 
     @override
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:

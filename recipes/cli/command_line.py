@@ -4,7 +4,8 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from recipes.cli.messages import one_line
 from recipes.cli.report import check_output, shown
 from recipes.cli.run_folder import logger_names
 from recipes.cli.settings import RunSettings
+from recipes.cli.verify import find_interval
 from recipes.failures.fingerprint import fingerprint
 from recipes.failures.join import join_run
 from recipes.failures.monitor import RunConnection, monitored
@@ -36,7 +38,7 @@ from recipes.launch.host_tuning import stop_gpu_search, tune_allocator
 from recipes.launch.plan import Launch, check_strategy, plan_launch
 from recipes.launch.precision import check_precision, resolve_precision
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
-from recipes.launch.settings import Command, LaunchSettings
+from recipes.launch.settings import Command, LaunchSettings, flag_of
 from recipes.launch.streams import end_after_printing, print_error, secure_streams
 from recipes.recipe import Recipe
 from recipes.results.stopwatch import process_age
@@ -51,6 +53,7 @@ _COMMANDS = {
     "validate": "score a checkpoint on the validation part",
     "test": "score a checkpoint on the test set",
     "predict": "run inference on the given inputs: predict --ckpt FILE INPUT ...",
+    "verify": "train a part of a run again, and compare the weights to the bit: verify runs/RECIPE/NAME",
     "export": "write the network of a checkpoint for other programs, and verify the file",
 }
 
@@ -79,6 +82,8 @@ _OF_ONE_CALL = {
     *LaunchSettings.__dataclass_fields__,
 }
 _OF_THE_MACHINE = {"devices", "num_nodes", "accelerator", "strategy"}
+# What verify takes beside what recipe and data declare to make no difference.
+_OF_VERIFY = {*_OF_ONE_CALL, "accelerator", "callbacks", "enable_progress_bar"}
 
 
 def run(
@@ -177,6 +182,7 @@ class _CommandLine:
     def _carry_out(self) -> None:
         """Parse, find the checkpoint to resume from, resolve the settings, build from them, and run the command."""
         command, args = self._command()
+        folder = Path(args.pop(0)) if command == "verify" and args and not args[0].startswith("-") else None
         if asked := {"-h", "--help", "--help-all", "--help_all"} & set(args):
             self._print_help(everything=any(arg.endswith("all") for arg in asked))
             end_after_printing()
@@ -186,8 +192,11 @@ class _CommandLine:
         except SystemExit:  # It has printed the settings.
             end_after_printing()
             raise
-        self._check(command, namespace)
+        self._check("fit" if command == "verify" else command, namespace)
         configure_logging(self.parser.as_flags)
+        if command == "verify":
+            self._verify(folder, args)
+            return
         point = self._resume_point(namespace, args) if command == "fit" else ResumePoint()
         checkpoint = point.checkpoint or namespace.ckpt
         self._point, self._updates_done = point, read_run(point.checkpoint).updates if point.checkpoint else 0
@@ -204,8 +213,10 @@ class _CommandLine:
             return
         if point.checkpoint:
             self._check_going_on(point.checkpoint, namespace)
+        self._run(checkpoint, *self._settings(command, namespace, point))
+
+    def _run(self, checkpoint: str | None, settings: Settings, connection: RunConnection | None) -> None:
         try:
-            settings, connection = self._settings(command, namespace, point)
             experiment = build_experiment(settings, self.classes, connection)
             carry_out(experiment, self.typed, self.started_at)
         except RuntimeError as error:
@@ -213,6 +224,25 @@ class _CommandLine:
                 raise
             first = str(error).splitlines()[1].strip()
             raise UserError(f"{checkpoint} holds another network than this one: {first[:200]}") from error
+
+    def _verify(self, folder: Path | None, args: list[str]) -> None:
+        """Train an interval of a run again, with the settings that it had there."""
+        if folder is None:
+            raise UserError(f"verify needs the folder of a run; pass verify runs/{self.classes.recipe.title}/NAME")
+        interval = find_interval(folder)
+        config = interval.start.config | {n: interval.start.environment.get(n) for n in ("devices", "num_nodes")}
+        free = _OF_VERIFY | self.classes.free_parameters
+        typed = self.parser.typed(args).items()
+        if wrong := [flag_of(name) for name, value in typed if name not in free and value != config.get(name)]:
+            raise UserError(f"verify trains with the settings of the run: leave out {', '.join(wrong)}")
+        other = self._not_saved | {"callbacks"}
+        self.parser.set_known_defaults({name: value for name, value in config.items() if name not in other})
+        namespace = self.parser.parse(args)
+        self._check_callbacks(f"the run in {shown(folder)}", config, namespace)
+        namespace.max_time = None  # It is not to end by this machine's speed.
+        point = ResumePoint(checkpoint=str(interval.checkpoint) if interval.checkpoint else None)
+        settings, connection = self._settings("fit", namespace, point)
+        self._run(point.checkpoint, replace(settings, interval=interval), connection)
 
     def after_loss(self) -> str:
         """What is done where a process of the run was lost, in words."""
@@ -223,7 +253,7 @@ class _CommandLine:
     def _command(self) -> tuple[str, list[str]]:
         args = list(self.args)
         command = args.pop(0) if args and args[0] in _COMMANDS else "fit"
-        if args and not args[0].startswith("-") and command != "predict":
+        if args and not args[0].startswith("-") and command not in ("predict", "verify"):
             raise UserError(f"unknown command {args[0]!r}; expected one of {', '.join(_COMMANDS)}, or a flag")
         if command == "predict":
             self.parser.add_argument("inputs", nargs="*")
@@ -328,14 +358,18 @@ class _CommandLine:
                 f"this run has finished its {run.epochs} epochs and {run.updates:,} updates; pass --max-epochs"
                 f" {2 * max(1, run.epochs)} to train longer"
             )
-        if run.config.get("callbacks") and namespace.callbacks is None and not namespace.resume_anyway:
-            names = ", ".join(str(callback["class_path"]).rpartition(".")[2] for callback in run.config["callbacks"])
-            raise UserError(
-                f"{shown(checkpoint)} was trained with --callbacks ({names}), and a checkpoint must not make a program"
-                " run them: pass them again, or the run's settings as --config config.yaml; or pass --resume-anyway"
-            )
+        self._check_callbacks(shown(checkpoint), run.config, namespace)
         if namespace.resume != checkpoint:
             rank_zero_print(f"resuming from {shown(checkpoint)}, after {run.updates:,} updates")
+
+    def _check_callbacks(self, what: str, config: Mapping[str, Any], namespace: Namespace) -> None:
+        """Refuse to train without the callbacks of a run, which are not taken from its files."""
+        if config.get("callbacks") and namespace.callbacks is None and not namespace.resume_anyway:
+            names = ", ".join(str(callback["class_path"]).rpartition(".")[2] for callback in config["callbacks"])
+            raise UserError(
+                f"{what} was trained with --callbacks ({names}), and a checkpoint must not make a program run them:"
+                " pass them again, or the run's settings as --config config.yaml; or pass --resume-anyway"
+            )
 
     # Settings
 

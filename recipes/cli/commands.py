@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from callbacks.checkpointing.guard import CheckpointGuard
+from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.lib.best_effort import forget_failures
 from callbacks.lib.lightning_internals import raised_by_restoring
 from callbacks.lib.signals import SIGNALS, Preempted
@@ -33,6 +34,7 @@ from recipes.cli.run_folder import run_folder
 from recipes.cli.settings import checkpoint_callbacks
 from recipes.cli.stock_loaders import evaluate_each_sample_once
 from recipes.cli.trainer import build_trainer, renew_callbacks
+from recipes.cli.verify import verify
 from recipes.export.export import export
 from recipes.failures.monitor import exit_run
 from recipes.failures.shared_folder import SharedFolder
@@ -42,6 +44,7 @@ from recipes.launch.settings import Command
 from recipes.launch.streams import output_failure
 from recipes.results.run_figures import RunFigures
 from recipes.results.stopwatch import Stopwatch, stopwatch_for
+from recipes.results.weights_recorder import WeightsRecorder
 from recipes.resume.resume_point import start_from
 from recipes.resume.saved_run import read_run
 
@@ -91,8 +94,11 @@ def carry_out(experiment: Experiment, typed: Command, started_at: float) -> None
     with as_user_errors(MisconfigurationException):
         if command != "fit":
             _evaluate(experiment, typed.program)
-        else:
+        elif settings.interval is None:
             _fit(experiment, typed, started_at)
+        else:
+            with _restoring(settings.run.resume):
+                verify(experiment, settings.interval)
 
 
 def _check_parts(experiment: Experiment) -> None:
@@ -111,10 +117,10 @@ def _export(experiment: Experiment) -> None:
     print_pairs({"written": shown(written.path), **inputs, "checked": written.check})
 
 
-def _validates(experiment: Experiment) -> bool:
-    recipe, data = experiment.recipe, experiment.data
-    overridden = is_overridden("validation_step", recipe) and is_overridden("val_dataloader", data)
-    return overridden and data_contract(data).validates
+def _checkpoint_io(callbacks: Sequence[Callback]) -> VerifiedCheckpointIO:
+    """What writes checkpoints, and tells the callback that records their weights."""
+    recorders = [callback for callback in callbacks if isinstance(callback, WeightsRecorder)]
+    return VerifiedCheckpointIO(recorders[0].saved if recorders else None)
 
 
 def _run_callbacks(experiment: Experiment, folder: Path, guard: FolderGuard) -> list[Callback]:
@@ -122,9 +128,12 @@ def _run_callbacks(experiment: Experiment, folder: Path, guard: FolderGuard) -> 
     recipe, settings = experiment.recipe, experiment.settings
     callbacks: list[Callback] = [SharedFolder(folder), guard]
     if settings.trainer["enable_checkpointing"] is not False:
-        monitor = recipe.monitor if _validates(experiment) else None
+        monitor = recipe.monitor if experiment.validates else None
         callbacks += checkpoint_callbacks(folder, monitor, recipe, settings.run)
-        callbacks.append(CheckpointGuard(settings.run.resume))
+        resume = settings.run.resume
+        callbacks.append(CheckpointGuard(resume))
+        resumed_from = read_run(resume).updates if resume else None
+        callbacks.append(WeightsRecorder(folder, recipe.title, resumed_from, settings.config))
     return callbacks
 
 
@@ -137,7 +146,7 @@ def _fit(experiment: Experiment, typed: Command, started_at: float) -> None:
     def train(folder: Path | None) -> None:
         guard = FolderGuard(folder, yaml.safe_dump(dict(settings.config), sort_keys=False)) if folder else None
         more = _run_callbacks(experiment, folder, guard) if folder and guard else []
-        trainer = build_trainer(experiment, [*more, stopwatch], folder)
+        trainer = build_trainer(experiment, [*more, stopwatch], folder, _checkpoint_io(more))
         if guard and is_rank_zero():
             guard.write()
             for logger in trainer.loggers:
@@ -198,7 +207,7 @@ def _train_and_test(
     if folder:
         rank_zero_print(f"scoring {shown(best) if best else 'the weights'} and drawing ...")
     with _interruptible(trainer, experiment, folder, program):
-        if _validates(experiment):
+        if experiment.validates:
             with stopwatch.timed("validate"), _without_points(trainer):
                 validated = trainer.validate(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
             scores |= validated[0] if validated else {}

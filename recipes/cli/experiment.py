@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from callbacks.seed_control import SeedControl
 from datamodules.contract import DataContract, data_contract
@@ -25,6 +26,7 @@ from recipes.failures.rendezvous import share
 from recipes.launch.plan import Launch
 from recipes.launch.rank_zero import rank_zero_print
 from recipes.recipe import Recipe
+from recipes.results.weights_record import Interval
 from recipes.resume.rebatch import resumed_batch
 from recipes.resume.resume_point import ResumePoint
 from recipes.resume.saved_run import read_run
@@ -94,6 +96,7 @@ class Settings:
         resumes_by_itself: the checkpoint was found, not given by the user.
         collective_timeout: seconds that a rank waits for the others in a collective call.
         notes: for the run's first line, by what they explain: "precision" and "memory".
+        interval: the part of a run that verify trains again.
     """
 
     command: str
@@ -109,6 +112,7 @@ class Settings:
     resumes_by_itself: bool
     collective_timeout: float
     notes: Mapping[str, str]
+    interval: Interval | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,12 @@ class Experiment:
     recipe: Recipe
     data: pl.LightningDataModule
     callbacks: Callable[[], list[Callback]]
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is anything to validate."""
+        overridden = is_overridden("validation_step", self.recipe) and is_overridden("val_dataloader", self.data)
+        return overridden and data_contract(self.data).validates
 
 
 def _refuse_unless(resume_anyway: bool, error: UserError) -> None:

@@ -25,7 +25,7 @@ from recipes.cli.experiment import Experiment, takes_inputs
 from recipes.launch.settings import Command
 from recipes.launch.streams import print_error, unwritten_streams
 from recipes.results.html_report import REPORT, write_report
-from recipes.results.origin import commit_of, versions
+from recipes.results.origin import commit_of, hardware, versions
 from recipes.results.results_file import RESULTS, Best, Results, write_results
 from recipes.results.stopwatch import Stopwatch, count_parameters, loader_sizes, peak_memory
 from recipes.resume.saved_run import read_run
@@ -34,7 +34,6 @@ __all__ = [
     "Outcome",
     "check_output",
     "flops_per_sample",
-    "hardware",
     "print_pairs",
     "print_rows",
     "report",
@@ -70,17 +69,6 @@ def _with_unit(number: float) -> str:
         if number >= limit:
             return f"{number / limit:.3g} {unit}"
     return f"{number:.3g}"
-
-
-def hardware(trainer: pl.Trainer) -> str:
-    """The kind and number of the devices."""
-    device = trainer.strategy.root_device
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        threads = torch.get_num_threads()
-        name = f"{platform.machine()} {device.type} with {threads} thread{'s' if threads > 1 else ''}"
-    return f"{trainer.world_size} x {name}"
 
 
 def shown(path: str | Path) -> str:

@@ -20,11 +20,11 @@ from callbacks.run_progress import RunProgress
 from datamodules.errors import UserError
 from recipes.cli.experiment import Experiment, Settings, as_user_errors
 from recipes.cli.limits import limits_per_device, micro_batches_per_update
-from recipes.cli.report import hardware
 from recipes.cli.run_folder import logger_names, loggers
 from recipes.cli.settings import global_batch_text
 from recipes.failures.monitor import FailureReporter
 from recipes.launch.rank_zero import rank_zero_print
+from recipes.results.origin import hardware
 from recipes.resume.saved_run import read_run
 
 __all__ = ["build_trainer", "renew_callbacks"]
@@ -77,12 +77,18 @@ def _limits(settings: Settings) -> dict[str, Any]:
     return limits_per_device(settings.trainer, per_update, launch.rank, launch.world_size)
 
 
-def build_trainer(experiment: Experiment, more: Sequence[Callback] = (), folder: Path | None = None) -> pl.Trainer:
+def build_trainer(
+    experiment: Experiment,
+    more: Sequence[Callback] = (),
+    folder: Path | None = None,
+    checkpoint_io: VerifiedCheckpointIO | None = None,
+) -> pl.Trainer:
     """Build the Trainer of a command and print what it will use.
 
     Args:
         more: callbacks of this command.
         folder: the run's folder, for logs.
+        checkpoint_io: writes the checkpoints.
     """
     settings = experiment.settings
     options: dict[str, Any] = {**settings.trainer, **_limits(settings)}
@@ -90,7 +96,7 @@ def build_trainer(experiment: Experiment, more: Sequence[Callback] = (), folder:
         # Lightning has no short name for it. Checkpoints stay one file, which any strategy loads.
         options["strategy"] = ModelParallelStrategy(save_distributed_checkpoint=False)
     # DeepSpeed writes folders in its own format.
-    saving = [] if "deepspeed" in str(options["strategy"]).lower() else [VerifiedCheckpointIO()]
+    saving = [] if "deepspeed" in str(options["strategy"]).lower() else [checkpoint_io or VerifiedCheckpointIO()]
     # Lightning moves the callbacks that save behind the others, and calls the first of them the Trainer's.
     saves = [callback for callback in more if isinstance(callback, Checkpoint)]
     callbacks = [*saves, *_callbacks(experiment), *(callback for callback in more if callback not in saves)]

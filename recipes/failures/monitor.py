@@ -33,7 +33,16 @@ from recipes.failures.secret import Secret
 from recipes.launch.plan import Launch
 from recipes.launch.streams import print_error
 
-__all__ = ["Coordinator", "FailureReporter", "Member", "RunConnection", "exit_run", "monitored", "use_monitor"]
+__all__ = [
+    "Coordinator",
+    "ExpectedEnd",
+    "FailureReporter",
+    "Member",
+    "RunConnection",
+    "exit_run",
+    "monitored",
+    "use_monitor",
+]
 
 _TICK = 0.2
 _IDENTIFY_WITHIN = 10.0  # Seconds for a new connection to show that it knows the secret.
@@ -431,12 +440,16 @@ class Member(RunConnection):
         end_process(1, first.describe() + _loss_handled() if self._prints or alone else "")
 
 
+class ExpectedEnd(Exception):
+    """Ends a training on purpose, on all ranks at once: no failure."""
+
+
 class FailureReporter(pl.Callback):
     """Reports an exception when it is raised, before any clean-up that might wait for the other ranks."""
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if _current is not None:
+        if _current is not None and not isinstance(exception, ExpectedEnd):
             _current.report(exception, handling=True)
 
 

@@ -1,16 +1,53 @@
-"""Where a run's code comes from: the versions of what it uses, and its commit."""
+"""Where a run comes from: its hardware, the versions of what it uses, and its commit."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
 from recipes.version import __version__
 
-__all__ = ["commit_of", "versions"]
+__all__ = ["commit_of", "environment", "hardware", "versions"]
+
+
+def hardware(trainer: pl.Trainer) -> str:
+    """The kind and number of the devices."""
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        threads = torch.get_num_threads()
+        name = f"{platform.machine()} {device.type} with {threads} thread{'s' if threads > 1 else ''}"
+    return f"{trainer.world_size} x {name}"
+
+
+def _processor() -> str:
+    """The model of the CPU and the instructions that torch uses of it."""
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # Not on Linux.
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+    return f"{model} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def environment(trainer: pl.Trainer) -> dict[str, Any]:
+    """What may change the bits of a run that is trained again."""
+    used = versions()
+    return {
+        "hardware": hardware(trainer),
+        "processor": _processor(),
+        "devices": trainer.num_devices,
+        "num_nodes": trainer.num_nodes,
+        "threads": torch.get_num_threads(),
+        **{name: used[name] for name in ("lightning-recipes", "torch", "lightning")},
+    }
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,184 @@
+"""The command verify: trains again from one checkpoint of a run to the next save, and compares the weights' bits."""
+
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from typing_extensions import override
+
+from callbacks.checkpointing.plain_loading import load_plain
+from callbacks.checkpointing.stopping_points import update_is_whole
+from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
+from callbacks.checkpointing.weights_hash import first_difference, weights_hash
+from callbacks.lib.exchange import broadcast
+from datamodules.errors import RunFailedError, UserError
+from recipes.cli.experiment import Experiment
+from recipes.cli.report import print_pairs, shown
+from recipes.cli.settings import checkpoint_callbacks
+from recipes.cli.trainer import build_trainer
+from recipes.failures.monitor import ExpectedEnd
+from recipes.results.origin import environment
+from recipes.results.weights_record import Interval, interval_to_repeat
+from recipes.resume.saved_run import read_run
+
+__all__ = ["find_interval", "verify"]
+
+
+def _checkpoints(folder: Path) -> dict[int, Path]:
+    """The checkpoints of a run that can be read, by their updates."""
+    found = {}
+    for path in sorted((folder / "checkpoints").glob("*.ckpt")):
+        try:
+            found[read_run(path).updates] = path
+        except UserError:
+            continue
+    return found
+
+
+def find_interval(folder: Path) -> Interval:
+    """The part of a run to train again.
+
+    Raises:
+        UserError: no part can be.
+    """
+    if interval := interval_to_repeat(folder, _checkpoints(folder)):
+        return interval
+    raise UserError(
+        f"{shown(folder)} has no checkpoint before a save whose weights were recorded, and did not begin anew: no part"
+        " of it can be trained again"
+    )
+
+
+class _Repeats(VerifiedCheckpointIO):
+    """Compares what is saved after the interval's last update with what the run has saved; nothing is written."""
+
+    def __init__(self, interval: Interval) -> None:
+        super().__init__()
+        self.interval = interval
+        self.weights: dict[str, Any] = {}
+        self.sha256: str | None = None
+
+    @property
+    def equal(self) -> bool:
+        return self.sha256 in self.interval.hashes
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        if checkpoint["global_step"] == self.interval.step and not self.equal:
+            self.weights = {
+                name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+                for name, value in checkpoint["state_dict"].items()
+            }
+            self.sha256 = weights_hash(self.weights)
+
+    @override
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """There is none."""
+
+
+class _EndOfInterval(pl.Callback):
+    """Saves after the interval's last update, and ends the training once nothing more can be saved there.
+
+    The run may have saved right after the update, after a validation, or when the epoch had ended; callbacks such as
+    those that average weights make a difference between them.
+    """
+
+    def __init__(self, io: _Repeats) -> None:
+        self.io = io
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.io.interval.step and update_is_whole(trainer):
+            trainer.save_checkpoint("verify.ckpt")
+            if broadcast(trainer.strategy, self.io.equal):
+                raise ExpectedEnd
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step >= self.io.interval.step:
+            raise ExpectedEnd
+
+
+def _changed(interval: Interval, here: Mapping[str, Any]) -> str:
+    """What differs between where the run was trained and here, in words."""
+    before = interval.start.environment
+    return "; ".join(
+        f"{name.replace('_', ' ')} {value}, and {before[name]} in the run"
+        for name, value in here.items()
+        if name in before and before[name] != value
+    )
+
+
+def _check_beginning(interval: Interval) -> None:
+    """Compare a checkpoint with what the run has recorded of it.
+
+    Raises:
+        RunFailedError: it holds other weights.
+    """
+    if interval.checkpoint is not None:
+        found = weights_hash(load_plain(interval.checkpoint)["state_dict"])
+        if found not in interval.from_hashes:
+            raise RunFailedError(
+                f"NOT EQUAL: the weights in {shown(interval.checkpoint)} are not those that the run has saved after"
+                f" {interval.from_step:,} updates: their SHA-256 is {found}, and {_text(interval.from_hashes)} in the"
+                " record"
+            )
+
+
+def _text(hashes: frozenset[str]) -> str:
+    return " or ".join(sorted(hashes))
+
+
+def _difference(io: _Repeats) -> str:
+    """The first entry that differs from the run's own checkpoint after these updates, where it is still there."""
+    path = _checkpoints(io.interval.folder).get(io.interval.step)
+    if path is None or not io.weights:
+        return ""
+    saved = load_plain(path)["state_dict"]
+    if weights_hash(saved) not in io.interval.hashes:
+        return f"; the weights in {shown(path)} are not those that were recorded either"
+    return f"; the first to differ is {first_difference(io.weights, saved)}"
+
+
+def verify(experiment: Experiment, interval: Interval) -> None:
+    """Train an interval of a run again, and compare the weights; the run's folder stays as it is.
+
+    Raises:
+        RunFailedError: the weights differ.
+    """
+    recipe, settings = experiment.recipe, experiment.settings
+    _check_beginning(interval)
+    if isinstance(threads := interval.start.environment.get("threads"), int) and threads > 0:
+        torch.set_num_threads(threads)
+    io = _Repeats(interval)
+    with tempfile.TemporaryDirectory() as empty:
+        monitor = recipe.monitor if experiment.validates else None
+        saves = checkpoint_callbacks(Path(empty), monitor, recipe, settings.run)
+        trainer = build_trainer(experiment, [*saves, _EndOfInterval(io)], checkpoint_io=io)
+        trainer.loggers = [DummyLogger()]  # Callbacks such as LearningRateMonitor need one.
+        here = environment(trainer)
+        with suppress(ExpectedEnd):
+            trainer.fit(recipe, experiment.data, ckpt_path=settings.run.resume, weights_only=True)
+    if not trainer.is_global_zero:
+        return
+    changed = _changed(interval, here)
+    begin = shown(interval.checkpoint) if interval.checkpoint else "the beginning"
+    trained = f"{begin}, {interval.from_step:,} updates, to {interval.step:,} updates (epoch {interval.epoch})"
+    if io.equal:
+        rows = {"trained again": trained, "weights": f"equal to the bit, SHA-256 {io.sha256}"}
+        print_pairs(rows | ({"although": changed} if changed else {}))
+        return
+    if io.sha256 is None:
+        raise UserError(f"training again from {trained} did not come to that update: no weights to compare")
+    why = f"here it has {changed}" if changed else "hardware, versions, devices and threads are those of the run"
+    if trainer.strategy.root_device.type == "cuda" and not settings.run.deterministic:
+        why += "; on a GPU only a run with --deterministic repeats its bits for sure"
+    raise RunFailedError(
+        f"NOT EQUAL: trained again from {trained}, the weights have SHA-256 {io.sha256}, and"
+        f" {_text(interval.hashes)} in the run{_difference(io)}; {why}"
+    )

@@ -1,0 +1,174 @@
+"""``weights.jsonl``: a hash of a run's weights at each save, and with what they were trained.
+
+A line for each start of a training, and one for each save after it. Checkpoints are replaced by later ones; the hashes
+stay, so that a training from one checkpoint to the next save can be repeated and compared: see `interval_to_repeat`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from datamodules.errors import UserError
+
+__all__ = ["Interval", "Save", "Start", "WeightsRecord", "interval_to_repeat", "read_record"]
+
+_FILE = "weights.jsonl"
+_LARGEST_FILE = 1 << 28  # Bytes. A save takes 120.
+
+
+@dataclass(frozen=True)
+class Start:
+    """The start of a training.
+
+    Args:
+        recipe: its title.
+        resumed_from: the updates behind the checkpoint that it was resumed from; None where it began anew.
+        environment: what may change the bits: "hardware", "devices", "num_nodes", "threads" and versions.
+        config: the settings.
+    """
+
+    recipe: str
+    resumed_from: int | None
+    environment: dict[str, Any]
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save after `step` updates, in the epoch `epoch`, from 1, with the hash of the weights."""
+
+    step: int
+    epoch: int
+    sha256: str
+
+
+class WeightsRecord:
+    """Appends to the record of a run.
+
+    Args:
+        folder: of the run.
+        start: of this training; written before its first save.
+    """
+
+    def __init__(self, folder: Path, start: Start) -> None:
+        self._path, self._start = folder / _FILE, start
+        self._last: Save | None = None
+
+    def add(self, save: Save) -> None:
+        """Append a save, unless another file has just been saved with the same weights.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        there = self._path.exists()
+        if save == self._last and there:
+            return
+        lines: list[dict[str, Any]] = [{"save": asdict(save)}]
+        if self._last is None or not there:
+            lines.insert(0, {"start": asdict(self._start)})
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(line, default=str) + "\n" for line in lines))
+        self._last = save
+
+
+def read_record(folder: Path) -> list[tuple[Start, list[Save]]]:
+    """The starts of a run, each with its saves; a last line that was cut off is left out.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    path = folder / _FILE
+    if not path.is_file():
+        raise UserError(
+            f"there is no {path}: expected the folder of a run, which records a hash of its weights at each save"
+        )
+    if (size := path.stat().st_size) > _LARGEST_FILE:
+        raise UserError(f"{path} has {size:,} bytes, and a record of weights has {_LARGEST_FILE:,} at most")
+    found: list[tuple[Start, list[Save]]] = []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    number = 0
+    try:
+        for line in lines:
+            number += 1
+            value = json.loads(line)
+            if "start" in value:
+                found.append((_checked(Start(**value["start"])), []))
+            else:
+                found[-1][1].append(_checked(Save(**value["save"])))
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+        raise UserError(f"line {number} of {path} cannot be read: {error}") from error
+    return found
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("recipe", "sha256"), (str,)),
+    **dict.fromkeys(("environment", "config"), (dict,)),
+    **dict.fromkeys(("step", "epoch"), (int,)),
+    "resumed_from": (int, type(None)),
+}
+
+
+def _checked(value: Any) -> Any:
+    """An entry of the record, whose values are of the right kinds."""
+    for name, kinds in _KINDS.items():
+        if hasattr(value, name) and not isinstance(getattr(value, name), kinds):
+            raise TypeError(f"{name} is {str(getattr(value, name))[:40]!r}")
+    return value
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A part of a run that can be trained again: from a checkpoint to the next save.
+
+    Args:
+        folder: of the run.
+        start: of the training that has made the save.
+        step: the updates behind the save, which was made in the epoch `epoch`, from 1.
+        hashes: of the weights that were saved then; several, where a callback has put others in their place.
+        checkpoint: at its beginning; None for the beginning of the run.
+        from_step: the updates behind that checkpoint.
+        from_hashes: of its weights.
+    """
+
+    folder: Path
+    start: Start
+    step: int
+    epoch: int
+    hashes: frozenset[str]
+    checkpoint: Path | None = None
+    from_step: int = 0
+    from_hashes: frozenset[str] = frozenset()
+
+
+def interval_to_repeat(folder: Path, checkpoints: Mapping[int, Path]) -> Interval | None:
+    """The shortest interval from one of a run's checkpoints to its next save; else that from its start to the first.
+
+    What was trained and then abandoned, by a resume from an earlier checkpoint, is left out.
+
+    Args:
+        folder: of the run.
+        checkpoints: those that are there, by their updates.
+
+    Raises:
+        UserError: see `read_record`.
+    """
+    saved: dict[int, Interval] = {}
+    for start, saves in read_record(folder):
+        begin = -1 if start.resumed_from is None else start.resumed_from
+        saved = {step: interval for step, interval in saved.items() if step <= begin}
+        for save in saves:
+            known = saved[save.step].hashes if save.step in saved else frozenset()
+            if save.step > begin:
+                saved[save.step] = Interval(folder, start, save.step, save.epoch, known | {save.sha256})
+    steps = sorted(saved)
+    found = [
+        replace(saved[step], checkpoint=checkpoints[before], from_step=before, from_hashes=saved[before].hashes)
+        for before, step in pairwise(steps)
+        if before in checkpoints and (saved[step].start.resumed_from or 0) <= before
+    ]
+    if found:
+        return min(found, key=lambda interval: interval.step - interval.from_step)
+    return saved[steps[0]] if steps and saved[steps[0]].start.resumed_from is None else None
