@@ -161,7 +161,7 @@ def report(
     flops = flops_per_sample(recipe)
     sizes = stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders) | dict(data.sizes)
     rate, seconds = stopwatch.samples_per_second(sizes.get("train", 0)), stopwatch.by_part()
-    headline = recipe.headline(scores)
+    headline, memory = recipe.headline(scores), peak_memory(trainer.strategy.root_device)
     speed = f", {rate:,.0f} samples/s" if rate else ""
     rows = {
         "data": ": ".join(filter(None, (data.title, ", ".join(f"{n:,} {part}" for part, n in sizes.items())))),
@@ -170,6 +170,7 @@ def report(
         **headline,
         "training": f"{seconds['train'] + seconds['validate']:.1f} s with validation{speed}",
         "time": _describe(seconds),
+        "peak memory": ", ".join(f"{n / 1e9:.2f} GB {on}" for on, n in memory.items() if n is not None),
     }
     if outcome.stopped_early:
         rows["stopped early"] = outcome.stopped_early
@@ -204,7 +205,7 @@ def report(
         earlier_seconds=stopwatch.earlier_by_part(),
         epochs=outcome.epochs,
         samples_per_second=rate,
-        peak_memory_bytes=peak_memory(trainer.strategy.root_device),
+        peak_memory_bytes=memory,
         stopped_early=outcome.stopped_early or None,
         parameters=parameters,
         trainable_parameters=trainable,

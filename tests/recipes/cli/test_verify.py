@@ -1,0 +1,103 @@
+"""The command verify: a part of a run trained again."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from callbacks.checkpointing.verified_io import write_checkpoint
+from callbacks.checkpointing.weights_hash import weights_hash
+from tests.support.command_lines import typed
+
+FIT = "--name one --max-epochs 2 --precision 32-true --logger none --report false --lr 0.02 --optimizer adamw"
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 14 updates, saved every second one and at the ends of its epochs; kept are those of the two epochs."""
+    home = tmp_path_factory.mktemp("trained")
+    (fit,) = typed(home, f"{FIT} --save-every '2 steps' --save-top-k 2 --accumulate 1 --batch-size 16")
+    assert fit.status == 0, fit.err
+    return home
+
+
+def _copy(trained: Path, home: Path, name: str) -> Path:
+    return Path(shutil.copytree(trained / "runs" / "quadrants" / "one", home / "runs" / "quadrants" / name))
+
+
+def test_a_run_is_equal_to_the_bit_and_a_flipped_bit_anywhere_is_found(trained: Path, tmp_path: Path) -> None:
+    run = _copy(trained, tmp_path, "run")
+    before = _contents(run)
+    first, _ = sorted((run / "checkpoints").glob("best-*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+
+    # In the weights of the checkpoint at which the interval begins, and in the optimiser's state there.
+    for name, place in (("weights", "state_dict"), ("state", "optimizer_states")):
+        other = _copy(trained, tmp_path, name)
+        saved = torch.load(other / "checkpoints" / first.name, weights_only=True)
+        tensor = saved["state_dict"]["network.0.weight"]
+        if place == "optimizer_states":
+            tensor = saved["optimizer_states"][0]["state"][0]["exp_avg"]
+        tensor.view(torch.int32)[0, 0] ^= 1 << 20
+        write_checkpoint(saved, other / "checkpoints" / first.name)
+    # In the record, as if the hardware had made a mistake after the checkpoint; and of other hardware.
+    other = _copy(trained, tmp_path, "record")
+    lines = [json.loads(line) for line in (other / "weights.jsonl").read_text().splitlines()]
+    lines[0]["start"]["environment"] |= {"torch": "1.0", "processor": "abacus"}
+    steps = [line["save"]["step"] for line in lines[1:]]
+    assert steps == [2, 4, 6, 7, 8, 10, 12, 14]
+    lines[1 + steps.index(8)]["save"]["sha256"] = "0" * 64
+    (other / "weights.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    equal, weights, state, record, scratch, missing, wrong = typed(
+        tmp_path,
+        *(f"verify runs/quadrants/{name}" for name in ("run", "weights", "state", "record")),
+        f"verify {trained / 'runs' / 'quadrants' / 'one'} --batch-size 16",
+        "verify runs/quadrants",
+        "verify runs/quadrants/run --lr 0.5 --seed 3",
+    )
+    assert (equal.status, equal.err) == (0, "")
+    assert "7 updates, to 8 updates (epoch 2)" in equal.out
+    assert f"equal to the bit, SHA-256 {json.loads(_line(run, 8))['save']['sha256']}" in equal.out
+    assert _contents(run) == before
+    assert weights.status == state.status == record.status == 1
+    assert "NOT EQUAL: the weights in runs/quadrants/weights/checkpoints/best-step=7.ckpt are not those" in weights.err
+    assert "NOT EQUAL: trained again from" in state.err
+    assert "hardware, versions, devices and threads are those of the run" in state.err
+    assert "processor" in record.err
+    assert "and abacus in the run" in record.err
+    assert "and 1.0 in the run" in record.err
+    assert scratch.status == 0
+    assert missing.status == wrong.status == 2
+    assert "there is no runs/quadrants/weights.jsonl" in missing.err
+    assert "leave out --lr, --seed" in wrong.err
+
+
+def _line(run: Path, step: int) -> str:
+    return next(line for line in (run / "weights.jsonl").read_text().splitlines() if f'"step": {step},' in line)
+
+
+def test_from_the_beginning_and_the_first_parameter_that_differs_where_one_checkpoint_is_left(
+    trained: Path, tmp_path: Path
+) -> None:
+    (fit,) = typed(tmp_path, f"{FIT} --max-epochs 1")
+    assert fit.status == 0
+    run = tmp_path / "runs" / "quadrants" / "one"
+    other = Path(shutil.copytree(run, run.with_name("other")))
+    for path in (other / "checkpoints").glob("*.ckpt"):
+        saved = torch.load(path, weights_only=True)
+        saved["state_dict"]["network.2.bias"][3] += 0.25
+        write_checkpoint(saved, path)
+    sha256 = json.loads(_line(other, 7))["save"]["sha256"]
+    text = (other / "weights.jsonl").read_text()
+    (other / "weights.jsonl").write_text(text.replace(sha256, str(weights_hash(saved["state_dict"]))))
+    equal, differs = typed(tmp_path, "verify runs/quadrants/one", "verify runs/quadrants/other")
+    assert equal.status == 0
+    assert "the beginning, 0 updates, to 7 updates (epoch 1)" in equal.out
+    assert differs.status == 1
+    assert "the first to differ is network.2.bias, in 1 of 10 elements, by up to 0.25" in differs.err
