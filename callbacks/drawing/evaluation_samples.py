@@ -34,9 +34,9 @@ def rendered(figure: "Figure") -> Any:
 
 
 class FigureTarget(NamedTuple):
-    """A folder for PNG files, ``STAGE_NAME.png``, and the updates behind the checkpoint that is evaluated."""
+    """A folder for PNG files, ``STAGE_NAME.png``, if any, and the updates behind the checkpoint that is evaluated."""
 
-    folder: Path
+    folder: Path | None
     step: int
 
 
@@ -65,15 +65,15 @@ class EvaluationSamples:
         raise NotImplementedError
 
     def _draw(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        writers = tensorboards(trainer)
-        if not trainer.is_global_zero or not (writers or self.target):
+        writers, folder = tensorboards(trainer), self.target.folder if self.target else None
+        if not trainer.is_global_zero or not (writers or folder):
             return
         with timed(trainer, "draw"):
             with best_effort("images in TensorBoard"):
                 for name, figure in self._figures(pl_module, stage).items():
                     image = rendered(figure)
-                    if self.target is not None:
-                        with whole_or_nothing(self.target.folder / f"{name.replace('/', '_')}.png") as part:
+                    if folder:
+                        with whole_or_nothing(folder / f"{name.replace('/', '_')}.png") as part:
                             Image.fromarray(image).save(part, "PNG")
                     for writer in writers:
                         writer.add_image(name, image, self._step(trainer), dataformats="HWC")

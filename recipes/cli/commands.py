@@ -203,7 +203,8 @@ def _train_and_test(
     scores: dict[str, float] = {}
     last = {name: float(value) for name, value in trainer.callback_metrics.items() if name.split("/")[0] != "lr"}
     step = read_run(best).updates if best else trainer.global_step
-    renew_callbacks(trainer, experiment, stopwatch, *([RunFigures(folder, step)] if folder else []))
+    figures = [RunFigures(folder if experiment.settings.run.report else None, step)] if folder else []
+    renew_callbacks(trainer, experiment, stopwatch, *figures)
     if folder:
         rank_zero_print(f"scoring {shown(best) if best else 'the weights'} and drawing ...")
     with _interruptible(trainer, experiment, folder, program):

@@ -70,7 +70,7 @@ class RunSettings:
         early_stopping: end the run when this score no longer improves; such as val/loss, see patience.
         patience: validations without improvement after which early stopping ends the run; 3 where none is given.
         logger: any of tensorboard,csv,wandb,mlflow, or none.
-        report: write the run's scores, curves, figures and settings as a page, report.html.
+        report: write figures, and a page with the run's scores, curves, figures and settings, report.html.
     """
 
     name: str | None = None

@@ -18,16 +18,16 @@ class RunFigures(pl.Callback):
     Runs on: `setup` of the evaluation of that checkpoint, after the recipe's callbacks are there.
 
     Args:
-        folder: of the run.
+        folder: of the run; None writes no files, and TensorBoard alone has the images.
         step: the updates behind the checkpoint.
     """
 
-    def __init__(self, folder: Path, step: int) -> None:
-        self.target = FigureTarget(folder / FIGURES, step)
+    def __init__(self, folder: Path | None, step: int) -> None:
+        self.target = FigureTarget(folder / FIGURES if folder else None, step)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and self.target.folder:
             for path in self.target.folder.glob(f"{stage.removesuffix('idate')}_*.png"):
                 path.unlink()
         for callback in callbacks_of(trainer):

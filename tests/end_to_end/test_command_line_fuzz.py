@@ -17,7 +17,13 @@ from tests.support.ranks import run_ranks
 LINES = 500
 TINY = ["--max-epochs", "1", "--limit-train-batches", "1", "--limit-val-batches", "1", "--limit-test-batches", "1"]
 TINY += ["--limit-predict-batches", "1", "--accelerator", "cpu", "--precision", "32-true", "--rendezvous-timeout", "2"]
-TINY += ["--enable-progress-bar", "false", "--logger", "csv"]  # TensorBoard's images take most of a run's time.
+TINY += [
+    "--enable-progress-bar",
+    "false",
+    "--no-report",
+    "--logger",
+    "csv",
+]  # TensorBoard's images take most of a run's time.
 
 
 class CrackedLine(Line):

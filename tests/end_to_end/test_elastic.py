@@ -14,7 +14,16 @@ from tests.support.agents import Agent, updates_done, wait_until, weights_of
 from tests.support.ranks import free_port, run_ranks
 
 ARGS = ["--dataset", "digits", "--max-epochs", "12", "--accelerator", "cpu", "--precision", "32"]
-ARGS += ["--batch-size", "32", "--global-batch-size", "64", "--no-enable-progress-bar", "--save-every", "5 steps"]
+ARGS += [
+    "--batch-size",
+    "32",
+    "--global-batch-size",
+    "64",
+    "--no-enable-progress-bar",
+    "--no-report",
+    "--save-every",
+    "5 steps",
+]
 UPDATES = 12 * 21
 RUN = Path("runs/plain/elastic-job")
 

@@ -24,7 +24,16 @@ from tests.end_to_end.test_cli import environment
 from tests.support.ranks import run_ranks
 
 ARGS = ["--dataset", "digits", "--max-epochs", "3", "--batch-size", "128", "--accelerator", "cpu", "--precision", "32"]
-ARGS += ["--accumulate", "2", "--save-every", "2 steps", "--val-check-interval", "2", "--no-enable-progress-bar"]
+ARGS += [
+    "--accumulate",
+    "2",
+    "--save-every",
+    "2 steps",
+    "--val-check-interval",
+    "2",
+    "--no-enable-progress-bar",
+    "--no-report",
+]
 AUTO = ["--name", "run", "--resume", "auto"]
 BATCHES = 11
 

@@ -13,7 +13,16 @@ from tests.recipes.test_seq2seq_recipe import corpus
 from tests.support.ranks import run_ranks
 
 ARGS = ["--max-tokens", "60", "--hidden-size", "8", "--embedding-size", "8", "--precision", "64-true"]
-ARGS += ["--schedule", "constant", "--accelerator", "cpu", "--no-enable-progress-bar", "--data-file", "pairs.tsv"]
+ARGS += [
+    "--schedule",
+    "constant",
+    "--accelerator",
+    "cpu",
+    "--no-enable-progress-bar",
+    "--no-report",
+    "--data-file",
+    "pairs.tsv",
+]
 LAST = Path("runs/seq2seq/run/checkpoints/last.ckpt")
 
 

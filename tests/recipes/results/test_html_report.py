@@ -100,9 +100,10 @@ def test_a_run_writes_its_page_unless_it_shall_not(tmp_path: Path) -> None:
     lines = typed(
         tmp_path,
         "--max-epochs 2 --name a --lr 0.5 --logger csv",
-        "--max-epochs 1 --name b --logger none --report false",
         "--max-epochs 1 --name c --logger none",
+        report=True,
     )
+    lines += typed(tmp_path, "--max-epochs 1 --name b --logger none")
     assert [line.status for line in lines] == [0, 0, 0], lines
     runs = tmp_path / "runs" / "quadrants"
     page = read_page(runs / "a" / "report.html")
@@ -110,5 +111,7 @@ def test_a_run_writes_its_page_unless_it_shall_not(tmp_path: Path) -> None:
     assert "quadrants: a" in page.text
     assert page.text.index("\nlr0.5") < page.text.index("settings"), "what was changed comes first"
     assert "report" in lines[0].out
-    assert not (runs / "b" / "report.html").exists()
+    assert [path.name for path in (runs / "a" / "figures").iterdir()] == ["val_confusion_matrix.png"]
+    assert list(page.images) == ["val: confusion matrix"]
+    assert not [*runs.glob("b/report.html"), *runs.glob("b/figures")]
     assert "no metrics.csv" in read_page(runs / "c" / "report.html").text
