@@ -266,6 +266,8 @@ class _CommandLine:
             raise UserError("--patience is a number of validations, 1 or more, for --early-stopping SCORE")
         if namespace.barebones and namespace.early_stopping:
             raise UserError("--barebones has no scores to stop by; leave --early-stopping out")
+        if command != "export" and not namespace.include_preprocessing:
+            raise UserError(f"--include-preprocessing is for export; leave it out to {command}")
         if command == "fit":
             if namespace.format is not None:
                 raise UserError("--format is for export; a run writes its own checkpoints")

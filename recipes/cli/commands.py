@@ -35,7 +35,7 @@ from recipes.cli.settings import checkpoint_callbacks
 from recipes.cli.stock_loaders import evaluate_each_sample_once
 from recipes.cli.trainer import build_trainer, renew_callbacks
 from recipes.cli.verify import verify
-from recipes.export.export import export
+from recipes.export.exporter import export
 from recipes.failures.monitor import exit_run
 from recipes.failures.shared_folder import SharedFolder
 from recipes.files import write_rows

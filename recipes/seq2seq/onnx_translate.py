@@ -93,7 +93,8 @@ class Translator:
             if length == limit:  # Nothing but the end.
                 scores[:, np.arange(scores.shape[1]) != EOS] = -np.inf
             # The best continuations, one for each place; one that ends takes its place away.
-            best = np.argsort(-scores, axis=None, kind="stable")[:beam]
+            width = min(beam, scores.size)
+            best = np.argpartition(-scores, width - 1, axis=None)[:width]
             rows, last = np.divmod(best, scores.shape[1])
             totals = scores[rows, last]
             ends = last == EOS

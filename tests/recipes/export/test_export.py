@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import nn
 
 from datamodules import MNISTDataModule, UserError
-from recipes import MNISTClassifier, __version__
-from recipes.export.export import export
+from recipes import MNISTClassifier, Seq2SeqTranslator, __version__
+from recipes.export.exporter import export
+from recipes.graphs import Graph
 from tests.support.plain_recipe import Plain
 
 
@@ -161,6 +164,67 @@ def test_weights_in_another_type_of_numbers_keep_it(tmp_path):
     torch.save({"state_dict": recipe.state_dict()}, tmp_path / "best.ckpt")
     path = export(Plain(), str(tmp_path / "best.ckpt"), "safetensors", str(tmp_path / "out.safetensors")).path
     assert {tensor.dtype for tensor in load_file(path).values()} == {torch.float64}
+
+
+def test_the_input_of_a_network_without_known_preprocessing_is_what_it_takes(tmp_path: Path):
+    torch.save({"state_dict": Plain().state_dict()}, tmp_path / "best.ckpt")
+    exported = export(Plain(), str(tmp_path / "best.ckpt"), "torchscript")
+    assert exported.inputs == {"inputs": "float32 of shape (batch, 1, 28, 28), as the network takes it"}
+    assert run_file(exported.path, "torchscript", torch.randn(3, 1, 28, 28))["logits"].shape == (3, 10)
+    assert not {"mean", "std"} & metadata_of(exported.path, "torchscript").keys()
+
+
+SIZES = {"source_vocab_size": 11, "target_vocab_size": 12, "hidden_size": 8, "embedding_size": 8}
+
+
+class ChangingStep(nn.Module):
+    """Returns something else each time."""
+
+    calls = 0
+
+    def forward(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        return {"logits": inputs[1] + self.calls}
+
+
+class ChangingTranslator(Seq2SeqTranslator):
+    """The step of its decoder cannot be exported."""
+
+    def graphs(self, include_preprocessing: bool = True) -> list[Graph]:
+        encoder, decoder = super().graphs(include_preprocessing)
+        return [encoder, replace(decoder, module=ChangingStep())]
+
+
+@pytest.mark.parametrize("options", [{}, {"cell": "lstm", "num_layers": 2, "input_feeding": True}])
+def test_a_translator_is_exported_as_an_encoder_and_a_step_of_the_decoder(options: dict, tmp_path: Path):
+    recipe = Seq2SeqTranslator(**SIZES, **options)
+    torch.save({"state_dict": recipe.state_dict()}, tmp_path / "best.ckpt")
+    folder = export(Seq2SeqTranslator(**SIZES, **options), str(tmp_path / "best.ckpt"), "torchscript").path
+    names = ["decoder.torchscript.pt", "encoder.torchscript.pt", "metadata.json"]
+    assert (folder.name, sorted(file.name for file in folder.iterdir())) == ("best-torchscript", names)
+    encoder, decoder = (torch.jit.load(str(folder / f"{name}.torchscript.pt")) for name in ("encoder", "decoder"))
+    source, lengths, target = (
+        torch.tensor([[4, 5, 6, 2], [7, 2, 0, 0]]),
+        torch.tensor([4, 2]),
+        torch.tensor([[1, 5], [1, 9]]),
+    )
+    with torch.no_grad():
+        encoded = encoder(source)
+        state, logits = encoded.pop("state"), []
+        for tokens in target.unbind(1):
+            step = decoder(tokens, state, *encoded.values())
+            state = step["next_state"]
+            logits.append(step["logits"])
+        following = torch.cat((target, torch.tensor([[2], [2]])), 1)
+        expected = recipe.eval().network(source, lengths, following, torch.arange(4))
+    assert torch.allclose(torch.stack(logits, 1).flatten(0, 1), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_of_an_export_of_several_files_all_are_written_or_none(tmp_path: Path):
+    torch.save({"state_dict": Seq2SeqTranslator(**SIZES).state_dict()}, tmp_path / "best.ckpt")
+    with pytest.raises(UserError, match="cannot write the decoder as torchscript"):
+        export(ChangingTranslator(**SIZES), str(tmp_path / "best.ckpt"), "torchscript")
+    assert [file.name for file in tmp_path.iterdir()] == ["best.ckpt"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is not None, reason="onnxruntime is installed")

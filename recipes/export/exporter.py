@@ -114,7 +114,7 @@ def _export_graphs(recipe: Recipe, path: Path, kind: str, graphs: list[Graph], m
         if path.is_file():
             raise UserError(f"--output {path} is a file; {recipe.title} is exported to a folder of several files")
         files = [path / f"{graph.name}{_ENDINGS[kind]}" for graph in graphs]
-        texts = {"metadata.json": json.dumps(metadata, indent=1), **recipe.export_files(kind)}
+        texts = {"metadata.json": json.dumps(metadata, indent=1, ensure_ascii=False), **recipe.export_files(kind)}
     errors = []
     with ExitStack() as stack:
         if len(graphs) > 1:
