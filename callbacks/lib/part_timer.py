@@ -11,8 +11,10 @@ from callbacks.lib.trainer_attributes import callbacks_of
 __all__ = ["PartTimer", "timed", "training_seconds"]
 
 
-class PartTimer(pl.Callback):
+class PartTimer:
     """Divides the time since the start of a program among named parts, of which the innermost is timed.
+
+    A callback of a Trainer that is one, too, is found by `timed` and `training_seconds`.
 
     Args:
         first: the part that runs now, and whenever no other does.

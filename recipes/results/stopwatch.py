@@ -71,7 +71,7 @@ def _with_total(seconds: Mapping[str, float]) -> dict[str, float]:
     return {**rounded, "total": round(sum(rounded.values()), 6)}
 
 
-class Stopwatch(PartTimer):
+class Stopwatch(PartTimer, pl.Callback):
     """Measures the seconds of each of `PARTS`, the epochs trained, and the parameters that trained.
 
     `started` is True once the first batch is about to be trained, after all checks. `sizes` holds the samples of the

@@ -110,7 +110,7 @@ def test_a_signal_to_one_rank_ends_a_run_whose_gradients_nobody_can_weigh(accumu
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 4
 
 
-def test_the_command_line_splits_the_network_under_fsdp2_and_tests_its_one_checkpoint_file(tmp_path):
+def test_the_command_line_splits_the_network_under_fsdp2_tests_its_one_checkpoint_file_and_verifies_it(tmp_path):
     zero, one = start(tmp_path, [(["--name", "run", "--strategy", "fsdp2"], env) for env in by_torchrun(free_port())])
     assert (zero.status, one.status) == (0, 0), (zero, one)
     assert "GradientAccumulation weighs nothing: ModelParallelStrategy" in zero.err
@@ -119,3 +119,8 @@ def test_the_command_line_splits_the_network_under_fsdp2_and_tests_its_one_check
         "network.weight": (1, 1),
         "network.bias": (1,),
     }
+    # Each rank holds a part of the weights; the hash is of the whole, which rank 0 saves.
+    verify = ["verify", "runs/failing/run"]
+    zero, one = start(tmp_path, [(verify, env) for env in by_torchrun(free_port())])
+    assert (zero.status, one.status) == (0, 0), (zero, one)
+    assert "equal to the bit" in zero.out

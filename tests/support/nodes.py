@@ -50,7 +50,8 @@ class Shell:
     def __init__(self, folder: Path, name: str, args: Sequence[str], env: Mapping[str, str]) -> None:
         variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | dict(env)
         self.folder, self.name, self.began = folder, name, time.monotonic()
-        arguments = ["--accelerator", "cpu", "--precision", "32", "--max-epochs", "2", *args]
+        fit = ["--accelerator", "cpu", "--precision", "32", "--max-epochs", "2"]
+        arguments = [*args] if args[:1] == ["verify"] else [*fit, *args]
         self.process = context.Process(target=_type, args=(arguments, variables, str(folder), name))
         self.process.start()
 
