@@ -105,6 +105,7 @@ def _environment(results: Results) -> list[list[str]]:
     sizes = ", ".join(f"{size:,} {part}" for part, size in data.get("sizes", {}).items())
     rows = {
         "data": ": ".join(filter(None, (data.get("name", ""), sizes))),
+        "left out": ", ".join(f"{count:,} {reason}" for reason, count in data.get("left_out", {}).items()),
         "parameters": f"{results.get('parameters', 0):,} ({results.get('trainable_parameters', 0):,} trainable)",
         "epochs": f"{results.get('epochs', 0):g}",
         "speed": f"{rate:,.0f} samples/s" if (rate := results.get("samples_per_second")) else "",

@@ -37,8 +37,9 @@ def type_line(recipe: str, data: str, args: list[str], folder: str) -> Typed:
     return Typed(status, out.getvalue(), err.getvalue())
 
 
-def _type_each(recipe: str, data: str, commands: list[list[str]], folder: str, report: bool) -> list[Typed]:
-    return [type_line(recipe, data, [*args, *COMMON, f"--report={report}"], folder) for args in commands]
+def _type_each(recipe: str, data: str, commands: list[list[str]], folder: str) -> list[Typed]:
+    # A page and its figures take half a second.
+    return [type_line(recipe, data, [*args, *COMMON, "--report=false"], folder) for args in commands]
 
 
 def typed(
@@ -46,13 +47,7 @@ def typed(
     *commands: str,
     recipe: str = "tests.support.stock_data:Quadrants",
     data: str = "tests.support.stock_data:Points",
-    report: bool = False,
 ) -> list[Typed]:
-    """Type commands in a folder, for a recipe and a data module by ``module:name``.
-
-    Args:
-        report: write the pages and figures of runs, which takes half a second each.
-    """
-    lines = [shlex.split(command) for command in commands]
-    ended: list[Typed] = run_ranks(_type_each, 1, recipe, data, lines, str(folder), report)[0]
+    """Type commands in a folder, for a recipe and a data module by ``module:name``."""
+    ended: list[Typed] = run_ranks(_type_each, 1, recipe, data, [*map(shlex.split, commands)], str(folder))[0]
     return ended

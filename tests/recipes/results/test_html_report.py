@@ -8,8 +8,9 @@ from PIL import Image
 
 from datamodules.errors import UserError
 from recipes.results.html_report import write_report
-from tests.support.command_lines import typed
+from tests.support.command_lines import COMMON, Typed, type_line
 from tests.support.pages import read_page
+from tests.support.ranks import run_ranks
 from tests.support.saved_runs import save_run
 
 HOSTILE = "<script>alert('&amp;')</script>$x^$"
@@ -64,10 +65,11 @@ def test_texts_that_hold_html_stay_texts(tmp_path: Path) -> None:
         changed=["data_dir"],
         command=HOSTILE,
         host=HOSTILE,
-        data={"name": HOSTILE, "sizes": {HOSTILE: 3}},
+        data={"name": HOSTILE, "sizes": {HOSTILE: 3}, "left_out": {HOSTILE: 4}},
         versions={HOSTILE: HOSTILE},
     )
     page = read_page(write_report(folder))
+    assert f"4 {HOSTILE}" in page.text
     assert page.text.count(HOSTILE) >= 10
     assert list(page.images) == ["test: <b>"]
 
@@ -96,15 +98,25 @@ def test_a_folder_without_results_has_no_page(tmp_path: Path) -> None:
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_run_writes_its_page_unless_it_shall_not(tmp_path: Path) -> None:
-    lines = typed(
-        tmp_path,
-        "--max-epochs 2 --name a --lr 0.5 --logger csv",
-        "--max-epochs 1 --name c --logger none",
-        report=True,
-    )
-    lines += typed(tmp_path, "--max-epochs 1 --name b --logger none")
-    assert [line.status for line in lines] == [0, 0, 0], lines
+def _type_runs(folder: str) -> list[Typed]:
+    import resource
+
+    def typed(args: str) -> Typed:
+        recipe, data = "tests.support.stock_data:Quadrants", "tests.support.stock_data:Points"
+        return type_line(recipe, data, [*args.split(), *COMMON], folder)
+
+    lines = [
+        typed("--max-epochs 2 --name a --lr 0.5 --logger csv"),
+        typed("--max-epochs 1 --name b --logger none --report false"),
+        typed("--max-epochs 1 --name c --logger none"),
+    ]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))  # More than all files but the page.
+    return [*lines, typed("--max-epochs 2 --name d --logger csv")]
+
+
+def test_a_run_writes_its_page_unless_it_shall_not_or_cannot(tmp_path: Path) -> None:
+    (lines,) = run_ranks(_type_runs, 1, str(tmp_path))
+    assert [line.status for line in lines] == [0, 0, 0, 0], lines
     runs = tmp_path / "runs" / "quadrants"
     page = read_page(runs / "a" / "report.html")
     assert {"svg", "details"} <= set(page.tags)
@@ -115,3 +127,6 @@ def test_a_run_writes_its_page_unless_it_shall_not(tmp_path: Path) -> None:
     assert list(page.images) == ["val: confusion matrix"]
     assert not [*runs.glob("b/report.html"), *runs.glob("b/figures")]
     assert "no metrics.csv" in read_page(runs / "c" / "report.html").text
+    assert "warning: report.html cannot be written (File too large)" in lines[3].err
+    assert (runs / "d" / "results.json").is_file()
+    assert not [path.name for path in (runs / "d").iterdir() if "report" in path.name]
