@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Protocol, cast
 
 from torch import nn
 
+from datamodules.errors import UserError
+
 __all__ = ["DataContract", "data_contract"]
 
 
@@ -79,6 +81,20 @@ class DataContract(Protocol):
         """The name of each sample that `predict_dataloader` yields, such as its file."""
         return ()
 
+    @property
+    def unreadable_inputs(self) -> Mapping[int, str]:
+        """Why inputs of `prediction_names` cannot be read, by their place; known once all have been predicted."""
+        return {}
+
+    @property
+    def unclear_inputs(self) -> Mapping[int, str]:
+        """What is unclear about inputs of `prediction_names`, by their place; some of them may have no prediction."""
+        return {}
+
+    def take_inputs(self, inputs: Any) -> None:
+        """Take the inputs of `predict` from Python, in place of those of the predict command."""
+        raise UserError(f"{self.title} takes no inputs to predict")
+
     def preprocessing(self) -> nn.Module | None:
         """What maps uint8 images of the data set's form to the network's inputs; None where the inputs are no images.
 
@@ -108,7 +124,7 @@ def _fits(name: str, value: object) -> bool:
             return isinstance(value, str)
         case "seed" | "num_classes" | "image_size":
             return isinstance(value, Integral) and not isinstance(value, bool)
-        case "sizes" | "left_out":
+        case "sizes" | "left_out" | "unreadable_inputs" | "unclear_inputs":
             return isinstance(value, Mapping)
         case "class_names" | "prediction_names":
             return isinstance(value, Sequence) and all(isinstance(item, str) for item in value)

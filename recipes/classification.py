@@ -178,6 +178,10 @@ class Classifier(Recipe):
     monitor = "val/accuracy"
     monitor_mode = "max"
     predict_example = "IMAGE.png"
+
+    unclear_below: ClassVar[float] = 0.0
+    """The probability of the likeliest class below which `predict` calls an image unclear."""
+
     free_parameters: ClassVar[frozenset[str]] = Recipe.free_parameters | {"top_k"}
 
     hparams: ClassifierParameters
@@ -240,8 +244,13 @@ class Classifier(Recipe):
                 for place, (index, probability) in enumerate(zip(classes, values), 1):
                     suffix = f"_{place}" if place > 1 else ""
                     row |= {f"class{suffix}": self.class_names[index], f"probability{suffix}": probability}
-                rows.append(row)
+                note = "unclear: low probability" if values[0] < self.unclear_below else None
+                rows.append(row | {"note": note})
         return rows
+
+    @override
+    def no_prediction(self, name: str) -> dict[str, Any]:
+        return {"file": name, "class": None, "probability": None}
 
     @override
     def prediction_table(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
@@ -251,7 +260,9 @@ class Classifier(Recipe):
             others = [row.pop(name) for name in list(row) if _RUNNER_UP.fullmatch(name)]
             if others:
                 pairs = zip(others[::2], others[1::2], strict=True)
-                row["then"] = ", ".join(f"{name} {probability}" for name, probability in pairs)
+                then = ", ".join(f"{name} {probability}" for name, probability in pairs if name != "-")
+                note = {"note": row.pop("note")} if "note" in row else {}
+                row |= {"then": then} | note
         return table
 
     @override

@@ -2,10 +2,14 @@
 
 import inspect
 from collections.abc import Sequence
+from itertools import groupby, takewhile
+from operator import itemgetter
+from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -17,7 +21,7 @@ from callbacks.lib.lightning_internals import attached_trainer
 from callbacks.lib.trainer_attributes import datamodule_of
 from callbacks.lib.updates import total_updates
 from callbacks.train_loss import TrainLoss
-from datamodules.contract import data_contract
+from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError
 from datamodules.loading.normalise import Normalise
 from datamodules.ranges import RATE, Range, check_ranges
@@ -33,6 +37,16 @@ from recipes.optim import (
 from recipes.version import __version__
 
 __all__ = ["MeanOverTargets", "Recipe", "RecipeParameters"]
+
+
+def _as_text(value: Any) -> str:
+    """A cell of a table."""
+    return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _in_dtype(batch: Any, dtype: torch.dtype | str) -> Any:
+    """A batch whose floating-point tensors have this type, as Lightning's precision plugins convert it."""
+    return apply_to_collection(batch, Tensor, lambda part: part.to(dtype) if part.is_floating_point() else part)
 
 
 class MeanOverTargets(Metric):
@@ -156,6 +170,11 @@ class Recipe(pl.LightningModule):
         self.run_config: dict[str, Any] = {}
         self._saved_data: tuple[dict[str, Any], dict[str, Any]] | None = None
 
+    @classmethod
+    def titles(cls) -> list[str]:
+        """The titles of this recipe and of those that it is derived from: its checkpoints belong to these."""
+        return [str(vars(kind)["title"]) for kind in cls.__mro__ if "title" in vars(kind) and kind is not Recipe]
+
     def build_network(self) -> nn.Module:
         """The network to train. It is called in the constructor, when ``self.hparams`` is set."""
         raise NotImplementedError(f"{type(self).__name__} has to override build_network()")
@@ -216,10 +235,90 @@ class Recipe(pl.LightningModule):
         Returns:
             A row per prediction, with the cells as text under the column's name; no rows print no table.
         """
-        return [
-            {name: f"{value:.4f}" if isinstance(value, float) else str(value) for name, value in row.items()}
-            for row in rows
-        ]
+        hidden = {"note"} if not any(row.get("note") for row in rows) else set()
+        table = [{name: _as_text(value) for name, value in row.items() if name not in hidden} for row in rows]
+        return [row | {"note": ""} if row.get("note") == "-" else row for row in table]
+
+    def no_prediction(self, name: str) -> dict[str, Any]:
+        """The row of an input for which there is no prediction, with the main columns of `prediction_rows`."""
+        return {"file": name, "output": None}
+
+    def all_rows(self, outputs: Sequence[Any], data: DataContract) -> list[dict[str, Any]]:
+        """The rows of all inputs in their order: those of `prediction_rows`, and one for each without a prediction.
+
+        Args:
+            outputs: what `predict_step` returned, a batch each.
+            data: the data module of the inputs, after the last batch.
+
+        Returns:
+            Where something is to be said of an input, all rows have the column ``note``.
+        """
+        names, notes = data.prediction_names, {**data.unclear_inputs, **data.unreadable_inputs}
+        rows = self.prediction_rows(outputs, names)
+        if not notes:
+            return rows
+        columns = {column: None for row in rows[:1] for column in row}
+        found: list[dict[str, Any]] = []
+        # The same input may be given twice in succession; the first column is its name.
+        for name, group in groupby(enumerate(names), key=itemgetter(1)):
+            numbers = [number for number, _ in group]
+            count = sum(1 for _ in takewhile(lambda row: next(iter(row.values())) == name, rows))  # noqa: B023
+            mine, rows = rows[:count], rows[count:]
+            for place, number in enumerate(numbers):
+                each = mine[place * count // len(numbers) : (place + 1) * count // len(numbers)]
+                if not each and number in notes:
+                    each = [columns | self.no_prediction(name)]
+                note = notes.get(number)
+                found += [row | {"note": note.removeprefix(f"{name} ") if note else row.get("note")} for row in each]
+        return found
+
+    @torch.inference_mode()
+    def predict(self, inputs: Any, save_seen: str | Path | None = None) -> list[dict[str, Any]]:
+        """Predict as the predict command does, on the device of this module.
+
+        The recipe needs to know how its data were prepared: from a checkpoint that it was loaded from, or from the data
+        module of a Trainer that it is attached to.
+
+        Args:
+            inputs: what the predict command takes, and objects in memory: images as files, folders, PIL images, arrays
+                or tensors, or a list of them (`datamodules.loading.given_images`); sentences as text.
+            save_seen: folder into which images are written as the network sees them.
+
+        Returns:
+            The rows that the command writes into its ``--output``, one or more for each input.
+
+        Raises:
+            UserError: nothing that was given can be read, or it is not known how the data were prepared.
+
+        Example:
+            >>> recipe = MNISTClassifier.load_from_checkpoint("best.ckpt")  # doctest: +SKIP
+            >>> [row["class"] for row in recipe.predict(["3.png", "photographs/"])]  # doctest: +SKIP
+            ['3', '7', '1']
+        """
+        data = self._new_data_module()
+        if data is None:
+            name = type(self).__name__
+            raise UserError(
+                f"this {name} does not know how its data were prepared; load it from the checkpoint of a run, as in"
+                f" {name}.load_from_checkpoint(FILE)"
+            )
+        contract = data_contract(data)
+        contract.take_inputs(inputs)
+        if save_seen is not None:
+            data.hparams["save_seen"] = str(save_seen)
+        modes = [(module, module.training) for module in self.modules()]
+        self.eval()
+        try:
+            data.setup("predict")
+            outputs = []
+            for i, batch in enumerate(data.predict_dataloader()):
+                batch = data.on_after_batch_transfer(data.transfer_batch_to_device(batch, self.device, 0), 0)
+                outputs.append(self.predict_step(_in_dtype(batch, self.dtype), i))
+        finally:
+            data.teardown("predict")
+            for module, training in modes:
+                module.training = training
+        return self.all_rows(outputs, contract)
 
     def data_module(self) -> pl.LightningDataModule | None:
         """The data module of the run; None without a Trainer, and where the Trainer was given loaders.
@@ -321,6 +420,7 @@ class Recipe(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the settings of the command line with the weights; an override has to call it."""
         checkpoint["config"] = self.run_config
+        checkpoint["recipes"] = self.titles()
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

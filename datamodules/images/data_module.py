@@ -24,8 +24,9 @@ from datamodules.errors import UserError
 from datamodules.images.augmentation import AUGMENTATIONS, Augmentation, BatchReader, Mixing
 from datamodules.images.files import ImageFiles, MemoryBudget
 from datamodules.images.known_sets import IMAGE_SETS, ImageSetInfo, Samples, read_digits, read_torchvision
+from datamodules.loading.given_images import GivenImages, given_images, save_seen
 from datamodules.loading.image_lists import find_images
-from datamodules.loading.image_tree import images_below, split_by_class
+from datamodules.loading.image_tree import split_by_class
 from datamodules.loading.normalise import Normalise
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 from datamodules.ranges import COUNT, NOT_NEGATIVE, Range, check_ranges
@@ -76,12 +77,14 @@ class ImageFolderDataModule(BaseDataModule):
         drop_last: drop the incomplete last batch of an epoch.
         download: download missing files of the known sets.
         predict_inputs: images, and folders of images, that `predict` reads.
+        save_seen: folder into which `predict` writes the images as the network sees them.
 
     Raises:
         UserError: for invalid parameters, and at set-up for a folder that cannot be trained on.
     """
 
     free_parameters = DataContract.free_parameters | {"cache_gb", "download"}
+    call_parameters = DataContract.call_parameters | {"save_seen"}
 
     def __init__(
         self,
@@ -102,6 +105,7 @@ class ImageFolderDataModule(BaseDataModule):
         drop_last: bool = False,
         download: bool = True,
         predict_inputs: Sequence[str] | None = None,
+        save_seen: str | None = None,
     ) -> None:
         super().__init__()
         for name, value, allowed in (
@@ -135,7 +139,8 @@ class ImageFolderDataModule(BaseDataModule):
         self._sources: dict[str, Samples] = {}
         self._left_out: dict[str, int] = {}
         self._parts: dict[str, tuple[ImageFiles | Tensor, Tensor]] = {}
-        self._predict_files: list[str] = []
+        self._given: GivenImages | None = None
+        self._predict_loader: WorkerEvaluationLoader | None = None
         self._no_download: Exception | None = None
         self._fallback_noted = False
         self._budget = MemoryBudget(0)
@@ -205,8 +210,13 @@ class ImageFolderDataModule(BaseDataModule):
     @property
     @override
     def prediction_names(self) -> list[str]:
-        """The files to predict; batches of `predict_dataloader` hold their numbers."""
-        return list(self._predict_files)
+        """The files, or the places of images from Python; batches of `predict_dataloader` hold their numbers."""
+        return self._inputs().names
+
+    @property
+    @override
+    def unreadable_inputs(self) -> Mapping[int, str]:
+        return self._predict_loader.unreadable if self._predict_loader else {}
 
     @override
     def resolve(self) -> dict[str, Any]:
@@ -340,7 +350,7 @@ class ImageFolderDataModule(BaseDataModule):
     def setup(self, stage: str) -> None:
         """List what `stage` needs: "fit", "validate", "test" or "predict"; images are read by the loaders."""
         if stage == "predict":
-            self._predict_files = self._find_predict_files()
+            self._inputs()
             return
         if not self._parts:
             self._budget = MemoryBudget(int(self.hparams.cache_gb * 2**30) // self._processes_here)
@@ -348,19 +358,16 @@ class ImageFolderDataModule(BaseDataModule):
             if part not in self._parts:
                 self._add(part, self._samples(part))
 
-    def _find_predict_files(self) -> list[str]:
-        found: list[str] = []
-        for name in self.hparams.predict_inputs or ():
-            if Path(name).is_dir():
-                images, others = images_below(name)
-                if not images:
-                    _warn(f"warning: {name} holds no images, only {len(others):,} other files")
-                found += images
-            else:
-                found.append(name)
-        if not found:
-            raise UserError("no image to predict; pass the names of image files or folders")
-        return found
+    @override
+    def take_inputs(self, inputs: Any) -> None:
+        """Images to predict, as `given_images` takes them."""
+        self._given = given_images(inputs, colour=True)
+
+    def _inputs(self) -> GivenImages:
+        if self._given is None:
+            self.take_inputs(self.hparams.predict_inputs or [])
+        assert self._given is not None
+        return self._given
 
     @property
     def _workers(self) -> int:
@@ -429,8 +436,12 @@ class ImageFolderDataModule(BaseDataModule):
     def predict_dataloader(self) -> WorkerEvaluationLoader:
         """The images named by ``predict_inputs`` and their numbers, without those that cannot be read."""
         # Not at set-up: a checkpoint that is read later may hold the size of the images.
-        self._add("predict", Samples(self._predict_files, list(range(len(self._predict_files)))))
-        return self._evaluation_loader("predict", self._rank, self._world_size)
+        given = self._inputs()
+        self._add("predict", Samples(given.contents, list(range(len(given)))))
+        self._predict_loader = self._evaluation_loader("predict", self._rank, self._world_size)
+        # They get a row each.
+        self._predict_loader.warn_unreadable = False
+        return self._predict_loader
 
     @override
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -438,6 +449,8 @@ class ImageFolderDataModule(BaseDataModule):
         if isinstance(batch, Tensor) or batch[0].dtype != torch.uint8:
             return batch
         images, targets = batch
+        if self.hparams.save_seen and self._predict_loader:
+            save_seen(self.hparams.save_seen, images, targets, self.prediction_names)
         images = self.normalise(images)
         # Lightning converts batches for 64-true and 16-true before it moves them, when images are bytes.
         return self.trainer.precision_plugin.convert_input(images) if self.trainer else images, targets

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,9 +54,15 @@ _TURNS = {
 }
 
 
-def _decode(path: str | Path, short_side: int, most_pixels: int) -> Tensor:
-    prepare_to_read(path)
-    with Image.open(path) as image:
+def _open(source: str | Path | Image.Image) -> AbstractContextManager[Image.Image]:
+    if isinstance(source, Image.Image):
+        return nullcontext(source)
+    prepare_to_read(source)
+    return Image.open(source)
+
+
+def _decode(source: str | Path | Image.Image, short_side: int, most_pixels: int) -> Tensor:
+    with _open(source) as image:
         size = _reduced(image.size, short_side)
         if size != image.size:
             # JPEG decodes to an eighth, a quarter or half of its size in a fraction of the time.
@@ -76,10 +83,11 @@ def _decode(path: str | Path, short_side: int, most_pixels: int) -> Tensor:
     return pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1)
 
 
-def load_image(path: str | Path, short_side: int, most_pixels: int = MOST_PIXELS) -> Tensor:
+def load_image(path: str | Path | Image.Image, short_side: int, most_pixels: int = MOST_PIXELS) -> Tensor:
     """An image of any size and mode, upright, in colour and on white, its short side reduced to `short_side` at most.
 
     Args:
+        path: the file, or an image in memory.
         most_pixels: that are decoded; a JPEG is decoded at a fraction of its size.
 
     Returns:
@@ -91,7 +99,7 @@ def load_image(path: str | Path, short_side: int, most_pixels: int = MOST_PIXELS
     try:
         return _decode(path, short_side, most_pixels)
     except UnidentifiedImageError:
-        empty = Path(path).stat().st_size == 0
+        empty = Path(str(path)).stat().st_size == 0
         reason = "the file is empty" if empty else "its content is not an image"
     except OSError as error:
         reason = error.strerror or str(error)
@@ -114,14 +122,14 @@ class ImageFiles:
     Workers forked from this process share its memory, and torch moves it to shared memory for those that are not.
 
     Args:
-        files: their paths.
+        files: their paths, or images in memory.
         short_side: of the decoded images, at most.
         budget: memory for decoded images; without it each is decoded whenever it is read.
         threads: how many decode at the same time.
     """
 
     def __init__(
-        self, files: Sequence[str], short_side: int, budget: MemoryBudget | None = None, threads: int = 1
+        self, files: Sequence[str | Image.Image], short_side: int, budget: MemoryBudget | None = None, threads: int = 1
     ) -> None:
         self.files, self.short_side, self.budget, self.threads = list(files), short_side, budget, threads
         self.unreadable: dict[int, str] = {}
@@ -153,8 +161,7 @@ class ImageFiles:
         rows, starts, rooms, total = [], [], [], 0
         for row, file in enumerate(self.files):
             try:
-                prepare_to_read(file)
-                with Image.open(file) as image:
+                with _open(file) as image:
                     width, height = _reduced(image.size, self.short_side)
             except Exception:
                 # The error is reported when it is decoded.

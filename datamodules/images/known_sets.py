@@ -1,11 +1,13 @@
 """Image data sets by name: CIFAR, Oxford Pets and Flowers through torchvision, and the bundled digits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 from datamodules.mnist.data_module import load_digits
@@ -59,9 +61,9 @@ IMAGE_SETS = {
 
 @dataclass(frozen=True)
 class Samples:
-    """A part of a set: paths, or uint8 images of shape (n, 3, height, width), and their classes."""
+    """A part of a set: paths or images in memory, or uint8 images of shape (n, 3, height, width), and their classes."""
 
-    images: list[str] | Tensor
+    images: Sequence[str | Image.Image] | Tensor
     targets: list[int]
 
     def select(self, rows: list[int]) -> "Samples":

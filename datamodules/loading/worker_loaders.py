@@ -150,20 +150,22 @@ class _Workers:
 
     timeout = 1800.0
     """Seconds to wait for a batch; after a minute a warning names the worker."""
+    warn_unreadable = True
+    """Whether to log each sample that cannot be read; `unreadable` holds them, by number, with the message."""
 
     def _set_reader(self, reader: SampleReader, num_workers: int, pin_memory: bool, skip_unreadable: bool) -> None:
         self.reader, self.num_workers = reader, num_workers
         self.pin_memory, self.skip_unreadable = pin_memory, skip_unreadable
         self._requests = _Requests()
         self._loader: DataLoader[LoadedBatch] | None = None
-        self._skipped: set[int] = set()
+        self.unreadable: dict[int, str] = {}
         self._features: tuple[Tensor, Tensor] | None = None
         self._received = False
 
     @property
     def skipped(self) -> int:
         """Samples that were left out so far because they cannot be read, each counted once."""
-        return len(self._skipped)
+        return len(self.unreadable)
 
     def use_features(self, features: Tensor | None, numbers: Tensor | None) -> None:
         """From the next epoch on, batches are ``(features of its samples, targets)``, and no sample is read.
@@ -312,12 +314,13 @@ class _Workers:
         if not self.skip_unreadable:
             self.close()
             raise UserError(f"{message}; replace or remove the file, or pass on_corrupt='skip' to leave such files out")
-        if row in self._skipped:
+        if row in self.unreadable:
             return
-        self._skipped.add(row)
-        # Logged by the rank that finds it, also where other ranks are silenced.
-        log.warning("warning: %s; it is left out", message, extra={"any_rank": True})
-        if len(self._skipped) == count:
+        self.unreadable[row] = message
+        if self.warn_unreadable:
+            # Logged by the rank that finds it, also where other ranks are silenced.
+            log.warning("warning: %s; it is left out", message, extra={"any_rank": True})
+        if len(self.unreadable) == count:
             self.close()
             raise UserError(f"none of the {count:,} images can be read; {message}")
 

@@ -20,6 +20,7 @@ from datamodules.base import BaseDataModule
 from datamodules.contract import DataContract
 from datamodules.errors import UserError
 from datamodules.loading.download import DownloadError, digest_of, download
+from datamodules.loading.given_images import GivenImages, given_images, save_seen
 from datamodules.loading.image_tree import split_by_class
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
 from datamodules.loading.normalise import Normalise
@@ -33,6 +34,7 @@ from datamodules.mnist.own_images import (
     images_from_arrays,
     read_own_images,
 )
+from datamodules.mnist.user_images import read_digits
 from datamodules.ranges import COUNT, Range, check_ranges
 
 __all__ = ["DATASETS", "DatasetInfo", "MNISTDataModule", "find_files", "load_digits"]
@@ -184,13 +186,15 @@ class MNISTDataModule(BaseDataModule):
         drop_last: drop the incomplete last batch of an epoch.
         seed: seed of the split, the shuffling and the augmentation.
         download: download missing files.
-        predict_inputs: images that `predict` reads.
+        predict_inputs: images, and folders of images, that `predict` reads.
+        save_seen: folder into which `predict` writes the images as the network sees them.
 
     Raises:
         UserError: at set-up, for a missing folder and for damaged, empty or contradicting files.
     """
 
     free_parameters = DataContract.free_parameters | {"download"}
+    call_parameters = DataContract.call_parameters | {"save_seen"}
     photographs = False
 
     def __init__(
@@ -209,6 +213,7 @@ class MNISTDataModule(BaseDataModule):
         seed: int = 1,
         download: bool = True,
         predict_inputs: list[str] | None = None,
+        save_seen: str | None = None,
     ) -> None:
         super().__init__()
         if dataset not in ("auto", *DATASETS):
@@ -234,6 +239,9 @@ class MNISTDataModule(BaseDataModule):
         self._no_download = ""
         self._own: OwnImages | None = None
         self._classes: tuple[str, ...] = ()
+        self._given: GivenImages | None = None
+        self._unreadable: dict[int, str] = {}
+        self._unclear: dict[int, str] = {}
         self._parts: dict[str, tuple[Tensor, Tensor]] = {}
         self._rows: dict[str, Tensor] = {}
 
@@ -540,16 +548,31 @@ class MNISTDataModule(BaseDataModule):
         return self._evaluation_loader("test")
 
     @override
-    def predict_dataloader(self) -> EvaluationLoader:
-        """The images named by ``predict_inputs``, in their order."""
-        from datamodules.mnist.user_images import load_images
+    def take_inputs(self, inputs: Any) -> None:
+        """Images to predict, as `given_images` takes them."""
+        self._given = given_images(inputs, colour=False)
 
-        files = self.prediction_names
-        images = load_images(files).to(self._device)
+    def _inputs(self) -> GivenImages:
+        if self._given is None:
+            self.take_inputs(self.hparams.predict_inputs or [])
+        assert self._given is not None
+        return self._given
+
+    @override
+    def predict_dataloader(self) -> EvaluationLoader:
+        """The images of ``predict_inputs`` and their places in `prediction_names`, without those that show nothing."""
+        given = self._inputs()
+        images = read_digits(given.contents)
+        self._unreadable, self._unclear = images.unreadable, images.unclear
+        if len(images.unreadable) == len(given):
+            raise UserError(next(iter(images.unreadable.values())))
+        if self.hparams.save_seen:
+            save_seen(self.hparams.save_seen, images.pixels, images.numbers, given.names)
+        pixels, numbers = images.pixels.to(self._device), images.numbers.to(self._device)
         return EvaluationLoader(
-            images,
-            torch.arange(len(files), device=images.device),
-            torch.arange(len(files)),
+            pixels,
+            numbers,
+            torch.arange(len(numbers)),
             self.hparams.eval_batch_size,
             self._rank,
             self._world_size,
@@ -559,8 +582,18 @@ class MNISTDataModule(BaseDataModule):
     @property
     @override
     def prediction_names(self) -> list[str]:
-        """The files that `predict_dataloader` reads."""
-        return list(self.hparams.predict_inputs or [])
+        """The files, and the places of images from Python, that `predict_dataloader` reads."""
+        return self._inputs().names
+
+    @property
+    @override
+    def unreadable_inputs(self) -> Mapping[int, str]:
+        return self._unreadable
+
+    @property
+    @override
+    def unclear_inputs(self) -> Mapping[int, str]:
+        return self._unclear
 
     @property
     @override

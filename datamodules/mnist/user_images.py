@@ -2,73 +2,111 @@
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from datamodules.errors import UserError
 from datamodules.loading.heic import prepare_to_read
 from datamodules.loading.unpacking import check_pixels
+from datamodules.mnist.strokes import CLOSE, SEARCHED, Strokes, find_strokes, mnist_form
 
-__all__ = ["as_mnist", "load_images", "open_image"]
+__all__ = ["NOTHING_FOUND", "ReadDigits", "as_mnist", "open_image", "read_digit", "read_digits"]
+
+NOTHING_FOUND = "no strokes found"
 
 _MOST_PIXELS = 50_000_000  # A photograph of a telephone; in float32, several times, half a gibibyte.
 
 
-def as_mnist(image: Image.Image) -> Tensor:
-    """An image of one digit prepared as MNIST's are: light on dark, 20 pixels high or wide, centred by mass.
-
-    An image of 28 x 28 that is light on dark is taken to be prepared already. Otherwise the median of
-    the border is the background; what differs from it is cropped, scaled to fit 20 x 20 and put with its centre of mass
-    in the middle of 28 x 28 (LeCun, Cortes and Burges, 1998).
-
-    Args:
-        image: any size and mode; transparency counts as background.
-
-    Returns:
-        uint8 of shape (1, 28, 28).
-    """
-    image = ImageOps.exif_transpose(image)
+def _in_grey(image: Image.Image) -> Image.Image:
+    """An image upright and in grey; transparency is white unless the opaque part is itself light."""
+    try:
+        image = ImageOps.exif_transpose(image)
+    except Exception:  # A broken orientation tag does not make an image unreadable.
+        image = image.copy()
     if image.mode.startswith("I"):
         # Pillow clips 16 bits to 255 instead of scaling them.
         image = image.convert("F").point(lambda value: value * (1 / 257) + 0)
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         rgba = image.convert("RGBA")
-        # On white unless the opaque part is itself light.
-        opaque = torch.frombuffer(bytearray(rgba.convert("L").tobytes()), dtype=torch.uint8)
-        alpha = torch.frombuffer(bytearray(rgba.getchannel("A").tobytes()), dtype=torch.uint8)
-        ink = opaque[alpha > 127].float()
+        opaque, alpha = _pixels(rgba.convert("L")), _pixels(rgba.getchannel("A"))
+        ink = opaque[alpha > 127]
         background = 0 if len(ink) and ink.mean() > 127 else 255
         image = Image.alpha_composite(Image.new("RGBA", rgba.size, (background,) * 3 + (255,)), rgba)
-    grey = image.convert("L")
-    pixels = torch.frombuffer(bytearray(grey.tobytes()), dtype=torch.uint8).reshape(grey.height, grey.width).float()
+    return image.convert("L")
+
+
+def _pixels(grey: Image.Image) -> Tensor:
+    """Float32 of shape (height, width)."""
+    return torch.frombuffer(bytearray(grey.tobytes()), dtype=torch.uint8).view(grey.height, grey.width).float()
+
+
+def _as_it_is(pixels: Tensor) -> Tensor | None:
+    """Pixels of shape (28, 28) light on dark, where they have MNIST's form already; else None."""
+    if pixels.shape != (28, 28):
+        return None
     border = torch.cat((pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1])).median()
-    if pixels.shape == (28, 28) and border < 64:
-        return pixels.to(torch.uint8).unsqueeze(0)
-    ink = (pixels - border).abs()
-    # Paper is never even: what is within a fifth of the strongest contrast of the border is background.
-    strongest = ink.max()
-    if strongest < 16:
-        return torch.zeros(1, 28, 28, dtype=torch.uint8)
-    ink = ((ink / strongest - 0.2) / 0.8).clamp(0, 1)
-    rows, columns = ink.amax(1).nonzero().flatten(), ink.amax(0).nonzero().flatten()
-    ink = ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    factor = 20 / max(ink.shape)
-    size = [max(1, round(side * factor)) for side in ink.shape]
-    small = F.interpolate(ink[None, None], size=size, mode="bilinear", align_corners=False, antialias=True)[0, 0]
-    small = small / small.max()
-    mass = small.sum()
-    canvas = torch.zeros(28, 28)
-    corner = []
-    for axis in (0, 1):
-        along = small.sum(1 - axis)
-        centre = float((along * torch.arange(len(along))).sum() / mass)
-        corner.append(min(max(0, round(13.5 - centre)), 28 - small.shape[axis]))
-    canvas[corner[0] : corner[0] + small.shape[0], corner[1] : corner[1] + small.shape[1]] = small
-    return canvas.mul(255).round().to(torch.uint8).unsqueeze(0)
+    if border < 64:
+        return pixels
+    pixels = 255 - pixels
+    ink, places = pixels > 64, torch.arange(28.0)
+    centre = torch.stack([(pixels.sum(1 - axis) * places).sum() for axis in (0, 1)]) / pixels.sum().clamp(min=1)
+    fills = int(max(ink.any(0).sum(), ink.any(1).sum())) in (18, 19, 20, 21)
+    return pixels if border >= 192 and fills and ((centre - 14).abs() < 1).all() else None
+
+
+def _strokes_in(grey: Image.Image) -> Strokes | None:
+    """The strokes of the digit, looked at closely where it is small."""
+    strokes, factor = _strokes_at(grey)
+    if strokes is None:
+        return None
+    top, bottom, left, right = (round(side / factor) for side in strokes.box)
+    size = max(bottom - top, right - left)
+    if factor < 1 and size * factor < CLOSE:
+        box = (max(0, left - size), max(0, top - size), min(grey.width, right + size), min(grey.height, bottom + size))
+        closer, _ = _strokes_at(grey.crop(box))
+        if closer is not None:
+            return replace(closer, others=strokes.others)
+    return strokes
+
+
+def _strokes_at(grey: Image.Image) -> tuple[Strokes | None, float]:
+    """The strokes of an image at the size in which they are searched for, and the factor to it."""
+    factor = SEARCHED / max(grey.size)
+    size = [max(1, round(side * factor)) for side in grey.size]
+    return find_strokes(_pixels(grey.resize(size, Image.Resampling.BICUBIC, reducing_gap=2.0))), factor
+
+
+def read_digit(image: Image.Image) -> tuple[Tensor, str]:
+    """An image of one digit in MNIST's form, and why it is unclear, if so.
+
+    An image of 28 x 28 that is light on dark, or as MNIST's but inverted, is taken to be prepared already. In any other
+    the strokes are searched for (`datamodules.mnist.strokes`).
+
+    Args:
+        image: any size and mode; transparency counts as background.
+
+    Returns:
+        uint8 of shape (1, 28, 28), which is all 0 where nothing was found, and a reason such as "no strokes found".
+    """
+    grey = _in_grey(image)
+    ready = _as_it_is(_pixels(grey)) if grey.size == (28, 28) else None
+    if ready is not None:
+        return ready.to(torch.uint8)[None], "" if ready.max() - ready.min() >= 16 else NOTHING_FOUND
+    strokes = _strokes_in(grey)
+    if strokes is None:
+        return torch.zeros(1, 28, 28, dtype=torch.uint8), NOTHING_FOUND
+    form = mnist_form(strokes)
+    return form, f"{strokes.others + 1} digits or more" if strokes.others else ""
+
+
+def as_mnist(image: Image.Image) -> Tensor:
+    """The first value of `read_digit`: uint8 of shape (1, 28, 28), all 0 where there are no strokes."""
+    return read_digit(image)[0]
 
 
 def open_image(file: str | Path, most_pixels: int = _MOST_PIXELS) -> Image.Image:
@@ -87,21 +125,48 @@ def open_image(file: str | Path, most_pixels: int = _MOST_PIXELS) -> Image.Image
             image.load()
     except FileNotFoundError as error:
         raise UserError(f"{file} does not exist") from error
+    except UnidentifiedImageError as error:
+        reason = "its content is not an image" if Path(file).stat().st_size else "the file is empty"
+        raise UserError(f"{file} cannot be read as an image: {reason}") from error
     # Pillow's decoders raise all of these for damaged files; DecompressionBombError is no OSError either.
     except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError) as error:
-        raise UserError(f"{file} cannot be read as an image: {error}") from error
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise UserError(f"{file} cannot be read as an image: {reason}") from error
     return image
 
 
-def load_images(files: Sequence[str], most_pixels: int = _MOST_PIXELS) -> Tensor:
-    """Image files as a uint8 tensor of shape (n, 1, 28, 28).
+class ReadDigits(NamedTuple):
+    """Digits to predict."""
+
+    pixels: Tensor
+    """uint8 of shape (n, 1, 28, 28), without images that cannot be read or show nothing."""
+    numbers: Tensor
+    """Their places among the images that were given, int64 of shape (n,)."""
+    unreadable: dict[int, str]
+    """Why others cannot be read, by place."""
+    unclear: dict[int, str]
+    """What is unclear, by place."""
+
+
+def read_digits(images: Sequence[str | Image.Image], most_pixels: int = _MOST_PIXELS) -> ReadDigits:
+    """Images of a digit each in MNIST's form, as `read_digit` makes them of files and of images in memory.
 
     Args:
-        most_pixels: of each image.
-
-    Raises:
-        UserError: no file was given, or one is missing, too large or not an image.
+        most_pixels: of each file.
     """
-    if not files:
-        raise UserError("no image to predict; pass the names of PNG or JPEG files")
-    return torch.stack([as_mnist(open_image(file, most_pixels)) for file in files])
+    pixels: dict[int, Tensor] = {}
+    unreadable: dict[int, str] = {}
+    unclear: dict[int, str] = {}
+    for number, image in enumerate(images):
+        try:
+            opened = image if isinstance(image, Image.Image) else open_image(image, most_pixels)
+            pixels[number], reason = read_digit(opened)
+        except UserError as error:
+            unreadable[number] = str(error)
+            continue
+        if reason:
+            unclear[number] = f"unclear: {reason}"
+        if reason == NOTHING_FOUND:
+            del pixels[number]
+    found = torch.stack(list(pixels.values())) if pixels else torch.empty(0, 1, 28, 28, dtype=torch.uint8)
+    return ReadDigits(found, torch.tensor(list(pixels), dtype=torch.int64), unreadable, unclear)

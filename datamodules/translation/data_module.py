@@ -24,7 +24,7 @@ from datamodules.translation.bundled_corpus import BUNDLED_TITLE, bundled_pairs
 from datamodules.translation.corpus import Choice, Corpus, CorpusFilter, CorpusInfo, prepare_corpus
 from datamodules.translation.loaders import SentenceEvaluationLoader, SentenceTrainLoader
 from datamodules.translation.packed_sentences import PackedPairs, PackedSentences, TranslationBatch, pack
-from datamodules.translation.parallel_corpus import SentencePairs, read_aligned, read_inputs, read_pairs
+from datamodules.translation.parallel_corpus import GivenSentence, SentencePairs, read_aligned, read_inputs, read_pairs
 from datamodules.translation.text import EOS, SOS, Normalisation, Vocabulary, normalise, normalise_lines
 
 __all__ = ["TranslationDataModule"]
@@ -86,7 +86,8 @@ class TranslationDataModule(BaseDataModule):
         on_bad_lines: stop at lines without a tab, with an empty side or not in UTF-8, or skip them.
         on_long_sentences: skip pairs over `max_length`, or stop at them.
         seed: of the split and the shuffle order.
-        predict_inputs: sentences to translate; "-" reads standard input, "@FILE" and names of .txt files their lines.
+        predict_inputs: sentences to translate; "-" reads standard input, "@FILE" and names of .txt files their lines,
+            and folders those of their .txt files.
 
     Raises:
         UserError: for files that are missing, damaged, faulty or leave nothing to train on.
@@ -162,7 +163,7 @@ class TranslationDataModule(BaseDataModule):
         self._pairs: PackedPairs | None = None
         self.normalisation: Normalisation = normalisation
         """The form of the sentences; a checkpoint's replaces that of the constructor."""
-        self._inputs: list[tuple[str, str]] | None = None
+        self._inputs: list[GivenSentence] | None = None
 
     @property
     def info(self) -> CorpusInfo:
@@ -314,33 +315,61 @@ class TranslationDataModule(BaseDataModule):
         """The part held out for the test; nothing when ``test_fraction`` is 0."""
         return self._evaluation_loader("test")
 
-    def _sentences_to_predict(self) -> list[str]:
+    @override
+    def take_inputs(self, inputs: Any) -> None:
+        """Sentences to translate, as written: a text or several."""
+        sentences = [inputs] if isinstance(inputs, str) else list(inputs)
+        if not sentences or not all(isinstance(sentence, str) for sentence in sentences):
+            raise UserError("no sentence to translate; pass a text, or a list of texts")
+        self._inputs = [GivenSentence(text, text) for text in sentences]
+
+    def _sentences_to_predict(self) -> list[GivenSentence]:
         """The inputs of `predict`, normalised; read once, since standard input cannot be read again."""
         if self._inputs is None:
             self._inputs = read_inputs(self.hparams.predict_inputs or [])
-        sentences = normalise_lines([line for _, line in self._inputs], self.normalisation)
-        if empty := [where for (where, _), sentence in zip(self._inputs, sentences) if not sentence]:
-            raise UserError(
-                f"nothing is left of {empty[0]} in {self.normalisation} normalisation; leave such sentences out"
-            )
-        return sentences
+        return self._inputs
+
+    @property
+    def _normalised_inputs(self) -> list[str]:
+        texts = [given.text.replace("\n", " ") for given in self._sentences_to_predict()]
+        return normalise_lines(texts, self.normalisation)
 
     @property
     @override
     def prediction_names(self) -> list[str]:
-        """The sentences that `predict_dataloader` yields, with tokens outside the vocabulary in [brackets]."""
-        return [self.source_vocabulary.mark_unknown(sentence) for sentence in self._sentences_to_predict()]
+        """The sentences, with tokens outside the vocabulary in [brackets], and the places of those without a word."""
+        given = zip(self._normalised_inputs, self._sentences_to_predict(), strict=True)
+        return [self.source_vocabulary.mark_unknown(text) if text else sentence.where for text, sentence in given]
+
+    @property
+    @override
+    def unreadable_inputs(self) -> Mapping[int, str]:
+        return {i: sentence.problem for i, sentence in enumerate(self._sentences_to_predict()) if sentence.problem}
+
+    @property
+    @override
+    def unclear_inputs(self) -> Mapping[int, str]:
+        """The inputs of which normalisation leaves nothing."""
+        note = f"unclear: nothing is left in {self.normalisation} normalisation"
+        return {i: note for i, text in enumerate(self._normalised_inputs) if not text}
 
     @override
     def predict_dataloader(self) -> SentenceEvaluationLoader:
         """The sentences of ``predict_inputs`` in their order, with empty targets."""
-        sentences = self._sentences_to_predict()
+        sentences = self._normalised_inputs
+        rows = [i for i, sentence in enumerate(sentences) if sentence]
+        if not rows:
+            first = self._sentences_to_predict()[0]
+            raise UserError(
+                first.problem
+                or f"nothing is left of {first.where!r} in {self.normalisation} normalisation; leave such sentences out"
+            )
         source, tokens = pack(sentences)
         count = len(sentences)
         target = PackedSentences(torch.tensor([SOS, EOS]).repeat(count).int(), torch.arange(count + 1) * 2)
         pairs = PackedPairs(source.renumbered(self.source_vocabulary.ids_of(tokens)), target)
         size = self.hparams.eval_batch_size
-        return SentenceEvaluationLoader(pairs, torch.arange(count), size, self._rank, self._world_size, bucket=False)
+        return SentenceEvaluationLoader(pairs, torch.tensor(rows), size, self._rank, self._world_size, bucket=False)
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:

@@ -5,13 +5,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from datamodules.errors import UserError
 from datamodules.loading.text_files import NOT_UTF8, Faults, csv_rows, decoded_lines, read_lines, text_suffix
 from datamodules.translation.columns import choose_columns, is_header
 
-__all__ = ["SentencePairs", "read_aligned", "read_inputs", "read_pairs"]
+__all__ = ["GivenSentence", "SentencePairs", "read_aligned", "read_inputs", "read_pairs"]
 
 
 @dataclass(frozen=True)
@@ -169,29 +169,60 @@ def read_aligned(source_path: Path, target_path: Path) -> SentencePairs:
     return SentencePairs(source, target, numbers, max(counts), f"{source_path} and {target_path}", faults)
 
 
-def read_inputs(inputs: Sequence[str]) -> list[tuple[str, str]]:
-    """Sentences to translate, each after a few words on where it stands; blank lines of files are left out.
+class GivenSentence(NamedTuple):
+    """A sentence to translate, or what was given in place of one.
+
+    Args:
+        where: the sentence itself, or its line and file.
+        problem: why there is no sentence.
+    """
+
+    where: str
+    text: str
+    problem: str = ""
+
+
+def _sentences_of(where: str, lines: Sequence[str | None]) -> Iterator[GivenSentence]:
+    for number, line in enumerate(lines, 1):
+        if line is None:
+            problem = f"line {number} of {where} is not in UTF-8; save the file as UTF-8"
+            yield GivenSentence(f"line {number} of {where}", "", problem)
+        elif line.strip():
+            yield GivenSentence(f"line {number} of {where}", line)
+
+
+def _sentences_in(path: Path) -> list[GivenSentence]:
+    """The sentences of a file, or of the text files in a folder."""
+    files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+    if not files:
+        return [GivenSentence(str(path), "", f"the folder {path} holds no .txt files")]
+    found: list[GivenSentence] = []
+    for file in files:
+        try:
+            found += _sentences_of(str(file), read_lines(file))
+        except UserError as error:
+            found.append(GivenSentence(str(file), "", str(error)))
+    return found
+
+
+def read_inputs(inputs: Sequence[str]) -> list[GivenSentence]:
+    """Sentences to translate, without blank lines of files; a file that cannot be read is one with a problem.
+
+    Args:
+        inputs: sentences; "-" for standard input; "@FILE", names of .txt files, and folders of such files.
 
     Raises:
-        UserError: there is no sentence, or a file cannot be read.
+        UserError: there is no sentence.
     """
-    found: list[tuple[str, str]] = []
+    found: list[GivenSentence] = []
     for text in inputs:
-        lines: list[str | None]
         if text == "-":
             # Bytes: how Python reads text there depends on the locale, and some let other encodings pass as junk.
-            where, lines = "standard input", decoded_lines(sys.stdin.buffer.read(), "standard input")
-        elif text.startswith("@") or (text.endswith(".txt") and Path(text).is_file()):
-            where = text.removeprefix("@")
-            lines = read_lines(Path(where).expanduser())
+            found += _sentences_of("standard input", decoded_lines(sys.stdin.buffer.read(), "standard input"))
+        elif text.startswith("@") or (text.endswith(".txt") and " " not in text) or Path(text).is_dir():
+            found += _sentences_in(Path(text.removeprefix("@")).expanduser())
         else:
-            found.append((f"the sentence {text!r}", text.replace("\n", " ")))
-            continue
-        for number, line in enumerate(lines, 1):
-            if line is None:
-                raise UserError(f"line {number} of {where} is not in UTF-8; save the file as UTF-8")
-            if line.strip():
-                found.append((f"line {number} of {where}", line))
+            found.append(GivenSentence(text, text))
     if not found:
         raise UserError('no sentence to translate; type some behind the options, as "je suis fatigué .", @FILE, or -')
     return found

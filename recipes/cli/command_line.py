@@ -335,8 +335,14 @@ class _CommandLine:
 
     def _with_saved_settings(self, checkpoint: str, args: list[str]) -> Namespace:
         """Parse again, with the settings of a checkpoint as defaults."""
+        run, own = read_run(checkpoint), self.classes.recipe.titles()
+        if own and run.recipes and not set(own) & set(run.recipes):
+            raise UserError(
+                f"{shown(checkpoint)} is a checkpoint of the recipe {run.recipes[0]}, and this is {own[0]}; run that"
+                f" recipe, or pass a checkpoint of {own[0]}"
+            )
         other = self._not_saved | _OF_THE_MACHINE | {"callbacks"}
-        saved = read_run(checkpoint).config.items()
+        saved = run.config.items()
         self.parser.set_known_defaults({name: value for name, value in saved if name not in other})
         return self.parser.parse(args)
 

@@ -229,7 +229,7 @@ def _evaluate(experiment: Experiment, program: str) -> None:
     with _interruptible(trainer, experiment, None, program), _restoring(run.ckpt):
         if command == "predict":
             outputs = trainer.predict(recipe, data, ckpt_path=run.ckpt, weights_only=True)
-            rows = recipe.prediction_rows(outputs or [], data_contract(data).prediction_names)
+            rows = recipe.all_rows(outputs or [], data_contract(data))
         else:
             evaluate = trainer.validate if command == "validate" else trainer.test
             rows = [dict(s) for s in evaluate(recipe, data, ckpt_path=run.ckpt, weights_only=True, verbose=False)]
@@ -244,6 +244,9 @@ def _evaluate(experiment: Experiment, program: str) -> None:
         print_pairs({name: f"{value:.4f}" for name, value in rows[0].items()})
     if problem or (not run.output and (problem := output_failure())):
         raise RunFailedError(f"{run.output or 'standard output'} could not be written: {problem}")
+    if command == "predict" and (unreadable := list(data_contract(data).unreadable_inputs.values())):
+        total = len(data_contract(data).prediction_names)
+        raise RunFailedError(f"{len(unreadable):,} of {total:,} inputs could not be read: {unreadable[0]}")
 
 
 def _write_output(path: Path, rows: Sequence[dict[str, object]] | dict[str, object]) -> str | None:

@@ -41,6 +41,7 @@ class SavedRun:
         devices: number of devices it was trained on; None in checkpoints of a plain Trainer.
         global_batch_size: samples per update on all devices; None where it is not known.
         epoch: in which it was saved, from 1.
+        recipes: titles of the recipe and of those that it is derived from; empty where they are not known.
     """
 
     config: dict[str, Any]
@@ -49,6 +50,7 @@ class SavedRun:
     devices: int | None = None
     global_batch_size: int | None = None
     epoch: int = 1
+    recipes: tuple[str, ...] = ()
 
     def is_finished(self, max_epochs: int | None, max_steps: int = -1) -> bool:
         """Whether the run has reached these bounds; -1 and None are no bound."""
@@ -105,6 +107,7 @@ def _saved_run(checkpoint: Mapping[str, Any]) -> SavedRun:
         devices,
         size,
         1 + _count("epoch", checkpoint.get("epoch", 0)),
+        tuple(map(str, checkpoint.get("recipes", ()))),
     )
 
 

@@ -53,7 +53,7 @@ def translation_rows(
         decode: makes text of token numbers.
     """
     return [
-        {"sentence": names[number], "rank": rank, "translation": decode(tokens), "score": score}
+        {"sentence": names[number], "rank": rank, "translation": decode(tokens), "score": score, "note": None}
         for number, found in _by_sentence(outputs)
         for rank, (tokens, score) in enumerate(zip(found["tokens"].tolist(), found["scores"].tolist()), 1)
         # Where there are fewer translations than were asked for.

