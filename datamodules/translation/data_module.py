@@ -344,14 +344,14 @@ class TranslationDataModule(BaseDataModule):
     @property
     @override
     def unreadable_inputs(self) -> Mapping[int, str]:
-        return {i: sentence.problem for i, sentence in enumerate(self._sentences_to_predict()) if sentence.problem}
+        return {i: sentence.problem for i, sentence in enumerate(self._inputs or ()) if sentence.problem}
 
     @property
     @override
     def unclear_inputs(self) -> Mapping[int, str]:
         """The inputs of which normalisation leaves nothing."""
         note = f"unclear: nothing is left in {self.normalisation} normalisation"
-        return {i: note for i, text in enumerate(self._normalised_inputs) if not text}
+        return {i: note for i, text in enumerate(self._normalised_inputs if self._inputs else ()) if not text}
 
     @override
     def predict_dataloader(self) -> SentenceEvaluationLoader:
@@ -360,10 +360,8 @@ class TranslationDataModule(BaseDataModule):
         rows = [i for i, sentence in enumerate(sentences) if sentence]
         if not rows:
             first = self._sentences_to_predict()[0]
-            raise UserError(
-                first.problem
-                or f"nothing is left of {first.where!r} in {self.normalisation} normalisation; leave such sentences out"
-            )
+            empty = f"nothing is left of the sentence {first.text!r} in {self.normalisation} normalisation"
+            raise UserError(first.problem or f"{empty}; leave such sentences out")
         source, tokens = pack(sentences)
         count = len(sentences)
         target = PackedSentences(torch.tensor([SOS, EOS]).repeat(count).int(), torch.arange(count + 1) * 2)

@@ -191,13 +191,13 @@ def test_a_prediction_names_the_likeliest_classes_in_order(checkpoint: Path):
     for row, expected in zip(rows, probabilities, strict=True):
         first, second, _ = expected.argsort(descending=True).tolist()
         names = ("ant", "bee", "wasp")
-        assert list(row) == ["file", "class", "probability", "class_2", "probability_2"]
+        assert list(row) == ["file", "class", "probability", "class_2", "probability_2", "note"]
         assert (row["class"], row["class_2"]) == (names[first], names[second])
         assert (row["probability"], row["probability_2"]) == (expected[first].item(), expected[second].item())
     every = Small.load_from_checkpoint(checkpoint, weights_only=True).prediction_rows(outputs, list("abcdefghijkl"))
-    assert list(every[0])[-1] == "probability_3", "five were asked for, there are three"
+    assert list(every[0])[-2] == "probability_3", "five were asked for, there are three"
     one = Small.load_from_checkpoint(checkpoint, top_k=1, weights_only=True).prediction_rows(outputs, ["x"] * 12)
-    assert list(one[0]) == ["file", "class", "probability"]
+    assert list(one[0]) == ["file", "class", "probability", "note"]
 
 
 def test_runners_up_share_a_column_of_the_printed_table():

@@ -1,28 +1,47 @@
-"""Predictions from Python, and the preprocessing that they share with training and exports."""
+"""Predictions from Python and from the command line, and the preprocessing that they share with exports."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torch import Tensor
 
-from datamodules import ImageFolderDataModule, MNISTDataModule
-from recipes import MNISTClassifier, ResNetFineTuner
+from datamodules import ImageFolderDataModule, MNISTDataModule, TranslationDataModule, UserError
+from datamodules.loading.given_images import given_images
+from datamodules.mnist.data_module import load_digits
+from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator
+from tests.support.command_lines import typed
+from tests.support.photographs import mnist_photographs
 from tests.support.tables import QUIET
 
 
-@pytest.fixture(scope="module")
-def digits_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A network that has learned the bundled digits in one epoch."""
-    path = tmp_path_factory.mktemp("digits") / "best.ckpt"
-    trainer = pl.Trainer(max_epochs=1, enable_progress_bar=False, enable_checkpointing=False, **QUIET)
-    trainer.fit(MNISTClassifier(), MNISTDataModule(dataset="digits", batch_size=64))
+def _trained(recipe: pl.LightningModule, data: pl.LightningDataModule, path: Path, **options: Any) -> pl.Trainer:
+    trainer = pl.Trainer(enable_progress_bar=False, enable_checkpointing=False, **QUIET, **options)
+    trainer.fit(recipe, data)
     trainer.save_checkpoint(path)
-    return path
+    return trainer
 
 
-def test_the_preprocessing_of_a_checkpoint_is_that_of_its_data_to_the_bit(digits_checkpoint: Path):
-    recipe = MNISTClassifier.load_from_checkpoint(digits_checkpoint)
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """A checkpoint of a network that has learned the bundled digits for two epochs, and its test accuracy."""
+    path = tmp_path_factory.mktemp("digits") / "best.ckpt"
+    recipe, data = MNISTClassifier(), MNISTDataModule(dataset="digits", batch_size=64)
+    trainer = _trained(recipe, data, path, max_epochs=2)
+    return path, trainer.test(recipe, data, verbose=False)[0]["test/accuracy"]
+
+
+def _classes(rows: list[dict[str, Any]]) -> Tensor:
+    return torch.tensor([int(row["class"]) for row in rows])
+
+
+def test_the_preprocessing_of_a_checkpoint_is_that_of_its_data_to_the_bit(digits):
+    recipe = MNISTClassifier.load_from_checkpoint(digits[0])
     data = MNISTDataModule(dataset="digits")
     data.setup("test")
     inputs = torch.cat([batch for batch, _ in data.test_dataloader()])
@@ -31,8 +50,10 @@ def test_the_preprocessing_of_a_checkpoint_is_that_of_its_data_to_the_bit(digits
     assert torch.equal(preprocessing(data._parts["test"][0]), inputs)
 
 
-def test_preprocessing_is_unknown_without_data():
+def test_without_data_the_preprocessing_is_unknown_and_nothing_is_predicted():
     assert MNISTClassifier().preprocessing() is None
+    with pytest.raises(UserError, match="MNISTClassifier.load_from_checkpoint"):
+        MNISTClassifier().predict(np.zeros((28, 28), np.uint8))
 
 
 def test_images_of_a_folder_are_normalised_by_the_module_that_exports_hold():
@@ -40,3 +61,193 @@ def test_images_of_a_folder_are_normalised_by_the_module_that_exports_hold():
     images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
     assert torch.equal(data.preprocessing()(images), data.normalise(images))
     assert ResNetFineTuner(num_classes=10).preprocessing() is None
+
+
+def test_arrays_of_the_test_set_are_predicted_as_accurately_as_test_says(digits):
+    path, accuracy = digits
+    images, labels = load_digits()["test"]
+    recipe = MNISTClassifier.load_from_checkpoint(path)
+    rows = recipe.predict(images)
+    assert float((_classes(rows) == labels).double().mean()) == pytest.approx(accuracy, abs=1e-7)
+    with torch.no_grad():
+        expected = recipe.eval()(recipe.preprocessing()(images[:, None])).softmax(1)
+    assert torch.allclose(torch.tensor([row["probability"] for row in rows]), expected.max(1).values, atol=1e-5)
+
+
+def test_images_are_taken_as_arrays_tensors_images_files_and_folders(digits, tmp_path: Path):
+    images = load_digits()["test"][0][:4].numpy()
+    for i, image in enumerate(images):
+        Image.fromarray(image).save(tmp_path / f"{i}.png")
+    recipe = MNISTClassifier.load_from_checkpoint(digits[0], top_k=2)
+    expected = recipe.predict(list(map(Image.fromarray, images)))
+    assert list(expected[0]) == ["file", "class", "probability", "class_2", "probability_2", "note"]
+    for given in (
+        images,
+        torch.from_numpy(images)[:, None],
+        images[..., None] / 255,
+        images[:, None].repeat(3, 1).astype(np.float32) / 255,
+        list(images.astype(np.int64)),
+        str(tmp_path),
+        [tmp_path / f"{i}.png" for i in range(4)],
+        [images[:1], Image.fromarray(images[1]), str(tmp_path / "2.png"), torch.from_numpy(images[3])],
+    ):
+        rows = recipe.predict(given)
+        assert [row["class"] for row in rows] == [row["class"] for row in expected]
+        assert [row["probability"] for row in rows] == pytest.approx([row["probability"] for row in expected], abs=1e-5)
+
+
+def test_of_three_channels_a_colour_image_is_made_where_the_network_sees_colours():
+    pixels = np.zeros((3, 40, 40), np.uint8)
+    assert given_images(pixels, colour=True).names == ["images[0]"]
+    assert given_images(pixels, colour=False).names == ["images[0]", "images[1]", "images[2]"]
+    assert len(given_images(pixels.transpose(1, 2, 0), colour=False)) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "no image to predict"),
+        (3, "images of int cannot be predicted"),
+        (np.zeros((2, 3, 4, 5, 6)), "shape \\(2, 3, 4, 5, 6\\) holds no images"),
+        (np.full((28, 28), 2.5), "are from 2.5 to 2.5; pass bytes from 0 to 255, or floats from 0 to 1"),
+        (np.full((28, 28), np.nan), "from nan to nan"),
+        (np.array(["a"]), "<U1"),
+    ],
+)
+def test_what_is_no_image_is_refused(given, message):
+    with pytest.raises(UserError, match=message):
+        given_images(given, colour=False)
+
+
+def test_predicting_leaves_the_modes_of_all_modules_and_needs_no_checkpoint_after_training(tmp_path: Path):
+    recipe = MNISTClassifier()
+    _trained(recipe, MNISTDataModule(dataset="digits"), tmp_path / "a.ckpt", max_steps=1, limit_val_batches=0)
+    recipe.train()
+    recipe.network.block1.eval()
+    modes = [module.training for module in recipe.modules()]
+    images = load_digits()["test"][0][:8]
+    rows = recipe.double().predict(images)
+    assert [module.training for module in recipe.modules()] == modes
+    loaded = MNISTClassifier.load_from_checkpoint(tmp_path / "a.ckpt").predict(images)
+    assert [row["class"] for row in rows] == [row["class"] for row in loaded]
+
+
+def test_an_input_without_a_prediction_costs_its_row_and_says_why(digits, tmp_path: Path):
+    good, blank, torn = (str(tmp_path / name) for name in ("good.png", "blank.png", "torn.png"))
+    Image.fromarray(load_digits()["test"][0][0].numpy()).save(good)
+    Image.new("RGB", (90, 60), (240, 230, 220)).save(blank)
+    Path(torn).write_text("no image")
+    recipe = MNISTClassifier.load_from_checkpoint(digits[0], top_k=1)
+    rows = recipe.predict([torn, good, good, blank, "missing.png"])
+    assert [row["file"] for row in rows] == [torn, good, good, blank, "missing.png"]
+    assert [row["class"] is None for row in rows] == [True, False, False, True, True]
+    assert [row["note"] for row in rows] == [
+        "cannot be read as an image: its content is not an image",
+        None,
+        None,
+        "unclear: no strokes found",
+        "does not exist",
+    ]
+    assert [row["class"] for row in recipe.predict(blank)] == [None]
+    recipe.unclear_below = 1.1
+    assert recipe.predict(good)[0]["note"] == "unclear: low probability"
+
+
+def test_the_command_names_what_it_cannot_read_and_ends_with_status_1_after_the_rows(digits, tmp_path: Path):
+    Image.fromarray(load_digits()["test"][0][0].numpy()).save(tmp_path / "good.png")
+    Image.new("L", (90, 60), 200).save(tmp_path / "blank.png")
+    (tmp_path / "torn.png").write_text("no image")
+    _trained(
+        Seq2SeqTranslator(source_vocab_size=9, target_vocab_size=9, hidden_size=8, embedding_size=8),
+        _Nothing(),
+        tmp_path / "other.ckpt",
+        max_steps=0,
+    )
+    ckpt = f"predict --ckpt {digits[0]} --top-k 1"
+    mixed, unclear, missing, other = typed(
+        tmp_path,
+        f"{ckpt} torn.png blank.png good.png --output rows.json --save-seen seen",
+        f"{ckpt} blank.png",
+        f"{ckpt} missing.png",
+        "predict --ckpt other.ckpt good.png",
+        recipe="recipes:MNISTClassifier",
+        data="datamodules:MNISTDataModule",
+    )
+    assert mixed.status == 1
+    assert "error: 1 of 3 inputs could not be read: torn.png cannot be read as an image" in mixed.err
+    assert [line.split()[0] for line in mixed.out.splitlines()] == ["file", "torn.png", "blank.png", "good.png"]
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["class"] is None for row in rows] == [True, True, False]
+    assert rows[1]["note"] == "unclear: no strokes found"
+    with Image.open(tmp_path / "seen" / "0002_good.png") as seen, Image.open(tmp_path / "good.png") as good:
+        assert seen.tobytes() == good.tobytes()
+    assert unclear.status == 0
+    assert "unclear: no strokes found" in unclear.out
+    assert missing.status == 2
+    assert "error: missing.png does not exist" in missing.err
+    assert other.status == 2
+    assert "other.ckpt is a checkpoint of the recipe seq2seq, and this is mnist" in other.err
+
+
+class _Nothing(pl.LightningDataModule):
+    def train_dataloader(self) -> list[Any]:
+        return []
+
+
+def test_a_resnet_predicts_images_of_any_form_and_shows_what_it_saw(tmp_path: Path):
+    recipe = ResNetFineTuner(num_classes=10, weights="none", image_size=32, small_images=True)
+    data = ImageFolderDataModule(dataset="digits", batch_size=8)
+    _trained(recipe, data, tmp_path / "a.ckpt", max_steps=1, limit_val_batches=0)
+    pixels = np.random.default_rng(0).integers(0, 256, (50, 40, 3)).astype(np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    (tmp_path / "torn.png").write_text("no image")
+    recipe = ResNetFineTuner.load_from_checkpoint(tmp_path / "a.ckpt")
+    rows = recipe.predict(
+        [pixels, tmp_path / "torn.png", tmp_path / "a.png", pixels.transpose(2, 0, 1) / 255], tmp_path / "seen"
+    )
+    assert [row["class"] is None for row in rows] == [False, True, False, False]
+    assert rows[1]["note"] == "cannot be read as an image: its content is not an image"
+    assert rows[0]["probability"] == pytest.approx(rows[2]["probability"]) == pytest.approx(rows[3]["probability"])
+    seen = sorted((tmp_path / "seen").iterdir())
+    assert [file.name for file in seen] == ["0000_images[0].png", "0002_a.png", "0003_images[3].png"]
+    assert Image.open(seen[0]).size == (32, 32)
+    assert seen[0].read_bytes() == seen[1].read_bytes()
+
+
+def test_a_translator_predicts_sentences_and_reads_folders_of_text_files(tmp_path: Path):
+    data = TranslationDataModule(batch_size=16)
+    recipe = Seq2SeqTranslator(**Seq2SeqTranslator.settings_from_data(data), hidden_size=16, embedding_size=16, beam=2)
+    _trained(recipe, data, tmp_path / "a.ckpt", max_steps=1, limit_val_batches=0)
+    recipe = Seq2SeqTranslator.load_from_checkpoint(tmp_path / "a.ckpt")
+    rows = recipe.predict(["je suis ici .", "  ", "tu es la ."])
+    assert [row["translation"] for row in rows[::2]] == recipe.translate(["je suis ici .", "tu es la ."])
+    assert rows[1]["translation"] is None
+    assert rows[1]["note"] == "unclear: nothing is left in unicode normalisation"
+    assert recipe.predict("je suis ici .")[0] == pytest.approx(rows[0])
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("je suis ici .\n\ntu es la .\n")
+    (texts / "b.txt").write_bytes(b"caf\xe9 noir\nje suis ici .\n")
+    data = TranslationDataModule(predict_inputs=[str(texts), "tu es la .", "missing.txt"])
+    predictor = pl.Trainer(enable_progress_bar=False, **QUIET)
+    outputs = predictor.predict(recipe, data, ckpt_path=str(tmp_path / "a.ckpt"), weights_only=True)
+    rows = recipe.all_rows(outputs, data)
+    assert [row["translation"] is None for row in rows] == [False, False, True, False, False, True]
+    assert rows[2]["sentence"] == f"line 1 of {texts / 'b.txt'}"
+    assert rows[2]["note"] == "is not in UTF-8; save the file as UTF-8"
+    assert "missing.txt" in rows[5]["note"]
+
+
+@pytest.mark.slow
+def test_of_200_photographs_of_test_digits_95_percent_are_read_and_blank_paper_is_called_unclear(
+    shared_data: Path, tmp_path: Path
+):
+    recipe = MNISTClassifier()
+    data = MNISTDataModule(dataset="mnist", data_dir=str(shared_data / "mnist"))
+    _trained(recipe, data, tmp_path / "a.ckpt", max_epochs=3, limit_val_batches=0)
+    photographs = mnist_photographs(shared_data / "mnist", count=200)
+    for place, (_, row, file) in enumerate(photographs):
+        (tmp_path / f"{place:03}_{row}.jpg").write_bytes(file)
+    rows = recipe.predict(tmp_path)
+    right = [row["class"] == str(label) for row, (label, _, _) in zip(rows, photographs, strict=True)]
+    assert np.mean(right) >= 0.95

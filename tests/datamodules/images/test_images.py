@@ -448,7 +448,7 @@ def test_an_unreadable_image_is_an_error_that_names_it(tree, num_workers, cache_
     assert "\n" not in str(caught.value)
 
 
-def test_prediction_leaves_out_what_it_cannot_read_and_keeps_the_numbers(tree, notes):
+def test_prediction_tells_what_it_cannot_read_and_keeps_the_numbers(tree, notes):
     bad = _damage(tree)
     inputs = [str(tree / "nowhere.jpg"), str(tree / "val" / "ant"), bad[1], str(tree / "val" / "bee" / "151.png")]
     data = _data(None, "predict", predict_inputs=inputs)
@@ -460,8 +460,9 @@ def test_prediction_leaves_out_what_it_cannot_read_and_keeps_the_numbers(tree, n
         "052.png",
         "151.png",
     ]
-    assert "nowhere.jpg cannot be read as an image: No such file or directory" in _messages(notes)[0]
-    assert len(_messages(notes)) == 2
+    assert list(data.unreadable_inputs) == [0, 4]
+    assert data.unreadable_inputs[0].endswith("nowhere.jpg cannot be read as an image: No such file or directory")
+    assert not _messages(notes)
 
 
 def test_nothing_to_predict_is_an_error(tree):

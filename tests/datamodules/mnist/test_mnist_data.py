@@ -426,7 +426,9 @@ def test_images_are_predicted_in_their_order_without_any_data_set(tmp_path: Path
     files = []
     for number in range(9):
         files.append(str(tmp_path / f"{number}.png"))
-        Image.new("L", (28, 28), number).save(files[-1])
+        image = Image.new("L", (28, 28), number)
+        image.putpixel((5, 5), 255)
+        image.save(files[-1])
     for dataset in ("mnist", "auto"):
         module = Watcher()
         data = _data(tmp_path / "nowhere", dataset=dataset, predict_inputs=files, eval_batch_size=4)

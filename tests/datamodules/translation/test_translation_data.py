@@ -499,14 +499,14 @@ def test_nothing_to_predict_is_refused(tmp_path: Path, inputs: list[str], reason
         data.predict_dataloader()
 
 
-def test_standard_input_in_another_encoding_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_in_another_encoding_is_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As in the C locale, where Python lets every byte pass.
     lines = io.BytesIO("un\nsept été\n".encode("latin-1"))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(lines, encoding="utf-8", errors="surrogateescape"))
     data = TranslationDataModule("missing.tsv", predict_inputs=["-"])
     data.load_state_dict(_data(tmp_path).state_dict())
-    with pytest.raises(UserError, match="line 2 of standard input is not in UTF-8"):
-        data.predict_dataloader()
+    assert data.prediction_names == ["un", "line 2 of standard input"]
+    assert data.unreadable_inputs == {1: "line 2 of standard input is not in UTF-8; save the file as UTF-8"}
 
 
 def test_without_a_validation_part_validates_is_false(tmp_path: Path) -> None:
