@@ -32,7 +32,7 @@ from recipes.results.curves import (
 )
 from recipes.results.page import Section, render
 from recipes.results.results_file import PARTS, RESULTS, Results, read_results
-from recipes.results.texts import duration, memory_text, score_text, time_text, value_text
+from recipes.results.texts import duration, is_number, memory_text, score_text, time_text, value_text
 from recipes.resume.settings_file import read_settings
 
 __all__ = ["compare", "find_runs", "names_of", "print_table", "read_runs"]
@@ -146,7 +146,7 @@ def _read(folder: Path, name: str) -> Run:
         "started": time_text(results.get("started_at")),
         "epochs": results.get("epochs"),
         "best update": best.get("step"),
-        "samples/s": round(rate) if isinstance(rate, float) else rate,
+        "samples/s": round(rate) if is_number(rate) else rate,
         "peak memory": memory_text(results.get("peak_memory_bytes")),
         "parameters": results.get("parameters"),
         **{name: results.get(name) for name in ("hardware", "host")},
@@ -160,9 +160,17 @@ def _read(folder: Path, name: str) -> Run:
         _SECONDS: {part.replace("_", " "): seconds[part] for part in (*PARTS, "total") if part in seconds},
     }
     changed = results.get("changed")
-    step, value = best.get("step"), best.get("value")
-    mark = (curves.place(step), value) if isinstance(step, int) and isinstance(value, float) else None
-    return Run(name, folder, sections, changed if isinstance(changed, list) else (), best.get("monitor"), mark, curves)
+    step, value, monitor = (best.get(name) for name in ("step", "value", "monitor"))
+    mark = (curves.place(step), value) if is_number(step) and is_number(value) else None
+    return Run(
+        name,
+        folder,
+        sections,
+        changed if isinstance(changed, list) else (),
+        monitor if isinstance(monitor, str) else None,
+        mark,
+        curves,
+    )
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:

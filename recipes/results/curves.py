@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from recipes.results.texts import is_number
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -83,9 +85,10 @@ class Panel(NamedTuple):
 
 def _number(text: str | None) -> float | None:
     try:
-        return float(text) if text else None
+        number = float(text) if text else None
     except ValueError:
         return None
+    return number if is_number(number) else None
 
 
 def _rows(path: Path) -> list[dict[str, float]]:
@@ -104,7 +107,8 @@ def _epochs_done(rows: Iterable[Mapping[str, float]]) -> list[tuple[float, float
     for row in rows:
         if {"epoch", "step"} <= row.keys():
             last[row["epoch"]] = max(row["step"], last.get(row["epoch"], 0.0))
-    pairs = [(0.0, 0.0), *sorted((step + 1, epoch + 1) for epoch, step in last.items())] if last else []
+    by_updates = {step + 1: epoch + 1 for epoch, step in last.items()}
+    pairs = sorted({0.0: 0.0, **by_updates}.items()) if last else []
     if len(pairs) > 2 and pairs[-1][0] < 2 * pairs[-2][0] - pairs[-3][0]:
         pairs.pop()  # The last epoch ended early: the line through the others goes on.
     return pairs

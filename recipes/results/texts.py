@@ -3,9 +3,14 @@
 import json
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeGuard
 
-__all__ = ["duration", "memory_text", "score_text", "time_text", "value_text"]
+__all__ = ["duration", "is_number", "memory_text", "score_text", "time_text", "value_text"]
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is a number that can be computed with and drawn, so neither NaN nor one of 400 digits."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e100 < value < 1e100
 
 
 def value_text(value: Any) -> str:
@@ -27,7 +32,7 @@ def score_text(value: Any) -> str:
         >>> score_text(0.97391), score_text(0.00001234), score_text(123456.7)
         ('0.9739', '1.234e-05', '123,457')
     """
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    if not is_number(value):
         return value_text(value)
     if abs(value) >= 1e4:
         return f"{value:,.0f}"
@@ -41,7 +46,7 @@ def duration(seconds: Any) -> str:
         >>> duration(12.34), duration(754), duration(3 * 3600 + 120)
         ('12.3 s', '12 min 34 s', '3 h 2 min')
     """
-    if not isinstance(seconds, (int, float)):
+    if not is_number(seconds):
         return value_text(seconds)
     if seconds < 60:
         return f"{seconds:.1f} s"
@@ -72,7 +77,7 @@ def memory_text(sizes: Any) -> str:
     """
     if not isinstance(sizes, Mapping):
         return ""
-    known = {where: size / 2**20 for where, size in sizes.items() if isinstance(size, (int, float))}
+    known = {where: size / 2**20 for where, size in sizes.items() if is_number(size)}
     return ", ".join(
         f"{size / 1024:.2f} GiB {where}" if size >= 1024 else f"{size:.0f} MiB {where}" for where, size in known.items()
     )

@@ -147,6 +147,26 @@ def test_what_cannot_be_compared_is_refused(runs: Path, args: list[str], message
     assert not list(runs.glob("a.*"))
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"best": {"monitor": 5, "step": 20, "value": 1.0}},
+        {"best": {"monitor": "val/loss", "step": 10**400, "value": 1.0}},
+        {"seconds": {"train": float("nan"), "total": float("inf")}},
+        {"scores": {"a": 10**400, "b": [1]}, "samples_per_second": float("inf")},
+        {"peak_memory_bytes": {"host": 10**400}, "changed": [[1], {}], "versions": {"a": [1]}},
+    ],
+)
+def test_a_damaged_value_is_shown_as_it_is(
+    runs: Path, more: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = CURVES + "1,19,,inf\n2,19,,1e308\n3,25,-1e308,1\nnan,nan,nan,nan\n"
+    save_run(runs / "odd", metrics, **{"scores": {"val/loss": 1.0}} | more)
+    for suffix in ("png", "html", "csv", "json"):
+        compare(["mnist/one", "odd", "--output", f"odd.{suffix}"], "recipes")
+    assert "odd" in read_page(Path("odd.html")).text
+
+
 def test_a_pattern_leaves_out_what_is_no_run(runs: Path) -> None:
     assert [path.name for path in find_runs(["mnist/*"])] == ["broken", "one", "two", "unfinished", "wrong"]
 
