@@ -26,13 +26,17 @@ _SHORTEST_BAR = 6
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:
-    """Scalars on one line, without learning rates and single classes.
+    """Scalars on one line, without learning rates, single classes and the means of epochs.
 
     Example:
         >>> format_metrics({"val/accuracy": 0.99, "lr": 0.1, "val/accuracy_class_3": 0.98, "train/loss": 0.0312})
         'train/loss 0.0312  val/accuracy 0.9900'
     """
-    shown = {name: value for name, value in metrics.items() if "_class_" not in name and name.split("/")[0] != "lr"}
+    shown = {
+        name: value
+        for name, value in metrics.items()
+        if "_class_" not in name and name.split("/")[0] != "lr" and not name.endswith("_epoch")
+    }
     return "  ".join(f"{name} {float(value):.4f}" for name, value in sorted(shown.items()))
 
 
@@ -185,7 +189,9 @@ class RunProgress(ProgressBar):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         metrics = trainer.callback_metrics
         # Lightning keeps the scores of an earlier epoch's validation.
-        self._metrics = format_metrics({k: v for k, v in metrics.items() if self._validated or not k.startswith("val")})
+        known = {name: value for name, value in metrics.items() if self._validated or not name.startswith("val")}
+        means = {name.removesuffix("_epoch"): value for name, value in known.items() if name.endswith("_epoch")}
+        self._metrics = format_metrics(known | means)
         seconds = training_seconds(trainer) - self._epoch_began
         pieces = [_epoch(trainer), *self._metrics.split("  "), f"{seconds:.1f} s"]
         if self._progress is not None:

@@ -1,9 +1,10 @@
-"""The training loss as it should be read: the mean over all targets since the last log.
+"""The training loss and accuracy as they should be read: over all targets since the last log, and of each epoch.
 
 `self.log("loss", loss)` in every step costs 0.4 ms a step, and shows one batch of one rank. This one costs microseconds
 and does not make the device wait.
 """
 
+import time
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,21 +39,35 @@ def weighted_sum(means: list[Tensor], counts: list[int | Tensor]) -> Tensor:
     return _sum(stacked, weights)
 
 
+def _beside(name: str, other: str) -> str:
+    """Another name in the same group: "train/accuracy" beside "train/loss"."""
+    group, slash, _ = name.rpartition("/")
+    return f"{group}{slash}{other}"
+
+
+def _number_of(output: Any, device: torch.device) -> Tensor:
+    return torch.as_tensor(0 if output is None else output, device=device)
+
+
 def _sum(means: Tensor, counts: Tensor) -> Tensor:
     return torch.stack((torch.where(counts > 0, means * counts, 0.0).sum(), counts.sum()))
 
 
 class TrainLoss(pl.Callback):
-    """Logs the mean loss over the targets of all ranks, once per ``log_every_n_steps`` updates.
+    """Logs the mean loss over the targets of all ranks, once per ``log_every_n_steps`` updates and once per epoch.
 
-    An epoch with fewer updates logs once, at its end.
+    With it go the accuracy, where `training_step` returns how many targets were right, and the targets per second of
+    training. An epoch with fewer updates logs once, at its end. The means of an epoch are logged at its end with
+    ``_epoch`` after their names, such as "train/loss_epoch".
 
-    Runs on: every training batch, where it keeps a reference to the loss; `training_step` returns it, and may add the
-    ``count`` of targets behind it. Logging costs one reduction of two numbers. Checkpoints hold the sums since the
-    last log, so that a resumed run logs the same.
+    Runs on: every training batch, where it keeps references to the loss and the number of right targets;
+    `training_step` returns them, as ``loss`` and ``correct``, and may add the ``count`` of targets behind them. Logging
+    costs one reduction of three numbers, and waits for the device once. Checkpoints hold the sums since the last log
+    and of the epoch, so that a resumed run logs the same.
 
     Args:
-        name: under which it is logged.
+        name: under which the loss is logged; the accuracy is beside it, as "train/accuracy".
+        targets: what a target is, for "train/samples_per_second".
 
     Raises:
         RunFailedError: an epoch had no target, on any rank.
@@ -61,40 +76,51 @@ class TrainLoss(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[TrainLoss("loss")], logger=False, accelerator="cpu")
     """
 
-    def __init__(self, name: str = "train/loss") -> None:
-        self.name = name
+    def __init__(self, name: str = "train/loss", targets: str = "samples") -> None:
+        self.name, self.targets = name, targets
         self._saved: dict[str, Any] | None = None
         self._start(0)
+        self._epoch = [0.0, 0.0, 0.0]
 
     def _start(self, update: int) -> None:
         self._update = update
         self._means: list[Tensor] = []
         self._counts: list[int | Tensor] = []
+        self._correct: list[Tensor | None] = []
         self._folded: Tensor | float = 0.0
         self._logged = False
+        self._since = time.monotonic()
 
     def _fold(self) -> None:
         if self._means:
-            self._folded = self._folded + weighted_sum(self._means, self._counts)
-            self._means, self._counts = [], []
+            sums, correct = weighted_sum(self._means, self._counts), [c for c in self._correct if c is not None]
+            hits = torch.stack(correct).sum().float() if correct else sums.new_zeros(())
+            self._folded = self._folded + torch.cat((sums, hits[None]))
+            self._means, self._counts, self._correct = [], [], []
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start(trainer.global_step)
+        self._epoch = [0.0, 0.0, 0.0]
 
         if self._saved is not None:
-            self._load(trainer, self._saved["sums"].to(pl_module.device))
+            sums = self._saved["sums"].to(pl_module.device)
+            if sums.shape[1] == 2:  # Of a version without the accuracy.
+                sums = torch.cat((sums, torch.zeros_like(sums[:, :1])), 1)
+            self._load(trainer, sums)
             self._update, self._logged = self._saved["update"], self._saved["logged"]
+            self._epoch = list(self._saved.get("epoch", self._epoch))
             self._saved = None
 
     def _load(self, trainer: pl.Trainer, by_rank: Tensor) -> None:
-        """Take this rank's sums of (ranks, 2, 1 + micro-batches), or all of them on rank 0 if their number differs."""
+        """Take this rank's sums of (ranks, 3, 1 + micro-batches), or all of them on rank 0 if their number differs."""
         if len(by_rank) == trainer.world_size:
             mine = by_rank[trainer.global_rank]
-            self._means, self._counts = list(mine[0, 1:]), list(mine[1, 1:])
+            self._means, self._counts, self._correct = (list(row) for row in mine[:, 1:])
             self._folded = mine[:, 0] if bool(mine[1, 0]) else 0.0
         elif trainer.global_rank == 0:
-            self._folded = by_rank[:, :, 0].sum(0) + _sum(*by_rank[:, :, 1:].unbind(1))
+            means, counts, correct = by_rank[:, :, 1:].unbind(1)
+            self._folded = by_rank[:, :, 0].sum(0) + torch.cat((_sum(means, counts), correct.sum()[None]))
 
     @override
     def on_save_checkpoint(
@@ -102,12 +128,15 @@ class TrainLoss(pl.Callback):
     ) -> None:
         if trainer.state.fn != "fit" or trainer.interrupted:
             return  # After an exception the other ranks may be gone.
-        means = [mean.float().to(pl_module.device) for mean in self._means]
-        counts = [torch.as_tensor(count, device=pl_module.device).float() for count in self._counts]
-        folded = torch.as_tensor(self._folded, device=pl_module.device).float().expand(2)
-        sums = torch.stack([torch.stack([folded[0], *means]), torch.stack([folded[1], *counts])])
+        device = pl_module.device
+        rows = [
+            [_number_of(value, device).float() for value in row] for row in (self._means, self._counts, self._correct)
+        ]
+        folded = torch.as_tensor(self._folded, device=device).float().expand(3)
+        sums = torch.stack([torch.stack([first, *row]) for first, row in zip(folded, rows, strict=True)])
         by_rank = trainer.strategy.all_gather(sums).reshape(trainer.world_size, *sums.shape)
-        checkpoint.setdefault(_SUMS, {})[self.name] = {"sums": by_rank, "update": self._update, "logged": self._logged}
+        saved = {"sums": by_rank, "update": self._update, "logged": self._logged, "epoch": list(self._epoch)}
+        checkpoint.setdefault(_SUMS, {})[self.name] = saved
 
     @override
     def on_load_checkpoint(
@@ -118,6 +147,14 @@ class TrainLoss(pl.Callback):
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._logged = False
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._since -= time.monotonic()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._since += time.monotonic()
 
     @override
     def on_train_batch_end(
@@ -131,29 +168,59 @@ class TrainLoss(pl.Callback):
             factor = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             self._means.append(outputs["loss"] if factor == 1 else outputs["loss"] * factor)
             self._counts.append(count_targets(outputs, batch))
+            self._correct.append(outputs.get("correct"))
             if len(self._means) == _FOLD:
                 self._fold()
+        has_accuracy = isinstance(outputs, dict) and outputs.get("correct") is not None
         interval_ends = trainer.global_step // every > self._update // every
         if interval_ends or (trainer.is_last_batch and not self._logged):
-            self._log(trainer)
+            self._log_interval(trainer, has_accuracy)
+        if trainer.is_last_batch:
+            self._log_epoch(trainer, has_accuracy)
 
-    def _log(self, trainer: pl.Trainer) -> None:
+    def _total(self, trainer: pl.Trainer) -> list[float] | None:
+        """The loss, the targets and the right ones since the last log, summed over all ranks; None without batches."""
         self._fold()
+        if not isinstance(total := self._folded, Tensor):
+            return None
+        if trainer.world_size > 1:
+            total = sum_over_ranks(total, total.device, total.dtype)
+        sums: list[float] = total.tolist()
+        return sums
+
+    def _log(
+        self, trainer: pl.Trainer, total: list[float], has_accuracy: bool, suffix: str = "", rate: float | None = None
+    ) -> None:
+        loss, targets, correct = total
+        names = [self.name, *([_beside(self.name, "accuracy")] if has_accuracy else [])]
+        means = {f"{name}{suffix}": torch.tensor(value / targets) for name, value in zip(names, (loss, correct))}
+        # Past `pl_module.log`, which would show nothing in an epoch that is shorter than the interval.
+        trainer.callback_metrics.update(means)
+        row = {name: float(mean) for name, mean in means.items()}
+        if rate is not None:
+            row[_beside(self.name, f"{self.targets}_per_second")] = rate
+        for logger in trainer.loggers:
+            logger.log_metrics({**row, "epoch": trainer.current_epoch}, step=trainer.global_step - 1)
+
+    def _log_interval(self, trainer: pl.Trainer, has_accuracy: bool) -> None:
         logged = self._logged
-        if isinstance(total := self._folded, Tensor):
-            if trainer.world_size > 1:
-                total = sum_over_ranks(total, total.device, total.dtype)
+        if (total := self._total(trainer)) is not None:
             if total[1]:
-                mean = total[0] / total[1]
-                # Past `pl_module.log`, which would show nothing in an epoch that is shorter than the interval.
-                trainer.callback_metrics[self.name] = mean
-                for logger in trainer.loggers:
-                    logger.log_metrics({self.name: float(mean)}, step=trainer.global_step - 1)
+                self._log(trainer, total, has_accuracy, rate=total[1] / max(1e-9, time.monotonic() - self._since))
                 logged = True
             elif trainer.is_last_batch and not logged:
                 raise RunFailedError(
                     f"epoch {trainer.current_epoch} had no target: every `count` was 0, as where all labels are -100;"
                     " correct the labels"
                 )
+            self._epoch = [old + new for old, new in zip(self._epoch, total, strict=True)]
         self._start(trainer.global_step)
         self._logged = logged
+
+    def _log_epoch(self, trainer: pl.Trainer, has_accuracy: bool) -> None:
+        """Log the means of the epoch; what the next interval logs of it does not count for the next epoch."""
+        since_log = self._total(trainer) or [0.0, 0.0, 0.0]
+        total = [old + new for old, new in zip(self._epoch, since_log, strict=True)]
+        if total[1]:
+            self._log(trainer, total, has_accuracy, "_epoch")
+        self._epoch = [-value for value in since_log]

@@ -128,7 +128,7 @@ class WarmupLR(pl.Callback):
                 rates |= rates_by_name(factor.optimizer.param_groups, factor.used, f"lr{index or ''}")
             trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in rates.items()})
             for logger in trainer.loggers:
-                logger.log_metrics(rates, step=step - 1)
+                logger.log_metrics({**rates, "epoch": trainer.current_epoch}, step=step - 1)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

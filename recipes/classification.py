@@ -339,11 +339,13 @@ class Classifier(Recipe):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         inputs, targets = batch
         targets, count = self.label_checks["train"](targets)
-        loss = F.cross_entropy(self(inputs), targets, label_smoothing=self.label_smoothing)
+        logits = self(inputs)
+        loss = F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
         if isinstance(count, Tensor) or not count:
             # The mean over no label is NaN.
             loss = torch.where(torch.as_tensor(count, device=loss.device) > 0, loss, 0.0)
-        return {"loss": loss, "count": count}
+        labels = targets.argmax(1) if targets.is_floating_point() else targets
+        return {"loss": loss, "count": count, "correct": (logits.argmax(1) == labels).sum()}
 
     def _evaluation_step(
         self, part: str, scores: ClassificationScores, batch: tuple[Tensor, Tensor]

@@ -102,9 +102,9 @@ class RecipeParameters(AttributeDict):
 class Recipe(pl.LightningModule):
     """The base of every recipe; a recipe overrides `build_network` and `training_step`.
 
-    `training_step` returns ``{"loss": mean, "count": targets behind that mean}``; a bare mean counts the batch's
-    samples. Nothing here waits for the device during a step: `TrainLoss` reads the loss once per ``log_every_n_steps``
-    of the Trainer.
+    `training_step` returns ``{"loss": mean, "count": targets behind that mean}``, and may add ``correct``, how many of
+    them were right, as a tensor; a bare mean counts the batch's samples. Nothing here waits for the device during a
+    step: `TrainLoss` reads the loss once per ``log_every_n_steps`` of the Trainer.
 
     Args:
         optimizer: name of an optimiser of torch.optim, such as sgd, adam or adamw.
@@ -143,6 +143,9 @@ class Recipe(pl.LightningModule):
 
     data_class: ClassVar[type[pl.LightningDataModule] | None] = None
     """The data module that prepares the inputs of `predict`; a recipe for another one names it here."""
+
+    targets = "samples"
+    """What the mean loss is over, for the rate that is logged."""
 
     hparams: RecipeParameters
 
@@ -187,7 +190,7 @@ class Recipe(pl.LightningModule):
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
         """The callbacks that belong to the recipe, in any Trainer."""
-        return [TrainLoss()]
+        return [TrainLoss(targets=self.targets)]
 
     def headline(self, scores: dict[str, float]) -> dict[str, str]:
         """The rows of the final table with the main scores, from all logged scores."""

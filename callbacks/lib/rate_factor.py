@@ -51,15 +51,24 @@ def skipped_on_device(optimizer: Optimizer) -> bool:
 
 
 def rates_by_name(groups: Sequence[dict[str, Any]], rates: Sequence[float | Tensor], prefix: str) -> dict[str, float]:
-    """Learning rates under names that stay when a group is added: the prefix, then ``<prefix>/<name or number>``.
+    """Learning rates, one for all groups with the same, under names that stay when a group is added.
+
+    They are called the prefix, then ``<prefix>/<name or number>`` after the first group that has the rate. Groups that
+    begin with other rates are kept apart, also where a schedule ends at 0 for all.
 
     Example:
         >>> rates_by_name([{}, {"name": "head"}, {}], [0.1, 0.2, 0.3], "lr")
         {'lr': 0.1, 'lr/head': 0.2, 'lr/2': 0.3}
+        >>> rates_by_name([{"name": "decay"}, {"name": "no_decay"}], [0.1, 0.1], "lr")
+        {'lr': 0.1}
     """
-    named = {}
+    named: dict[str, float] = {}
+    seen = set()
     for number, (group, rate) in enumerate(zip(groups, rates, strict=False)):
-        named[prefix + (f"/{group.get('name', number)}" if number else "")] = float(rate)
+        value, begun = float(rate), float(group.get("initial_lr", rate))
+        if (begun, value) not in seen:
+            seen.add((begun, value))
+            named[prefix + (f"/{group.get('name', number)}" if number else "")] = value
     return named
 
 

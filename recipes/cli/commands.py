@@ -12,7 +12,6 @@ from typing import Any
 import lightning.pytorch as pl
 import yaml
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -30,7 +29,7 @@ from recipes.cli.experiment import Experiment, as_user_errors
 from recipes.cli.folder_guard import FolderGuard
 from recipes.cli.imports import is_known
 from recipes.cli.report import Outcome, print_pairs, print_rows, report, report_unsaved, shown
-from recipes.cli.run_folder import run_folder
+from recipes.cli.run_folder import log_settings, run_folder
 from recipes.cli.settings import checkpoint_callbacks
 from recipes.cli.stock_loaders import evaluate_each_sample_once
 from recipes.cli.trainer import build_trainer, renew_callbacks
@@ -149,9 +148,7 @@ def _fit(experiment: Experiment, typed: Command, started_at: float) -> None:
         trainer = build_trainer(experiment, [*more, stopwatch], folder, _checkpoint_io(more))
         if guard and is_rank_zero():
             guard.write()
-            for logger in trainer.loggers:
-                if not isinstance(logger, (TensorBoardLogger, CSVLogger)):  # `report` gives TensorBoard the scores too.
-                    logger.log_hyperparams(dict(settings.config))
+            log_settings(trainer.loggers, settings.config)
         if folder:
             _record_start(experiment, folder)
         outcome = _train_and_test(trainer, experiment, folder, stopwatch, typed.program)

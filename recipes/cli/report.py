@@ -1,8 +1,6 @@
 """The results of a run: the table at its end, results.json and TensorBoard's hyper-parameters."""
 
 import inspect
-import json
-import math
 import platform
 import sys
 from collections.abc import Mapping, Sequence
@@ -220,16 +218,9 @@ def report(
         if experiment.settings.run.report:
             with best_effort(REPORT):
                 rows["report"] = shown(write_report(folder))
-    # TensorBoard holds numbers and text only.
-    plain = {k: v if isinstance(v, (int, float, str)) else json.dumps(v) for k, v in config.items()}
-    final = {f"final/{name}": v for name, v in scores.items() if "_class_" not in name and math.isfinite(v)}
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams(plain, final)
-            try:
-                logger.log_graph(recipe)
-            except Exception as error:  # Tracing may fail on the user's forward.
-                print(f"TensorBoard shows no graph: {str(error).splitlines()[0]}", file=sys.stderr)  # noqa: T201
+            logger.log_graph(recipe)
             logger.save()
     print_pairs(rows)
 

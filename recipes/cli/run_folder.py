@@ -2,10 +2,11 @@
 
 import csv
 import difflib
+import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from importlib.util import find_spec
@@ -14,6 +15,8 @@ from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from torch import nn
+from torch.utils.tensorboard.summary import hparams
 from typing_extensions import override
 
 from callbacks.lib.best_effort import best_effort, forget_failures, skipping_failures
@@ -22,10 +25,11 @@ from datamodules.errors import UserError
 from recipes.cli.settings import RunSettings
 from recipes.files import write_rows
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
+from recipes.launch.streams import print_error
 from recipes.resume.resume_point import ResumePoint, locked
 from recipes.resume.saved_run import read_run
 
-__all__ = ["logger_names", "loggers", "restart_loggers", "run_folder"]
+__all__ = ["log_settings", "logger_names", "loggers", "restart_loggers", "run_folder", "tensorboard_name"]
 
 _LOGGERS: dict[str, tuple[str, ...]] = {"tensorboard": (), "csv": (), "wandb": ("wandb",), "mlflow": ("mlflow",)}
 """The loggers, and the packages one of which each needs besides those of this one."""
@@ -130,7 +134,42 @@ def _print_no_traceback_of_writers() -> None:
         threading.excepthook = hook
 
 
+def tensorboard_name(name: str, main: Collection[str], by_epoch: bool) -> tuple[str, bool]:
+    """What TensorBoard calls a score, and whether its x axis counts epochs; an empty name leaves it out.
+
+    TensorBoard sorts by name. So the curves of a main score are beside each other and come first, and so does its test
+    among the metrics of a hyper-parameter table: "accuracy/test", "accuracy/train", "accuracy/val", "loss/test". What
+    is logged within an epoch is below "updates"; single classes and other scores of the validation come last.
+
+    Args:
+        main: the names of the main scores, such as "loss".
+        by_epoch: the run validates at the ends of epochs; else all x axes count updates.
+
+    Example:
+        >>> [tensorboard_name(name, {"loss"}, True) for name in ("val/loss", "train/loss", "train/loss_epoch", "lr")]
+        [('loss/val', True), ('updates/loss', False), ('loss/train', True), ('updates/lr', False)]
+        >>> [tensorboard_name(name, {"loss"}, False) for name in ("val/loss", "train/loss", "train/loss_epoch", "lr")]
+        [('loss/val', False), ('loss/train', False), ('', False), ('updates/lr', False)]
+    """
+    part, _, score = name.partition("/")
+    mean = score.removesuffix("_epoch")
+    if (
+        name == "epoch"
+        or (part == "test" and "_class_" in score)
+        or (part == "train" and score != mean and not by_epoch)
+    ):
+        return "", False
+    if part == "lr" or (part == "train" and score == mean and (by_epoch or score not in main)):
+        return f"updates/{name.removeprefix('train/')}", False
+    counts_epochs = by_epoch and part in ("train", "val", "test")
+    return (f"{mean}/{part}" if mean in main else name), counts_epochs
+
+
 class _TensorBoard(TensorBoardLogger):
+    def __init__(self, folder: Path, main: Collection[str], by_epoch: bool) -> None:
+        super().__init__(str(folder), name="", version="", log_graph=True, default_hp_metric=False)
+        self._main, self._by_epoch = main, by_epoch
+
     @property
     @override
     def experiment(self) -> Any:
@@ -143,6 +182,51 @@ class _TensorBoard(TensorBoardLogger):
             writer = _Writer(writer)
             set_writer(self, writer)
         return writer
+
+    @override
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        epoch = metrics.get("epoch")
+        by_epoch, by_update = {}, {}
+        for name, value in metrics.items():
+            shown, counts_epochs = tensorboard_name(name, self._main, self._by_epoch and epoch is not None)
+            # The test follows the last epoch.
+            if shown and counts_epochs:
+                by_epoch[shown, not name.startswith("test/")] = value
+            elif shown:
+                by_update[shown] = value
+        super().log_metrics(by_update, step)
+        for (shown, within), value in by_epoch.items():
+            super().log_metrics({shown: value}, int(epoch or 0) + within)
+
+    @override
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: `log_settings` writes all of them, and TensorBoard reads what comes first."""
+
+    def log_settings(self, config: Mapping[str, Any]) -> None:
+        """Write the settings for the hyper-parameter table.
+
+        Without a summary of the experiment, which torch writes of one run. TensorBoard then compares all runs, shows
+        the settings that differ first, and takes every score for a metric.
+        """
+        # Numbers and text only.
+        plain = {k: v if isinstance(v, (int, float, str)) else json.dumps(v) for k, v in config.items()}
+        _, session, _ = hparams(plain, {})
+        self.experiment.file_writer.add_summary(session)
+
+    @override
+    def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
+        """Write the graph, or why there is none, which is printed, too."""
+        reason = getattr(model, "no_graph", "")
+        if not reason and getattr(model, "example_input_array", None) is None:
+            reason = "the recipe has no example_input_array"
+        if not reason:
+            try:
+                super().log_graph(model, input_array)  # type: ignore[arg-type]
+            except Exception as error:  # Tracing may fail on the user's forward.
+                reason = str(error).splitlines()[0]
+        if reason:
+            self.experiment.add_text("graph", f"There is no graph: {reason}.")
+            print_error(f"TensorBoard shows no graph: {reason}")
 
     def restart(self) -> None:
         """Log into a new file, since the present one was removed."""
@@ -204,7 +288,6 @@ class _CSV(CSVLogger):
         super(CSVLogger, self).save()
 
 
-# Without log_graph, which fails where the module cannot be traced.
 _LOGS = ("log_metrics", "log_hyperparams", "save", "finalize", "after_save_checkpoint")
 
 
@@ -213,6 +296,16 @@ def _continue_without(logger: Logger, name: str) -> Logger:
     for method in _LOGS:
         setattr(logger, method, skipping_failures(getattr(logger, method), name))
     return logger
+
+
+def log_settings(loggers: Sequence[Logger], config: Mapping[str, Any]) -> None:
+    """Give the settings to the loggers that show them; config.yaml holds them, too."""
+    for logger in loggers:
+        if isinstance(logger, _TensorBoard):
+            with best_effort(_TENSORBOARD):
+                logger.log_settings(config)
+        elif not isinstance(logger, CSVLogger):
+            logger.log_hyperparams(dict(config))
 
 
 def restart_loggers(loggers: Sequence[Logger]) -> None:
@@ -246,13 +339,23 @@ def logger_names(text: str) -> list[str]:
     return names
 
 
-def loggers(folder: Path, resume: str | None, names: Sequence[str] = ("tensorboard", "csv")) -> list[Logger]:
+def loggers(
+    folder: Path,
+    resume: str | None,
+    names: Sequence[str] = ("tensorboard", "csv"),
+    main: Collection[str] = ("loss",),
+    by_epoch: bool = True,
+) -> list[Logger]:
     """The loggers of a run, by name. TensorBoard and CSV write into its folder.
 
     With `resume`, what was logged before that checkpoint stays there.
+
+    Args:
+        main: the scores that TensorBoard shows first, see `tensorboard_name`.
+        by_epoch: TensorBoard's curves of epochs have epochs on their x axis.
     """
     make: dict[str, Callable[[], Logger]] = {
-        "tensorboard": lambda: _TensorBoard(str(folder), name="", version="", log_graph=True, default_hp_metric=False),
+        "tensorboard": lambda: _TensorBoard(folder, main, by_epoch),
         "csv": lambda: _csv(folder, resume),
         "wandb": lambda: WandbLogger(folder.name, save_dir=folder, project=folder.parent.name),
         "mlflow": lambda: _mlflow(folder),

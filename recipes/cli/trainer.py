@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -77,6 +78,14 @@ def _limits(settings: Settings) -> dict[str, Any]:
     return limits_per_device(settings.trainer, per_update, launch.rank, launch.world_size)
 
 
+def _loggers(folder: Path, settings: Settings, monitor: str) -> list[Logger]:
+    options = settings.trainer
+    at_ends = options["val_check_interval"] in (None, 1.0) and options["check_val_every_n_epoch"] is not None
+    by_epoch = at_ends and options["max_epochs"] != -1
+    main = {"loss", "accuracy", monitor.rpartition("/")[2]}
+    return loggers(folder, settings.run.resume, logger_names(settings.run.logger), main, by_epoch)
+
+
 def build_trainer(
     experiment: Experiment,
     more: Sequence[Callback] = (),
@@ -104,7 +113,7 @@ def build_trainer(
         trainer = pl.Trainer(
             **options,
             precision=settings.run.precision,  # type: ignore[arg-type]
-            logger=loggers(folder, settings.run.resume, logger_names(settings.run.logger)) if folder else False,
+            logger=_loggers(folder, settings, experiment.recipe.monitor) if folder else False,
             callbacks=callbacks,
             plugins=[LightningEnvironment(), *saving],
             default_root_dir=str(folder) if folder else None,

@@ -84,6 +84,7 @@ class Translator(Recipe):
     monitor_mode = "max"
     base_batch_size = 64
     predict_example = '"SENTENCE"'
+    targets = "tokens"
     free_parameters: ClassVar[frozenset[str]] = Recipe.free_parameters | {
         *("beam", "length_penalty", "nbest", "val_sentences"),
     }

@@ -1,5 +1,6 @@
 """What all recipes share, with real Trainers and no command line."""
 
+import csv
 import inspect
 import math
 import os
@@ -158,6 +159,56 @@ def test_the_training_loss_is_logged_once_per_interval_as_the_mean_over_its_targ
             1: pytest.approx((2 * 3 + 3 * 4) / 7),
             2: pytest.approx((4 * 5 + 5 * 6) / 11),
         }
+
+
+class Guessing(Numbered):
+    """Of the k + 1 targets of batch k, k are right."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) | {"correct": torch.tensor(batch_idx)}
+
+
+def _rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open() as file:
+        return [{k: v for k, v in row.items() if v and "per_second" not in k} for row in csv.DictReader(file)]
+
+
+def test_accuracy_and_the_means_of_an_epoch_are_over_all_of_its_targets(tmp_path):
+    logger = CSVLogger(tmp_path, name="", version="")
+    # 24 batches of 4 samples make 6 updates of 4; the interval of 4 updates crosses the ends of the epochs.
+    fit = trainer(logger=logger, max_epochs=2, log_every_n_steps=4, callbacks=[GradientAccumulation(4)])
+    fit.fit(Guessing(), batches(n=96))
+    rows = _rows(tmp_path)
+    targets, right = range(1, 25), range(24)
+    mean = sum(k * (k + 1) for k in right) / sum(targets)
+    for epoch in (0, 1):
+        (row,) = [row for row in rows if row["epoch"] == str(epoch) and "train/loss_epoch" in row]
+        assert float(row["train/loss_epoch"]) == pytest.approx(mean)
+        assert float(row["train/accuracy_epoch"]) == pytest.approx(sum(right) / sum(targets))
+    first, crossing, *_ = [row for row in rows if "train/accuracy" in row]
+    assert (first["step"], crossing["step"]) == ("3", "7")
+    assert float(first["train/accuracy"]) == pytest.approx(sum(range(16)) / sum(range(1, 17)))
+    of_both = sum(range(16, 24)) + sum(range(8))
+    assert float(crossing["train/accuracy"]) == pytest.approx(of_both / (of_both + 16))
+
+
+def test_a_resumed_epoch_logs_the_same_means(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options: dict[str, Any] = {"max_epochs": 2, "log_every_n_steps": 5}
+    trainer(logger=CSVLogger(whole, name="", version=""), **options).fit(Guessing(), batches(n=48))
+
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 7:
+                trainer.save_checkpoint(tmp_path / "cut.ckpt")
+
+    # The callback comes before the recipe's, as a checkpoint's comes after it.
+    module = Guessing()
+    module.configure_callbacks = lambda: [TrainLoss(), Stop()]
+    trainer(**options).fit(module, batches(n=48))
+    resumed = trainer(logger=CSVLogger(parts, name="", version=""), **options)
+    resumed.fit(Guessing(), batches(n=48), ckpt_path=tmp_path / "cut.ckpt", weights_only=True)
+    assert _rows(parts) == [row for row in _rows(whole) if int(row["step"]) >= 7]
 
 
 def test_a_bare_loss_counts_the_samples_of_its_batch(tmp_path):

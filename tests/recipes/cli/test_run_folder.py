@@ -10,11 +10,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
-from recipes.cli.run_folder import loggers
+from recipes.cli.run_folder import log_settings, loggers
 from tests.support.command_lines import typed
 from tests.support.ranks import run_ranks
+from tests.support.stock_data import Quadrants
 
 
 class RemovesTheFolder(pl.Callback):
@@ -103,3 +105,49 @@ def test_metrics_csv_is_as_before_where_there_is_no_room_and_gets_all_rows_later
         *(("1.0", ""), ("2.0", ""), ("3.0", "4.0"), ("5.0", ""))
     ]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+def test_tensorboard_compares_what_differs_and_the_final_score_first(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+    from tensorboard.context import RequestContext
+    from tensorboard.plugins.base_plugin import TBContext
+    from tensorboard.plugins.hparams.backend_context import Context
+
+    for name, lr in (("a", 0.1), ("b", 0.2)):
+        made = loggers(tmp_path / name, None, ["tensorboard"], {"loss", "accuracy"})
+        log_settings(made, {"accumulate": 1, "callbacks": None, "devices": "auto", "lr": lr, "seed": 1})
+        for row in ({"lr": lr, "train/loss": 2.0, "epoch": 0}, {"train/accuracy_epoch": 0.5, "epoch": 0}):
+            made[0].log_metrics(row, step=7)
+        made[0].log_metrics({"test/accuracy": 0.5 + lr, "test/loss": 1.0, "epoch": 1}, step=8)
+        made[0].finalize("success")
+    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
+    context = Context(TBContext(data_provider=MultiplexerDataProvider(runs.Reload(), str(tmp_path))))
+    request = RequestContext()
+    found = context.experiment_from_metadata(
+        request,
+        "",
+        True,
+        context.hparams_metadata(request, ""),
+        context.hparams_from_data_provider(request, "", None),
+    )
+    assert [info.name for info in found.hparam_infos] == ["lr", "accumulate", "callbacks", "devices", "seed"]
+    metrics = [info.name.tag for info in found.metric_infos]
+    assert metrics == ["accuracy/test", "accuracy/train", "loss/test", "updates/loss", "updates/lr"]
+
+
+def test_why_there_is_no_graph_stands_in_tensorboard_and_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class Searching(Quadrants):
+        no_graph = "it searches"
+
+    (logger,) = loggers(tmp_path, None, ["tensorboard"])
+    assert isinstance(logger, TensorBoardLogger)
+    logger.log_graph(Searching())
+    logger.finalize("success")
+    assert capsys.readouterr().err == "TensorBoard shows no graph: it searches\n"
+    (text,) = EventAccumulator(str(tmp_path)).Reload().Tensors("graph/text_summary")
+    assert text.tensor_proto.string_val[0] == b"There is no graph: it searches."
