@@ -264,7 +264,7 @@ class FlagParser(ArgumentParser):
             message = str(error)
             refused = explain_refused_import(message)
             raise UserError(
-                refused or self._explain(args) or self._explain_class(message) or _one_line(message)
+                refused or self._explain(args) or self._explain_class(message, args) or _one_line(message)
             ) from error
 
     def typed(self, args: Sequence[str]) -> dict[str, Any]:
@@ -332,8 +332,12 @@ class FlagParser(ArgumentParser):
         """Whether the value of a flag is an object of a class that the user names, whose parameters are flags, too."""
         return f"{name}.help" in self._flags
 
-    def _explain_class(self, message: str) -> str | None:
-        """The mistake in a class by name or in its parameters; None where the message is about something else."""
+    def _explain_class(self, message: str, args: Sequence[str] = ()) -> str | None:
+        """The mistake in a class by name or in its parameters; None where the message is about something else.
+
+        Args:
+            args: the command line, where the class is named on it.
+        """
         found = re.search(r'key "(\w+)":.*?Errors:\s+- (.+?)(?=\n\s+- |\n\s+Given|\Z)', message, re.DOTALL)
         if found is None or not self._holds_classes(found[1]):
             return None
@@ -343,9 +347,12 @@ class FlagParser(ArgumentParser):
             hint = f"did you mean {close[0]}? " if close else ""
             return f"{flag} {name[1]} is not the name of a class; {hint}A class of yours is written as module.Class"
         if name := re.search(r"Option '(\w+)' is not accepted", reason):
-            given = [path.rpartition(".")[2] for path in re.findall(r"'class_path': '([\w.]+)'", message)]
-            parameters = [p for one in given if one in classes for p in inspect.signature(classes[one]).parameters]
-            return f"{flag}: {' or '.join(given)} has no parameter {name[1]}{_nearest(name[1], parameters)}"
+            named = re.findall(r"class_path\W+(?:\w+\.)*(\w+)", message) or re.findall(r"\w+", " ".join(args))
+            given = [one for one in named if one in classes]
+            parameters = [name for one in given for name in inspect.signature(classes[one]).parameters]
+            return (
+                f"{flag}: {' or '.join(given) or 'the class'} has no parameter {name[1]}{_nearest(name[1], parameters)}"
+            )
         if value := re.search(r'key "(\w+)": Expected a <class .(\w+).>. Got value: (.*)', reason):
             kind = {"int": "a whole number", "float": "a number", "bool": "true or false"}.get(value[2], value[2])
             return f"{flag}: {value[1]}: {value[3]} is not {kind}"
