@@ -1,7 +1,9 @@
 """A run's folder, and what is logged into it."""
 
+import contextlib
 import csv
 import difflib
+import io
 import json
 import os
 import shutil
@@ -13,9 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.tensorboard.summary import hparams
 from typing_extensions import override
 
@@ -24,8 +27,10 @@ from callbacks.lib.lightning_internals import set_writer
 from datamodules.errors import UserError
 from recipes.cli.settings import RunSettings
 from recipes.files import write_rows
+from recipes.graphs import Graph
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.launch.streams import print_error
+from recipes.recipe import Recipe
 from recipes.resume.resume_point import ResumePoint, locked
 from recipes.resume.saved_run import read_run
 
@@ -165,6 +170,22 @@ def tensorboard_name(name: str, main: Collection[str], by_epoch: bool) -> tuple[
     return (f"{mean}/{part}" if mean in main else name), counts_epochs
 
 
+class _Parts(nn.Module):
+    """The graphs of a network as one, since TensorBoard shows one."""
+
+    def __init__(self, graphs: Sequence[Graph]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({graph.name or "network": graph.module for graph in graphs})
+        with torch.no_grad():
+            self.example = tuple(value for graph in graphs for value in graph.example(1))
+        self.sizes = [len(graph.inputs) for graph in graphs]
+
+    @override
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        shares = [inputs[sum(self.sizes[:i]) :][:size] for i, size in enumerate(self.sizes)]
+        return [value for part, own in zip(self.parts.values(), shares) for value in part(*own).values()]
+
+
 class _TensorBoard(TensorBoardLogger):
     def __init__(self, folder: Path, main: Collection[str], by_epoch: bool) -> None:
         super().__init__(str(folder), name="", version="", log_graph=True, default_hp_metric=False)
@@ -215,17 +236,20 @@ class _TensorBoard(TensorBoardLogger):
 
     @override
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
-        """Write the graph, or why there is none, which is printed, too."""
-        reason = getattr(model, "no_graph", "")
-        if not reason and getattr(model, "example_input_array", None) is None:
-            reason = "the recipe has no example_input_array"
-        if not reason:
+        """Write the graph of the recipe, or its graphs side by side; or why there is none, which is printed, too."""
+        with torch.no_grad():
+            graphs = model.graphs(include_preprocessing=False) if isinstance(model, Recipe) else []
+        reason = "" if graphs else "the recipe has no example_input_array"
+        if graphs:
             try:
-                super().log_graph(model, input_array)  # type: ignore[arg-type]
+                parts = _Parts(graphs)
+                # torch prints the graph where it fails.
+                with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
+                    self.experiment.add_graph(parts, parts.example)
             except Exception as error:  # Tracing may fail on the user's forward.
-                reason = str(error).splitlines()[0]
+                reason = str(error).strip().partition("\n")[0]
         if reason:
-            self.experiment.add_text("graph", f"There is no graph: {reason}.")
+            self.experiment.add_text("graph", f"There is no graph: {reason}")
             print_error(f"TensorBoard shows no graph: {reason}")
 
     def restart(self) -> None:

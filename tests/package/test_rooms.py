@@ -50,7 +50,8 @@ MAY_IMPORT = {
     "recipes.results": f"{_CALLBACKS} callbacks.checkpointing callbacks.drawing recipes.files recipes.version",
     "recipes.resume": f"{_CALLBACKS} callbacks.checkpointing recipes.launch recipes.results",
     "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing recipes.failures recipes.files "
-    "recipes.export recipes.launch recipes.optim recipes.recipe recipes.results recipes.resume recipes.version",
+    "recipes.export recipes.graphs recipes.launch recipes.optim recipes.recipe recipes.results recipes.resume "
+    "recipes.version",
     "recipes.NAME": f"{_CALLBACKS} callbacks.drawing datamodules.NAME datamodules.images datamodules.loading "
     "datamodules.mnist datamodules.translation recipes.classification recipes.graphs recipes.optim recipes.pretrained "
     "recipes.recipe recipes.weights",
