@@ -19,7 +19,6 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from torch import Tensor, nn
-from torch.utils.tensorboard.summary import hparams
 from typing_extensions import override
 
 from callbacks.lib.best_effort import best_effort, forget_failures, skipping_failures
@@ -170,8 +169,8 @@ def tensorboard_name(name: str, main: Collection[str], by_epoch: bool) -> tuple[
     return (f"{mean}/{part}" if mean in main else name), counts_epochs
 
 
-class _Parts(nn.Module):
-    """The graphs of a network as one, since TensorBoard shows one."""
+class Network(nn.Module):
+    """The graphs of a network as one, since TensorBoard shows one, with the name of this class."""
 
     def __init__(self, graphs: Sequence[Graph]) -> None:
         super().__init__()
@@ -229,6 +228,8 @@ class _TensorBoard(TensorBoardLogger):
         Without a summary of the experiment, which torch writes of one run. TensorBoard then compares all runs, shows
         the settings that differ first, and takes every score for a metric.
         """
+        from torch.utils.tensorboard.summary import hparams
+
         # Numbers and text only.
         plain = {k: v if isinstance(v, (int, float, str)) else json.dumps(v) for k, v in config.items()}
         _, session, _ = hparams(plain, {})
@@ -242,10 +243,10 @@ class _TensorBoard(TensorBoardLogger):
         reason = "" if graphs else "the recipe has no example_input_array"
         if graphs:
             try:
-                parts = _Parts(graphs)
+                network = Network(graphs)
                 # torch prints the graph where it fails.
                 with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
-                    self.experiment.add_graph(parts, parts.example)
+                    self.experiment.add_graph(network, network.example)
             except Exception as error:  # Tracing may fail on the user's forward.
                 reason = str(error).strip().partition("\n")[0]
         if reason:

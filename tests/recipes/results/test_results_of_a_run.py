@@ -110,11 +110,11 @@ def test_figures_are_of_the_best_checkpoint_and_its_evaluation_adds_no_point_to_
     assert np.array_equal(np.asarray(Image.open(folder / "figures" / "val_confusion_matrix.png")), expected)
     with (folder / "metrics.csv").open(newline="") as file:
         assert [row["epoch"] for row in csv.DictReader(file) if row["val/loss"]] == ["0", "1", "2", "3"]
-    steps: dict[str, list[int]] = {"val/loss": [], "val/confusion_matrix": []}
+    steps: dict[str, list[int]] = {"loss/val": [], "val/confusion_matrix": []}
     for path in folder.glob("events.*"):
         events = EventAccumulator(str(path)).Reload()
-        for tag, kind in (("val/loss", events.Scalars), ("val/confusion_matrix", events.Images)):
+        for tag, kind in (("loss/val", events.Scalars), ("val/confusion_matrix", events.Images)):
             if tag in events.Tags()["scalars"] + events.Tags()["images"]:
                 steps[tag] += [event.step for event in kind(tag)]
-    assert sorted(steps["val/loss"]) == [25, 51, 77, 103]
+    assert sorted(steps["loss/val"]) == [1, 2, 3, 4]
     assert set(steps["val/confusion_matrix"]) == {read_run(best).updates}
