@@ -120,6 +120,8 @@ def test_the_command_line_splits_the_network_under_fsdp2_tests_its_one_checkpoin
         "network.bias": (1,),
     }
     # Each rank holds a part of the weights; the hash is of the whole, which rank 0 saves.
+    for path in tmp_path.glob("prepared-*"):
+        path.unlink()
     verify = ["verify", "runs/failing/run"]
     zero, one = start(tmp_path, [(verify, env) for env in by_torchrun(free_port())])
     assert (zero.status, one.status) == (0, 0), (zero, one)
