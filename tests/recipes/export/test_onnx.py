@@ -68,35 +68,26 @@ def test_bytes_in_give_the_accuracy_of_test_on_a_thousand_images(shared_data: Pa
     assert str(Path(__file__).parents[3]).encode() not in path.read_bytes()
 
 
-SENTENCES = [
-    "",
-    "the small cat sees 3 dogs !",
-    "xyz unknown words",
-    "The cat.",
-    "a",
-    "we 'll see the dogs , and they sleep",
-]
+SENTENCES = ["", "Anne est fatiguée ?", "xyz mots inconnus", "L'ami n'est pas fort…", "la", "la " * 40]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{}, {"cell": "lstm", "num_layers": 2, "input_feeding": True, "tie_embeddings": False}]
-)
+@pytest.mark.parametrize("options", [{}, {"cell": "lstm", "input_feeding": True, "attention_type": "general"}])
 def test_the_exported_script_translates_as_the_recipe_does(options: dict, tmp_path: Path):
     data = TranslationDataModule(batch_size=64)
     data.prepare_data()
     data.setup("fit")
-    sizes = Seq2SeqTranslator.settings_from_data(data) | {"hidden_size": 32, "embedding_size": 32} | options
-    recipe = Seq2SeqTranslator(**sizes)
-    _, checkpoint = trained(recipe, data, tmp_path, limit_val_batches=0, limit_train_batches=80)
-    folder = export(Seq2SeqTranslator(**sizes), str(checkpoint), "onnx").path
+    sizes = Seq2SeqTranslator.settings_from_data(data) | {"hidden_size": 32, "embedding_size": 32, "dropout": 0.0}
+    recipe = Seq2SeqTranslator(**sizes, **options, lr=0.01)
+    _, checkpoint = trained(recipe, data, tmp_path, limit_val_batches=0, max_epochs=-1, max_steps=250)
+    folder = export(Seq2SeqTranslator(**sizes, **options), str(checkpoint), "onnx").path
     assert {file.name for file in folder.iterdir()} == {"encoder.onnx", "decoder.onnx", "metadata.json", "translate.py"}
     data.setup("test")
     sentences = [*SENTENCES, *data.source_sentences(torch.arange(200))]
     for beam in (1, 5):
         recipe.hparams.beam = beam
         translations = recipe.translate(sentences)
-        assert len(set(translations)) > 50
+        assert len(set(translations)) > 30
         assert translated(folder, sentences, beam) == translations
 
 
