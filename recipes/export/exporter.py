@@ -56,8 +56,8 @@ def _load(recipe: Recipe, checkpoint_path: str) -> dict[str, Any]:
     return checkpoint
 
 
-def _largest_error(graph: Graph, other: Callable[..., dict[str, Tensor]]) -> float:
-    """Of the outputs of `other`, over several batch sizes, relative to the largest value of each output."""
+def _errors(graph: Graph, other: Callable[..., dict[str, Tensor]]) -> list[float]:
+    """How far the outputs of `other` are off, for several batch sizes, relative to the largest value of each output."""
     errors: list[float] = []
     for batch in _BATCHES:
         inputs = graph.example(batch)
@@ -65,12 +65,12 @@ def _largest_error(graph: Graph, other: Callable[..., dict[str, Tensor]]) -> flo
         for name, value in expected.items():
             error = (value.double() - found[name].double()).abs().max() / value.double().abs().max().clamp(min=1e-6)
             errors.append(error.item())
-    return max(errors)
+    return errors
 
 
 def _agreement(kind: str, errors: Sequence[float], tolerance: float) -> str:
     """A sentence about the largest of the errors, which has to be within the tolerance."""
-    worst = max(errors)
+    worst = torch.tensor(errors).max().item()  # Unlike Python's, NaN where one is NaN.
     if not worst <= tolerance:
         raise UserError(
             f"the outputs of the {kind} file differ from the network's by {worst:.1e}, relative to their size"
@@ -96,7 +96,7 @@ def _export_weights(recipe: Recipe, path: Path, kind: str, metadata: dict[str, A
         expected, found = (
             network_graph(each, example, None, False, recipe.named_outputs) for each in (recipe.network, network)
         )
-        return Exported(path, {}, _agreement(kind, [_largest_error(expected, found.module)], tolerance=0.0))
+        return Exported(path, {}, _agreement(kind, _errors(expected, found.module), tolerance=0.0))
 
 
 def _remove_empty(folder: Path) -> None:
@@ -115,13 +115,13 @@ def _export_graphs(recipe: Recipe, path: Path, kind: str, graphs: list[Graph], m
             raise UserError(f"--output {path} is a file; {recipe.title} is exported to a folder of several files")
         files = [path / f"{graph.name}{_ENDINGS[kind]}" for graph in graphs]
         texts = {"metadata.json": json.dumps(metadata, indent=1, ensure_ascii=False), **recipe.export_files(kind)}
-    errors = []
+    errors: list[float] = []
     with ExitStack() as stack:
         if len(graphs) > 1:
             stack.callback(_remove_empty, path)
         for graph, file in zip(graphs, files, strict=True):
             part = stack.enter_context(whole_or_nothing(file))
-            errors.append(_largest_error(graph, write_graph(graph, part, kind, metadata)))
+            errors += _errors(graph, write_graph(graph, part, kind, metadata))
         for name, text in texts.items():
             stack.enter_context(whole_or_nothing(path / name)).write_text(text, encoding="utf-8")
         return Exported(path, inputs, _agreement(kind, errors, _TOLERANCE))
@@ -156,6 +156,8 @@ def export(
     path = Path(output) if output else beside.with_name(beside.stem + ending)
     if not path.parent.is_dir():
         raise UserError(f"--output {path}: there is no folder {path.parent}")
+    if len(graphs) <= 1 and path.is_dir():
+        raise UserError(f"--output {path} is a folder; name a file in it")
     metadata = json.loads(json.dumps(recipe.export_metadata() | {"config": checkpoint.get("config")}, default=str))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -174,6 +174,31 @@ def test_the_input_of_a_network_without_known_preprocessing_is_what_it_takes(tmp
     assert not {"mean", "std"} & metadata_of(exported.path, "torchscript").keys()
 
 
+@pytest.mark.parametrize("kind", ["state-dict", "torchscript"])
+def test_an_output_that_is_a_folder_is_refused(kind: str, saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"--output \. is a folder; name a file in it"):
+        export(MNISTClassifier(), str(saved[1]), kind, ".")
+
+
+class SometimesNaN(MNISTClassifier):
+    """A network that, built anew, returns NaN for single images."""
+
+    builds = 0
+
+    def build_network(self) -> nn.Module:
+        network = super().build_network()
+        self.builds += 1
+        if self.builds > 1:
+            network.register_forward_hook(lambda *call: call[-1] * (1 if len(call[-1]) > 1 else torch.nan))
+        return network
+
+
+def test_outputs_that_are_nan_for_one_batch_are_refused(saved):
+    with pytest.raises(UserError, match="differ from the network's by nan"):
+        export(SometimesNaN(), str(saved[1]), "state-dict")
+
+
 SIZES = {"source_vocab_size": 11, "target_vocab_size": 12, "hidden_size": 8, "embedding_size": 8}
 
 
