@@ -69,16 +69,20 @@ class EvaluationSamples:
         if not trainer.is_global_zero or not (writers or folder):
             return
         with timed(trainer, "draw"):
-            with best_effort("images in TensorBoard"):
-                for name, figure in self._figures(pl_module, stage).items():
-                    image = rendered(figure)
-                    if folder:
-                        with whole_or_nothing(folder / f"{name.replace('/', '_')}.png") as part:
-                            Image.fromarray(image).save(part, "PNG")
+            images: dict[str, Any] = {}
+            with best_effort("figures"):
+                images = {name: rendered(figure) for name, figure in self._figures(pl_module, stage).items()}
+            for name, image in images.items():
+                if folder:
+                    with (
+                        best_effort(f"the folder {folder.name}"),
+                        whole_or_nothing(folder / f"{name.replace('/', '_')}.png") as part,
+                    ):
+                        Image.fromarray(image).save(part, "PNG")
+                with best_effort("images in TensorBoard"):
                     for writer in writers:
                         writer.add_image(name, image, self._step(trainer), dataformats="HWC")
-                for writer in writers:
-                    writer.flush()
+                        writer.flush()
             self._forget()
 
     def _step(self, trainer: pl.Trainer) -> int:

@@ -75,7 +75,8 @@ class FolderGuard(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
-            set_aside(self.path.parent)
+            with best_effort("the results of the shorter training"):
+                set_aside(self.path.parent)
 
     @override
     def on_save_checkpoint(

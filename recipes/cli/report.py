@@ -26,6 +26,7 @@ from recipes.results.html_report import REPORT, write_report
 from recipes.results.origin import commit_of, hardware, versions
 from recipes.results.results_file import RESULTS, Best, Results, write_results
 from recipes.results.stopwatch import Stopwatch, count_parameters, loader_sizes, peak_memory
+from recipes.results.texts import memory_text
 from recipes.resume.saved_run import read_run
 
 __all__ = [
@@ -168,7 +169,7 @@ def report(
         **headline,
         "training": f"{seconds['train'] + seconds['validate']:.1f} s with validation{speed}",
         "time": _describe(seconds),
-        "peak memory": ", ".join(f"{n / 1e9:.2f} GB {on}" for on, n in memory.items() if n is not None),
+        "peak memory": memory_text(memory),
     }
     if outcome.stopped_early:
         rows["stopped early"] = outcome.stopped_early

@@ -1,5 +1,6 @@
 """The command verify: trains again from one checkpoint of a run to the next save, and compares the weights' bits."""
 
+import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -153,8 +154,8 @@ def verify(experiment: Experiment, interval: Interval) -> None:
     """
     recipe, settings = experiment.recipe, experiment.settings
     _check_beginning(interval)
-    if isinstance(threads := interval.start.environment.get("threads"), int) and threads > 0:
-        torch.set_num_threads(threads)
+    threads = interval.start.environment.get("threads", torch.get_num_threads())
+    torch.set_num_threads(max(1, min(threads, os.cpu_count() or 1)))
     io = _Repeats(interval)
     with tempfile.TemporaryDirectory() as empty:
         monitor = recipe.monitor if experiment.validates else None

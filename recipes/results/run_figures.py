@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from callbacks.drawing.evaluation_samples import EvaluationSamples, FigureTarget
+from callbacks.lib.best_effort import best_effort
 from callbacks.lib.trainer_attributes import callbacks_of
 from recipes.results.results_file import FIGURES
 
@@ -28,8 +29,9 @@ class RunFigures(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if trainer.is_global_zero and self.target.folder:
-            for path in self.target.folder.glob(f"{stage.removesuffix('idate')}_*.png"):
-                path.unlink()
+            with best_effort(FIGURES):
+                for path in self.target.folder.glob(f"{stage.removesuffix('idate')}_*.png"):
+                    path.unlink()
         for callback in callbacks_of(trainer):
             if isinstance(callback, EvaluationSamples):
                 callback.target = self.target

@@ -5,6 +5,7 @@ stay, so that a training from one checkpoint to the next save can be repeated an
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -63,19 +64,27 @@ class WeightsRecord:
         Raises:
             OSError: it cannot be written.
         """
-        there = self._path.exists()
-        if save == self._last and there:
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if save == self._last and size:
             return
         lines: list[dict[str, Any]] = [{"save": asdict(save)}]
-        if self._last is None or not there:
+        if self._last is None or not size:
             lines.insert(0, {"start": asdict(self._start)})
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(line, default=str) + "\n" for line in lines))
+        text = "".join(json.dumps(line, default=str) + "\n" for line in lines)
+        if self._last is None and size and not self._path.read_bytes().endswith(b"\n"):
+            text = "\n" + text  # A process was killed as it wrote its last line.
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError:
+            if self._path.exists():
+                os.truncate(self._path, size)
+            raise
         self._last = save
 
 
 def read_record(folder: Path) -> list[tuple[Start, list[Save]]]:
-    """The starts of a run, each with its saves; a last line that was cut off is left out.
+    """The starts of a run, each with its saves; a line that was cut off as its process ended is left out.
 
     Raises:
         UserError: there is none, or it is damaged.
@@ -88,34 +97,34 @@ def read_record(folder: Path) -> list[tuple[Start, list[Save]]]:
     if (size := path.stat().st_size) > _LARGEST_FILE:
         raise UserError(f"{path} has {size:,} bytes, and a record of weights has {_LARGEST_FILE:,} at most")
     found: list[tuple[Start, list[Save]]] = []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-    number = 0
-    try:
-        for line in lines:
-            number += 1
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, (line, following) in enumerate(pairwise(lines), 1):
+        try:
             value = json.loads(line)
             if "start" in value:
                 found.append((_checked(Start(**value["start"])), []))
             else:
                 found[-1][1].append(_checked(Save(**value["save"])))
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
-        raise UserError(f"line {number} of {path} cannot be read: {error}") from error
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+            if not following.startswith('{"start"'):  # Else the process was killed as it wrote the line.
+                raise UserError(f"line {number} of {path} cannot be read: {error}") from error
     return found
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("recipe", "sha256"), (str,)),
     **dict.fromkeys(("environment", "config"), (dict,)),
-    **dict.fromkeys(("step", "epoch"), (int,)),
+    **dict.fromkeys(("step", "epoch", "devices", "num_nodes", "threads"), (int,)),
     "resumed_from": (int, type(None)),
 }
 
 
 def _checked(value: Any) -> Any:
     """An entry of the record, whose values are of the right kinds."""
+    entries = vars(value) | getattr(value, "environment", {})
     for name, kinds in _KINDS.items():
-        if hasattr(value, name) and not isinstance(getattr(value, name), kinds):
-            raise TypeError(f"{name} is {str(getattr(value, name))[:40]!r}")
+        if name in entries and not isinstance(entries[name], kinds):
+            raise TypeError(f"{name} is {str(entries[name])[:40]!r}")
     return value
 
 

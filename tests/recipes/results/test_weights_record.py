@@ -60,6 +60,10 @@ def test_a_run_that_began_from_a_foreign_checkpoint_is_not_repeated_from_the_beg
         ("{}\n", "line 1 of .* cannot be read"),
         ('{"save": {"step": 1, "epoch": 1, "sha256": "a"}}\n', "line 1 of .* cannot be read"),
         ('{"start": {"recipe": 3, "resumed_from": null, "environment": {}, "config": {}}}\n', "recipe is"),
+        (
+            '{"start": {"recipe": "", "resumed_from": 1, "environment": {"threads": "9"}, "config": {}}}\n',
+            "threads is '9'",
+        ),
         ("[" * 100_000 + "\n", "line 1 of .* cannot be read"),
     ],
 )
@@ -70,6 +74,9 @@ def test_a_damaged_record_is_refused_and_a_line_that_was_cut_off_is_left_out(
     with (tmp_path / "weights.jsonl").open("a") as file:
         file.write('{"save": {"st')
     assert len(read_record(tmp_path)[0][1]) == 1
+    resumed = record(tmp_path, 5, 8)
+    assert read_record(tmp_path)[1] == (resumed, [Save(8, 1, "5-8")]), "the process was killed, and the run resumed"
+    assert ends(tmp_path, 5) == (5, 8, "5-8")
     (tmp_path / "weights.jsonl").write_text(text)
     with pytest.raises(UserError, match=problem):
         read_record(tmp_path)
