@@ -346,7 +346,7 @@ class FlagParser(ArgumentParser):
             close = difflib.get_close_matches(name[1], classes, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             return f"{flag} {name[1]} is not the name of a class; {hint}A class of yours is written as module.Class"
-        if name := re.search(r"Option '(\w+)' is not accepted", reason):
+        if name := re.search(r"Option '([^']+)' is not accepted", reason):
             named = re.findall(r"class_path\W+(?:\w+\.)*(\w+)", message) or re.findall(r"\w+", " ".join(args))
             given = [one for one in named if one in classes]
             parameters = [name for one in given for name in inspect.signature(classes[one]).parameters]
@@ -382,8 +382,9 @@ class FlagParser(ArgumentParser):
                 if problem is None:
                     continue
                 # The line of the part that the problem names, where there is one.
-                parts = [part for part in lines if part[0] == name and re.search(rf"\b{part[-1]}\b", problem)]
-                return f"{at(*max(parts, key=len))}: {problem.removeprefix('--')}"
+                words = re.findall(r"[^\s:,;?]+", problem)
+                parts = [part for part in lines if part[0] == name and part[-1] in words]
+                return f"{at(*max(parts, key=len, default=(name,)))}: {problem.removeprefix('--')}"
             kind = describe_type(self._type(name))
             for key, part in value.items() if isinstance(value, dict) else ():
                 if self._failure(self.parse_object, {name: {key: part}}) != required:

@@ -107,6 +107,8 @@ def test_a_mistake_is_answered_in_one_line(parser, args, message):
             "callbacks:\n- class_path: EarlyStoping\n",
             "line 1: callbacks EarlyStoping is not the name of a class",
         ),
+        ("base: &b\n  callbacks: [{class_path: Timr}]\n<<: *b\n", "settings.yaml: callbacks Timr is not the name of a"),
+        ('callbacks:\n- class_path: Timer\n  init_args: {"(": 1}\n', "line 3: callbacks: Timer has no parameter ("),
         (
             "callbacks:\n- class_path: EarlyStopping\n  init_args:\n    monitro: val/loss\n",
             "line 4: callbacks: EarlyStopping has no parameter monitro; did you mean monitor?",
