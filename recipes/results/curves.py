@@ -205,14 +205,16 @@ def panel_of(score: str | None) -> str | None:
 
 
 def shown_panels(names: Iterable[str], monitor: str | None, most: int = 8) -> list[str]:
-    """The panels to show: of the monitored score, of the loss, then the others; the learning rate is the last one.
+    """The panels to show: of the monitored score, of the loss, then the others; speed and learning rate come last.
 
     Example:
         >>> shown_panels(["learning rate", "ece", "loss", "accuracy"], "val/accuracy")
         ['accuracy', 'loss', 'ece', 'learning rate']
     """
     first = panel_of(monitor)
-    order = sorted(names, key=lambda name: (name == LEARNING_RATE, name != first, name != "loss"))
+    order = sorted(
+        names, key=lambda name: (name == LEARNING_RATE, name.endswith("_per_second"), name != first, name != "loss")
+    )
     return [*order[: most - 1], *order[-1:]] if len(order) > most else order
 
 
@@ -277,7 +279,11 @@ def panels_figure(panels: Sequence[Panel], columns: int = 3) -> "Figure":
     names: dict[str, Any] = {}
     for one in axes:
         names |= {str(name): handle for handle, name in zip(*one.get_legend_handles_labels(), strict=True)}
-    figure.legend(list(names.values()), list(names), loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    dotted = any(line.dotted for panel in panels for line in panel.lines)
+    title = "solid: validation, dotted: training" if dotted else None
+    figure.legend(
+        list(names.values()), list(names), loc="outside lower center", ncols=4, fontsize=9, frameon=False, title=title
+    )
     return figure
 
 

@@ -72,12 +72,9 @@ def memory_text(sizes: Any) -> str:
     """Bytes by where they were used.
 
     Example:
-        >>> memory_text({"host": 900 << 20, "device": 3 << 30})
-        '900 MiB host, 3.00 GiB device'
+        >>> memory_text({"host": 990_000_000, "device": 3_200_000_000})
+        '0.99 GB host, 3.20 GB device'
     """
     if not isinstance(sizes, Mapping):
         return ""
-    known = {where: size / 2**20 for where, size in sizes.items() if is_number(size)}
-    return ", ".join(
-        f"{size / 1024:.2f} GiB {where}" if size >= 1024 else f"{size:.0f} MiB {where}" for where, size in known.items()
-    )
+    return ", ".join(f"{size / 1e9:.2f} GB {where}" for where, size in sizes.items() if is_number(size))
