@@ -18,7 +18,7 @@ from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.lib.durations import Duration
 from callbacks.lib.exchange import broadcast
 from callbacks.lib.global_batch import global_batch_size
-from callbacks.lib.lightning_internals import save_now_unless_saved, training_is_done
+from callbacks.lib.lightning_internals import save_now_unless_saved, save_untrained, training_is_done
 from datamodules.errors import RunFailedError, UserError
 
 __all__ = ["CheckpointGuard", "LastCheckpoint", "check_space", "estimate_checkpoint_bytes", "save_interval"]
@@ -89,6 +89,8 @@ def check_space(folder: Path, checkpoint_bytes: int, files: int) -> None:
 class LastCheckpoint(ExactCheckpoint):
     """Keeps the newest checkpoint in ``last.ckpt``, saved at an interval and when the run ends.
 
+    A run of no epochs or steps saves the initial weights.
+
     Args:
         folder: where it is written.
         interval: as in "500 steps", "2 epochs" or "10 minutes". All ranks follow rank 0's clock.
@@ -122,6 +124,12 @@ class LastCheckpoint(ExactCheckpoint):
         done = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
         if done or trainer.should_stop or training_is_done(trainer):
             save_now_unless_saved(self, trainer)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Lightning calls no hook of training then.
+        if 0 in (trainer.max_epochs, trainer.max_steps) and not trainer.global_step:
+            save_untrained(self, trainer)
 
 
 class CheckpointGuard(pl.Callback):

@@ -45,6 +45,7 @@ __all__ = [
     "resume_max_steps_at_epoch_end",
     "save_last",
     "save_now_unless_saved",
+    "save_untrained",
     "saves_within_epochs",
     "set_collective_timeout",
     "set_writer",
@@ -364,6 +365,11 @@ def saves_within_epochs(checkpoint: ModelCheckpoint) -> bool:
 def save_last(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> None:
     """Saves its ``last.ckpt`` now."""
     checkpoint._save_last_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
+
+
+def save_untrained(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> None:
+    """Saves before the first update, which Lightning takes for saved."""
+    checkpoint._save_topk_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
 
 
 def save_now_unless_saved(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> None:

@@ -7,6 +7,7 @@ training device. Lightning leaves these loaders alone, since they are no ``DataL
 read (`datamodules.loading.worker_loaders`) use them too.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
@@ -18,7 +19,9 @@ from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader, Spans
 from datamodules.loading.sampling import epoch_order, evaluation_spans
 
-__all__ = ["EvaluationLoader", "EvaluationSampling", "TrainLoader", "TrainSampling", "Transform"]
+__all__ = ["EvaluationLoader", "EvaluationSampling", "TrainLoader", "TrainSampling", "Transform", "note_whole_set"]
+
+log = logging.getLogger("lightning_recipes")
 
 Transform = Callable[[Tensor, Tensor, int], Tensor]
 """What turns (inputs, their sample numbers, epoch) into the network's inputs, a batch at a time."""
@@ -30,6 +33,20 @@ class _SampleLoader(ABC):
     @abstractmethod
     def _batches(self, epoch: int, order: Tensor, spans: Spans) -> Iterator[tuple[Tensor, Tensor]]:
         """The samples at these positions of `order`."""
+
+
+def note_whole_set(at_once: int, count: int, items: str) -> None:
+    """Log once per loader that a batch of all ranks holds the training set; they share it.
+
+    Args:
+        items: what the set has, in words.
+    """
+    if at_once > count:
+        # Workers that are started afresh import this module, and would pay seconds for Lightning.
+        from lightning.pytorch.utilities import rank_zero_only
+
+        text = "note: a batch of %s holds the whole training set of %s %s: an epoch is one step"
+        rank_zero_only(log.warning)(text, f"{at_once:,}", f"{count:,}", items)
 
 
 def _check_batch_size(batch_size: int) -> None:
@@ -46,14 +63,14 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
         _check_batch_size(batch_size)
         if len(rows) == 0:
             raise UserError("there is no sample to train on: the training set is empty")
-        # Without drop_last, the ranks share a step that is larger than the set.
-        at_once = batch_size * world_size if drop_last else batch_size
-        if at_once > len(rows):
-            split = f" ({batch_size:,} on each of {world_size} ranks)" if at_once > batch_size else ""
+        at_once = batch_size * world_size
+        if drop_last and at_once > len(rows):
+            split = f" ({batch_size:,} on each of {world_size} ranks)" if world_size > 1 else ""
             raise UserError(
-                f"a batch of {at_once:,}{split} is larger than the training set of {len(rows):,} samples; "
-                f"pass batch_size={max(1, len(rows) * batch_size // at_once)} or less"
+                f"a batch of {at_once:,}{split} is larger than the training set of {len(rows):,} samples, and"
+                f" drop_last=True drops it; pass batch_size={max(1, len(rows) // world_size)} or less"
             )
+        note_whole_set(at_once, len(rows), "samples")
         super().__init__(len(rows), batch_size, rank, world_size, drop_last)
         self.rows, self.batch_size, self.seed, self.shuffle = rows, batch_size, seed, shuffle
 
@@ -129,7 +146,7 @@ class TrainLoader(TrainSampling, _Tensors):
         shuffle: False keeps the order of `rows` in every epoch.
 
     Raises:
-        UserError: the set is empty, or a batch is larger than the set.
+        UserError: the set is empty, or smaller than a batch that `drop_last` drops.
 
     Example:
         >>> loader = TrainLoader(torch.arange(10.0), torch.arange(10), torch.arange(10), batch_size=4, seed=1)

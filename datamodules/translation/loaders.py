@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from datamodules.errors import UserError
+from datamodules.loading.loaders import note_whole_set
 from datamodules.loading.randomness import permutation
 from datamodules.loading.resumable import ResumableLoader, Spans
 from datamodules.loading.sampling import epoch_order, evaluation_spans, training_spans
@@ -122,11 +123,8 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
             items, items_at_once = len(self._bounds) - 1, 1
             mean = (self._source_lengths + self._target_lengths).double().mean()
             batch_size = max(1, int(max_tokens / mean))
-        elif batch_size > len(rows):
-            raise UserError(
-                f"a batch of {batch_size:,} is larger than the training set of {len(rows):,} sentences; "
-                f"pass batch_size={len(rows)} or less"
-            )
+        else:
+            note_whole_set(batch_size * world_size, len(rows), "sentences")
         self.batch_size = batch_size
         """Sentences that one rank takes at a time; with `max_tokens` their mean number."""
         super().__init__(items, items_at_once, rank, world_size)

@@ -190,6 +190,8 @@ def _train_and_test(
 ) -> Outcome:
     """Train, then score the best checkpoint as validate and test do, and draw its figures."""
     recipe, data, resume = experiment.recipe, experiment.data, experiment.settings.run.resume
+    if folder and 0 in (trainer.max_epochs, trainer.max_steps):
+        rank_zero_print("nothing is trained in 0 epochs or steps: the initial weights are saved and scored")
     with _interruptible(trainer, experiment, folder, program), _restoring(resume):
         trainer.fit(recipe, data, ckpt_path=resume, weights_only=True)
     stopwatch.replace_first("other")

@@ -141,6 +141,11 @@ class Stopwatch(PartTimer, pl.Callback):
             self.epochs = batches / max(1, len(loader))
 
     @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # With max_epochs=0 nothing has trained, and these would have.
+        self.trainable = self.trainable or count_parameters(pl_module)[1]
+
+    @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self.begin("validate")

@@ -54,8 +54,8 @@ class SavedRun:
 
     def is_finished(self, max_epochs: int | None, max_steps: int = -1) -> bool:
         """Whether the run has reached these bounds; -1 and None are no bound."""
-        by_epochs = max_epochs is not None and 0 < max_epochs <= self.epochs
-        return by_epochs or 0 < max_steps <= self.updates
+        by_epochs = max_epochs is not None and 0 <= max_epochs <= self.epochs
+        return by_epochs or 0 <= max_steps <= self.updates
 
 
 def read_run(path: str | Path) -> SavedRun:

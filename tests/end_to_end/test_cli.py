@@ -191,7 +191,10 @@ def test_predict_reads_dark_and_light_pictures_and_writes_a_file(trained):
         (["--ckpt", "some.ckpt"], "error: fit begins with new weights; pass --resume FILE"),
         (["test", "--resume", "some.ckpt"], "error: --resume continues training; pass --ckpt FILE to test"),
         (["test", "--ckpt", "a", "--output", "no/such.json"], "error: --output no/such.json: there is no folder no"),
-        (["--dataset", "digits", "--batch-size", "5000"], "error: a batch of 5,000 is larger than the training set"),
+        (
+            ["--dataset", "digits", "--batch-size", "5000", "--drop-last"],
+            "error: a batch of 5,000 is larger than the training set",
+        ),
         (["--dataset", "mnist", "--no-download", "--data-dir", "no"], "error: the folder no does not exist"),
     ],
 )

@@ -251,9 +251,13 @@ def test_a_split_that_leaves_nothing_to_train_on_is_refused(tiny: Path):
         _data(tiny, val_fraction=0.999).setup("fit")
 
 
-def test_a_batch_larger_than_the_set_is_refused(tiny: Path):
-    with pytest.raises(UserError, match="a batch of 41 is larger than the training set of 40 samples; pass"):
-        _trainer().fit(Watcher(), datamodule=_data(tiny, batch_size=41))
+def test_a_batch_larger_than_the_set_holds_all_of_it(tiny: Path, caplog: pytest.LogCaptureFixture):
+    watcher = Watcher()
+    _trainer(max_epochs=2).fit(watcher, datamodule=_data(tiny, batch_size=64, **PLAIN))
+    assert [len(set(batch)) for batch in watcher.seen["train"]] == [40, 40]
+    assert "note: a batch of 64 holds the whole training set of 40 samples: an epoch is one step" in caplog.text
+    with pytest.raises(UserError, match="a batch of 41 is larger than the training set of 40 samples, and drop_last"):
+        _trainer().fit(Watcher(), datamodule=_data(tiny, batch_size=41, drop_last=True))
 
 
 def test_a_path_as_folder_leaves_the_checkpoint_loadable(tiny: Path):

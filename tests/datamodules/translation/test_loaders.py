@@ -274,7 +274,6 @@ def _with(**options) -> Callable[[], SentenceTrainLoader]:
     [
         (lambda: SentenceTrainLoader(PAIRS, ROWS[:0], 4, 1), "the training set is empty"),
         (_with(batch_size=0), "a batch holds one sentence at least, found 0"),
-        (_with(batch_size=54), "a batch of 54 is larger than the training set of 53 sentences; pass batch_size=53"),
         (_with(max_tokens=10), "max_tokens=10 is less than the longest pair of sentences has, 2. tokens"),
         (_with(max_tokens=100, bucket=False), "pass `batch_size` with bucket=False"),
         (lambda: SentenceEvaluationLoader(PAIRS, ROWS, 0), "a batch holds one sentence at least, found 0"),
