@@ -24,10 +24,14 @@ __all__ = [
     "build_optimizer",
     "build_scheduler",
     "layer_groups",
+    "learning_rate_scale",
     "optimizer_class",
     "parameter_groups",
     "schedule_curve",
 ]
+
+# Adaptive optimisers divide by the size of the gradient, so noise grows only with the square root.
+_LINEAR = {"sgd", "asgd"}
 
 ScheduleName = Literal["one_cycle", "cosine", "linear", "constant"]
 
@@ -231,3 +235,12 @@ def build_scheduler(optimizer: Optimizer, shape: str, total: Callable[[], float]
         return 1.0 if math.isinf(updates) else curve(min(1.0, update / max(1.0, updates)))
 
     return Schedule(optimizer, factor)
+
+
+def learning_rate_scale(
+    rule: Literal["auto", "none", "linear", "sqrt"], optimizer: str
+) -> Literal["linear", "sqrt"] | None:
+    """The rule that "auto" stands for: linear for SGD (Goyal et al., 2017), square root for adaptive optimisers."""
+    if rule == "auto":
+        return "linear" if optimizer.lower() in _LINEAR else "sqrt"
+    return None if rule == "none" else rule

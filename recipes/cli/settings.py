@@ -14,7 +14,7 @@ from callbacks.checkpointing.guard import LastCheckpoint
 from callbacks.finite_weights import FiniteWeights
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lean_loop import LeanLoop
-from callbacks.lib.rate_factor import Kind, Scale
+from callbacks.lib.rate_factor import Kind
 from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.seed_control import SeedControl
@@ -24,12 +24,11 @@ from datamodules.ranges import COUNT, SHARE, Range, check_ranges
 from recipes.cli.early_stopping import PatientStopping, score_mode
 from recipes.cli.limits import WholeUpdates
 from recipes.launch.precision import Precision
+from recipes.optim import learning_rate_scale
 from recipes.recipe import Recipe
 
-__all__ = ["RunSettings", "checkpoint_callbacks", "global_batch_text", "learning_rate_scale", "run_callbacks"]
+__all__ = ["RunSettings", "checkpoint_callbacks", "global_batch_text", "run_callbacks"]
 
-# Adaptive optimisers divide by the size of the gradient, so noise grows only with the square root.
-_LINEAR = {"sgd", "asgd"}
 _PATIENCE = 3
 
 
@@ -113,13 +112,6 @@ class RunSettings:
             base_batch_size=(self.base_batch_size, COUNT),
             patience=(self.patience, COUNT),
         )
-
-
-def learning_rate_scale(rule: Literal["auto", "none"] | Scale, optimizer: str) -> Scale | None:
-    """The rule that "auto" stands for: linear for SGD (Goyal et al., 2017), square root for adaptive optimisers."""
-    if rule == "auto":
-        return "linear" if optimizer.lower() in _LINEAR else "sqrt"
-    return None if rule == "none" else rule
 
 
 def _counted(number: int, what: str, plural: str = "s") -> str:

@@ -27,10 +27,9 @@ from callbacks.train_loss import TrainLoss
 from datamodules.errors import UserError
 from datamodules.mnist.data_module import MNISTDataModule
 from recipes.classification import ClassificationScores
-from recipes.cli.settings import learning_rate_scale
 from recipes.launch.precision import resolve_precision
 from recipes.mnist import ClassicNet, MNISTClassifier, MNISTNet
-from recipes.optim import SCHEDULES, build_optimizer, parameter_groups
+from recipes.optim import SCHEDULES, build_optimizer, learning_rate_scale, parameter_groups
 from recipes.recipe import Recipe
 from recipes.resnet import ResNetFineTuner
 from recipes.seq2seq import Seq2SeqTranslator

@@ -1,0 +1,125 @@
+"""Data of your own from the command line to its predictions, on any number of devices, interrupted or not."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from datamodules.mnist.data_module import load_digits
+from recipes.mnist import MNISTClassifier
+from tests.support.command_lines import Typed, type_line
+from tests.support.ranks import run_ranks
+
+RECIPES = {
+    "mnist": ("recipes:MNISTClassifier", "datamodules:MNISTDataModule"),
+    "resnet": ("recipes:ResNetFineTuner", "datamodules:ImageFolderDataModule"),
+    "seq2seq": ("recipes:Seq2SeqTranslator", "datamodules:TranslationDataModule"),
+}
+EXACT = ("--precision", "32-true", "--report", "false", "--accelerator", "cpu")
+
+
+def type_in(folder: Path, recipe: str, *args: str) -> Typed:
+    typed = run_ranks(type_line, 1, *RECIPES[recipe], list(args), str(folder))[0]
+    assert typed[0] == 0, typed[2]
+    return typed
+
+
+def weights(folder: Path, recipe: str, name: str) -> dict[str, Any]:
+    path = folder / "runs" / recipe / name / "checkpoints" / "last.ckpt"
+    state: dict[str, Any] = torch.load(path, weights_only=True)["state_dict"]
+    return state
+
+
+def results(folder: Path, recipe: str, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "runs" / recipe / name / "results.json").read_text())
+    return found
+
+
+def equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in second)
+
+
+@pytest.mark.slow
+def test_no_epochs_save_and_score_the_initial_weights(tmp_path: Path):
+    line = ("--dataset", "digits", "--max-epochs", "0", "--name", "zero", *EXACT)
+    _, out, err = type_in(tmp_path, "mnist", *line)
+    assert "nothing is trained in 0 epochs or steps: the initial weights are saved and scored" in out + err
+    found = results(tmp_path, "mnist", "zero")
+    assert found["epochs"] == 0
+    assert found["trainable_parameters"] == found["parameters"]
+    assert 0 < found["scores"]["test/accuracy"] < 0.4
+    assert weights(tmp_path, "mnist", "zero")
+
+
+@pytest.mark.slow
+def test_own_digits_train_alike_from_a_folder_an_archive_and_python_and_are_tested_and_predicted(tmp_path: Path):
+    images, labels = (part.numpy() for part in load_digits()["train"])
+    order = np.argsort(labels, kind="stable")
+    images, labels = images[order], labels[order]
+    for number, (pixels, label) in enumerate(zip(images, labels, strict=True)):
+        (tmp_path / "tree" / str(label)).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / "tree" / str(label) / f"{number:04}.png")
+    np.savez(tmp_path / "digits.npz", images=images, labels=labels)
+    line = ("--max-epochs", "2", "--batch-size", "100", "--seed", "3", "--test-fraction", "0.2", *EXACT)
+    type_in(tmp_path, "mnist", "--data-dir", "tree", "--name", "tree", *line)
+    type_in(tmp_path, "mnist", "--data-dir", "digits.npz", "--name", "npz", *line)
+    expected = weights(tmp_path, "mnist", "tree")
+    assert equal(weights(tmp_path, "mnist", "npz"), expected)
+    settings = {"max_epochs": 2, "batch_size": 100, "seed": 3, "test_fraction": 0.2, "enable_progress_bar": False}
+    classifier = MNISTClassifier.fit(images, labels, accelerator="cpu", **settings)
+    assert equal(dict(classifier.state_dict()), expected)
+    # No epoch, then one, then the other.
+    for epochs in ("0", "1", "2"):
+        stop = ("--max-epochs", "2") if epochs != "0" else ("--max-epochs", "0")
+        cut = ("--max-steps", "11") if epochs == "1" else ()
+        resume = ("--resume", "auto") if epochs != "0" else ()
+        type_in(tmp_path, "mnist", "--data-dir", "tree", "--name", "parts", *line[2:], *stop, *cut, *resume)
+    assert equal(weights(tmp_path, "mnist", "parts"), expected)
+    # Two devices with half the batch each take the same samples; BatchNorm sees half of them.
+    half = ("--max-epochs", "2", "--batch-size", "50", *line[4:], "--devices", "2", "--sync-bn")
+    type_in(tmp_path, "mnist", "--data-dir", "tree", "--name", "two", *half)
+    two = weights(tmp_path, "mnist", "two")
+    assert max(float((two[name].double() - expected[name].double()).abs().max()) for name in expected) < 0.05
+    found = results(tmp_path, "mnist", "tree")
+    assert found["data"]["name"] == "tree"
+    assert sum(found["data"]["sizes"].values()) == len(labels)
+    ckpt = "runs/mnist/tree/checkpoints/best.ckpt"
+    type_in(tmp_path, "mnist", "test", "--ckpt", ckpt, "--output", "test.json")
+    assert json.loads((tmp_path / "test.json").read_text())["test/accuracy"] == found["scores"]["test/accuracy"]
+    files = sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / "tree").glob("*/*00.png"))
+    type_in(tmp_path, "mnist", "predict", "--ckpt", ckpt, "--output", "out.csv", *files)
+    rows = list(csv.DictReader((tmp_path / "out.csv").open()))
+    assert [row["file"] for row in rows] == files
+
+
+@pytest.mark.slow
+def test_lists_of_photographs_and_a_table_of_sentences_are_trained_on_and_counted(tmp_path: Path):
+    for number in range(22):
+        colour = (number, 200 * (number % 2), 90)
+        (tmp_path / "pics").mkdir(exist_ok=True)
+        Image.new("RGB", (40, 40), colour).save(tmp_path / "pics" / f"{number}.png")
+    rows = [f"pics/{number}.png,{('ant', 'bee')[number % 2]}" for number in range(22)]
+    (tmp_path / "train.csv").write_text("path,label\n" + "\n".join([*rows, "pics/99.png,ant"]) + "\n")
+    line = ("--data-dir", "train.csv", "--weights", "none", "--image-size", "32", "--on-corrupt", "skip", "--name", "a")
+    _, out, err = type_in(tmp_path, "resnet", *line, "--max-epochs", "1", *EXACT)
+    assert "note: a batch of 32 holds the whole training set of 20 samples: an epoch is one step" in out + err
+    found = results(tmp_path, "resnet", "a")
+    assert found["data"] == {
+        "name": "train.csv",
+        "sizes": {"train": 20, "val": 2},
+        "left_out": {"whose file does not exist": 1},
+    }
+    pairs = [f"phrase {'tres ' * (i % 5)}{i},sentence {'very ' * (i % 5)}{i}" for i in range(60)]
+    (tmp_path / "pairs.csv").write_text("fr,en\n" + "\n".join(pairs) + "\n\n")
+    line = ("--data-file", "pairs.csv", "--max-length", "5", "--batch-size", "80", "--max-epochs", "1", "--name", "b")
+    _, out, err = type_in(tmp_path, "seq2seq", *line, "--hidden-size", "16", "--embedding-size", "16", *EXACT)
+    assert "line 1 is a header and no pair: the source is 'fr', the target 'en'" in out + err
+    assert "62 lines read = 36 pairs kept + 1 header + 1 blank + 24 over --max-length 5" in out + err
+    found = results(tmp_path, "seq2seq", "b")
+    assert found["data"]["left_out"] == {"header": 1, "blank": 1, "over max_length=5": 24}
+    assert sum(found["data"]["sizes"].values()) == 36
