@@ -1,5 +1,6 @@
 """Images by lists: ``train.txt`` and ``val.txt`` with a path and a label in each line, or CSV with columns for both."""
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +48,8 @@ class _List:
 
     def add(self, number: int, name: str, label: str, part: str) -> None:
         """Take a row, if it has a label and its file is there: relative to the list, or to the folder of its part."""
-        found = next((p for p in (self.path.parent / name, self.path.parent / self.part / name) if p.is_file()), None)
+        places = (self.path.parent / name, self.path.parent / self.part / name)
+        found = next((place for place in places if os.path.isfile(place)), None)  # noqa: PTH113 - Path's raises for long names.
         if not label or not name:
             self.faults.add("without a label" if name else "without a path", [number])
         elif found is None:

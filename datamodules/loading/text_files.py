@@ -1,5 +1,6 @@
 """Text files, plain, .gz or .zip: their lines, tables in them, and which lines cannot be used."""
 
+import contextlib
 import csv
 import gzip
 import io
@@ -150,8 +151,9 @@ def text_suffix(path: Path) -> str:
         >>> text_suffix(Path("pairs.CSV.gz")), text_suffix(Path("pairs"))
         ('.csv', '')
     """
-    if path.suffix.lower() == ".zip" and zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
+    if path.suffix.lower() == ".zip":
+        # A damaged one is refused where it is read.
+        with contextlib.suppress(zipfile.BadZipFile, OSError), zipfile.ZipFile(path) as archive:
             return next((Path(record.filename).suffix.lower() for record in _records(archive)), "")
     packed = path.suffix.lower() in (".gz", ".zip")
     return Path(path.stem).suffix.lower() if packed else path.suffix.lower()
@@ -161,8 +163,9 @@ def _delimiter(lines: Sequence[str | None]) -> str:
     """What separates the values: what cuts the first lines into equally many, two or more."""
     first = [line for line in lines[:30] if line and line.strip()]
     for mark in ",;\t":
-        if len(counts := {len(row) for row in csv.reader(first, delimiter=mark)}) == 1 and max(counts) > 1:
-            return mark
+        with contextlib.suppress(csv.Error):  # It is raised again, with its line, where the rows are read.
+            if len(counts := {len(row) for row in csv.reader(first, delimiter=mark)}) == 1 and max(counts) > 1:
+                return mark
     return ","
 
 

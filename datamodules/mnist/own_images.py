@@ -7,7 +7,6 @@ strokes to 20 pixels and centres them, light on dark.
 
 import logging
 import zipfile
-import zlib
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,7 +114,7 @@ class _Array:
 
     def read(self) -> Tensor:
         if self.pixels.shape[1:] == (_SIDE, _SIDE):
-            images = torch.from_numpy(np.ascontiguousarray(self.pixels))
+            images = torch.tensor(self.pixels)
             if _border(images).median() < _BRIGHTEST_BACKGROUND:
                 return images
         return in_mnist_form(map(Image.fromarray, np.ascontiguousarray(self.pixels)))
@@ -216,9 +215,13 @@ def _labels(labels: Any, source: str, count: int) -> "np.ndarray[Any, Any]":
 
 
 def _classes(train: "np.ndarray[Any, Any]", source: str) -> tuple[str, ...]:
+    if (train == train[0]).all():
+        raise UserError(f"{source} are all {train[0]}; expected two classes or more")
     if train.dtype.kind == "U":
         return class_order(train.tolist())
-    largest = int(train.max())
+    smallest, largest = int(train.min()), int(train.max())
+    if smallest < 0:
+        raise UserError(f"label {smallest} at row {int(train.argmin())} of {source}: expected class numbers from 0")
     if largest >= max(1000, len(train)):
         raise UserError(
             f"label {largest} at row {int(train.argmax())} of {source}: expected class numbers from 0; of"
@@ -310,12 +313,13 @@ def _read_npz(path: Path) -> OwnImages:
                 if complete:
                     images, labels = complete[0]
                     parts[part] = _read_array(archive, images, path), _read_array(archive, labels, path)
-    except (zipfile.BadZipFile, EOFError, zlib.error, ValueError, NotImplementedError, RuntimeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path} is no NumPy file (.npz), or damaged: {error}") from error
+    except (UserError, MemoryError):
+        raise
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    # NumPy and zipfile raise errors of many kinds for damaged files, from tokenize.TokenError to zlib.error.
+    except Exception as error:
+        raise UserError(f"{path} is no NumPy file (.npz), or damaged: {error}") from error
     if "train" not in parts:
         named = ", ".join(sorted(held)[:10]) or "nothing"
         raise UserError(

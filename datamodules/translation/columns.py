@@ -23,6 +23,8 @@ _WORDS = (
     | _TARGET
     | set(_LANGUAGES.split())
 )
+_GREETINGS = {"hi", "no", "he", "it", "et"}
+"""Codes of languages that are sentences, too."""
 
 
 def _tokens(cell: str) -> list[str]:
@@ -39,11 +41,13 @@ def is_header(cells: Sequence[str], places: tuple[int, int]) -> bool:
     """Whether a line names the columns, as source and target, en and fr, or "English words" and "French words" do.
 
     Example:
-        >>> is_header(["id", "English", "French"], (1, 2)), is_header(["go .", "va !"], (0, 1))
+        >>> is_header(["id", "English", "French"], (1, 2)), is_header(["hi", "no"], (0, 1))
         (True, False)
     """
     chosen = [cells[place].strip().lower() for place in places if place < len(cells)]
-    return len(chosen) == 2 and chosen[0] != chosen[1] and all(map(_is_name, chosen))
+    if len(chosen) < 2 or chosen[0] == chosen[1] or not all(map(_is_name, chosen)):
+        return False
+    return "en" in chosen or not _GREETINGS.intersection(chosen)
 
 
 def _by_names(names: Sequence[str]) -> tuple[int, int]:

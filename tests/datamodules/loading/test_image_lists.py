@@ -136,6 +136,18 @@ def test_lists_that_cannot_be_trained_on_are_refused_with_the_reason(
         find_images(pictures)
 
 
+def test_odd_names_values_and_archives_take_one_line(pictures: Path):
+    (pictures / "train.txt").write_text("x" * 300 + ".png 0\n" + _text("train", True))
+    with pytest.raises(UserError, match=r"1 whose file does not exist \(line 1\)"):
+        find_images(pictures / "train.txt")
+    (pictures / "long.csv").write_text(_csv("train") + "a" * 140_000 + ",b\n")
+    with pytest.raises(UserError, match=r"1 no CSV: field larger than field limit \(131072\) \(line 15\)"):
+        find_images(pictures / "long.csv")
+    (pictures / "list.zip").write_bytes(b"PK\x03\x04" + b"x" * 50)
+    with pytest.raises(UserError, match=r"list\.zip' is a file; unpack it, and pass its folder"):
+        find_images(pictures / "list.zip")
+
+
 def test_files_in_train_and_in_val_are_named(pictures: Path):
     (pictures / "train.txt").write_text(_text("train"))
     (pictures / "val.txt").write_text(_text("val") + _text("train").splitlines()[0])

@@ -160,6 +160,8 @@ IMAGES = np.full((6, 9, 9), 200, np.uint8)
         (IMAGES, LABELS + 0.5, "labels are float64, expected class numbers from 0, or names"),
         (IMAGES, LABELS + 2018, "label 2020 at row 2 of the train labels: expected class numbers from 0"),
         (IMAGES, LABELS * 0 - 100, "no train image has a label"),
+        (IMAGES, LABELS * 0 + 1, "the train labels are all 1; expected two classes or more"),
+        (IMAGES, LABELS - 3, "label -3 at row 0 of the train labels: expected class numbers from 0"),
         (IMAGES, np.array([b"a"] * 6, dtype=object), "labels are object"),
     ],
 )
@@ -207,12 +209,16 @@ def test_damaged_huge_and_other_archives_are_refused_by_name(tmp_path: Path):
     (tmp_path / "text.npz").write_text("images,labels")
     huge = _write_member(tmp_path / "huge.npz", "images", (10**12, 28, 28), b"\0" * 1000)
     bomb = _write_member(tmp_path / "bomb.npz", "images", (6, 7000, 7000), b"\0" * 6 * 7000 * 7000)
+    with zipfile.ZipFile(tmp_path / "header.npz", "w") as archive:
+        for name in ("images.npy", "labels.npy"):
+            archive.writestr(name, b"\x93NUMPY\x01\x00\x0b\x00{'descr': (")
     objects = _npz(tmp_path / "objects.npz", images=np.array([None, 1], dtype=object), labels=LABELS)
     cases = {
         tmp_path / "none.npz": "there is no file .*none.npz",
         tmp_path / "cut.npz": r"cut\.npz is no NumPy file \(\.npz\), or damaged",
         tmp_path / "flipped.npz": r"flipped\.npz is no NumPy file \(\.npz\), or damaged: Bad CRC-32",
         tmp_path / "text.npz": "text.npz is no NumPy file",
+        tmp_path / "header.npz": "header.npz is no NumPy file",
         huge: r"images of .*huge\.npz is damaged: its header says .* 784,000,000,000,000 bytes, and it holds 1,000",
         bomb: r"bomb\.npz is refused: its .* bytes unpack to 294,000,000 for images",
         objects: "images of .*objects.npz holds Python objects, which could run code",
@@ -222,7 +228,7 @@ def test_damaged_huge_and_other_archives_are_refused_by_name(tmp_path: Path):
     for path, reason in cases.items():
         with pytest.raises(UserError, match=reason):
             read_own_images(path)
-    with pytest.raises(UserError, match="holds 9 NumPy files; pass one of them"):
+    with pytest.raises(UserError, match="holds 10 NumPy files; pass one of them"):
         read_own_images(tmp_path)
 
 
