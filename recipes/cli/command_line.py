@@ -158,6 +158,12 @@ def _build_parser(classes: Classes, program: str) -> FlagParser:
     return parser
 
 
+def _class_name(callback: Any) -> str:
+    """The name of a callback's class in saved settings, which may come from anywhere."""
+    path = callback.get("class_path") if isinstance(callback, Mapping) else callback
+    return str(path).rpartition(".")[2]
+
+
 class _CommandLine:
     """One call of the command line: from what was typed to the settings of an experiment."""
 
@@ -373,7 +379,7 @@ class _CommandLine:
     def _check_callbacks(self, what: str, config: Mapping[str, Any], namespace: Namespace) -> None:
         """Refuse to train without the callbacks of a run, which are not taken from its files."""
         if config.get("callbacks") and namespace.callbacks is None and not namespace.resume_anyway:
-            names = ", ".join(str(callback["class_path"]).rpartition(".")[2] for callback in config["callbacks"])
+            names = ", ".join(_class_name(callback) for callback in config["callbacks"])
             raise UserError(
                 f"{what} was trained with --callbacks ({names}), and a checkpoint must not make a program run them:"
                 " pass them again, or the run's settings as --config config.yaml; or pass --resume-anyway"

@@ -198,9 +198,16 @@ class FlagParser(ArgumentParser):
 
         Names without a flag are ignored, and so are classes in modules that are not imported yet, since a checkpoint
         must not make the program import code.
+
+        Raises:
+            UserError: a value names a class that no file may name.
         """
         known = {name: value for name, value in values.items() if name in self._flags}
-        self.set_defaults({name: value for name, value in known.items() if not _names_unknown_class(value)})
+        try:
+            self.set_defaults({name: value for name, value in known.items() if not _names_unknown_class(value)})
+        except Exception as error:
+            reason = explain_refused_import(str(error)) or _one_line(str(error))
+            raise UserError(f"the saved settings cannot be used: {reason}") from error
 
     def as_plain(self, namespace: Namespace) -> dict[str, Any]:
         """All settings as plain Python, as in a file of settings."""

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +77,32 @@ def test_a_run_is_equal_to_the_bit_and_a_flipped_bit_anywhere_is_found(trained: 
     assert missing.status == wrong.status == 2
     assert "there is no runs/quadrants/weights.jsonl" in missing.err
     assert "leave out --lr, --seed" in wrong.err
+
+
+def test_a_received_run_chooses_no_code_and_no_wrong_value_gets_further_than_the_settings(
+    trained: Path, tmp_path: Path
+) -> None:
+    touch = {"class_path": "subprocess.Popen", "init_args": {"args": ["touch", str(tmp_path / "touched")]}}
+    given: dict[str, dict[str, Any]] = {
+        "callback": {"callbacks": [touch]},
+        "word": {"callbacks": ["subprocess.Popen", None]},
+        "value": {"lr": touch},
+        "strategy": {"strategy": touch},
+        "text": {"lr": "fast"},
+    }
+    for name, config in given.items():
+        run = _copy(trained, tmp_path, name)
+        lines = [json.loads(line) for line in (run / "weights.jsonl").read_text().splitlines()]
+        lines[0]["start"]["config"] |= config
+        (run / "weights.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ended = dict(zip(given, typed(tmp_path, *(f"verify runs/quadrants/{name}" for name in given))))
+    assert not (tmp_path / "touched").exists()
+    assert "was trained with --callbacks (Popen), and a checkpoint must not" in ended["callback"].err
+    assert "was trained with --callbacks (Popen, None)" in ended["word"].err
+    for name, one in ended.items():
+        assert "Traceback" not in one.err, name
+        assert len(one.err.splitlines()) <= 1, (name, one.err)
+        assert one.status == 2 or "equal to the bit" in one.out, (name, one)
 
 
 def _line(run: Path, step: int) -> str:
