@@ -208,8 +208,8 @@ def shown_panels(names: Iterable[str], monitor: str | None, most: int = 8) -> li
     """The panels to show: of the monitored score, of the loss, then the others; speed and learning rate come last.
 
     Example:
-        >>> shown_panels(["learning rate", "ece", "loss", "accuracy"], "val/accuracy")
-        ['accuracy', 'loss', 'ece', 'learning rate']
+        >>> shown_panels(["learning rate", "steps_per_second", "loss", "accuracy"], "val/accuracy")
+        ['accuracy', 'loss', 'steps_per_second', 'learning rate']
     """
     first = panel_of(monitor)
     order = sorted(
