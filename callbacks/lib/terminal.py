@@ -5,10 +5,10 @@ What goes into a file or a pipe is not broken.
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["fit_pairs", "fitted", "terminal_width", "wrap", "wrap_pieces"]
+__all__ = ["fit_pairs", "fit_rows", "fitted", "terminal_width", "wrap", "wrap_pieces"]
 
 _INDENT = "  "
 # From the name of a program to what cannot be a part of its arguments.
@@ -51,7 +51,7 @@ def _command_lines(command: str, width: int, indent: str) -> list[str]:
     """The lines of a command that is longer than the terminal, each with a backslash but the last."""
     room = width - len(indent) - len(" \\")
     pieces: list[str] = []
-    for word in re.findall(r"(?:'[^']*'|\"[^\"]*\"|\S)+", command):
+    for word in re.findall(r"python -m \S+|(?:'[^']*'|\"[^\"]*\"|\S)+", command):
         is_value = pieces and re.fullmatch(r"--?[\w-]+", pieces[-1]) and not word.startswith("-")
         # A flag stays with its value, unless that has room in a line without it only.
         if is_value and not len(word) <= room - len(_INDENT) < len(f"{pieces[-1]} {word}"):
@@ -113,6 +113,34 @@ def fitted(text: str, stream: Any) -> str:
     """A text as lines that fit the stream, where that is a terminal."""
     width = terminal_width(stream)
     return text if width is None else "\n".join(wrap(text, width))
+
+
+def fit_rows(rows: Sequence[Mapping[str, str]], width: int | None) -> list[str]:
+    """The lines of a table with a column per key; where the terminal is too narrow, each row with the names in it.
+
+    Args:
+        rows: at least one; all have the same keys.
+        width: of the terminal; None for no limit.
+
+    Example:
+        >>> print(*fit_rows([{"file": "a.png", "class": "7", "probability": "0.99"}], 26), sep="\\n")
+        file   class  probability
+        a.png  7      0.99
+        >>> print(*fit_rows([{"file": "a.png", "class": "7", "probability": "0.99"}], 24), sep="\\n")
+        a.png  class 7
+          probability 0.99
+    """
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(f"{cell:<{room}}" for cell, room in zip(row, widths)).rstrip() for row in cells]
+    if width is None or max(map(len, lines)) <= width:
+        return lines
+    lines = []
+    for row in rows:
+        first, *others = row.items()
+        pieces = wrap_pieces([first[1], *(f"{name} {value}" for name, value in others if value)], width)
+        lines += [line for piece in pieces for line in wrap(piece, width)]
+    return lines
 
 
 def fit_pairs(rows: dict[str, str], width: int | None) -> Iterator[tuple[str, list[str]]]:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from callbacks.lib.best_effort import best_effort, unsaved
-from callbacks.lib.terminal import fit_pairs, terminal_width
+from callbacks.lib.terminal import fit_pairs, fit_rows, terminal_width
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from recipes.cli.experiment import Experiment, takes_inputs
@@ -92,13 +92,12 @@ def print_pairs(rows: dict[str, str]) -> None:
 
 
 def print_rows(rows: Sequence[Mapping[str, str]]) -> None:
-    """Print a table with a column per key; nothing without rows."""
+    """Print a table with a column per key, or lines of each row on a narrow terminal; nothing without rows."""
     if not rows:
         return
-    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [escape("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip()) for row in cells]
-    _print_lines([f"[bold]{lines[0]}[/]", *lines[1:]])
+    width = terminal_width(sys.stdout)
+    first, *others = map(escape, fit_rows(rows, width))
+    _print_lines([f"[bold]{first}[/]", *others])
 
 
 def check_output(output: str | None) -> None:

@@ -9,7 +9,7 @@ import termios
 
 import pytest
 
-from callbacks.lib.terminal import fit_pairs, fitted, terminal_width, wrap
+from callbacks.lib.terminal import fit_pairs, fit_rows, fitted, terminal_width, wrap
 
 CHECKPOINT = "runs/mnist/2026-11-22_13-48-56/checkpoints/best.ckpt"
 COMMAND = f'python -m recipes.mnist predict --ckpt {CHECKPOINT} --unfreeze \'{{"fc": 3, "layer4": 1}}\' IMAGE.png'
@@ -42,6 +42,16 @@ def test_the_pairs_of_a_table_fit(width):
     begin = next(i for i, line in enumerate(lines) if "python" in line)
     words = shlex.split(_pasted(lines[begin:]))
     assert words[words.index("python") :] == shlex.split(COMMAND)
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 120])
+def test_the_rows_of_a_table_fit_and_lose_nothing(width):
+    then = ", ".join(f"class{i} 0.0{i}" for i in range(9))
+    rows = [{"file": f"scan_{i}.png", "class": "7", "probability": "0.9022", "then": then} for i in range(2)]
+    lines = fit_rows(rows, width)
+    assert all(len(line) <= width for line in lines)
+    assert " ".join(lines).split().count("class8") == 2
+    assert max(map(len, fit_rows(rows, None))) > 120
 
 
 def test_what_goes_into_a_file_is_not_broken(tmp_path):
