@@ -39,6 +39,14 @@ def weighted_sum(means: list[Tensor], counts: list[int | Tensor]) -> Tensor:
     return _sum(stacked, weights)
 
 
+def _right(outputs: dict[str, Any]) -> int | float | Tensor | None:
+    """How many targets of a step were right; None where it returned no number and no tensor."""
+    correct = outputs.get("correct")
+    if isinstance(correct, Tensor):
+        return correct.sum() if correct.ndim else correct
+    return correct if isinstance(correct, (int, float)) else None
+
+
 def _beside(name: str, other: str) -> str:
     """Another name in the same group: "train/accuracy" beside "train/loss"."""
     group, slash, _ = name.rpartition("/")
@@ -86,15 +94,17 @@ class TrainLoss(pl.Callback):
         self._update = update
         self._means: list[Tensor] = []
         self._counts: list[int | Tensor] = []
-        self._correct: list[Tensor | None] = []
+        self._correct: list[int | float | Tensor | None] = []
         self._folded: Tensor | float = 0.0
+        self._earlier: Tensor | float = 0.0
         self._logged = False
         self._since = time.monotonic()
 
     def _fold(self) -> None:
         if self._means:
-            sums, correct = weighted_sum(self._means, self._counts), [c for c in self._correct if c is not None]
-            hits = torch.stack(correct).sum().float() if correct else sums.new_zeros(())
+            sums, tensors = weighted_sum(self._means, self._counts), [c for c in self._correct if isinstance(c, Tensor)]
+            hits = torch.stack(tensors).sum().float() if tensors else sums.new_zeros(())
+            hits = hits + sum(c for c in self._correct if isinstance(c, (int, float)))
             self._folded = self._folded + torch.cat((sums, hits[None]))
             self._means, self._counts, self._correct = [], [], []
 
@@ -105,22 +115,23 @@ class TrainLoss(pl.Callback):
 
         if self._saved is not None:
             sums = self._saved["sums"].to(pl_module.device)
-            if sums.shape[1] == 2:  # Of a version without the accuracy.
-                sums = torch.cat((sums, torch.zeros_like(sums[:, :1])), 1)
+            if sums.shape[1] == 2:  # Of a version without the accuracy and the means of epochs.
+                sums = torch.nn.functional.pad(sums, (1, 0, 0, 1))
             self._load(trainer, sums)
             self._update, self._logged = self._saved["update"], self._saved["logged"]
             self._epoch = list(self._saved.get("epoch", self._epoch))
             self._saved = None
 
     def _load(self, trainer: pl.Trainer, by_rank: Tensor) -> None:
-        """Take this rank's sums of (ranks, 3, 1 + micro-batches), or all of them on rank 0 if their number differs."""
+        """Take this rank's sums of (ranks, 3, 2 + micro-batches), or all of them on rank 0 if their number differs."""
         if len(by_rank) == trainer.world_size:
             mine = by_rank[trainer.global_rank]
-            self._means, self._counts, self._correct = (list(row) for row in mine[:, 1:])
-            self._folded = mine[:, 0] if bool(mine[1, 0]) else 0.0
+            self._means, self._counts, self._correct = (list(row) for row in mine[:, 2:])
+            self._earlier, self._folded = (sums if bool(sums[1]) else 0.0 for sums in mine[:, :2].unbind(1))
         elif trainer.global_rank == 0:
-            means, counts, correct = by_rank[:, :, 1:].unbind(1)
-            self._folded = by_rank[:, :, 0].sum(0) + torch.cat((_sum(means, counts), correct.sum()[None]))
+            means, counts, correct = by_rank[:, :, 2:].unbind(1)
+            self._earlier = by_rank[:, :, 0].sum(0)
+            self._folded = by_rank[:, :, 1].sum(0) + torch.cat((_sum(means, counts), correct.sum()[None]))
 
     @override
     def on_save_checkpoint(
@@ -132,8 +143,8 @@ class TrainLoss(pl.Callback):
         rows = [
             [_number_of(value, device).float() for value in row] for row in (self._means, self._counts, self._correct)
         ]
-        folded = torch.as_tensor(self._folded, device=device).float().expand(3)
-        sums = torch.stack([torch.stack([first, *row]) for first, row in zip(folded, rows, strict=True)])
+        folded = [torch.as_tensor(part, device=device).float().expand(3) for part in (self._earlier, self._folded)]
+        sums = torch.stack([torch.stack([*first, *row]) for *first, row in zip(*folded, rows, strict=True)])
         by_rank = trainer.strategy.all_gather(sums).reshape(trainer.world_size, *sums.shape)
         saved = {"sums": by_rank, "update": self._update, "logged": self._logged, "epoch": list(self._epoch)}
         checkpoint.setdefault(_SUMS, {})[self.name] = saved
@@ -168,24 +179,30 @@ class TrainLoss(pl.Callback):
             factor = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             self._means.append(outputs["loss"] if factor == 1 else outputs["loss"] * factor)
             self._counts.append(count_targets(outputs, batch))
-            self._correct.append(outputs.get("correct"))
+            self._correct.append(_right(outputs))
             if len(self._means) == _FOLD:
                 self._fold()
-        has_accuracy = isinstance(outputs, dict) and outputs.get("correct") is not None
+        has_accuracy = isinstance(outputs, dict) and _right(outputs) is not None
         interval_ends = trainer.global_step // every > self._update // every
         if interval_ends or (trainer.is_last_batch and not self._logged):
             self._log_interval(trainer, has_accuracy)
         if trainer.is_last_batch:
             self._log_epoch(trainer, has_accuracy)
 
-    def _total(self, trainer: pl.Trainer) -> list[float] | None:
-        """The loss, the targets and the right ones since the last log, summed over all ranks; None without batches."""
+    def _totals(self, trainer: pl.Trainer) -> list[list[float]] | None:
+        """Loss, targets and right ones since the last log, of earlier epochs and of this one, summed over all ranks.
+
+        None without batches.
+        """
         self._fold()
-        if not isinstance(total := self._folded, Tensor):
+        parts = (self._earlier, self._folded)
+        like = next((part for part in parts if isinstance(part, Tensor)), None)
+        if like is None:
             return None
+        totals = torch.stack([torch.as_tensor(part, device=like.device).to(like.dtype).expand(3) for part in parts])
         if trainer.world_size > 1:
-            total = sum_over_ranks(total, total.device, total.dtype)
-        sums: list[float] = total.tolist()
+            totals = sum_over_ranks(totals, totals.device, totals.dtype)
+        sums: list[list[float]] = totals.tolist()
         return sums
 
     def _log(
@@ -204,7 +221,8 @@ class TrainLoss(pl.Callback):
 
     def _log_interval(self, trainer: pl.Trainer, has_accuracy: bool) -> None:
         logged = self._logged
-        if (total := self._total(trainer)) is not None:
+        if (totals := self._totals(trainer)) is not None:
+            total = [sum(parts) for parts in zip(*totals, strict=True)]
             if total[1]:
                 self._log(trainer, total, has_accuracy, rate=total[1] / max(1e-9, time.monotonic() - self._since))
                 logged = True
@@ -213,14 +231,15 @@ class TrainLoss(pl.Callback):
                     f"epoch {trainer.current_epoch} had no target: every `count` was 0, as where all labels are -100;"
                     " correct the labels"
                 )
-            self._epoch = [old + new for old, new in zip(self._epoch, total, strict=True)]
+            self._epoch = [sum(parts) for parts in zip(self._epoch, totals[1], strict=True)]
         self._start(trainer.global_step)
         self._logged = logged
 
     def _log_epoch(self, trainer: pl.Trainer, has_accuracy: bool) -> None:
         """Log the means of the epoch; what the next interval logs of it does not count for the next epoch."""
-        since_log = self._total(trainer) or [0.0, 0.0, 0.0]
-        total = [old + new for old, new in zip(self._epoch, since_log, strict=True)]
+        totals = self._totals(trainer) or [[0.0, 0.0, 0.0]] * 2
+        total = [sum(parts) for parts in zip(self._epoch, totals[1], strict=True)]
         if total[1]:
             self._log(trainer, total, has_accuracy, "_epoch")
-        self._epoch = [-value for value in since_log]
+        self._epoch = [0.0, 0.0, 0.0]
+        self._earlier, self._folded = self._earlier + self._folded, 0.0

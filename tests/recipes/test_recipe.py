@@ -191,6 +191,33 @@ def test_accuracy_and_the_means_of_an_epoch_are_over_all_of_its_targets(tmp_path
     assert float(crossing["train/accuracy"]) == pytest.approx(of_both / (of_both + 16))
 
 
+@pytest.mark.parametrize("correct", [3, 3.0, torch.tensor([True, True, True, False]), "3"])
+def test_right_targets_are_a_number_or_a_tensor_of_any_shape_and_others_are_left_out(tmp_path, correct):
+    class Own(Line):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) | {"correct": correct}
+
+    fit = trainer(logger=CSVLogger(tmp_path), max_epochs=1, log_every_n_steps=2)
+    fit.fit(Own(), batches())
+    expected = None if correct == "3" else 0.75
+    assert fit.callback_metrics.get("train/accuracy") == fit.callback_metrics.get("train/accuracy_epoch") == expected
+
+
+def test_a_loss_that_is_not_finite_spoils_the_means_of_its_own_epoch_only(tmp_path):
+    class Overflows(Numbered):
+        def training_step(self, batch, batch_idx):
+            output = super().training_step(batch, batch_idx)
+            bad = self.current_epoch == 0 and batch_idx == 5
+            return output | {"loss": output["loss"] + (float("nan") if bad else 0.0)}
+
+    logger = CSVLogger(tmp_path, name="", version="")
+    # Six batches an epoch: the last two of the first are logged with those of the second.
+    trainer(logger=logger, max_epochs=2, log_every_n_steps=4).fit(Overflows(), batches(n=24))
+    means = [float(row["train/loss_epoch"]) for row in _rows(tmp_path) if "train/loss_epoch" in row]
+    assert math.isnan(means[0])
+    assert means[1] == pytest.approx(sum(k * (k + 1) for k in range(6)) / 21)
+
+
 def test_a_resumed_epoch_logs_the_same_means(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     options: dict[str, Any] = {"max_epochs": 2, "log_every_n_steps": 5}
