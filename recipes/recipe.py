@@ -301,6 +301,8 @@ class Recipe(pl.LightningModule):
         data = self._new_data_module()
         if data is None:
             name = type(self).__name__
+            if self.data_class is None:
+                raise UserError(f"{name} names no data module that prepares its inputs; set {name}.data_class")
             raise UserError(
                 f"this {name} does not know how its data were prepared; load it from the checkpoint of a run, as in"
                 f" {name}.load_from_checkpoint(FILE)"
@@ -343,8 +345,10 @@ class Recipe(pl.LightningModule):
             saved = dict(data.hparams), data.state_dict()
         if saved is None:
             return None
-        parameters = inspect.signature(self.data_class).parameters
-        made = self.data_class(**{name: value for name, value in saved[0].items() if name in parameters})
+        # What belongs to one call, such as a folder to write into, is not taken from a checkpoint.
+        of_one_call = data_contract(self.data_class).call_parameters
+        wanted = inspect.signature(self.data_class).parameters.keys() - of_one_call
+        made = self.data_class(**{name: value for name, value in saved[0].items() if name in wanted})
         made.load_state_dict(saved[1])
         return made
 

@@ -37,11 +37,13 @@ class Strokes:
         ink: float32 of shape (height, width), from 0 for paper to 1 for ink; without specks.
         box: top, bottom, left and right of the ink, the second and the fourth exclusive.
         others: how many other groups of strokes are about as large: further digits.
+        at_border: whether strokes touch the border of the image, in `ink` or elsewhere.
     """
 
     ink: Tensor
     box: tuple[int, int, int, int]
     others: int
+    at_border: bool
 
 
 def _largest(image: Tensor, side: int) -> Tensor:
@@ -129,10 +131,13 @@ def find_strokes(grey: Tensor) -> Strokes | None:
     numbers, count = connected_components(ink > max(0.4 * strongest, 2 * noise))
     weights = torch.zeros(count + 1).index_add_(0, numbers.flatten(), ink.flatten())
     weights[0] = 0
-    pieces = {n: _box(numbers == n) for n in (weights >= _SPECK * weights.max()).nonzero().flatten().tolist()}
-    pieces = {n: box for n, box in pieces.items() if _is_stroke(numbers == n, box)}
+    boxes = _boxes(numbers, count)
+    large = (boxes[:, 1::2] - boxes[:, ::2]).amax(1) >= _SMALLEST * max(height, width)
+    pieces = {n: _as_box(boxes[n]) for n in (large & (weights >= _SPECK * weights.max())).nonzero().flatten().tolist()}
+    pieces = {n: box for n, box in pieces.items() if _is_stroke(numbers, n, box)}
     # The edge of the paper touches the border of the image, and a digit seldom does.
     inside = {n: box for n, box in pieces.items() if box[0] and box[2] and box[1] < height and box[3] < width}
+    at_border = len(inside) < len(pieces)
     if inside and weights[list(inside)].max() > 0.1 * weights.max():
         pieces = inside
     if not pieces:
@@ -154,7 +159,7 @@ def find_strokes(grey: Tensor) -> Strokes | None:
     softest = _SOFTEST if main in inside else _SOFTEST_AT_BORDER
     if not black.any() or ((ink > 0.02) & (ink < 0.98)).sum() > softest * black.sum():
         return None
-    return Strokes(ink, _box(black), others)
+    return Strokes(ink, _box(black), others, at_border)
 
 
 def _box(mask: Tensor) -> tuple[int, int, int, int]:
@@ -162,14 +167,38 @@ def _box(mask: Tensor) -> tuple[int, int, int, int]:
     return int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1
 
 
-def _is_stroke(mask: Tensor, box: tuple[int, int, int, int]) -> bool:
-    """Whether a region may be a stroke: no speck, nothing round, and not the strip between paper and border."""
-    (height, width), side = mask.shape, max(box[1] - box[0], box[3] - box[2])
-    outline = mask & (_largest((~mask).float(), 3) > 0)
-    thickness = 2 * mask.sum() / max(1, int(outline.sum()))
-    at_border = max(edge.float().mean() for edge in (mask[0], mask[-1], mask[:, 0], mask[:, -1]))
-    strip = at_border > 0.8 and box != (0, height, 0, width)
-    return side >= _SMALLEST * max(height, width) and float(thickness) <= _ROUND * side and not strip
+def _boxes(numbers: Tensor, count: int) -> Tensor:
+    """The boxes of regions by number, int64 of shape (count + 1, 4): top, bottom, left, right."""
+    found = []
+    for axis, length in enumerate(numbers.shape):
+        places = torch.arange(length).unsqueeze(1 - axis).expand(numbers.shape).flatten()
+        for reduce, outermost in (("amin", length), ("amax", -1)):
+            start = torch.full((count + 1,), outermost)
+            found.append(start.scatter_reduce(0, numbers.flatten(), places, reduce) + (reduce == "amax"))
+    return torch.stack(found, 1)
+
+
+def _as_box(row: Tensor) -> tuple[int, int, int, int]:
+    top, bottom, left, right = row.tolist()
+    return top, bottom, left, right
+
+
+def _is_stroke(numbers: Tensor, number: int, box: tuple[int, int, int, int]) -> bool:
+    """Whether a region may be a stroke: nothing round, and not the strip between paper and border."""
+    (height, width), (top, bottom, left, right) = numbers.shape, box
+    mask = numbers[top:bottom, left:right] == number
+    around = F.pad(mask.float(), (1, 1, 1, 1))
+    outline = mask & (_largest(1 - around, 3)[1:-1, 1:-1] > 0)
+    thickness = 2 * float(mask.sum()) / max(1, int(outline.sum()))
+    borders = (
+        (top == 0, mask[0], width),
+        (bottom == height, mask[-1], width),
+        (left == 0, mask[:, 0], height),
+        (right == width, mask[:, -1], height),
+    )
+    along = max((float(edge.sum()) / length for touches, edge, length in borders if touches), default=0.0)
+    strip = along > 0.8 and box != (0, height, 0, width)
+    return thickness <= _ROUND * max(bottom - top, right - left) and not strip
 
 
 def _place(box: tuple[int, int, int, int], main: tuple[int, int, int, int]) -> Literal["near", "beside", "far"]:

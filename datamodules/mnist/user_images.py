@@ -62,6 +62,8 @@ def _as_it_is(pixels: Tensor) -> Tensor | None:
 def _strokes_in(grey: Image.Image) -> Strokes | None:
     """The strokes of the digit, looked at closely where it is small."""
     strokes, factor = _strokes_at(grey)
+    if strokes is None or strokes.at_border:
+        strokes = _strokes_in_cutting(grey) or strokes
     if strokes is None:
         return None
     top, bottom, left, right = (round(side / factor) for side in strokes.box)
@@ -72,6 +74,19 @@ def _strokes_in(grey: Image.Image) -> Strokes | None:
         if closer is not None:
             return replace(closer, others=strokes.others)
     return strokes
+
+
+def _strokes_in_cutting(grey: Image.Image) -> Strokes | None:
+    """The strokes of an image that was cut out around a digit; None where it was not."""
+    pixels = _pixels(grey)
+    border = torch.cat((pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1])).median()
+    margin = max(2, max(grey.size) // 4)
+    strokes, factor = _strokes_at(ImageOps.expand(grey, margin, int(border)))
+    if strokes is None:
+        return None
+    top, bottom, left, right = strokes.box
+    whole = bottom - top > 0.9 * factor * grey.height and right - left > 0.9 * factor * grey.width
+    return strokes if whole else None
 
 
 def _strokes_at(grey: Image.Image) -> tuple[Strokes | None, float]:

@@ -96,6 +96,17 @@ def test_images_are_taken_as_arrays_tensors_images_files_and_folders(digits, tmp
         assert [row["probability"] for row in rows] == pytest.approx([row["probability"] for row in expected], abs=1e-5)
 
 
+def test_a_checkpoint_does_not_choose_a_folder_to_write_into(digits, tmp_path: Path):
+    checkpoint = torch.load(digits[0], weights_only=True)
+    checkpoint["datamodule_hyper_parameters"]["save_seen"] = str(tmp_path / "chosen")
+    torch.save(checkpoint, tmp_path / "a.ckpt")
+    recipe = MNISTClassifier.load_from_checkpoint(tmp_path / "a.ckpt")
+    recipe.predict(load_digits()["test"][0][:2])
+    assert not (tmp_path / "chosen").exists()
+    recipe.predict(load_digits()["test"][0][:2], save_seen=tmp_path / "asked for")
+    assert len(list((tmp_path / "asked for").iterdir())) == 2
+
+
 def test_of_three_channels_a_colour_image_is_made_where_the_network_sees_colours():
     pixels = np.zeros((3, 40, 40), np.uint8)
     assert given_images(pixels, colour=True).names == ["images[0]"]

@@ -168,3 +168,59 @@ def test_a_decompression_bomb_is_refused(tmp_path: Path):
     path = tmp_path / "bomb.png"
     Image.new("1", (16_000, 12_000)).save(path)
     assert "bomb" in read_digits([str(path)]).unreadable[0]
+
+
+def _likeness(image: Image.Image) -> float:
+    """The correlation with the plain seven, at the best of the shifts by a pixel."""
+    found = as_mnist(image).float()
+    shifted = [found.roll((y, x), (1, 2)) for y in (-1, 0, 1) for x in (-1, 0, 1)]
+    return max(float(torch.corrcoef(torch.stack((one.flatten(), EXPECTED.flatten())))[0, 1]) for one in shifted)
+
+
+@pytest.mark.parametrize("light_on_dark", [False, True])
+def test_a_shadow_across_a_digit_leaves_its_strokes(light_on_dark):
+    page = np.full((300, 400), 230.0)
+    page[80:200, 150:240] -= 0.7 * _seven()
+    y, x = np.mgrid[0:300, 0:400]
+    lit = page * np.where(x + 0.6 * y < 270, 0.4, 1.0) * (1 - 0.0005 * y)
+    image = Image.fromarray((230 - page if light_on_dark else lit).astype(np.uint8))
+    assert _likeness(image) > 0.93
+
+
+def test_a_small_digit_in_a_large_photograph_is_looked_at_closely():
+    page = np.full((3000, 4000), 235, dtype=np.uint8)
+    page[2000:2240, 700:880] -= (0.8 * _seven().repeat(2, 0).repeat(2, 1)).astype(np.uint8)
+    assert _likeness(Image.fromarray(page)) > 0.93
+
+
+def test_a_digit_that_is_cut_out_up_to_its_strokes_is_read():
+    assert _likeness(Image.fromarray(255 - _seven()[10:100, 15:70])) > 0.93
+
+
+def test_dust_and_the_edge_of_the_paper_are_left_out():
+    page = np.full((300, 400), 230, dtype=np.uint8)
+    page[80:200, 150:240] -= (0.7 * _seven()).astype(np.uint8)
+    page[:, :30] = 40
+    page[20:23, 300:303] = 60
+    page[250:252, 120:124] = 60
+    assert _likeness(Image.fromarray(page)) > 0.93
+
+
+def test_two_digits_are_called_that_and_one_is_not():
+    page = np.full((300, 500), 230, dtype=np.uint8)
+    for left in (100, 220):
+        page[80:200, left : left + 90] -= (0.7 * _seven()).astype(np.uint8)
+    assert read_digit(Image.fromarray(page))[1] == "2 digits or more"
+    assert read_digit(Image.fromarray(page[:, :200]))[1] == ""
+
+
+def test_paper_in_a_shadow_shows_no_strokes():
+    y, x = np.mgrid[0:300, 0:400]
+    noise = np.random.default_rng(0).normal(0, 3, x.shape)
+    for light in (np.ones_like(x), 1 - x / 800, np.where(x < 200, 0.5, 1), 0.5 + 0.5 / (1 + np.exp((y - 150) / 20))):
+        page = (220 * light + noise).clip(0, 255).astype(np.uint8)
+        assert read_digit(Image.fromarray(page))[1] == "no strokes found"
+
+
+def test_mnists_own_form_in_black_on_white_is_inverted_and_nothing_else():
+    assert torch.equal(as_mnist(Image.fromarray(255 - EXPECTED[0].byte().numpy())), EXPECTED.byte())
