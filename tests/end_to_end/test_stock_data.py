@@ -31,7 +31,7 @@ def test_the_table_tells_the_sizes_of_the_loaders_and_the_samples_that_were_trai
     folder, out = trained
     assert re.search(r"^data +Points: 101 train, 40 val$", out, re.MULTILINE)
     results = json.loads((folder / "runs/quadrants/run/results.json").read_text())
-    assert results["data"] == {"name": "Points", "sizes": {"train": 101, "val": 40}}
+    assert results["data"] == {"name": "Points", "sizes": {"train": 101, "val": 40}, "left_out": {}}
     seconds = results["seconds"]["train"]
     assert results["samples_per_second"] * seconds == pytest.approx(2 * 5 * 16, rel=1e-3)
 
