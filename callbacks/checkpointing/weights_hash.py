@@ -11,7 +11,7 @@ __all__ = ["first_difference", "weights_hash"]
 
 
 def _bytes(tensor: Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def weights_hash(state_dict: Mapping[str, Any]) -> str | None:

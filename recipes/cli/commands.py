@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import yaml
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -204,14 +205,16 @@ def _train_and_test(
     step = read_run(best).updates if best else trainer.global_step
     figures = [RunFigures(folder if experiment.settings.run.report else None, step)] if folder else []
     renew_callbacks(trainer, experiment, stopwatch, *figures)
-    if folder:
-        rank_zero_print(f"scoring {shown(best) if best else 'the weights'} and drawing ...")
+    tests = is_overridden("test_step", recipe) and is_overridden("test_dataloader", data)
+    if folder and (experiment.validates or tests):
+        draws = experiment.settings.run.report or any(isinstance(log, TensorBoardLogger) for log in trainer.loggers)
+        rank_zero_print(f"scoring {shown(best) if best else 'the weights'}{' and drawing' if draws else ''} ...")
     with _interruptible(trainer, experiment, folder, program):
         if experiment.validates:
-            with stopwatch.timed("validate"), _without_points(trainer):
+            with stopwatch.timed("test"), _without_points(trainer):
                 validated = trainer.validate(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
             scores |= validated[0] if validated else {}
-        if is_overridden("test_step", recipe) and is_overridden("test_dataloader", data):
+        if tests:
             with stopwatch.timed("test"):
                 tested = trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
             scores |= tested[0] if tested else {}

@@ -24,7 +24,7 @@ from recipes.launch.settings import Command
 from recipes.launch.streams import print_error, unwritten_streams
 from recipes.results.html_report import REPORT, write_report
 from recipes.results.origin import commit_of, hardware, versions
-from recipes.results.results_file import RESULTS, Best, Results, write_results
+from recipes.results.results_file import PARTS, RESULTS, Best, Results, write_results
 from recipes.results.stopwatch import Stopwatch, count_parameters, loader_sizes, peak_memory
 from recipes.results.texts import memory_text
 from recipes.resume.saved_run import read_run
@@ -110,7 +110,7 @@ def check_output(output: str | None) -> None:
 
 def _describe(seconds: Mapping[str, float]) -> str:
     """The seconds of a run's parts in words, the longest first."""
-    names = {"start_up": "start-up", "validate": "validation", "save": "saving", "draw": "drawing", "train": "training"}
+    names = dict(zip(PARTS, ("start-up", "training", "validation", "saving", "drawing", "scoring", "other")))
     parts = sorted(((value, names.get(part, part)) for part, value in seconds.items() if part != "total"), reverse=True)
     return f"{seconds['total']:.1f} s: " + ", ".join(f"{name} {value:.1f}" for value, name in parts if value >= 0.05)
 
@@ -160,13 +160,14 @@ def report(
     sizes = stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders) | dict(data.sizes)
     rate, seconds = stopwatch.samples_per_second(sizes.get("train", 0)), stopwatch.by_part()
     headline, memory = recipe.headline(scores), peak_memory(trainer.strategy.root_device)
+    validation = " with validation" if seconds["validate"] else ""
     speed = f", {rate:,.0f} samples/s" if rate else ""
     rows = {
         "data": ": ".join(filter(None, (data.title, ", ".join(f"{n:,} {part}" for part, n in sizes.items())))),
         "parameters": f"{parameters:,} ({trainable:,} trainable)",
         **({"FLOPs per sample": f"{_with_unit(flops)}, forward"} if flops is not None else {}),
         **headline,
-        "training": f"{seconds['train'] + seconds['validate']:.1f} s with validation{speed}",
+        "training": f"{seconds['train'] + seconds['validate']:.1f} s{validation}{speed}",
         "time": _describe(seconds),
         "peak memory": memory_text(memory),
     }

@@ -14,7 +14,7 @@ FIGURES = "figures"
 """The folder in a run's folder with the figures of its best checkpoint: ``STAGE_NAME.png``."""
 
 PARTS = ("start_up", "train", "validate", "save", "draw", "test", "other")
-"""The parts that a run's seconds are divided into."""
+"""The parts of a run's seconds; "validate" is validation in training, and "test" scores the best checkpoint."""
 
 _LARGEST_FILE = 1 << 24  # Bytes. Results have some thousands; a score per class of ImageNet takes 200,000.
 

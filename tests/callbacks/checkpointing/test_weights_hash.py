@@ -35,6 +35,11 @@ def test_the_first_tensor_that_differs_is_named_with_how_much() -> None:
     assert first_difference(one, _weights()) == "0.bias is torch.float64 (4,), and was torch.float32 (4,)"
 
 
+def test_a_conjugated_view_has_the_hash_of_its_values() -> None:
+    value = torch.tensor([1 + 2j])
+    assert weights_hash({"w": value.conj()}) == weights_hash({"w": torch.tensor([1 - 2j])})
+
+
 def test_weights_of_which_a_rank_holds_a_part_have_no_hash() -> None:
     class Part(Tensor):
         """As torch's DTensor."""
