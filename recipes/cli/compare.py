@@ -6,6 +6,7 @@ It reads the small files of the runs' folders, also of unfinished and damaged on
 import argparse
 import glob
 import itertools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -83,7 +84,8 @@ def find_runs(patterns: Sequence[str]) -> list[Path]:
     found: dict[Path, Path] = {}
     others = []
     for pattern in patterns:
-        paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern))  # noqa: PTH207 - of any folder
+        # Path.exists raises an error for a name that is too long.
+        paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))  # noqa: PTH110, PTH207
         if not paths:
             raise UserError(f"there is no {pattern}; expected folders of runs, such as runs/mnist/NAME")
         for path in map(Path, paths):
@@ -115,7 +117,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 def _mapping(value: Any) -> dict[str, Any]:
     """A value of a file that may be damaged, where it is a mapping."""
-    return value if isinstance(value, dict) else {}
+    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else {}
 
 
 def _read(folder: Path, name: str) -> Run:
@@ -179,7 +181,6 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     A setting that only some of the recipes have is among them if it was changed.
     """
     runs = [_read(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
-
     known = sum(bool(run.sections[_SETTINGS]) for run in runs)
 
     def differs(section: str, name: str) -> bool:
@@ -203,13 +204,10 @@ def table_of(runs: Sequence[Run]) -> dict[str, list[list[str]]]:
         names = dict.fromkeys(name for run in runs for name in run.sections[section])
         rows = []
         for name in names:
-            values = [run.sections[section].get(name, _ABSENT) for run in runs]
-            rows.append([name, *("" if value is _ABSENT else text(value) for value in values)])
+            of_runs = [run.sections[section] for run in runs]
+            rows.append([name, *(text(values[name]) if name in values else "" for values in of_runs)])
         table[section] = rows
     return {section: rows for section, rows in table.items() if rows}
-
-
-_ABSENT = object()
 
 
 def _heading(section: str) -> str:

@@ -22,7 +22,12 @@ def value_text(value: Any) -> str:
     """
     if value is None:
         return "-"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError):  # Such as a mapping of dates, which YAML may hold.
+        return str(value)
 
 
 def score_text(value: Any) -> str:

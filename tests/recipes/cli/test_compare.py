@@ -39,7 +39,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_run(tmp_path / "other/one", **results(0.1, 2.0, config=other, recipe="other"), changed=["beam_size"])
     unfinished = save_run(tmp_path / "mnist/unfinished", CURVES)
     (unfinished / "results.json").unlink()
-    (unfinished / "config.yaml").write_text("lr: 0.1\nseed: 7\n")
+    (unfinished / "config.yaml").write_text("lr: 0.1\nseed: 7\n1: 2\nodd: {2026-01-01: 3}\n")
     broken = save_run(tmp_path / "mnist/broken", "\0\0", scores={"val/loss": "x"})
     (broken / "results.json").write_text('{"scores": {"val/lo')
     wrong = {"seconds": {"train": "long"}, "best": 3, "versions": [], "changed": 4, "config": 5, "data": "x"}
@@ -134,6 +134,7 @@ def test_a_csv_file_has_a_row_for_each_run(runs: Path, capsys: pytest.CaptureFix
         (["mnist"], r"mnist is no folder of a run, which holds config.yaml; pass 'mnist/\*' for the runs in it"),
         (["mnist/one", "mnist/three"], "there is no mnist/three; expected folders of runs"),
         (["nothing/*", "mnist/one"], r"there is no nothing/\*"),
+        (["mnist/one", "x" * 5000], "there is no xxx"),
         (["mnist/*", "--output", "a.txt"], "a.txt: expected a name that ends in .png, .html, .csv, .json"),
         (["mnist/*", "--output", "no/a.png"], "no/a.png: there is no folder no"),
         (["other/one", "mnist/wrong", "--output", "a.png"], "a.png: none of these runs has curves"),
