@@ -53,22 +53,27 @@ def skipped_on_device(optimizer: Optimizer) -> bool:
 def rates_by_name(groups: Sequence[dict[str, Any]], rates: Sequence[float | Tensor], prefix: str) -> dict[str, float]:
     """Learning rates, one for all groups with the same, under names that stay when a group is added.
 
-    They are called the prefix, then ``<prefix>/<name or number>`` after the first group that has the rate. Groups that
-    begin with other rates are kept apart, also where a schedule ends at 0 for all.
+    The first is called the prefix, the others ``<prefix>/<name or number>`` after the first group that has the rate, or
+    what its groups' names begin with. Groups that begin with other rates are kept apart, also where a schedule ends at
+    0 for all.
 
     Example:
         >>> rates_by_name([{}, {"name": "head"}, {}], [0.1, 0.2, 0.3], "lr")
         {'lr': 0.1, 'lr/head': 0.2, 'lr/2': 0.3}
-        >>> rates_by_name([{"name": "decay"}, {"name": "no_decay"}], [0.1, 0.1], "lr")
-        {'lr': 0.1}
+        >>> names = ("layer4.decay", "layer4.no_decay", "fc.decay", "fc.no_decay")
+        >>> rates_by_name([{"name": name} for name in names], [0.1, 0.1, 0.5, 0.5], "lr")
+        {'lr': 0.1, 'lr/fc': 0.5}
     """
-    named: dict[str, float] = {}
-    seen = set()
+    names: dict[tuple[float, float], list[str]] = {}
     for number, (group, rate) in enumerate(zip(groups, rates, strict=False)):
-        value, begun = float(rate), float(group.get("initial_lr", rate))
-        if (begun, value) not in seen:
-            seen.add((begun, value))
-            named[prefix + (f"/{group.get('name', number)}" if number else "")] = value
+        key = float(group.get("initial_lr", rate)), float(rate)
+        names.setdefault(key, []).append(str(group.get("name", number)))
+    named: dict[str, float] = {}
+    for (_, rate), (first, *others) in names.items():
+        parents = {name.rpartition(".")[0] for name in (first, *others)}
+        name = parents.pop() if others and len(parents) == 1 else ""
+        taken = not name or f"{prefix}/{name}" in named
+        named[f"{prefix}/{first if taken else name}" if named else prefix] = rate
     return named
 
 
