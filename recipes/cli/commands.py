@@ -201,7 +201,10 @@ def _train_and_test(
         return Outcome({}, None, stopped, epochs)
     best = _best_checkpoint(trainer, folder)
     scores: dict[str, float] = {}
-    last = {name: float(value) for name, value in trainer.callback_metrics.items() if name.split("/")[0] != "lr"}
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.split("/")[0] != "lr"}
+    # Of a score that is logged for steps and epochs, the epoch's.
+    parts = {f"{name}{suffix}" for name in logged for suffix in ("_step", "_epoch")}
+    last = {name: logged.get(f"{name}_epoch", value) for name, value in logged.items() if name not in parts}
     step = read_run(best).updates if best else trainer.global_step
     figures = [RunFigures(folder if experiment.settings.run.report else None, step)] if folder else []
     renew_callbacks(trainer, experiment, stopwatch, *figures)

@@ -1,6 +1,9 @@
 """A run that has finished, and the same command line again."""
 
+import shutil
 from pathlib import Path
+
+import pytest
 
 from recipes.results.results_file import read_results
 from recipes.resume.saved_run import read_run
@@ -13,10 +16,18 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_finished_run_is_never_rewritten_and_what_it_does_not_do_is_said(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which a run of two epochs was started."""
+    home = tmp_path_factory.mktemp("trained")
+    typed(home, f"{FIT} --max-epochs 2")
+    return home
+
+
+def test_a_finished_run_is_never_rewritten_and_what_it_does_not_do_is_said(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     folder = tmp_path / "runs" / "quadrants" / "one"
     auto = "--name one --resume auto"
-    typed(tmp_path, f"{FIT} --max-epochs 2")
     before = _contents(folder)
     again, shorter, other, given, steps = typed(
         tmp_path,
@@ -38,12 +49,12 @@ def test_a_finished_run_is_never_rewritten_and_what_it_does_not_do_is_said(tmp_p
         assert "this run has finished its 2 epochs and 14 updates; pass --max-epochs 4 to train longer" in ended.err
 
 
-def test_a_finished_run_that_trains_longer_keeps_its_results_under_another_name(tmp_path: Path) -> None:
+def test_a_finished_run_that_trains_longer_keeps_its_results_under_another_name(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     folder = tmp_path / "runs" / "quadrants" / "one"
-    typed(tmp_path, f"{FIT} --max-epochs 1")
     first = (folder / "results.json").read_bytes()
-    (longer,) = typed(tmp_path, "--name one --resume auto --max-epochs 2")
+    (longer,) = typed(tmp_path, "--name one --resume auto --max-epochs 3")
     assert longer.status == 0
     assert (folder / "results-1.json").read_bytes() == first
-    assert read_results(folder)["config"]["max_epochs"] == 2
-    assert read_run(folder / "checkpoints" / "last.ckpt").epochs == 2
+    assert read_results(folder)["config"]["max_epochs"] == 3
+    assert read_run(folder / "checkpoints" / "last.ckpt").epochs == 3

@@ -70,7 +70,7 @@ def test_seconds_by_part_add_up_to_the_wall_clock_and_agree_with_the_epochs_on_t
 def test_the_seconds_of_a_resumed_run_are_its_own_and_those_of_the_earlier_start_stand_beside_them(run: Any) -> None:
     _, _, first, longer = run
     assert first["earlier_seconds"] is None
-    assert longer["earlier_seconds"]["train"] == pytest.approx(first["seconds"]["train"], rel=0.2)
+    assert 0 < longer["earlier_seconds"]["train"] <= first["seconds"]["train"]
     assert longer["earlier_seconds"]["draw"] == 0.0, "that was after the checkpoint"
     assert longer["seconds"]["total"] == pytest.approx(sum(longer["seconds"][part] for part in PARTS), abs=1e-4)
     assert longer["epochs"] == 4
