@@ -13,7 +13,7 @@ from datamodules.errors import UserError
 from datamodules.images.files import UnreadableImage, load_image
 from datamodules.loading.unpacking import unpacked_limit
 from datamodules.mnist.idx import read_idx
-from datamodules.mnist.user_images import load_images
+from datamodules.mnist.user_images import open_image
 from datamodules.translation.parallel_corpus import read_lines
 
 LINES = b"a\tb\n"
@@ -93,7 +93,7 @@ def test_an_image_with_too_many_pixels_is_refused_before_it_is_decoded(tmp_path:
     with pytest.raises(UnreadableImage, match=r"white.png .* 13,000 x 13,000 pixels, and the limit is 89,478,485;"):
         load_image(path, 32)
     with pytest.raises(UserError, match=r"white.png .* 13,000 x 13,000 pixels, and the limit is 50,000,000;"):
-        load_images([str(path)])
+        open_image(path)
 
 
 def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(tmp_path: Path) -> None:
