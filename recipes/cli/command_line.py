@@ -236,6 +236,12 @@ class _CommandLine:
         if folder is None:
             raise UserError(f"verify needs the folder of a run; pass verify runs/{self.classes.recipe.title}/NAME")
         interval = find_interval(folder)
+        recipe, own = interval.start.recipe, self.classes.recipe.titles()
+        if own and recipe not in own:
+            raise UserError(
+                f"{shown(folder)} is a run of the recipe {recipe}, and this is {self.classes.recipe.title}: pass it to"
+                " that recipe's command"
+            )
         config = interval.start.config | {n: interval.start.environment.get(n) for n in ("devices", "num_nodes")}
         free = _OF_VERIFY | self.classes.free_parameters
         typed = self.parser.typed(args).items()

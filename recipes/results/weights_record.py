@@ -180,4 +180,5 @@ def interval_to_repeat(folder: Path, checkpoints: Mapping[int, Path]) -> Interva
     ]
     if found:
         return min(found, key=lambda interval: interval.step - interval.from_step)
-    return saved[steps[0]] if steps and saved[steps[0]].start.resumed_from is None else None
+    first = next((saved[step] for step in steps if step), None)  # A run without training saves its initial weights.
+    return first if first and first.start.resumed_from is None else None

@@ -55,12 +55,15 @@ def test_a_run_is_equal_to_the_bit_and_a_flipped_bit_anywhere_is_found(trained: 
     lines[1 + steps.index(8)]["save"]["sha256"] = "0" * 64
     (other / "weights.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    equal, weights, state, record, scratch, missing, wrong = typed(
+    foreign = _copy(trained, tmp_path, "foreign") / "weights.jsonl"
+    foreign.write_text(foreign.read_text().replace('"recipe": "quadrants"', '"recipe": "resnet"'))
+    equal, weights, state, record, scratch, missing, wrong, resnet = typed(
         tmp_path,
         *(f"verify runs/quadrants/{name}" for name in ("run", "weights", "state", "record")),
         f"verify {trained / 'runs' / 'quadrants' / 'one'} --batch-size 16",
         "verify runs/quadrants",
         "verify runs/quadrants/run --lr 0.5 --seed 3",
+        "verify runs/quadrants/foreign",
     )
     assert (equal.status, equal.err) == (0, "")
     assert "7 updates, to 8 updates (epoch 2)" in equal.out
@@ -74,7 +77,8 @@ def test_a_run_is_equal_to_the_bit_and_a_flipped_bit_anywhere_is_found(trained: 
     assert "and abacus in the run" in record.err
     assert "and 1.0 in the run" in record.err
     assert scratch.status == 0
-    assert missing.status == wrong.status == 2
+    assert missing.status == wrong.status == resnet.status == 2
+    assert "runs/quadrants/foreign is a run of the recipe resnet, and this is quadrants" in resnet.err
     assert "there is no runs/quadrants/weights.jsonl" in missing.err
     assert "leave out --lr, --seed" in wrong.err
 

@@ -42,6 +42,13 @@ def test_the_interval_begins_at_a_checkpoint_with_a_next_save_else_at_the_beginn
     )
 
 
+def test_weights_that_were_saved_before_the_first_update_are_no_interval(tmp_path: Path) -> None:
+    record(tmp_path, None, 0)
+    assert ends(tmp_path) is None
+    record(tmp_path, 0, 5)
+    assert ends(tmp_path, 0) == (0, 5, "0-5")
+
+
 def test_what_was_abandoned_by_a_resume_from_an_earlier_checkpoint_is_not_compared(tmp_path: Path) -> None:
     record(tmp_path, None, 5, 10, 15)
     record(tmp_path, 5, 9, 14)
