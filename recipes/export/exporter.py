@@ -44,9 +44,15 @@ class Exported:
 
 
 def _load(recipe: Recipe, checkpoint_path: str) -> dict[str, Any]:
-    """Load a checkpoint into a recipe on the CPU, in the dtype of the checkpoint."""
+    """Load a checkpoint into a recipe on the CPU, in the dtype of the checkpoint.
+
+    Raises:
+        UserError: weights are NaN.
+    """
     checkpoint: dict[str, Any] = load_plain(checkpoint_path)
     weights = checkpoint["state_dict"]
+    if broken := next((name for name, value in weights.items() if torch.isnan(value).any()), None):
+        raise UserError(f"{broken} in {checkpoint_path} is NaN: the training diverged; pass an earlier checkpoint")
     kinds = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
     if len(kinds) == 1:
         recipe.network.to(kinds.pop())
@@ -141,7 +147,8 @@ def export(
         include_preprocessing: graphs take uint8 images, where the checkpoint knows how they are normalised.
 
     Raises:
-        UserError: the recipe or this installation cannot write the format, or a file has other outputs.
+        UserError: weights are NaN, the recipe or this installation cannot write the format, or a file has other
+            outputs.
     """
     _check_packages(kind)
     checkpoint = _load(recipe, checkpoint_path)

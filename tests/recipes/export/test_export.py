@@ -252,6 +252,16 @@ def test_of_an_export_of_several_files_all_are_written_or_none(tmp_path: Path):
     assert [file.name for file in tmp_path.iterdir()] == ["best.ckpt"]
 
 
+@pytest.mark.parametrize("kind", ["state-dict", "torchscript"])
+def test_weights_that_are_nan_are_refused_by_name(kind: str, saved: tuple[MNISTClassifier, Path]) -> None:
+    checkpoint = torch.load(saved[1], weights_only=True)
+    checkpoint["state_dict"]["network.head.bias"][3] = torch.nan
+    torch.save(checkpoint, saved[1])
+    with pytest.raises(UserError, match=r"network.head.bias in .*best.ckpt is NaN: the training diverged"):
+        export(MNISTClassifier(), str(saved[1]), kind)
+    assert [file.name for file in saved[1].parent.iterdir()] == ["best.ckpt"]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is not None, reason="onnxruntime is installed")
 def test_onnx_without_its_packages_says_what_to_install(saved):
     with pytest.raises(UserError, match=r"onnx needs .*onnxruntime.*; run pip install 'lightning-recipes\[onnx\]'"):
