@@ -446,7 +446,7 @@ class MNISTDataModule(BaseDataModule):
         if stage != "predict":
             self._resolve_dataset()
         wanted = {"fit": ("train", "val"), "validate": ("train", "val"), "test": ("test",)}.get(stage, ())
-        if self.dataset == "custom":
+        if self.dataset == "custom" and wanted:
             self._set_up_own(wanted)
             return
         if "train" in wanted and "train" not in self._parts:
