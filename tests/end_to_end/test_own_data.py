@@ -2,6 +2,9 @@
 
 import csv
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from recipes.mnist import MNISTClassifier
 from tests.support.command_lines import Typed, type_line
 from tests.support.ranks import run_ranks
 
+ROOT = Path(__file__).parents[2]
 RECIPES = {
     "mnist": ("recipes:MNISTClassifier", "datamodules:MNISTDataModule"),
     "resnet": ("recipes:ResNetFineTuner", "datamodules:ImageFolderDataModule"),
@@ -79,7 +83,10 @@ def test_own_digits_train_alike_from_a_folder_an_archive_and_python_and_are_test
         type_in(tmp_path, "mnist", "--data-dir", "tree", "--name", "parts", *line[2:], *stop, "--resume", "auto")
     # Two devices with half the batch each take the same samples; BatchNorm sees half of them.
     half = ("--max-epochs", "2", "--batch-size", "50", *line[4:], "--devices", "2", "--sync-bn")
-    type_in(tmp_path, "mnist", "--data-dir", "tree", "--name", "two", *half)
+    command = [sys.executable, "-m", "recipes.mnist", "--data-dir", "tree", "--name", "two", *half]
+    subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, check=True
+    )
     two = weights(tmp_path, "mnist", "two")
     assert max(float((two[name].double() - expected[name].double()).abs().max()) for name in expected) < 0.05
     found = results(tmp_path, "mnist", "tree")

@@ -135,6 +135,14 @@ def test_images_of_any_size_and_polarity_take_mnists_form_as_in_predict(
     assert np.array_equal(channels.numpy(), images)
 
 
+def test_small_images_are_enlarged_light_on_dark(digits: tuple[np.ndarray, np.ndarray]):
+    images = np.stack([np.array(Image.fromarray(pixels).crop((4, 4, 24, 24)).resize((8, 8))) for pixels in digits[0]])
+    for given in (images, 255 - images):
+        found, _ = images_from_arrays({"train": (given, digits[1])}, "small").read("train")
+        assert found[:, :4].max() == found[:, :, 24:].max() == 0
+        assert (found.float() - torch.from_numpy(digits[0]).float()).abs().mean() < 20
+
+
 LABELS = np.arange(6) % 3
 IMAGES = np.full((6, 9, 9), 200, np.uint8)
 
