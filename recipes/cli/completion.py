@@ -57,6 +57,10 @@ def completion_script(shell: str, recipes: dict[str, str]) -> str:
     comparison = names.add_parser("compare", add_help=False, help="compare runs")
     comparison.add_argument("run", nargs="*").complete = shtab.DIRECTORY  # type: ignore[attr-defined]
     comparison.add_argument("--output").complete = shtab.FILE  # type: ignore[attr-defined]
+    verification = names.add_parser(
+        "verify", add_help=False, help="train a part of a run again, and compare the weights"
+    )
+    verification.add_argument("run").complete = shtab.DIRECTORY  # type: ignore[attr-defined]
     for name, summary in recipes.items():
         parser = names.add_parser(name, add_help=False, help=summary)
 

@@ -40,7 +40,7 @@ def _complete(script: Path, line: str) -> list[str]:
 
 
 def test_recipes_commands_flags_and_values_are_completed(script: Path) -> None:
-    assert {"list", "compare", "mnist", "resnet", "seq2seq"} <= {*_complete(script, "lightning-recipes ")}
+    assert {"list", "compare", "verify", "mnist", "resnet", "seq2seq"} <= {*_complete(script, "lightning-recipes ")}
     assert _complete(script, "lightning-recipes se") == ["seq2seq"]
     assert _complete(script, "lightning-recipes mnist ex") == ["export"]
     assert _complete(script, "lightning-recipes mnist --max-ep") == ["--max-epochs"]
