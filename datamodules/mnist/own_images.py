@@ -1,8 +1,8 @@
 """Images of your own for the MNIST recipe: class folders, lists of files, a NumPy file or arrays.
 
 Every image takes MNIST's form in one way, that of `predict`. Those of 28 x 28 that are light on dark, as most of a set
-are or are not, stay as they are. Smaller ones are enlarged to 20 pixels, light on dark, and all others go through
-`as_mnist`, which searches for the strokes, crops them to 20 pixels and centres them.
+are or are not, stay as they are. All others go through `as_mnist`, which enlarges smaller ones, and in larger ones
+searches for the strokes, crops them to 20 pixels and centres them.
 """
 
 import logging
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 from numpy.lib import format as npy
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from datamodules.errors import UserError
@@ -50,22 +50,6 @@ def _border(images: Tensor) -> Tensor:
     return torch.cat((images[:, 0], images[:, -1], images[:, :, 0], images[:, :, -1]), 1)
 
 
-def _enlarged(image: Image.Image) -> Tensor:
-    """A clean image of fewer pixels than MNIST's, such as scikit-learn's digits: 20 pixels high or wide, on 28 x 28.
-
-    The background is that of the corners; the strokes of so small an image touch its borders.
-    """
-    grey = image.convert("L")
-    if np.median(np.asarray(grey)[[0, 0, -1, -1], [0, -1, 0, -1]]) > 127:
-        grey = ImageOps.invert(grey)
-    factor = 20 / max(grey.size)
-    size = max(1, round(grey.width * factor)), max(1, round(grey.height * factor))
-    grey = grey.resize(size, Image.Resampling.BILINEAR)
-    canvas = Image.new("L", (_SIDE, _SIDE))
-    canvas.paste(grey, ((_SIDE - grey.width) // 2, (_SIDE - grey.height) // 2))
-    return torch.frombuffer(bytearray(canvas.tobytes()), dtype=torch.uint8).view(_SIDE, _SIDE)
-
-
 def in_mnist_form(images: Iterable[Image.Image]) -> Tensor:
     """A set of images in MNIST's form, uint8 of shape (n, 28, 28).
 
@@ -79,7 +63,7 @@ def in_mnist_form(images: Iterable[Image.Image]) -> Tensor:
             small.append(len(prepared))
             prepared.append(torch.frombuffer(bytearray(image.convert("L").tobytes()), dtype=torch.uint8).view(28, 28))
         else:
-            prepared.append(_enlarged(image) if max(image.size) < _SIDE else as_mnist(image)[0])
+            prepared.append(as_mnist(image)[0])
     if not prepared:
         return torch.empty(0, _SIDE, _SIDE, dtype=torch.uint8)
     found = torch.stack(prepared)

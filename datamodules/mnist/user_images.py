@@ -59,6 +59,26 @@ def _as_it_is(pixels: Tensor) -> Tensor | None:
     return pixels if border >= 192 and fills and ((centre - 14).abs() < 1).all() else None
 
 
+def _enlarged(grey: Image.Image) -> Tensor:
+    """A clean image of fewer pixels than MNIST's, such as scikit-learn's digits: 20 pixels high or wide, on 28 x 28.
+
+    The background is that of the corners; the strokes of so small an image touch its borders.
+
+    Returns:
+        float32 of shape (28, 28), light on dark; all 0 where the image has one shade.
+    """
+    pixels = _pixels(grey)
+    if pixels.max() - pixels.min() < 16:
+        return torch.zeros(28, 28)
+    if pixels[[0, 0, -1, -1], [0, -1, 0, -1]].quantile(0.5) > 127:
+        grey = ImageOps.invert(grey)
+    factor = 20 / max(grey.size)
+    grey = grey.resize([max(1, round(side * factor)) for side in grey.size], Image.Resampling.BILINEAR)
+    canvas = Image.new("L", (28, 28))
+    canvas.paste(grey, ((28 - grey.width) // 2, (28 - grey.height) // 2))
+    return _pixels(canvas)
+
+
 def _strokes_in(grey: Image.Image) -> Strokes | None:
     """The strokes of the digit, looked at closely where it is small."""
     strokes, factor = _strokes_at(grey)
@@ -99,8 +119,8 @@ def _strokes_at(grey: Image.Image) -> tuple[Strokes | None, float]:
 def read_digit(image: Image.Image) -> tuple[Tensor, str]:
     """An image of one digit in MNIST's form, and why it is unclear, if so.
 
-    An image of 28 x 28 that is light on dark, or as MNIST's but inverted, is taken to be prepared already. In any other
-    the strokes are searched for (`datamodules.mnist.strokes`).
+    An image of 28 x 28 that is light on dark, or as MNIST's but inverted, is taken to be prepared already. A smaller one
+    is enlarged to 20 pixels. In any other the strokes are searched for (`datamodules.mnist.strokes`).
 
     Args:
         image: any size and mode; transparency counts as background.
@@ -109,7 +129,7 @@ def read_digit(image: Image.Image) -> tuple[Tensor, str]:
         uint8 of shape (1, 28, 28), which is all 0 where nothing was found, and a reason such as "no strokes found".
     """
     grey = _in_grey(image)
-    ready = _as_it_is(_pixels(grey)) if grey.size == (28, 28) else None
+    ready = _enlarged(grey) if max(grey.size) < 28 else _as_it_is(_pixels(grey))
     if ready is not None:
         return ready.to(torch.uint8)[None], "" if ready.max() - ready.min() >= 16 else NOTHING_FOUND
     strokes = _strokes_in(grey)

@@ -15,7 +15,7 @@ from torch import Tensor
 from datamodules import MNISTDataModule, UserError
 from datamodules.mnist.data_module import load_digits
 from datamodules.mnist.own_images import images_from_arrays, read_own_images
-from datamodules.mnist.user_images import as_mnist
+from datamodules.mnist.user_images import as_mnist, read_digits
 
 PLAIN: dict[str, Any] = {"shift": 0, "rotation": 0, "scale": 0, "batch_size": 32}
 
@@ -141,6 +141,8 @@ def test_small_images_are_enlarged_light_on_dark(digits: tuple[np.ndarray, np.nd
         found, _ = images_from_arrays({"train": (given, digits[1])}, "small").read("train")
         assert found[:, :4].max() == found[:, :, 24:].max() == 0
         assert (found.float() - torch.from_numpy(digits[0]).float()).abs().mean() < 20
+        predicted = read_digits([Image.fromarray(pixels) for pixels in given])
+        assert torch.equal(predicted.pixels[:, 0], found), "predict sees what was trained on"
 
 
 LABELS = np.arange(6) % 3
