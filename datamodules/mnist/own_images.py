@@ -151,7 +151,8 @@ class OwnImages:
         blank = (images.flatten(1).amax(1) == 0).nonzero().flatten().tolist()
         if blank:
             first = self.images[part].describe(blank[0])
-            _warn(f"note: {len(blank):,} of {len(images):,} {part} images are blank, such as {first}")
+            some = f"{len(blank):,} of {len(images):,} {part} images"
+            _warn(f"note: {some} are blank or show no strokes, such as {first}")
         return images, labels
 
 

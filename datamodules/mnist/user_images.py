@@ -119,8 +119,8 @@ def _strokes_at(grey: Image.Image) -> tuple[Strokes | None, float]:
 def read_digit(image: Image.Image) -> tuple[Tensor, str]:
     """An image of one digit in MNIST's form, and why it is unclear, if so.
 
-    An image of 28 x 28 that is light on dark, or as MNIST's but inverted, is taken to be prepared already. A smaller one
-    is enlarged to 20 pixels. In any other the strokes are searched for (`datamodules.mnist.strokes`).
+    An image of 28 x 28 that is light on dark, or as MNIST's but inverted, is taken to be prepared already. A smaller
+    one is enlarged to 20 pixels. In any other the strokes are searched for (`datamodules.mnist.strokes`).
 
     Args:
         image: any size and mode; transparency counts as background.

@@ -254,7 +254,7 @@ def test_unreadable_and_blank_images_are_counted_and_named(
         data.setup("fit")
     notes = [record.getMessage() for record in caplog.records]
     assert notes[0].startswith("note: left out 1 files that are no images by their endings: 1 .txt, such as")
-    assert notes[1] == f"note: 1 of 41 train images are blank, such as {tmp_path}/0/blank.png"
+    assert notes[1] == f"note: 1 of 41 train images are blank or show no strokes, such as {tmp_path}/0/blank.png"
     assert data.left_out == {".txt": 1}
     for number in range(7):
         (tmp_path / "2" / f"broken{number}.png").write_bytes(b"no image")
