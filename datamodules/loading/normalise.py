@@ -18,7 +18,7 @@ class Normalise(nn.Module):
         std: their standard deviations.
 
     Example:
-        >>> Normalise([0.5], [0.25])(torch.tensor([[[[0, 255]]]], dtype=torch.uint8))
+        >>> Normalise([0.5], [0.25])(torch.tensor([[[[0, 255]]]], dtype=torch.uint8)).round()
         tensor([[[[-2.,  2.]]]])
     """
 

@@ -273,7 +273,7 @@ class MNISTDataModule(BaseDataModule):
             >>> data = MNISTDataModule.from_arrays(digits.images / 16, digits.target, batch_size=64)
             >>> data.setup("fit")
             >>> data.num_classes, data.sizes
-            (10, {'train': 1474, 'val': 143})
+            (10, {'train': 1475, 'val': 143})
         """
         data = cls(dataset="custom", **options)
         given = {"train": (images, labels), "val": val, "test": test}

@@ -36,6 +36,7 @@ def quick_imports() -> Iterator[None]:
     Example:
         >>> with quick_imports():
         ...     import json
+        loading PyTorch and Lightning ...
     """
     secure_streams()
     check_thread_limit()
