@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -139,7 +139,6 @@ class ImageFolderDataModule(BaseDataModule):
         self._sources: dict[str, Samples] = {}
         self._left_out: dict[str, int] = {}
         self._parts: dict[str, tuple[ImageFiles | Tensor, Tensor]] = {}
-        self._given: GivenImages | None = None
         self._predict_loader: WorkerEvaluationLoader | None = None
         self._no_download: Exception | None = None
         self._fallback_noted = False
@@ -211,7 +210,7 @@ class ImageFolderDataModule(BaseDataModule):
     @override
     def prediction_names(self) -> list[str]:
         """The files, or the places of images from Python; batches of `predict_dataloader` hold their numbers."""
-        return self._inputs().names
+        return self._given.names
 
     @property
     @override
@@ -348,9 +347,8 @@ class ImageFolderDataModule(BaseDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """List what `stage` needs: "fit", "validate", "test" or "predict"; images are read by the loaders."""
+        """List what `stage` needs: "fit", "validate" or "test"; images are read by the loaders."""
         if stage == "predict":
-            self._inputs()
             return
         if not self._parts:
             self._budget = MemoryBudget(int(self.hparams.cache_gb * 2**30) // self._processes_here)
@@ -363,11 +361,9 @@ class ImageFolderDataModule(BaseDataModule):
         """Images to predict, as `given_images` takes them."""
         self._given = given_images(inputs, colour=True)
 
-    def _inputs(self) -> GivenImages:
-        if self._given is None:
-            self.take_inputs(self.hparams.predict_inputs or [])
-        assert self._given is not None
-        return self._given
+    @cached_property
+    def _given(self) -> GivenImages:
+        return given_images(self.hparams.predict_inputs or [], colour=True)
 
     @property
     def _workers(self) -> int:
@@ -436,7 +432,7 @@ class ImageFolderDataModule(BaseDataModule):
     def predict_dataloader(self) -> WorkerEvaluationLoader:
         """The images named by ``predict_inputs`` and their numbers, without those that cannot be read."""
         # Not at set-up: a checkpoint that is read later may hold the size of the images.
-        given = self._inputs()
+        given = self._given
         self._add("predict", Samples(given.contents, list(range(len(given)))))
         self._predict_loader = self._evaluation_loader("predict", self._rank, self._world_size)
         # They get a row each.

@@ -7,6 +7,7 @@ augmenting batch-wise costs hundredths of a second (``python -m benchmarks input
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -239,7 +240,6 @@ class MNISTDataModule(BaseDataModule):
         self._no_download = ""
         self._own: OwnImages | None = None
         self._classes: tuple[str, ...] = ()
-        self._given: GivenImages | None = None
         self._unreadable: dict[int, str] = {}
         self._unclear: dict[int, str] = {}
         self._parts: dict[str, tuple[Tensor, Tensor]] = {}
@@ -552,16 +552,14 @@ class MNISTDataModule(BaseDataModule):
         """Images to predict, as `given_images` takes them."""
         self._given = given_images(inputs, colour=False)
 
-    def _inputs(self) -> GivenImages:
-        if self._given is None:
-            self.take_inputs(self.hparams.predict_inputs or [])
-        assert self._given is not None
-        return self._given
+    @cached_property
+    def _given(self) -> GivenImages:
+        return given_images(self.hparams.predict_inputs or [], colour=False)
 
     @override
     def predict_dataloader(self) -> EvaluationLoader:
         """The images of ``predict_inputs`` and their places in `prediction_names`, without those that show nothing."""
-        given = self._inputs()
+        given = self._given
         images = read_digits(given.contents)
         self._unreadable, self._unclear = images.unreadable, images.unclear
         if len(images.unreadable) == len(given):
@@ -583,7 +581,7 @@ class MNISTDataModule(BaseDataModule):
     @override
     def prediction_names(self) -> list[str]:
         """The files, and the places of images from Python, that `predict_dataloader` reads."""
-        return self._inputs().names
+        return self._given.names
 
     @property
     @override

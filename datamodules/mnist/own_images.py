@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules.errors import UserError
+from datamodules.loading.given_images import as_bytes
 from datamodules.loading.image_lists import class_order, find_images, holds_images
 from datamodules.loading.image_tree import describe_left_out
 from datamodules.loading.unpacking import refusal, unpacked_limit
@@ -180,23 +181,7 @@ def _pixels(images: Any, source: str) -> "np.ndarray[Any, np.dtype[np.uint8]]":
         )
     if not len(pixels):
         raise UserError(f"{source} are empty: their shape is {shape}")
-    if pixels.dtype.kind == "b":
-        return pixels.astype(np.uint8) * np.uint8(255)
-    low, high = pixels.min(), pixels.max()
-    top = 1 if pixels.dtype.kind == "f" else 255
-    # A set whose brightest pixel is far from the top has another scale; NaN fails each comparison.
-    if not (low >= 0 and top / 4 <= high <= top):
-        how = f": pass images / {high:g}" if 0 <= low <= high < np.inf and high > 0 else ""
-        raise UserError(
-            f"{source} are {pixels.dtype} from {low:g} to {high:g}, expected whole numbers from 0 to 255 or floats from"
-            f" 0 to 1{how}"
-        )
-    if top == 255:
-        return pixels.astype(np.uint8)
-    # By parts: in float64 a large set takes eight times its memory.
-    return np.concatenate(
-        [(pixels[start : start + 4096] * 255).round().astype(np.uint8) for start in range(0, len(pixels), 4096)]
-    )
+    return as_bytes(pixels, source, least=0.25)
 
 
 def _labels(labels: Any, source: str, count: int) -> "np.ndarray[Any, Any]":

@@ -120,7 +120,7 @@ def test_of_three_channels_a_colour_image_is_made_where_the_network_sees_colours
         ([], "no image to predict"),
         (3, "images of int cannot be predicted"),
         (np.zeros((2, 3, 4, 5, 6)), "shape \\(2, 3, 4, 5, 6\\) holds no images"),
-        (np.full((28, 28), 2.5), "are from 2.5 to 2.5; pass bytes from 0 to 255, or floats from 0 to 1"),
+        (np.full((28, 28), 2.5), "the images are float64 from 2.5 to 2.5, expected .* floats from 0 to 1: pass images"),
         (np.full((28, 28), np.nan), "from nan to nan"),
         (np.array(["a"]), "<U1"),
     ],

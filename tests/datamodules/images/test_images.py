@@ -467,7 +467,7 @@ def test_prediction_tells_what_it_cannot_read_and_keeps_the_numbers(tree, notes)
 
 def test_nothing_to_predict_is_an_error(tree):
     with pytest.raises(UserError, match="no image to predict; pass the names"):
-        _data(None, "predict")
+        _data(None, "predict").predict_dataloader()
     data = _data(None, "predict", predict_inputs=[str(tree / "nowhere.jpg")])
     with pytest.raises(UserError, match="none of the 1 images can be read"):
         list(data.predict_dataloader())
