@@ -32,7 +32,7 @@ class Cost:
 
     Args:
         statuses: the exit status of each node's first process.
-        started: seconds until rank 0's first line, when all imports are done.
+        started: seconds until rank 0 describes the run, when all imports are done and all ranks have joined.
         seconds: of the whole run.
         memory: the most of all processes together, in bytes.
         processes: how many there were then.
@@ -95,7 +95,7 @@ def start_nodes(nodes: int, devices: int, folder: Path, *more: str) -> Cost:
         while any(process.poll() is None for process in processes) and time.monotonic() - began < _LIMIT:
             alive = [pid for process in processes for pid in _family(process.pid)]
             memory, number = max((memory, number), (sum(map(_memory, alive)), len(alive)))
-            if not started and Path(files[0].name).stat().st_size:
+            if not started and "global batch" in Path(files[0].name).read_text():
                 started = time.monotonic() - began
             time.sleep(0.5)
         seconds = time.monotonic() - began

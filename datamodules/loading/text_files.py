@@ -81,10 +81,10 @@ def _records(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
 
 def _unpacked(path: Path, most: int = MOST_UNPACKED) -> bytes:
     """The bytes of a file, of a compressed file, or of the one text in a zip archive, which has `most` at most."""
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; pass a file of sentences")
     try:
         data = path.read_bytes()
+    except IsADirectoryError as error:
+        raise UserError(f"{path} is a folder; pass a file of sentences") from error
     except FileNotFoundError as error:
         raise UserError(f"there is no file {path}") from error
     except OSError as error:

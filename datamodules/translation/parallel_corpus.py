@@ -1,6 +1,7 @@
 """Sentence pairs from files, plain, .gz or .zip: a pair in each line, or two aligned files. Faulty lines are named."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -193,7 +194,7 @@ def _sentences_of(where: str, lines: Sequence[str | None]) -> Iterator[GivenSent
 
 def _sentences_in(path: Path) -> list[GivenSentence]:
     """The sentences of a file, or of the text files in a folder."""
-    files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+    files = sorted(path.rglob("*.txt")) if os.path.isdir(path) else [path]  # noqa: PTH112
     if not files:
         return [GivenSentence(str(path), "", f"the folder {path} holds no .txt files")]
     found: list[GivenSentence] = []
@@ -219,7 +220,8 @@ def read_inputs(inputs: Sequence[str]) -> list[GivenSentence]:
         if text == "-":
             # Bytes: how Python reads text there depends on the locale, and some let other encodings pass as junk.
             found += _sentences_of("standard input", decoded_lines(sys.stdin.buffer.read(), "standard input"))
-        elif text.startswith("@") or (text.endswith(".txt") and " " not in text) or Path(text).is_dir():
+        # Path.is_dir raises for texts that are longer than a name may be.
+        elif text.startswith("@") or (text.endswith(".txt") and " " not in text) or os.path.isdir(text):  # noqa: PTH112
             found += _sentences_in(Path(text.removeprefix("@")).expanduser())
         else:
             found.append(GivenSentence(text, text))

@@ -6,6 +6,7 @@ Importing torch, torchvision and Lightning creates some 740,000 objects, which e
 import atexit
 import gc
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,12 +17,14 @@ from recipes.launch.thread_limit import check_thread_limit
 __all__ = ["quick_imports"]
 
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
+_OTHER_NODE = re.compile(r"--node[-_]rank[= ](?!0\b)")
 _WITHOUT_A_RUN = {"predict", "export", "-h", "--help", "--help-all", "--help_all", "--print-config", "--print_config"}
 
 
 def _announce(args: Sequence[str]) -> None:
     """Say on rank 0 that the imports take seconds, where a line about the run will follow on standard output."""
-    if not _WITHOUT_A_RUN.intersection(args) and all(os.environ.get(name, "0") == "0" for name in _RANKS):
+    other = _OTHER_NODE.search(" ".join(args)) or any(os.environ.get(name, "0") != "0" for name in _RANKS)
+    if not other and not _WITHOUT_A_RUN.intersection(args):
         print("loading PyTorch and Lightning ...", flush=True)  # noqa: T201
 
 

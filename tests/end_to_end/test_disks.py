@@ -87,7 +87,7 @@ def test_a_reader_that_ends_and_streams_that_are_closed_cost_no_result(tmp_path:
     folder = tmp_path / "runs" / "mnist"
     done = _shell(f"$PY -m recipes.mnist {COMMON} {FEW} --name one | head -1; exit ${{PIPESTATUS[0]}}", tmp_path)
     assert done.returncode == 0
-    assert done.stdout.startswith("mnist: ")
+    assert done.stdout.startswith("loading PyTorch and Lightning")
     assert done.stderr.strip().splitlines() == [
         "warning: not saved: standard output (Broken pipe); the weights and results.json are in runs/mnist/one"
     ]

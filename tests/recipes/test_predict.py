@@ -14,6 +14,7 @@ from torch import Tensor
 from datamodules import ImageFolderDataModule, MNISTDataModule, TranslationDataModule, UserError
 from datamodules.loading.given_images import given_images
 from datamodules.mnist.data_module import load_digits
+from datamodules.translation.parallel_corpus import read_inputs
 from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator
 from tests.support.command_lines import typed
 from tests.support.photographs import mnist_photographs
@@ -128,6 +129,14 @@ def test_of_three_channels_a_colour_image_is_made_where_the_network_sees_colours
 def test_what_is_no_image_is_refused(given, message):
     with pytest.raises(UserError, match=message):
         given_images(given, colour=False)
+
+
+def test_a_name_that_no_file_can_have_is_an_input_that_cannot_be_read():
+    assert given_images("y" * 5000, colour=False).names == ["y" * 5000]
+    sentence = "un chat . " * 500
+    assert [given.text for given in read_inputs([sentence])] == [sentence]
+    (given,) = read_inputs([f"@{sentence}"])
+    assert "File name too long" in given.problem
 
 
 def test_predicting_leaves_the_modes_of_all_modules_and_needs_no_checkpoint_after_training(tmp_path: Path):

@@ -54,6 +54,8 @@ def test_ctrl_c_in_the_imports_ends_in_silence() -> None:
         ([], "0", True),
         (["test", "--ckpt", "best.ckpt"], "0", True),
         ([], "1", False),
+        (["--node-rank", "0"], "0", True),
+        (["--node-rank=1"], "0", False),
         (["predict", "--ckpt", "best.ckpt"], "0", False),
         (["--print-config"], "0", False),
         (["--help-all"], "0", False),
