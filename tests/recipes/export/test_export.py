@@ -1,7 +1,7 @@
 """Exports hold the network of the checkpoint: they compute the same, on batches of other sizes too."""
 
-import importlib.util
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -262,7 +262,9 @@ def test_weights_that_are_nan_are_refused_by_name(kind: str, saved: tuple[MNISTC
     assert [file.name for file in saved[1].parent.iterdir()] == ["best.ckpt"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is not None, reason="onnxruntime is installed")
-def test_onnx_without_its_packages_says_what_to_install(saved):
+def test_onnx_without_its_packages_says_what_to_install(saved, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "path", [])  # Nothing is found there.
+    for name in ("onnx", "onnxruntime", "onnxscript"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(UserError, match=r"onnx needs .*onnxruntime.*; run pip install 'lightning-recipes\[onnx\]'"):
         export(MNISTClassifier(), str(saved[1]), "onnx")
