@@ -174,20 +174,20 @@ class TrainLoss(pl.Callback):
         every = log_interval(trainer)
         if not every:
             return
+        correct = _right(outputs) if isinstance(outputs, dict) else None
         if isinstance(outputs, dict) and outputs.get("loss") is not None:
             # Lightning hands out the loss divided by the accumulation factor.
             factor = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             self._means.append(outputs["loss"] if factor == 1 else outputs["loss"] * factor)
             self._counts.append(count_targets(outputs, batch))
-            self._correct.append(_right(outputs))
+            self._correct.append(correct)
             if len(self._means) == _FOLD:
                 self._fold()
-        has_accuracy = isinstance(outputs, dict) and _right(outputs) is not None
         interval_ends = trainer.global_step // every > self._update // every
         if interval_ends or (trainer.is_last_batch and not self._logged):
-            self._log_interval(trainer, has_accuracy)
+            self._log_interval(trainer, correct is not None)
         if trainer.is_last_batch:
-            self._log_epoch(trainer, has_accuracy)
+            self._log_epoch(trainer, correct is not None)
 
     def _totals(self, trainer: pl.Trainer) -> list[list[float]] | None:
         """Loss, targets and right ones since the last log, of earlier epochs and of this one, summed over all ranks.
