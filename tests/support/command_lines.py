@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tests.support.ranks import run_ranks
 
-__all__ = ["Typed", "type_line", "typed"]
+__all__ = ["Typed", "contents", "type_line", "typed"]
 
 COMMON = ["--accelerator=cpu", "--enable-progress-bar=false"]
 
@@ -51,3 +51,8 @@ def typed(
     """Type commands in a folder, for a recipe and a data module by ``module:name``."""
     ended: list[Typed] = run_ranks(_type_each, 1, recipe, data, [*map(shlex.split, commands)], str(folder))[0]
     return ended
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bytes of all files in a folder, by path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

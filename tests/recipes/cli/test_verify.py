@@ -10,13 +10,9 @@ import torch
 
 from callbacks.checkpointing.verified_io import write_checkpoint
 from callbacks.checkpointing.weights_hash import weights_hash
-from tests.support.command_lines import typed
+from tests.support.command_lines import contents, typed
 
 FIT = "--name one --max-epochs 2 --precision 32-true --logger none --report false --lr 0.02 --optimizer adamw"
-
-
-def _contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +30,7 @@ def _copy(trained: Path, home: Path, name: str) -> Path:
 
 def test_a_run_is_equal_to_the_bit_and_a_flipped_bit_anywhere_is_found(trained: Path, tmp_path: Path) -> None:
     run = _copy(trained, tmp_path, "run")
-    before = _contents(run)
+    before = contents(run)
     first, _ = sorted((run / "checkpoints").glob("best-*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
 
     # In the weights of the checkpoint at which the interval begins, and in the optimiser's state there.
@@ -68,7 +64,7 @@ def test_a_run_is_equal_to_the_bit_and_a_flipped_bit_anywhere_is_found(trained: 
     assert (equal.status, equal.err) == (0, "")
     assert "7 updates, to 8 updates (epoch 2)" in equal.out
     assert f"equal to the bit, SHA-256 {json.loads(_line(run, 8))['save']['sha256']}" in equal.out
-    assert _contents(run) == before
+    assert contents(run) == before
     assert weights.status == state.status == record.status == 1
     assert "NOT EQUAL: the weights in runs/quadrants/weights/checkpoints/best-step=7.ckpt are not those" in weights.err
     assert "NOT EQUAL: trained again from" in state.err

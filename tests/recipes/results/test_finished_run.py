@@ -7,13 +7,9 @@ import pytest
 
 from recipes.results.results_file import read_results
 from recipes.resume.saved_run import read_run
-from tests.support.command_lines import typed
+from tests.support.command_lines import contents, typed
 
 FIT = "--name one --precision 32-true --logger csv --lr 0.1 --batch-size 16"
-
-
-def _contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +24,7 @@ def test_a_finished_run_is_never_rewritten_and_what_it_does_not_do_is_said(train
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     folder = tmp_path / "runs" / "quadrants" / "one"
     auto = "--name one --resume auto"
-    before = _contents(folder)
+    before = contents(folder)
     again, shorter, other, given, steps = typed(
         tmp_path,
         auto,  # Without a length: the recipe's default is longer.
@@ -37,7 +33,7 @@ def test_a_finished_run_is_never_rewritten_and_what_it_does_not_do_is_said(train
         f"--resume {folder / 'checkpoints' / 'last.ckpt'}",
         f"--resume {folder / 'checkpoints' / 'last.ckpt'} --max-steps 3",
     )
-    assert _contents(folder) == before
+    assert contents(folder) == before
     assert [folder.name for folder in folder.parent.iterdir()] == ["one"]
     for ended in (again, shorter):
         assert ended.status == 0
