@@ -28,8 +28,9 @@ from datamodules.loading.given_images import GivenImages, given_images, save_see
 from datamodules.loading.image_lists import find_images
 from datamodules.loading.image_tree import split_by_class
 from datamodules.loading.normalise import Normalise
+from datamodules.loading.sampling import share_of_each
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
-from datamodules.ranges import COUNT, NOT_NEGATIVE, Range, check_ranges
+from datamodules.ranges import COUNT, NOT_NEGATIVE, SHARE_ABOVE_0, Range, check_ranges
 
 __all__ = ["ImageFolderDataModule"]
 
@@ -65,6 +66,7 @@ class ImageFolderDataModule(BaseDataModule):
         eval_batch_size: samples in one forward pass of validation, test and prediction.
         val_fraction: share of each class held out for validation, where there is no folder val.
         test_fraction: share of each class held out for testing, where there is no folder test.
+        train_share: share of each class of the training part to train on; smaller shares are subsets of larger ones.
         augment: augmentation of training images: none, crops and mirroring, these and colours, or RandAugment.
         mixup: alpha of MixUp (Zhang et al., 2018), such as 0.2; 0 is off.
         cutmix: alpha of CutMix (Yun et al., 2019), such as 1.0; 0 is off.
@@ -95,6 +97,7 @@ class ImageFolderDataModule(BaseDataModule):
         eval_batch_size: int = 64,
         val_fraction: float = 0.1,
         test_fraction: float = 0.0,
+        train_share: float = 1.0,
         augment: Literal["none", "light", "standard", "randaugment"] = "standard",
         mixup: float = 0.0,
         cutmix: float = 0.0,
@@ -123,6 +126,7 @@ class ImageFolderDataModule(BaseDataModule):
         check_ranges(
             batch_size=(batch_size, COUNT),
             eval_batch_size=(eval_batch_size, COUNT),
+            train_share=(train_share, SHARE_ABOVE_0),
             image_size=(image_size, Range(8, 2**14, whole=True)),
             mixup=(mixup, NOT_NEGATIVE),
             cutmix=(cutmix, NOT_NEGATIVE),
@@ -333,7 +337,10 @@ class ImageFolderDataModule(BaseDataModule):
         fractions = {"test": self.hparams.test_fraction, "val": self.hparams.val_fraction}
         fractions = {held_out: share for held_out, share in fractions.items() if held_out not in own and share}
         rows = split_by_class(train.targets, self._info.classes, fractions, self.hparams.seed)
-        return train.select(rows[part]) if part in rows else Samples([], [])
+        samples = train.select(rows[part]) if part in rows else Samples([], [])
+        if part == "train" and (share := self.hparams.train_share) < 1:
+            samples = samples.select(share_of_each(torch.tensor(samples.targets), share, self.hparams.seed).tolist())
+        return samples
 
     def _add(self, part: str, samples: Samples) -> None:
         images: ImageFiles | Tensor
@@ -382,6 +389,7 @@ class ImageFolderDataModule(BaseDataModule):
     def train_dataloader(self) -> WorkerTrainLoader:
         options = self.hparams
         images, targets = self._parts["train"]
+        self._note_share()
         mixing = Mixing(options.mixup, options.cutmix, self.num_classes, options.seed)
         loader = WorkerTrainLoader(
             BatchReader(images, targets, self._augmentation(options.augment), mixing),

@@ -25,7 +25,7 @@ from datamodules.loading.given_images import GivenImages, given_images, save_see
 from datamodules.loading.image_tree import split_by_class
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
 from datamodules.loading.normalise import Normalise
-from datamodules.loading.sampling import split_indices
+from datamodules.loading.sampling import share_of_each, split_indices
 from datamodules.mnist.affine import RandomAffine
 from datamodules.mnist.idx import check_images_and_labels, read_idx
 from datamodules.mnist.own_images import (
@@ -36,7 +36,7 @@ from datamodules.mnist.own_images import (
     read_own_images,
 )
 from datamodules.mnist.user_images import read_digits
-from datamodules.ranges import COUNT, Range, check_ranges
+from datamodules.ranges import COUNT, SHARE_ABOVE_0, Range, check_ranges
 
 __all__ = ["DATASETS", "DatasetInfo", "MNISTDataModule", "find_files", "load_digits"]
 
@@ -180,6 +180,7 @@ class MNISTDataModule(BaseDataModule):
         eval_batch_size: samples in one forward pass of validation, test and prediction.
         val_fraction: share of the training set held out for validation; of each class, of your own.
         test_fraction: share of each class held out for the test, where your own have no test part.
+        train_share: share of each class of the training part to train on; smaller shares are subsets of larger ones.
         num_classes: number of classes, by default the data's; labels are 0 to num_classes - 1.
         shift: augmentation: largest translation, in pixels.
         rotation: augmentation: largest rotation, in degrees.
@@ -206,6 +207,7 @@ class MNISTDataModule(BaseDataModule):
         eval_batch_size: int = 500,
         val_fraction: float = 0.08,
         test_fraction: float = 0.1,
+        train_share: float = 1.0,
         num_classes: int | None = None,
         shift: float = 2.0,
         rotation: float = 10.0,
@@ -225,6 +227,7 @@ class MNISTDataModule(BaseDataModule):
         check_ranges(
             batch_size=(batch_size, COUNT),
             eval_batch_size=(eval_batch_size, COUNT),
+            train_share=(train_share, SHARE_ABOVE_0),
             num_classes=(num_classes, COUNT),
             shift=(shift, Range(0, 28)),
             rotation=(rotation, Range(0, 180)),
@@ -455,7 +458,7 @@ class MNISTDataModule(BaseDataModule):
             fraction = self.hparams.val_fraction
             held_out = max(round(count * fraction), 1 if fraction else 0)
             train, val = split_indices(count, held_out, self.hparams.seed)
-            self._rows |= {"train": train, "val": val}
+            self._rows |= {"train": self._share_of(train, self._parts["train"][1]), "val": val}
         if "test" in wanted and "test" not in self._parts:
             self._parts["test"] = self._load("test")
             self._rows["test"] = torch.arange(len(self._parts["test"][1]))
@@ -473,7 +476,13 @@ class MNISTDataModule(BaseDataModule):
             if part == source != "train":
                 self._rows[part] = torch.arange(len(own.labels[part]))
             else:
-                self._rows[part] = torch.tensor(split.get(part, ()), dtype=torch.int64)
+                rows = torch.tensor(split.get(part, ()), dtype=torch.int64)
+                self._rows[part] = self._share_of(rows, own.labels["train"]) if part == "train" else rows
+
+    def _share_of(self, rows: Tensor, labels: Tensor) -> Tensor:
+        """Those of these rows to train on."""
+        share = self.hparams.train_share
+        return rows[share_of_each(labels.cpu()[rows], share, self.hparams.seed)] if share < 1 else rows
 
     @override
     def preprocessing(self) -> Normalise:
@@ -506,6 +515,7 @@ class MNISTDataModule(BaseDataModule):
     @override
     def train_dataloader(self) -> TrainLoader:
         images, labels = self._parts["train"]
+        self._note_share()
         return TrainLoader(
             images,
             labels,

@@ -129,7 +129,9 @@ def _as_text(numbers: list[int], tokens: list[str]) -> str:
     return " ".join(tokens[number] for number in numbers if number not in (SOS, EOS))
 
 
-def split_by_source(sources: Sequence[str], val: float, test: float, seed: int) -> dict[str, Tensor]:
+def split_by_source(
+    sources: Sequence[str], val: float, test: float, seed: int, train_share: float = 1.0
+) -> dict[str, Tensor]:
     """The rows of each part; rows with the same source sentence are in one, so no held-out source is trained on.
 
     Sentences are ordered by a hash of (seed, sentence): the first make up the test part, the next validation. So the
@@ -139,6 +141,7 @@ def split_by_source(sources: Sequence[str], val: float, test: float, seed: int) 
         sources: the source sentence of each row.
         val: share of the different sentences held out for validation.
         test: share of them held out for the test.
+        train_share: share of the others to train on; smaller shares are subsets of larger ones.
 
     Returns:
         int64 tensors "train", "val" and "test", each sorted.
@@ -149,7 +152,8 @@ def split_by_source(sources: Sequence[str], val: float, test: float, seed: int) 
     held_out = [max(1, round(len(ranks) * share)) if share else 0 for share in (test, val)]
     rank = torch.tensor([ranks[sentence] for sentence in sources], dtype=torch.int64)
     in_test, in_val = rank < held_out[0], rank < sum(held_out)
-    parts = {"train": ~in_val, "val": in_val & ~in_test, "test": in_test}
+    to_train_on = max(1, round((len(ranks) - sum(held_out)) * train_share))
+    parts = {"train": ~in_val & (rank < sum(held_out) + to_train_on), "val": in_val & ~in_test, "test": in_test}
     return {part: mask.nonzero().flatten() for part, mask in parts.items()}
 
 
@@ -205,12 +209,14 @@ def filter_pairs(pairs: SentencePairs, keep: CorpusFilter) -> tuple[_Kept, list[
     return kept, [note for note in notes if note], left_out
 
 
-def prepare_corpus(pairs: SentencePairs, title: str, keep: CorpusFilter, val: float, test: float, seed: int) -> Corpus:
+def prepare_corpus(
+    pairs: SentencePairs, title: str, keep: CorpusFilter, val: float, test: float, seed: int, train_share: float = 1.0
+) -> Corpus:
     """Normalise, filter, split and pack; arguments as of `split_by_source`."""
     kept, notes, left_out = filter_pairs(pairs, keep)
     sources, targets = [a for _, a, _ in kept], [b for _, _, b in kept]
     source, source_tokens = pack(sources)
     target, target_tokens = pack(targets, start=True)
     info = CorpusInfo(title, pairs.read, len(kept), len(set(sources)), left_out)
-    rows = split_by_source(sources, val, test, seed)
+    rows = split_by_source(sources, val, test, seed, train_share)
     return Corpus(info, PackedPairs(source, target), source_tokens, target_tokens, rows, notes)

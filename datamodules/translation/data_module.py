@@ -19,7 +19,7 @@ from datamodules.base import BaseDataModule
 from datamodules.contract import DataContract
 from datamodules.errors import UserError
 from datamodules.loading.text_files import Faults
-from datamodules.ranges import COUNT, FINITE, check_ranges
+from datamodules.ranges import COUNT, FINITE, SHARE_ABOVE_0, check_ranges
 from datamodules.translation.bundled_corpus import BUNDLED_TITLE, bundled_pairs
 from datamodules.translation.corpus import Choice, Corpus, CorpusFilter, CorpusInfo, prepare_corpus
 from datamodules.translation.loaders import SentenceEvaluationLoader, SentenceTrainLoader
@@ -47,6 +47,7 @@ class TranslationDataParameters(AttributeDict):
     max_vocab_size: int | None
     val_fraction: float
     test_fraction: float
+    train_share: float
     eval_batch_size: int
     max_tokens: int | None
     bucket: bool
@@ -79,6 +80,7 @@ class TranslationDataModule(BaseDataModule):
         max_vocab_size: tokens in each vocabulary at most, the most frequent ones; the special ones are not counted.
         val_fraction: share of the source sentences held out for validation.
         test_fraction: share of them held out for the test.
+        train_share: share of the other source sentences to train on; smaller shares are subsets of larger ones.
         batch_size: sentences on one device in one forward pass.
         eval_batch_size: sentences in one forward pass of validation, test and prediction.
         max_tokens: tokens on one device in one forward pass, both sides and padding counted; replaces `batch_size`.
@@ -112,6 +114,7 @@ class TranslationDataModule(BaseDataModule):
         max_vocab_size: int | None = None,
         val_fraction: float = 0.05,
         test_fraction: float = 0.1,
+        train_share: float = 1.0,
         batch_size: int = 64,
         eval_batch_size: int = 256,
         max_tokens: int | None = None,
@@ -141,6 +144,7 @@ class TranslationDataModule(BaseDataModule):
             batch_size=(batch_size, COUNT),
             eval_batch_size=(eval_batch_size, COUNT),
             max_tokens=(max_tokens, COUNT),
+            train_share=(train_share, SHARE_ABOVE_0),
         )
         if max_length is not None and max_length < 2:
             raise UserError(
@@ -238,7 +242,9 @@ class TranslationDataModule(BaseDataModule):
                 options.on_long_sentences,
             )
             held_out = options.val_fraction, options.test_fraction
-            self._corpus = prepare_corpus(self._read(), self.info.title, keep, *held_out, options.seed)
+            self._corpus = prepare_corpus(
+                self._read(), self.info.title, keep, *held_out, options.seed, options.train_share
+            )
             for note in self._corpus.notes:
                 _warn(f"note: {note}")
         return self._corpus
@@ -276,6 +282,7 @@ class TranslationDataModule(BaseDataModule):
     @override
     def train_dataloader(self) -> SentenceTrainLoader:
         options, corpus = self.hparams, self._load()
+        self._note_share()
         loader = SentenceTrainLoader(
             self.encoded_pairs,
             corpus.rows["train"],

@@ -75,6 +75,18 @@ def notes(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture
         yield caplog
 
 
+def test_a_share_of_a_folder_is_taken_of_each_class_and_of_the_training_part_only(tree, notes):
+    whole, half, few = (_data(tree, train_share=share) for share in (1.0, 0.5, 0.1))
+    assert [data.sizes for data in (whole, half, few)] == [{"train": n, "val": 7} for n in (13, 6, 3)]
+    files = [set(data.train_dataloader().reader.images.files) for data in (whole, half, few)]  # type: ignore
+    assert files[2] < files[1] < files[0]
+    assert {Path(file).parent.name for file in files[2]} == set(CLASSES)
+    assert [m for m in _messages(notes) if "train_share" in m] == [
+        "train_share=0.5: training on 6 samples",
+        "train_share=0.1: training on 3 samples",
+    ]
+
+
 # What a run sees does not depend on how it is read
 
 

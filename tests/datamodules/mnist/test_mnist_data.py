@@ -277,6 +277,24 @@ def test_a_small_share_validates_on_one_sample_and_none_on_none(tiny: Path):
         assert data.sizes == {"train": 50 - expected, "val": expected}
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_share_of_the_training_part_is_trained_on_and_the_others_stay(tiny: Path, own: bool):
+    def rows(share: float) -> tuple[set[int], set[int]]:
+        data = _data(tiny, train_share=share)
+        if own:
+            data = MNISTDataModule.from_arrays(torch.rand(50, 28, 28), torch.arange(50) % 2, train_share=share)
+        data.setup("fit")
+        train, val = data.train_dataloader().rows, data.val_dataloader().rows  # type: ignore[union-attr]
+        assert data.sizes == {"train": len(train), "val": len(val)}
+        return set(train.tolist()), set(val.tolist())
+
+    whole, half, few = (rows(share) for share in (1.0, 0.5, 0.001))
+    assert few[0] < half[0] < whole[0]
+    assert few[1] == half[1] == whole[1]
+    assert abs(2 * len(half[0]) - len(whole[0])) <= 10
+    assert {n % (2 if own else 10) for n in few[0]} == set(range(2 if own else 10)), "one of each class"
+
+
 # Batches
 
 

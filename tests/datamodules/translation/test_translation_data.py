@@ -343,6 +343,19 @@ def test_held_out_shares_are_exact_and_another_seed_holds_out_others() -> None:
     assert len(set(first["test"].tolist()) & set(more["test"].tolist())) > 90
 
 
+def test_a_share_of_the_training_sentences_is_within_a_larger_one_and_what_is_held_out_stays() -> None:
+    sources = [f"s{i // 2}" for i in range(200)]
+    whole, half, few = (split_by_source(sources, 0.1, 0.1, 1, share) for share in (1.0, 0.5, 0.001))
+    assert [len(parts["train"]) for parts in (whole, half, few)] == [160, 80, 2]
+    assert set(few["train"].tolist()) < set(half["train"].tolist()) < set(whole["train"].tolist())
+    assert all(torch.equal(whole[part], parts[part]) for parts in (half, few) for part in ("val", "test"))
+
+
+def test_the_vocabulary_is_that_of_the_share(tmp_path: Path) -> None:
+    data = _data(tmp_path, *[f"s{i}\tt{i}\n" for i in range(100)], train_share=0.25)
+    assert len(data.source_vocabulary.tokens) - 4 == data.sizes["train"] < 25
+
+
 def test_vocabularies_come_from_the_training_part_only(tmp_path: Path) -> None:
     lines = [f"s{i}\tt{i} t\n" for i in range(100)]
     data = _data(tmp_path, *lines)
