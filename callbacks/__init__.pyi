@@ -37,3 +37,4 @@ from .seed_control import seed_generators as seed_generators
 from .sync_bn import SyncBN as SyncBN
 from .train_loss import TrainLoss as TrainLoss
 from .warmup_lr import WarmupLR as WarmupLR
+from .weight_averaging import WeightAveraging as WeightAveraging

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from callbacks.lib.batch_norm import recalibrate
+from callbacks.lib.global_batch import loader_batch_size
 from callbacks.lib.lightning_internals import deal_to_ranks, original_training_loader
 from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.errors import UserError
@@ -68,6 +69,7 @@ class BNRecalibration(pl.Callback):
 
     Args:
         batches: on each rank; null takes all of an epoch. A few thousand samples are enough as a rule.
+        samples: on all ranks together, instead of `batches`; all of an epoch where a loader has no batch size.
 
     Raises:
         UserError: at set-up, if it stands before the averaging, or there is more than one training loader.
@@ -78,10 +80,13 @@ class BNRecalibration(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=callbacks, logger=False, accelerator="cpu")
     """
 
-    def __init__(self, batches: int | None = None) -> None:
-        if batches is not None and batches < 1:
-            raise UserError(f"BNRecalibration(batches={batches}) computes nothing; pass 1 or more, or None for all")
-        self.batches = batches
+    def __init__(self, batches: int | None = None, samples: int | None = None) -> None:
+        for name, count in (("batches", batches), ("samples", samples)):
+            if count is not None and count < 1:
+                raise UserError(f"BNRecalibration({name}={count}) computes nothing; pass 1 or more, or None for all")
+        if batches is not None and samples is not None:
+            raise UserError(f"batches={batches} and samples={samples}: pass one of them to BNRecalibration")
+        self.batches, self.samples = batches, samples
         self._layers: dict[str, _BatchNorm] = {}
         self._training: list[str] = []
 
@@ -96,9 +101,9 @@ class BNRecalibration(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if isinstance(trainer.train_dataloader, (list, tuple, dict, CombinedLoader)):
-            raise UserError("BNRecalibration found several training loaders, and expects one; leave it out")
         self._layers = {name: layer for name, layer in pl_module.named_modules() if isinstance(layer, _BatchNorm)}
+        if self._layers and isinstance(trainer.train_dataloader, (list, tuple, dict, CombinedLoader)):
+            raise UserError("BNRecalibration found several training loaders, and expects one; leave it out")
 
     @override
     def on_train_batch_end(
@@ -110,11 +115,11 @@ class BNRecalibration(pl.Callback):
     @override
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._recalibrate(trainer, pl_module)
+            self.recalibrate(trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._recalibrate(trainer, pl_module)
+        self.recalibrate(trainer, pl_module)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -125,13 +130,22 @@ class BNRecalibration(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._training = list(state_dict["training"])
 
+    def _limit(self, trainer: pl.Trainer) -> float:
+        if self.samples is None:
+            return self.batches or math.inf
+        try:
+            return math.ceil(self.samples / (loader_batch_size(trainer.train_dataloader) * trainer.world_size))
+        except UserError:
+            return math.inf
+
     def _inputs(self, trainer: pl.Trainer) -> Iterator[Any]:
-        limit = min(self.batches or math.inf, trainer.num_training_batches)
+        limit = min(self._limit(trainer), trainer.num_training_batches)
         for batch in itertools.islice(_another_loader(trainer), None if math.isinf(limit) else int(limit)):
             moved = trainer.precision_plugin.convert_input(trainer.strategy.batch_to_device(batch))
             yield moved[0] if isinstance(moved, (tuple, list)) else moved
 
-    def _recalibrate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def recalibrate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Compute the statistics now; to be called on all ranks."""
         layers = [self._layers[name] for name in self._training]
 
         def forward(inputs: Any) -> None:

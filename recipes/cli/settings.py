@@ -20,6 +20,7 @@ from callbacks.rank_consistency import RankConsistency
 from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
 from callbacks.warmup_lr import WarmupLR
+from callbacks.weight_averaging import WeightAveraging
 from datamodules.ranges import COUNT, SHARE, Range, check_ranges
 from recipes.cli.early_stopping import PatientStopping, score_mode
 from recipes.cli.limits import WholeUpdates
@@ -59,6 +60,12 @@ class RunSettings:
         warmup_start_factor: fraction of the learning rate at the first update of the warm-up.
         lr_scale: how the learning rate follows the global batch; auto is linear for SGD, sqrt for adaptive ones.
         base_batch_size: the global batch that the learning rate refers to; by default the recipe's.
+        ema: average the weights exponentially with this decay, as in 0.999; the average is validated, saved and tested.
+        swa: average the weights at the ends of the last epochs (SWA).
+        lawa: average the weights at the ends of so many last epochs, at any time (LAWA).
+        average_from: where the average begins, as in "500 steps", "2 epochs" or "10%"; by default after 75% of the run
+            for swa, else with the first update.
+        average_every: steps or epochs between the weights that are averaged; by default a step for ema, else an epoch.
         sync_bn: synchronise BatchNorm over all devices, or over groups of this many.
         tune_allocator: keep freed memory for the next step (Linux, CPU).
         lean_loop: call hooks with less of Lightning's work around each; the results stay the same.
@@ -93,6 +100,11 @@ class RunSettings:
     warmup_start_factor: float = 0.01
     lr_scale: Literal["auto", "linear", "sqrt", "none"] = "auto"
     base_batch_size: int | None = None
+    ema: float | None = None
+    swa: bool = False
+    lawa: int | None = None
+    average_from: int | str | None = None
+    average_every: int | str | None = None
     sync_bn: bool | int = False
     tune_allocator: bool = True
     lean_loop: bool = True
@@ -161,6 +173,9 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
         callbacks.append(LeanLoop())
     if settings.sync_bn:
         callbacks.append(SyncBN(None if settings.sync_bn is True else settings.sync_bn))
+    average = {name: getattr(settings, name) for name in ("ema", "swa", "lawa", "average_from", "average_every")}
+    if any(value is not None and value is not False for value in average.values()):
+        callbacks.append(WeightAveraging(**average))
     if score := settings.early_stopping:
         mode = score_mode(score, recipe.monitor, recipe.monitor_mode)
         callbacks.append(PatientStopping(score, patience=settings.patience or _PATIENCE, mode=mode))

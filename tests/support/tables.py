@@ -26,6 +26,7 @@ from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
 from callbacks.train_loss import TrainLoss
 from callbacks.warmup_lr import WarmupLR
+from callbacks.weight_averaging import WeightAveraging
 
 PADDING = -100
 CLASSES = 5
@@ -50,6 +51,9 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "TranslationSamples": lambda: TranslationSamples(samples=2),
     "LeanLoop": lambda: LeanLoop(),
     "CheckpointGuard": lambda: CheckpointGuard(),
+    "WeightAveraging": lambda: WeightAveraging(ema=0.9, average_from="5 steps"),
+    "WeightAveraging, SWA": lambda: WeightAveraging(swa=True, average_from="40%", average_every="2 steps"),
+    "WeightAveraging, LAWA": lambda: WeightAveraging(lawa=2),
 }
 """Every callback of the package with tiny settings. Build SeedControl before the module, as its docstring says."""
 
@@ -71,6 +75,7 @@ TOGETHER = (
     "TranslationSamples",
     "LeanLoop",
     "CheckpointGuard",
+    "WeightAveraging",
 )
 """One row of each class: what a run with everything uses."""
 

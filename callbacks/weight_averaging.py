@@ -1,0 +1,331 @@
+"""Averages of the weights over a run, which are evaluated, saved and exported, while training goes on from the others.
+
+Lightning's `WeightAveraging` validates with the initial weights until its first average (#21724), puts the weights that
+were not averaged back on every load of a checkpoint, in a test too, averages the statistics of BatchNorm, which fit no
+weights, and copies the module. Here one more copy of the parameters is kept.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import WeightAveraging as LightningWeightAveraging
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from callbacks.bn_recalibration import BNRecalibration
+from callbacks.lib.durations import Duration
+from callbacks.lib.trainer_attributes import callbacks_of, set_callbacks
+from callbacks.lib.updates import duration_to_updates, total_updates
+from datamodules.errors import UserError
+from datamodules.ranges import COUNT, Range, check_ranges
+
+__all__ = ["RAW_WEIGHTS", "WeightAveraging", "add_sample", "ema_weight", "mean_of", "mean_weight"]
+
+RAW_WEIGHTS = "current_model_state"
+"""The entry of a checkpoint with the weights that training goes on from, as Lightning's `WeightAveraging` calls it."""
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+_BN_SAMPLES = 4096
+
+
+def ema_weight(samples: int, decay: float) -> float:
+    """The weight of the next sample in an exponential moving average of `samples` others.
+
+    The decay is n / (9 + n) until it has reached `decay`, as in TensorFlow's `ExponentialMovingAverage(num_updates=)`:
+    the average goes back over the last tenth or so of a short run, too, and the first sample counts in full.
+
+    Example:
+        >>> [round(ema_weight(n, decay=0.999), 3) for n in (0, 1, 91, 8991, 10**6)]
+        [1.0, 0.9, 0.09, 0.001, 0.001]
+    """
+    return 1 - min(decay, samples / (9 + samples))
+
+
+def mean_weight(samples: int) -> float:
+    """The weight of the next sample in an equal mean of `samples` others.
+
+    Example:
+        >>> [mean_weight(n) for n in (0, 1, 3)]
+        [1.0, 0.5, 0.25]
+    """
+    return 1 / (samples + 1)
+
+
+@torch.no_grad()
+def add_sample(averages: list[Tensor], sample: list[Tensor], weight: float) -> None:
+    """Moves averages towards a sample by a share of the way, in place: one kernel for all tensors of a device.
+
+    Example:
+        >>> average = torch.tensor([1.0])
+        >>> add_sample([average], [torch.tensor([5.0])], weight=0.25)
+        >>> average
+        tensor([2.])
+    """
+    torch._foreach_lerp_(averages, sample, weight)
+
+
+@torch.no_grad()
+def mean_of(samples: Sequence[list[Tensor]], out: list[Tensor]) -> None:
+    """Writes the equal mean of samples into `out`."""
+    for number, sample in enumerate(samples):
+        add_sample(out, sample, mean_weight(number))
+
+
+def averaged_tensors(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """The floating-point parameters of a module, tied ones once, and the running statistics of its BatchNorm."""
+    parameters: list[Tensor] = [p for p in module.parameters() if p.is_floating_point()]
+    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    return parameters, [b for layer in norms for b in (layer.running_mean, layer.running_var) if b is not None]
+
+
+@torch.no_grad()
+def exchange(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Exchanges the values of tensors, in place; the largest of them is held a third time while that lasts."""
+    for tensor, other in zip(tensors, others, strict=True):
+        values = tensor.clone()
+        tensor.copy_(other)
+        other.copy_(values)
+
+
+class WeightAveraging(pl.Callback):
+    """Evaluates and saves an average of the weights; training goes on from those that are not averaged.
+
+    One of three: an exponential moving average after every update (Polyak and Juditsky, 1992), the equal mean of the
+    weights at the ends of epochs (SWA; Izmailov et al., 2018), or that of the last of them (LAWA; Kaddour, 2022).
+
+    From the first sample on validation, best checkpoint, test and export have the averaged weights; until then those
+    of the training. The ``state_dict`` of a checkpoint holds the averaged ones, and its ``current_model_state`` the
+    others, from which a run resumes, equal to the bit. As training ends the module keeps the average; a second `fit`
+    begins with it, and with a new average. Frozen parameters are their own average, and tied ones are averaged once.
+    Statistics of BatchNorm are computed for the averaged weights before they are evaluated or saved, as by
+    `BNRecalibration`, from 4,096 samples of the training set.
+
+    Memory: one more copy of the parameters on their device; with `lawa` one more for each of the last.
+
+    Runs on: `on_train_batch_end`; one kernel and no wait for the device. An update that float16 skipped is no sample,
+    but for fused optimisers, which decide on the device. `on_validation_start` and `on_validation_end` exchange the
+    weights, and so does `on_train_end`. In the list of callbacks it moves behind all that do not save.
+
+    Args:
+        ema: decay of an exponential moving average; it warms up, see `ema_weight`.
+        swa: an equal mean.
+        lawa: how many of the last samples an equal mean is of.
+        average_from: the weights after so much of the run are the first sample, as in "500 steps", "10%" or "2 epochs";
+            by default those of the first update, and with `swa` after 75 %.
+        average_every: whole steps or epochs from one sample to the next; by default a step with `ema`, else an epoch.
+
+    Raises:
+        UserError: not one of the three, a number outside its range, another average of Lightning's, a run that ends
+            before the first sample, parameters in half precision, or a strategy that splits them.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[WeightAveraging(ema=0.999)], logger=False, accelerator="cpu")
+    """
+
+    def __init__(
+        self,
+        ema: float | None = None,
+        swa: bool = False,
+        lawa: int | None = None,
+        average_from: int | str | None = None,
+        average_every: int | str | None = None,
+    ) -> None:
+        given = [f"ema={ema}"] * (ema is not None) + ["swa=True"] * swa + [f"lawa={lawa}"] * (lawa is not None)
+        if len(given) != 1:
+            found = " and ".join(given) or "no average"
+            raise UserError(f"{found}: pass one of ema=0.999, swa=True and lawa=5")
+        check_ranges(ema=(ema, Range(0, 1, above=True, below=True)), lawa=(lawa, COUNT))
+        self.ema, self.lawa = ema, lawa
+        self.start = _duration("average_from", average_from, "75%" if swa else "0 steps")
+        self.every = _duration("average_every", average_every, "1 epochs" if ema is None else "1 steps")
+        if self.every.unit == "%" or self.every.value < 1 or self.every.value != int(self.every.value):
+            raise UserError(f'average_every={str(self.every)!r}: write whole steps or epochs, as in "1 epochs"')
+        self._statistics = BNRecalibration(samples=_BN_SAMPLES)
+        self._handles: list[RemovableHandle] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self.samples = 0
+        """How many weights the average is of."""
+        self._first = 0
+        self._updated = False
+        self._evaluates = False
+        self._statistics_of = 0
+        self._tensors: list[Tensor] = []
+        self._others: list[Tensor] = []
+        self._parameters: list[Tensor] = []
+        self._averages: list[Tensor] = []
+        self._last: list[list[Tensor]] = []
+        self._loaded: dict[str, Any] | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._forget()
+        callbacks = [callback for callback in callbacks_of(trainer) if callback is not self]
+        for callback in callbacks:
+            if isinstance(callback, (WeightAveraging, LightningWeightAveraging)):
+                raise UserError(f"WeightAveraging and another {type(callback).__name__}: a run has one average")
+            if isinstance(callback, ModelCheckpoint) and callback.save_weights_only:
+                raise UserError("save_weights_only=True saves weights that are not averaged: leave it out")
+        # Callbacks that draw at the end of a validation draw what was evaluated.
+        saving = next((n for n, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
+        set_callbacks(trainer, [*callbacks[:saving], self, *callbacks[saving:]])
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn == "fit":
+            self._loaded = checkpoint.get(RAW_WEIGHTS)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.samples, self._statistics_of = state_dict["samples"], state_dict["statistics_of"]
+        self._last = state_dict["last"]
+        self._statistics.load_state_dict(state_dict["statistics"])
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "samples": self.samples,
+            "statistics_of": self._statistics_of,
+            "statistics": self._statistics.state_dict(),
+            "last": self._last,
+        }
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._check(trainer, pl_module)
+        self._first = duration_to_updates(self.start, trainer)
+        if not self.samples and self._first > total_updates(trainer):
+            end = f"{total_updates(trainer):,} updates"
+            raise UserError(f"average_from={str(self.start)!r} is after the end of the run, {end}: average earlier")
+        self._statistics.on_train_start(trainer, pl_module)
+        if self._loaded is not None:
+            if self.samples:
+                self._begin(pl_module)
+            pl_module.load_state_dict(self._loaded)
+            self._loaded = None
+        self._handles = [optimizer.register_step_post_hook(self._note_update) for optimizer in trainer.optimizers]
+
+    def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.world_size > 1 and not isinstance(trainer.strategy.model, DistributedDataParallel):
+            name = type(trainer.strategy).__name__
+            raise UserError(f'{name} splits the parameters that are averaged: pass strategy="ddp", or do not average')
+        low = next((name for name, p in pl_module.named_parameters() if p.dtype in _LOW_PRECISION), None)
+        if low:
+            raise UserError(
+                f"{low} is in half precision, in which the small changes of an average are lost: pass"
+                ' precision="bf16-mixed" or precision="16-mixed", which keep the weights in float32'
+            )
+
+    def _note_update(self, *_: Any) -> None:
+        self._updated = True
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._statistics.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._is_due(trainer):
+            self._sample(pl_module)
+        self._updated = False
+
+    def _is_due(self, trainer: pl.Trainer) -> bool:
+        step = trainer.global_step
+        if not self.samples and step < self._first:
+            return False
+        if self.every.unit == "steps":
+            return self._updated and step % self.every.value == 0
+        return trainer.is_last_batch and (trainer.current_epoch + 1) % self.every.value == 0
+
+    def _begin(self, pl_module: pl.LightningModule) -> None:
+        """Take the weights that are in the module for the average."""
+        self._parameters, statistics = averaged_tensors(pl_module)
+        self._tensors = [*self._parameters, *statistics]
+        self._others = [tensor.detach().clone() for tensor in self._tensors]
+        self._averages = self._others[: len(self._parameters)]
+        self._last = [[v.to(p.device) for v, p in zip(s, self._parameters, strict=True)] for s in self._last]
+
+    def _sample(self, pl_module: pl.LightningModule) -> None:
+        if not self.samples:
+            self._begin(pl_module)
+        if self.lawa is not None:
+            self._last = [*self._last, [p.detach().clone() for p in self._parameters]][-self.lawa :]
+            mean_of(self._last, out=self._averages)
+        elif self.samples:
+            weight = mean_weight(self.samples) if self.ema is None else ema_weight(self.samples, self.ema)
+            add_sample(self._averages, self._parameters, weight)
+        self.samples += 1
+
+    def _evaluate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Put the average into the module, with statistics of BatchNorm that belong to it."""
+        if not self.samples or self._evaluates:
+            return
+        exchange(self._tensors, self._others)
+        self._evaluates = True
+        if self._statistics_of != self.samples:
+            self._statistics.recalibrate(trainer, pl_module)
+            self._statistics_of = self.samples
+
+    def _train(self) -> None:
+        """Put the weights that are trained back."""
+        if self._evaluates:
+            exchange(self._tensors, self._others)
+            self._evaluates = False
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            self._evaluate(trainer, pl_module)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            self._train()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._evaluate(trainer, pl_module)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn != "fit" or not self.samples:
+            return
+        if not self._evaluates and not trainer.interrupted:
+            self._evaluate(trainer, pl_module)
+            self._train()
+        others = {id(tensor): other for tensor, other in zip(self._tensors, self._others, strict=True)}
+        here = checkpoint["state_dict"]
+        kept = pl_module.state_dict(keep_vars=True)
+        there = {name: others.get(id(kept.get(name)), value) for name, value in here.items()}
+        checkpoint["state_dict"], checkpoint[RAW_WEIGHTS] = (here, there) if self._evaluates else (there, here)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._release()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def _duration(name: str, value: int | str | None, default: str) -> Duration:
+    try:
+        return Duration.parse(default if value is None else value)
+    except UserError as error:
+        raise UserError(f"`{name}`: {error}") from error
