@@ -93,7 +93,7 @@ class TranslationSamples(EvaluationSamples, pl.Callback):
     Runs on: every validation and test batch, of which it keeps a few sentences, and the end of each validation, of
     training and of a test, on rank 0. It needs a module whose evaluation steps return lists of ``sources``,
     ``translations`` and ``references``, and may add ``attention``, a function from a sentence's index in the batch to
-    weights of shape (time, source).
+    weights of shape (time, source), or to None.
 
     Args:
         samples: sentences to show.
@@ -120,7 +120,8 @@ class TranslationSamples(EvaluationSamples, pl.Callback):
         wanted = min(-(-self.samples // max(1, int(min(sum(batches), self.samples)))), self.samples - len(self._shown))
         attention = outputs.get("attention")
         for i in range(0, len(texts), max(1, len(texts) // max(1, wanted)))[:wanted]:
-            weights = attention(i).cpu() if attention is not None else None
+            weights = attention(i) if attention is not None else None
+            weights = None if weights is None else weights.cpu()
             self._shown.append(Translation(outputs["sources"][i], texts[i], outputs["references"][i], weights))
 
     @override

@@ -1,12 +1,13 @@
-"""The MNIST recipe's networks: a small and fast one, and the classic one of the tutorials."""
+"""The MNIST recipe's networks: a small and fast one, and two of PyTorch's example and tutorial."""
 
 from collections import OrderedDict
+from typing import Literal
 
 from torch import Tensor, nn
 
 from callbacks.lib.stateless_dropout import StatelessDropout
 
-__all__ = ["ClassicNet", "MNISTNet"]
+__all__ = ["NETWORKS", "ClassicNet", "MNISTNet", "NetworkName", "TutorialNet"]
 
 
 class MNISTNet(nn.Sequential):
@@ -86,3 +87,38 @@ class ClassicNet(nn.Module):
         """Logits of shape (batch, num_classes) for images of shape (batch, in_channels, 28, 28)."""
         logits: Tensor = self.classifier(self.features(images))
         return logits
+
+
+class TutorialNet(nn.Sequential):
+    """The three convolutions of PyTorch's tutorial "What is torch.nn really?"; 3,930 parameters for grey images.
+
+    Args:
+        num_classes: number of logits.
+        in_channels: 1 for grey images, 3 for colour.
+
+    Example:
+        >>> import torch
+        >>> TutorialNet()(torch.zeros(2, 1, 28, 28)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+        super().__init__(
+            nn.Conv2d(in_channels, 16, 3, stride=2, padding=1),  # (batch, 16, 14, 14)
+            nn.ReLU(inplace=True),
+            nn.Conv2d(16, 16, 3, stride=2, padding=1),  # (batch, 16, 7, 7)
+            nn.ReLU(inplace=True),
+            nn.Conv2d(16, num_classes, 3, stride=2, padding=1),  # (batch, num_classes, 4, 4)
+            # As in the tutorial: a logit is the mean of values that are not negative.
+            nn.ReLU(inplace=True),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+        )
+
+
+NetworkName = Literal["default", "classic", "tutorial"]
+NETWORKS: dict[str, type[MNISTNet] | type[ClassicNet] | type[TutorialNet]] = {
+    "default": MNISTNet,
+    "classic": ClassicNet,
+    "tutorial": TutorialNet,
+}

@@ -1,7 +1,7 @@
 """The MNIST recipe as a LightningModule."""
 
 import inspect
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import lightning.pytorch as pl
 import torch
@@ -14,7 +14,7 @@ from callbacks.seed_control import SeedControl
 from callbacks.warmup_lr import WarmupLR
 from datamodules.mnist.data_module import MNISTDataModule
 from recipes.classification import Classifier, ClassifierParameters
-from recipes.mnist.network import ClassicNet, MNISTNet
+from recipes.mnist.network import NETWORKS, NetworkName
 from recipes.optim import learning_rate_scale
 
 __all__ = ["MNISTClassifier"]
@@ -23,14 +23,15 @@ __all__ = ["MNISTClassifier"]
 class MNISTParameters(ClassifierParameters):
     """The parameters of `MNISTClassifier`, as ``self.hparams`` holds them."""
 
-    network: Literal["default", "classic"]
+    network: NetworkName
 
 
 class MNISTClassifier(Classifier):
     """Classifies 28 x 28 grey images; override `build_network` to train your own network.
 
     Args:
-        network: "default" is small, fast and exact; "classic" is the two-convolution network of the tutorials.
+        network: "default" is small, fast and exact; "classic" has the two convolutions of PyTorch's MNIST example,
+            "tutorial" the three of its tutorial "What is torch.nn really?".
     """
 
     title = "mnist"
@@ -43,7 +44,7 @@ class MNISTClassifier(Classifier):
 
     def __init__(
         self,
-        network: Literal["default", "classic"] = "default",
+        network: NetworkName = "default",
         lr: float = 0.01,
         weight_decay: float = 0.05,
         **kwargs: Any,
@@ -54,8 +55,7 @@ class MNISTClassifier(Classifier):
     @override
     def build_network(self) -> nn.Module:
         """Maps floats of shape (batch, 1, 28, 28) to logits of shape (batch, num_classes)."""
-        networks: dict[str, type[MNISTNet] | type[ClassicNet]] = {"default": MNISTNet, "classic": ClassicNet}
-        return networks[self.hparams.network](num_classes=self.hparams.num_classes)
+        return NETWORKS[self.hparams.network](num_classes=self.hparams.num_classes)
 
     @classmethod
     def fit(

@@ -6,9 +6,17 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-__all__ = ["ATTENTIONS", "AdditiveAttention", "Attention", "AttentionName", "DotAttention", "GeneralAttention"]
+__all__ = [
+    "AdditiveAttention",
+    "Attention",
+    "AttentionName",
+    "DotAttention",
+    "GeneralAttention",
+    "LocationAttention",
+    "build_attention",
+]
 
-AttentionName = Literal["additive", "general", "dot"]
+AttentionName = Literal["additive", "general", "dot", "location", "none"]
 
 
 class Attention(nn.Module):
@@ -50,9 +58,6 @@ class Attention(nn.Module):
 class DotAttention(Attention):
     """The inner product of query and state (Luong et al., 2015)."""
 
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-
     @override
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
         return torch.bmm(queries, keys.transpose(1, 2))
@@ -62,7 +67,7 @@ class GeneralAttention(DotAttention):
     """The inner product of the query with a linear map of the state (Luong et al., 2015)."""
 
     def __init__(self, hidden_size: int) -> None:
-        super().__init__(hidden_size)
+        super().__init__()
         self.key = nn.Linear(hidden_size, hidden_size, bias=False)
 
     @override
@@ -94,8 +99,37 @@ class AdditiveAttention(Attention):
         return energies.squeeze(3)
 
 
-ATTENTIONS: dict[str, type[AdditiveAttention] | type[DotAttention]] = {
-    "additive": AdditiveAttention,
-    "general": GeneralAttention,
-    "dot": DotAttention,
-}
+class LocationAttention(Attention):
+    """A score for each place in the source, from the query alone (Luong et al., 2015, equation 8).
+
+    The tutorial's first decoder weighs places in this way, too; it computes their scores from the token and the state
+    before the recurrent layer, in place of the state after it.
+
+    Args:
+        positions: places that have a score; the tokens after them get no weight.
+    """
+
+    def __init__(self, hidden_size: int, positions: int) -> None:
+        super().__init__()
+        self.position = nn.Linear(hidden_size, positions)
+
+    @override
+    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        scores: Tensor = self.position(queries)
+        last, places = self.position.out_features - 1, torch.arange(keys.shape[1], device=keys.device)
+        return scores[:, :, places.clamp(max=last)].masked_fill(places > last, -torch.inf)
+
+
+def build_attention(name: AttentionName, hidden_size: int, positions: int) -> Attention | None:
+    """The attention of that name, or None; `positions` is that of `LocationAttention`."""
+    match name:
+        case "additive":
+            return AdditiveAttention(hidden_size)
+        case "general":
+            return GeneralAttention(hidden_size)
+        case "dot":
+            return DotAttention()
+        case "location":
+            return LocationAttention(hidden_size, positions)
+        case "none":
+            return None

@@ -131,7 +131,7 @@ def beam_search(
 
 
 @torch.no_grad()
-def attention_weights(network: Seq2SeqNet, source: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
+def attention_weights(network: Seq2SeqNet, source: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor | None:
     """The attention weights of each token of a translation; the network has to be in evaluation mode.
 
     A search that kept the weights of all its hypotheses would take gigabytes beside one long sentence.
@@ -142,12 +142,14 @@ def attention_weights(network: Seq2SeqNet, source: Tensor, lengths: Tensor, toke
         tokens: the translation, of shape (batch, time).
 
     Returns:
-        Weights of shape (batch, time, source).
+        Weights of shape (batch, time, source); None where the network has no attention.
     """
     encoded, state = network.encode(source, lengths)
     inputs = torch.cat((torch.full_like(tokens[:, :1], SOS), tokens[:, :-1]), 1)
     weights = []
     for column in inputs.unbind(1):
         _, state, step_weights = network.step(column, state, encoded)
+        if step_weights is None:
+            return None
         weights.append(step_weights)
     return torch.stack(weights, 1)

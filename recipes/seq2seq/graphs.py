@@ -55,7 +55,8 @@ class _DecoderStep(nn.Module):
     @override
     def forward(self, tokens: Tensor, state: Tensor, memory: Tensor, keys: Tensor, mask: Tensor) -> dict[str, Tensor]:
         readouts, after, weights = self.network.step(tokens, _parts(state, self.like), Encoded(memory, keys, mask))
-        return {"logits": self.network.logits(readouts), "next_state": _flat(after), "attention": weights}
+        outputs = {"logits": self.network.logits(readouts), "next_state": _flat(after)}
+        return outputs if weights is None else outputs | {"attention": weights}
 
 
 def translation_graphs(network: Seq2SeqNet, source_tokens: int, target_tokens: int) -> list[Graph]:

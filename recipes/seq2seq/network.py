@@ -1,4 +1,4 @@
-"""A bidirectional encoder, and a decoder with attention (Luong et al., 2015).
+"""A bidirectional encoder, and a decoder with attention (Luong et al., 2015) or without (Sutskever et al., 2014).
 
 Attention comes after the decoder's recurrent layer, so with the target known in advance all of its positions are
 computed at once: one recurrent call, one batched attention, one projection. Where a token depends on the step before
@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from callbacks.lib.stateless_dropout import StatelessDropout
 from callbacks.lib.stateless_rnn import StatelessGRU, StatelessLSTM
-from recipes.seq2seq.attention import ATTENTIONS, Attention, AttentionName
+from recipes.seq2seq.attention import AttentionName, build_attention
 from recipes.seq2seq.encoder import Encoder
 
 __all__ = ["CellName", "Encoded", "Seq2SeqNet", "State", "position_mask", "target_positions"]
@@ -77,7 +77,7 @@ class Encoded(NamedTuple):
 
 
 class Seq2SeqNet(nn.Module):
-    """Bidirectional encoder, attention, recurrent decoder.
+    """Bidirectional encoder, recurrent decoder, attention.
 
     Args:
         source_vocab_size: tokens in the source vocabulary.
@@ -86,7 +86,8 @@ class Seq2SeqNet(nn.Module):
         embedding_size: width of the token embeddings.
         num_layers: recurrent layers of encoder and decoder.
         cell: kind of the recurrent layers.
-        attention_type: additive (Bahdanau et al., 2015), general or dot (Luong et al., 2015).
+        attention_type: additive (Bahdanau et al., 2015), general, dot or location (Luong et al., 2015), or none.
+        positions: places of the source that location attention weighs; it ignores the tokens after them.
         dropout: share of the inputs and outputs of the recurrent layers that is dropped.
         tie_embeddings: the output layer shares its weights with the target embedding (Press and Wolf, 2017).
         input_feeding: the decoder's input includes its last attentional vector (Luong et al., 2015), which takes a step
@@ -109,6 +110,7 @@ class Seq2SeqNet(nn.Module):
         num_layers: int = 1,
         cell: CellName = "gru",
         attention_type: AttentionName = "dot",
+        positions: int = 50,
         dropout: float = 0.3,
         tie_embeddings: bool = True,
         input_feeding: bool = False,
@@ -130,8 +132,8 @@ class Seq2SeqNet(nn.Module):
             batch_first=True,
             dropout=between,
         )
-        self.attention: Attention = ATTENTIONS[attention_type](hidden_size)
-        self.combine = nn.Linear(2 * hidden_size, readout)
+        self.attention = build_attention(attention_type, hidden_size, positions)
+        self.combine = nn.Linear(hidden_size if self.attention is None else 2 * hidden_size, readout)
         self.output = nn.Linear(readout, target_vocab_size)
         for embedding in (self.source_embedding, self.target_embedding):
             nn.init.normal_(embedding.weight, std=embedding_size**-0.5)
@@ -153,7 +155,8 @@ class Seq2SeqNet(nn.Module):
             self.cell_bridge(ends) if self.cell_bridge is not None else None,
             memory.new_zeros(source.shape[0], self.combine.out_features) if self.input_feeding else None,
         )
-        return Encoded(memory, self.attention.keys(memory), position_mask(lengths, source.shape[1])), start
+        keys = memory if self.attention is None else self.attention.keys(memory)
+        return Encoded(memory, keys, position_mask(lengths, source.shape[1])), start
 
     def _recur(self, inputs: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor | None]:
         """The decoder's recurrent layers over inputs of shape (batch, time, size)."""
@@ -164,10 +167,16 @@ class Seq2SeqNet(nn.Module):
             outputs, (hidden, cell) = self.decoder(inputs, (hidden.contiguous(), cell.to(inputs.dtype).contiguous()))
         return outputs, hidden, cell
 
-    def _read_out(self, outputs: Tensor, contexts: Tensor, rows: Tensor | None = None, time: int = 1) -> Tensor:
+    def _attend(self, outputs: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor | None]:
+        """The decoder's outputs, of shape (batch, time, hidden), with their contexts; and the attention weights."""
+        if self.attention is None:
+            return outputs, None
+        contexts, weights = self.attention(outputs, encoded.keys, encoded.memory, encoded.mask)
+        return torch.cat((outputs, contexts), 2), weights
+
+    def _read_out(self, attended: Tensor, rows: Tensor | None = None, time: int = 1) -> Tensor:
         """Attentional vectors; `rows` and `time` as in `StatelessDropout`."""
-        combined = torch.tanh(self.combine(torch.cat((outputs, contexts), -1)))
-        readouts: Tensor = self.dropout(combined, rows, time)
+        readouts: Tensor = self.dropout(torch.tanh(self.combine(attended)), rows, time)
         return readouts
 
     def logits(self, readouts: Tensor) -> Tensor:
@@ -175,7 +184,7 @@ class Seq2SeqNet(nn.Module):
         logits: Tensor = self.output(readouts)
         return logits
 
-    def step(self, tokens: Tensor, state: State, encoded: Encoded) -> tuple[Tensor, State, Tensor]:
+    def step(self, tokens: Tensor, state: State, encoded: Encoded) -> tuple[Tensor, State, Tensor | None]:
         """Decode one token.
 
         Args:
@@ -183,15 +192,16 @@ class Seq2SeqNet(nn.Module):
 
         Returns:
             The readouts of the next token, of shape (batch, readout), for `logits`; the state after it; and the
-            attention weights, of shape (batch, source).
+            attention weights, of shape (batch, source), or None without attention.
         """
         inputs = self.dropout(self.target_embedding(tokens))
         if state.readout is not None:
             inputs = torch.cat((inputs, state.readout.to(inputs.dtype)), 1)
         outputs, hidden, cell = self._recur(inputs.unsqueeze(1), state)
-        contexts, weights = self.attention(outputs, encoded.keys, encoded.memory, encoded.mask)
-        readout = self._read_out(outputs.squeeze(1), contexts.squeeze(1))
-        return readout, State(hidden, cell, readout if self.input_feeding else None), weights.squeeze(1)
+        attended, weights = self._attend(outputs, encoded)
+        readout = self._read_out(attended.squeeze(1))
+        after = State(hidden, cell, readout if self.input_feeding else None)
+        return readout, after, None if weights is None else weights.squeeze(1)
 
     @override
     def forward(
@@ -220,9 +230,8 @@ class Seq2SeqNet(nn.Module):
         inputs = target[:, :-1]
         if teacher_forced is None and not self.input_feeding:
             outputs, _, _ = self._recur(self.dropout(self.target_embedding(inputs)), state)
-            contexts, _ = self.attention(outputs, encoded.keys, encoded.memory, encoded.mask)
-            outputs, contexts = (part.flatten(0, 1)[target_positions] for part in (outputs, contexts))
-            return self.logits(self._read_out(outputs, contexts, target_positions, inputs.shape[1]))
+            attended = self._attend(outputs, encoded)[0].flatten(0, 1)[target_positions]
+            return self.logits(self._read_out(attended, target_positions, inputs.shape[1]))
         readouts: list[Tensor] = []
         tokens = inputs[:, 0]
         for position in range(inputs.shape[1]):

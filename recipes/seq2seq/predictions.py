@@ -4,13 +4,13 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from lightning.pytorch.utilities import rank_zero_only
 
 from callbacks.drawing.translation_samples import Translation, attention_figure
 from datamodules.errors import UserError
-from recipes.seq2seq.attention import ATTENTIONS
+from recipes.seq2seq.attention import AttentionName
 
 __all__ = ["MOST_PANELS", "check_image_file", "draw_attention", "translation_rows"]
 
@@ -24,7 +24,7 @@ def check_image_file(file: str | None) -> None:
     """Refuse a file that could not be written, before anything is computed."""
     if file is None:
         return
-    if file in ATTENTIONS:
+    if file in get_args(AttentionName):
         raise UserError(f'`attention` is the image file to write; the kind of attention is attention_type="{file}"')
     if Path(file).suffix not in (".png", ".pdf", ".svg"):
         raise UserError(f'attention="{file}": expected a name that ends in .png, .pdf or .svg')
@@ -70,6 +70,7 @@ def draw_attention(
     samples = [
         Translation(names[number], decode(found["tokens"][0].tolist()), None, found["attention"])
         for number, found in sentences[:MOST_PANELS]
+        if found["attention"] is not None
     ]
     if len(sentences) > MOST_PANELS:
         log.warning("%s shows the first %d of %d sentences", file, MOST_PANELS, len(sentences))

@@ -15,14 +15,16 @@ __all__ = ["Seq2SeqTranslator"]
 
 
 class Seq2SeqTranslator(Translator):
-    """Translates with a recurrent encoder and a decoder with attention; override `build_network` to train your own.
+    """Translates with a recurrent encoder and decoder, and attention; override `build_network` to train your own.
 
     Args:
         hidden_size: width of the decoder, and of the encoder's two directions together; must be even.
         embedding_size: width of the token embeddings.
         num_layers: recurrent layers of encoder and decoder.
         cell: kind of the recurrent layers.
-        attention_type: additive (Bahdanau et al., 2015), general or dot (Luong et al., 2015).
+        attention_type: additive (Bahdanau et al., 2015), general, dot or location (Luong et al., 2015), or none
+            (Sutskever et al., 2014).
+        positions: tokens of a sentence that location attention weighs; it ignores those after them.
         dropout: share of the inputs and outputs of the recurrent layers that is dropped in training.
         tie_embeddings: the output layer shares its weights with the target embedding (Press and Wolf, 2017).
         input_feeding: the decoder's input includes its last attentional vector (Luong et al., 2015); it takes a step
@@ -39,6 +41,7 @@ class Seq2SeqTranslator(Translator):
         num_layers: int = 1,
         cell: CellName = "gru",
         attention_type: AttentionName = "dot",
+        positions: int = 50,
         dropout: float = 0.3,
         tie_embeddings: bool = True,
         input_feeding: bool = False,
@@ -50,8 +53,11 @@ class Seq2SeqTranslator(Translator):
             hidden_size=(hidden_size, SIZE),
             embedding_size=(embedding_size, SIZE),
             num_layers=(num_layers, Range(1, 100, whole=True)),
+            positions=(positions, SIZE),
             dropout=(dropout, Range(0, 1, below=True)),
         )
+        if attention_type == "none" and kwargs.get("attention") is not None:
+            raise UserError(f"attention={kwargs['attention']!r}: a decoder without attention has no weights to draw")
         super().__init__(**kwargs)
 
     @override

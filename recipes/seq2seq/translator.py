@@ -285,15 +285,16 @@ class Translator(Recipe):
         sources, references = self._sentences(batch)
         scores.texts.update(translations, references)
 
-        def attention(i: int) -> Tensor:
+        def attention(i: int) -> Tensor | None:
             return self._attention(batch, found, i)
 
         return {"sources": sources, "translations": translations, "references": references, "attention": attention}
 
-    def _attention(self, batch: TranslationBatch, found: Translations, i: int) -> Tensor:
-        """The attention weights of the best translation of sentence `i`, of shape (time, source)."""
+    def _attention(self, batch: TranslationBatch, found: Translations, i: int) -> Tensor | None:
+        """The attention weights of the best translation of sentence `i`, of shape (time, source); None without any."""
         one = slice(i, i + 1)
-        return attention_weights(self.network, batch.source[one], batch.source_lengths[one], found.tokens[one, 0])[0]
+        weights = attention_weights(self.network, batch.source[one], batch.source_lengths[one], found.tokens[one, 0])
+        return None if weights is None else weights[0].cpu()
 
     def _sentences(self, batch: TranslationBatch) -> tuple[list[str], list[str]]:
         """The sources and the references of a batch as text, with unknown words where the data has them."""
@@ -354,8 +355,7 @@ class Translator(Recipe):
         output = {"numbers": numbers, "tokens": found.tokens, "scores": found.scores}
         if self.hparams.attention is not None:
             output["attention"] = [
-                self._attention(batch, found, i).cpu() if number < MOST_PANELS else None
-                for i, number in enumerate(numbers)
+                self._attention(batch, found, i) if number < MOST_PANELS else None for i, number in enumerate(numbers)
             ]
         return output
 

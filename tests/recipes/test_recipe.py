@@ -28,7 +28,7 @@ from datamodules.errors import UserError
 from datamodules.mnist.data_module import MNISTDataModule
 from recipes.classification import ClassificationScores
 from recipes.launch.precision import resolve_precision
-from recipes.mnist import ClassicNet, MNISTClassifier, MNISTNet
+from recipes.mnist import ClassicNet, MNISTClassifier, MNISTNet, TutorialNet
 from recipes.optim import SCHEDULES, build_optimizer, learning_rate_scale, parameter_groups
 from recipes.recipe import Recipe
 from recipes.resnet import ResNetFineTuner
@@ -309,7 +309,7 @@ def test_a_resumed_run_takes_the_settings_it_is_given_and_the_moments_of_the_che
     assert groups[0] == ([(0.25, 0.125), (0.25, 0.0)], [3, 3])
 
 
-@pytest.mark.parametrize("network", [MNISTNet, ClassicNet])
+@pytest.mark.parametrize("network", [MNISTNet, ClassicNet, TutorialNet])
 def test_networks_map_images_to_logits_in_either_layout(network):
     net = network().eval()
     images = torch.randn(3, 1, 28, 28)

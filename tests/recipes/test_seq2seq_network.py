@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from datamodules.translation.text import EOS, PAD, SOS
+from recipes.seq2seq.attention import LocationAttention
 from recipes.seq2seq.decoding import beam_search
-from recipes.seq2seq.network import Seq2SeqNet, target_positions
+from recipes.seq2seq.network import Seq2SeqNet, position_mask, target_positions
 
 EVERY_KIND: list[dict[str, Any]] = [
     {"cell": cell, "attention_type": attention, **more}
     for cell in ("gru", "lstm")
-    for attention in ("additive", "general", "dot")
+    for attention in ("additive", "general", "dot", "location", "none")
     for more in ({}, {"num_layers": 2, "tie_embeddings": False}, {"input_feeding": True})
 ]
 NAMES = ["-".join(map(str, settings.values())) for settings in EVERY_KIND]
@@ -24,7 +25,7 @@ LENGTHS = [(2, 5), (6, 2), (1, 3), (4, 6), (3, 4)]
 
 def network(**settings: Any) -> Seq2SeqNet:
     torch.manual_seed(7)
-    return Seq2SeqNet(11, 13, hidden_size=8, embedding_size=6, **({"dropout": 0.0} | settings)).double()
+    return Seq2SeqNet(11, 13, hidden_size=8, embedding_size=6, **({"dropout": 0.0, "positions": 4} | settings)).double()
 
 
 def sentence(tokens: int, time: int, vocabulary: int, first: list[int]) -> Tensor:
@@ -107,13 +108,42 @@ def test_tokens_that_are_not_teacher_forced_are_the_decoders_own(settings):
 
 
 def test_attention_never_falls_on_padding_and_sums_to_one():
-    for settings in EVERY_KIND:
+    for settings in [kind for kind in EVERY_KIND if kind["attention_type"] != "none"]:
         net = network(**settings)
         source, lengths, _, _ = batch(list(range(len(LENGTHS))), padding=2)
         encoded, state = net.encode(source, lengths)
         _, _, weights = net.step(torch.full((len(source),), SOS), state, encoded)
         torch.testing.assert_close(weights.sum(1), torch.ones(len(source), dtype=torch.float64))
         assert (weights[~encoded.mask] == 0).all()
+
+
+def test_location_attention_weighs_places_whatever_stands_there_and_none_after_its_positions():
+    attention = LocationAttention(8, positions=3).double()
+    queries, memory = torch.randn(2, 4, 8, dtype=torch.float64), torch.randn(2, 5, 8, dtype=torch.float64)
+    mask = position_mask(torch.tensor([5, 2]), 5)
+    contexts, weights = attention(queries, attention.keys(memory), memory, mask)
+    scores = attention.position(queries)
+    for row, places in enumerate((3, 2)):
+        expected = scores[row, :, :places].softmax(1)
+        torch.testing.assert_close(weights[row, :, :places], expected)
+        assert (weights[row, :, places:] == 0).all()
+        torch.testing.assert_close(contexts[row], expected @ memory[row, :places])
+    assert torch.equal(attention(queries, memory.flip(1), memory.flip(1), mask)[1], weights)
+
+
+def test_without_attention_the_decoder_sees_the_source_in_its_first_state_only():
+    net = network(attention_type="none")
+    source, lengths, target, target_lengths = batch([0, 3])
+    encoded, state = net.encode(source, lengths)
+    _, _, weights = net.step(target[:, 0], state, encoded._replace(memory=encoded.memory * 0, keys=encoded.keys * 0))
+    assert weights is None
+    assert net.combine.in_features == 8
+    logits = net(source, lengths, target, target_positions(target, target_lengths))
+    net.bridge.weight.data.zero_()
+    changed = net(source, lengths, target, target_positions(target, target_lengths))
+    others = net(source.flip(1), lengths, target, target_positions(target, target_lengths))
+    assert not torch.equal(logits, changed)
+    assert torch.equal(changed, others)
 
 
 def test_input_feeding_changes_the_logits():

@@ -284,6 +284,8 @@ SIZES = {"source_vocab_size": 9, "target_vocab_size": 9}
         (SIZES | {"teacher_forcing": 1.5}, "teacher_forcing=1.5: expected 0 or more and 1 at most"),
         (SIZES | {"beam": 2, "nbest": 3}, "pass beam=3 nbest=3"),
         (SIZES | {"attention": "dot"}, 'attention_type="dot"'),
+        (SIZES | {"attention": "out.png", "attention_type": "none"}, "without attention has no weights to draw"),
+        (SIZES | {"positions": 0}, "positions=0: expected"),
         (SIZES | {"attention": "out.txt"}, "ends in .png"),
         (SIZES | {"attention": "nowhere/out.png"}, "no folder nowhere"),
     ],
