@@ -36,5 +36,6 @@ from .seed_control import SeedControl as SeedControl
 from .seed_control import seed_generators as seed_generators
 from .sync_bn import SyncBN as SyncBN
 from .train_loss import TrainLoss as TrainLoss
+from .training_monitor import TrainingMonitor as TrainingMonitor
 from .warmup_lr import WarmupLR as WarmupLR
 from .weight_averaging import WeightAveraging as WeightAveraging

@@ -163,6 +163,8 @@ def tensorboard_name(name: str, main: Collection[str], by_epoch: bool) -> tuple[
         or (part == "train" and score != mean and not by_epoch)
     ):
         return "", False
+    if part == "monitor":
+        return f"updates/{score}", False
     if part == "lr" or (part == "train" and score == mean and (by_epoch or score not in main)):
         return f"updates/{name.removeprefix('train/')}", False
     counts_epochs = by_epoch and part in ("train", "val", "test")

@@ -19,6 +19,7 @@ from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
+from callbacks.training_monitor import TrainingMonitor
 from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging
 from datamodules.ranges import COUNT, SHARE, Range, check_ranges
@@ -76,6 +77,9 @@ class RunSettings:
         early_stopping: end the run when this score no longer improves; such as val/loss, see patience.
         patience: validations without improvement after which early stopping ends the run; 3 where none is given.
         logger: any of tensorboard,csv,wandb,mlflow, or none.
+        training_monitor: log gradient norm, update-to-weight ratio, data wait and memory; groups logs the first two of
+            each parameter group, too.
+        histogram_every: updates between histograms of weights and gradients in TensorBoard; 0 writes none.
         report: write figures, and a page with the run's scores, curves, figures and settings, report.html.
     """
 
@@ -113,6 +117,8 @@ class RunSettings:
     early_stopping: str | None = None
     patience: int | None = None
     logger: str = "tensorboard,csv"
+    training_monitor: bool | Literal["groups"] = True
+    histogram_every: int = 0
     report: bool = True
 
     def __post_init__(self) -> None:
@@ -123,6 +129,7 @@ class RunSettings:
             warmup_start_factor=(self.warmup_start_factor, SHARE),
             base_batch_size=(self.base_batch_size, COUNT),
             patience=(self.patience, COUNT),
+            histogram_every=(self.histogram_every, Range(0, whole=True)),
         )
 
 
@@ -171,6 +178,8 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
     callbacks += [FiniteWeights(), RankConsistency(), Preemption()]
     if settings.lean_loop:
         callbacks.append(LeanLoop())
+    if settings.training_monitor:
+        callbacks.append(TrainingMonitor(settings.training_monitor == "groups", settings.histogram_every))
     if settings.sync_bn:
         callbacks.append(SyncBN(None if settings.sync_bn is True else settings.sync_bn))
     average = {name: getattr(settings, name) for name in ("ema", "swa", "lawa", "average_from", "average_every")}

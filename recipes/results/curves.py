@@ -205,16 +205,21 @@ def panel_of(score: str | None) -> str | None:
 
 
 def shown_panels(names: Iterable[str], monitor: str | None, most: int = 8) -> list[str]:
-    """The panels to show: of the monitored score, of the loss, then the others; speed and learning rate come last.
+    """The panels to show: of the monitored score, of the loss, then the others.
+
+    Those of `TrainingMonitor`, the speed and the learning rate come last.
 
     Example:
         >>> shown_panels(["learning rate", "steps_per_second", "loss", "accuracy"], "val/accuracy")
         ['accuracy', 'loss', 'steps_per_second', 'learning rate']
     """
     first = panel_of(monitor)
-    order = sorted(
-        names, key=lambda name: (name == LEARNING_RATE, name.endswith("_per_second"), name != first, name != "loss")
-    )
+
+    def rank(name: str) -> tuple[bool, ...]:
+        last = (name == LEARNING_RATE, name.endswith("_per_second"), name.startswith("monitor/"))
+        return (*last, name != first, name != "loss")
+
+    order = sorted(names, key=rank)
     return [*order[: most - 1], *order[-1:]] if len(order) > most else order
 
 

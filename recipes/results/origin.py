@@ -51,18 +51,33 @@ def environment(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of this package, Python, torch and Lightning."""
+    """The versions of this package, Python, torch and Lightning; with a GPU those of CUDA, cuDNN, NCCL and driver."""
     return {
         "lightning-recipes": __version__,
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "lightning": pl.__version__,
+        **(_cuda_versions() if torch.cuda.is_available() else {}),
     }
 
 
-def _git(folder: Path, *args: str) -> str | None:
-    """What a command of git prints; None where it fails or there is no git."""
-    command = ["git", "-C", str(folder), *args]
+def _cuda_versions() -> dict[str, str]:
+    """The versions of what runs on NVIDIA's GPUs (and of their equivalents on AMD's), without those not found."""
+    cudnn = torch.backends.cudnn.version()
+    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
+    driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    found = {
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+        "cudnn": str(cudnn) if cudnn else None,
+        "nccl": ".".join(map(str, nccl)) if nccl else None,
+        "driver": driver.splitlines()[0] if driver else None,
+    }
+    return {name: version for name, version in found.items() if version}
+
+
+def _output_of(*command: str) -> str | None:
+    """What a command prints; None where it fails, takes over five seconds or is not there."""
     try:
         done = subprocess.run(
             command,
@@ -76,6 +91,11 @@ def _git(folder: Path, *args: str) -> str | None:
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
     return done.stdout.strip()
+
+
+def _git(folder: Path, *args: str) -> str | None:
+    """What a command of git prints; None where it fails or there is no git."""
+    return _output_of("git", "-C", str(folder), *args)
 
 
 def commit_of(file: Path) -> str | None:

@@ -25,6 +25,7 @@ from callbacks.run_progress import RunProgress
 from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
 from callbacks.train_loss import TrainLoss
+from callbacks.training_monitor import TrainingMonitor
 from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging
 
@@ -47,6 +48,7 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "ClassificationImages": lambda: ClassificationImages(samples=2, mistakes=2),
     "RunProgress": lambda: RunProgress(),
     "TrainLoss": lambda: TrainLoss(),
+    "TrainingMonitor": lambda: TrainingMonitor(groups=True, every=2),
     "Preemption": lambda: Preemption(),
     "TranslationSamples": lambda: TranslationSamples(samples=2),
     "LeanLoop": lambda: LeanLoop(),
@@ -71,6 +73,7 @@ TOGETHER = (
     "ClassificationImages",
     "RunProgress",
     "TrainLoss",
+    "TrainingMonitor",
     "Preemption",
     "TranslationSamples",
     "LeanLoop",

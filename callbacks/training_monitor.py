@@ -1,0 +1,255 @@
+"""Gradient norms, sizes of updates, data wait and memory of a run, measured at the updates that are logged.
+
+Lightning's `ThroughputMonitor` and the usual `self.log("grad_norm", ...)` wait for the device in every batch. At the
+updates between two logs this one compares numbers and reads the clock.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from callbacks.lib.lightning_internals import observe_fetches
+from callbacks.lib.trainer_attributes import log_interval
+from datamodules.ranges import COUNT, Range, check_ranges
+
+__all__ = ["TrainingMonitor", "memory_gib", "total_norm"]
+
+_GIB = 2**30
+
+
+def total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The Euclidean norm of all elements: a tensor of no dimension, float32 or float64.
+
+    Sparse gradients and the shards of FSDP2 count in full; the latter makes it a collective call.
+
+    Example:
+        >>> total_norm([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])])
+        tensor(5.)
+    """
+    values = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
+    shards = [value for value in values if isinstance(value, DTensor)]
+    norms: list[Tensor] = []
+    for part in (shards, [value for value in values if not isinstance(value, DTensor)]):
+        if part:
+            norm = nn.utils.get_total_norm(part)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if not norms:
+        return torch.zeros(())
+    stacked = torch.stack([norm.to(torch.promote_types(norm.dtype, torch.float32)) for norm in norms])
+    total: Tensor = torch.linalg.vector_norm(stacked)
+    return total
+
+
+def memory_gib(device: torch.device) -> dict[str, float]:
+    """GiB that this process holds now on its GPU, the most that it has held there, and its host memory now."""
+    import psutil
+
+    found = {"host_memory_gib": psutil.Process().memory_info().rss / _GIB}
+    if device.type == "cuda":
+        found["memory_gib"] = torch.cuda.memory_allocated(device) / _GIB
+        found["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / _GIB
+    return found
+
+
+@dataclass
+class _Group:
+    """A parameter group in the update that is measured.
+
+    Args:
+        parameters: those that have a gradient.
+        weights: copies of them, from before the step.
+        gradients: norm of the gradients before clipping; None where they are still scaled.
+    """
+
+    name: str
+    parameters: list[nn.Parameter]
+    weights: list[Tensor]
+    gradients: Tensor | None
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
+    return total_norm(parameter.grad for parameter in parameters if parameter.grad is not None)
+
+
+def _norms(groups: Sequence[_Group], clipped: bool, by_group: bool) -> dict[str, float]:
+    """The norms of all groups together and, if asked for, of each, after the optimiser's step."""
+    columns = []
+    for group in groups:
+        after = _gradients(group.parameters)
+        before = after if group.gradients is None else group.gradients
+        weights = total_norm(group.weights)
+        # In place, so that it takes no more memory.
+        torch._foreach_sub_(group.weights, [parameter.detach() for parameter in group.parameters])
+        columns.append(torch.stack([norm.float() for norm in (before, after, total_norm(group.weights), weights)]))
+    # Read from the device at once.
+    values = torch.stack([column.to(columns[0].device) for column in columns], 1)
+    rows = {"": torch.linalg.vector_norm(values, dim=1).tolist()}
+    if by_group:
+        rows |= {f"/{group.name}": column for group, column in zip(groups, values.T.tolist(), strict=True)}
+    found = {}
+    for name, (before, after, update, weights) in rows.items():
+        found[f"gradient_norm{name}"] = before
+        if clipped:
+            found[f"gradient_norm_clipped{name}"] = after
+        found[f"update_to_weight_ratio{name}"] = update / weights if weights else 0.0
+    return found
+
+
+class TrainingMonitor(pl.Callback):
+    """Logs how training goes: norms of gradients and updates, the share of time that waits for data, memory.
+
+    Under "monitor/" (in TensorBoard of the recipes under "updates/"):
+
+    - ``gradient_norm``: of all gradients of the update, over all micro-batches and ranks, unscaled and before clipping.
+    - ``gradient_norm_clipped``: after clipping, where the Trainer or the module clips.
+    - ``update_to_weight_ratio``: the norm of what the optimiser has added to the weights, over the norm of the weights.
+    - ``data_wait``: the share of the time of training steps that waits for the next batch, on this rank.
+    - ``host_memory_gib``: of this process now; on a GPU, too, ``memory_gib`` and ``peak_memory_gib`` of its tensors.
+
+    Only parameters with a gradient count, so frozen ones do not. The samples per second are logged by `TrainLoss`.
+
+    Runs on: `on_before_optimizer_step` and `on_train_batch_end`, once per ``log_every_n_steps`` updates, where it keeps
+    a copy of the weights during the step, when the memory of the activations is free, and waits for the device once. At
+    other updates it reads the clock. Nothing that it does changes the run.
+
+    Args:
+        groups: log the norms and ratios of each parameter group, too, as ``gradient_norm/NAME``.
+        histogram_every: updates between histograms of weights and gradients in TensorBoard; 0 writes none.
+        every: updates between two logs; by default the Trainer's ``log_every_n_steps``.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[TrainingMonitor(groups=True)], logger=False, accelerator="cpu")
+    """
+
+    def __init__(self, groups: bool = False, histogram_every: int = 0, every: int | None = None) -> None:
+        check_ranges(histogram_every=(histogram_every, Range(0, whole=True)), every=(every, COUNT))
+        self.groups, self.histogram_every, self.every = groups, histogram_every, every
+        self.values: dict[str, float] = {}
+        """What was logged last."""
+        self._stop_observing: Callable[[], None] | None = None
+        self._is_due = self._draws = False
+        self._start()
+
+    def _start(self) -> None:
+        self._measured: dict[Optimizer, list[_Group]] = {}
+        self._waited = self._trained = 0.0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._start()
+        self._epoch_start = trainer.global_step
+        self._interval = self.every or log_interval(trainer)
+        self._has_gradients = not isinstance(trainer.strategy, (FSDPStrategy, DeepSpeedStrategy))
+        if not self._has_gradients:
+            rank_zero_warn(
+                f"TrainingMonitor logs no gradients: {type(trainer.strategy).__name__} keeps them in its own way; pass"
+                ' strategy="ddp" or "fsdp2" for them'
+            )
+        self._clips = pl_module.automatic_optimization and (
+            trainer.gradient_clip_val is not None or is_overridden("configure_gradient_clipping", pl_module)
+        )
+        self._release()
+        self._stop_observing = observe_fetches(trainer, self._before_fetch, self._after_fetch)
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._epoch_start = trainer.global_step
+
+    def _before_fetch(self) -> None:
+        self._since = time.perf_counter()
+
+    def _after_fetch(self) -> None:
+        self._waited += time.perf_counter() - self._since
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._began = time.perf_counter()
+        self._update = before = trainer.global_step
+        every, draws = self._interval, self.histogram_every
+        if not every:
+            return
+        after = before + len(trainer.optimizers)
+        short_epoch = self._epoch_start // every == before // every
+        self._is_due = before // every < after // every or (trainer.is_last_batch and short_epoch)
+        self._draws = draws > 0 and before // draws < after // draws
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if not self._is_due or not self._has_gradients:
+            return
+        # With GradScaler a fused optimiser unscales the gradients in its step.
+        scaled = getattr(trainer.precision_plugin, "scaler", None) and hasattr(optimizer, "_step_supports_amp_scaling")
+        earlier = self._measured.get(optimizer)  # Of the same step: LBFGS comes here several times.
+        groups = self._measured[optimizer] = []
+        for number, group in enumerate(optimizer.param_groups):
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            weights = earlier[number].weights if earlier else [p.detach().clone() for p in parameters]
+            groups.append(
+                _Group(str(group.get("name", number)), parameters, weights, None if scaled else _gradients(parameters))
+            )
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        made_update = trainer.global_step > self._update
+        if made_update and self._is_due:
+            self._log(trainer)
+        else:
+            self._trained += time.perf_counter() - self._began
+        if made_update and self._draws:
+            self._draw(trainer, pl_module)
+
+    def _log(self, trainer: pl.Trainer) -> None:
+        groups = [group for found in self._measured.values() for group in found if group.parameters]
+        row = _norms(groups, self._clips, self.groups) if groups else {}
+        self._trained += time.perf_counter() - self._began  # The norms have waited for the device.
+        row["data_wait"] = self._waited / (self._waited + self._trained)
+        row |= memory_gib(trainer.strategy.root_device)
+        self.values = {f"monitor/{name}": value for name, value in row.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics({**self.values, "epoch": trainer.current_epoch}, step=trainer.global_step - 1)
+        self._start()
+
+    def _draw(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write the histograms; TensorBoard's writer refuses values that are not finite."""
+        for name, parameter in pl_module.named_parameters():
+            if parameter.grad is None:
+                continue
+            for kind, value in (("weights", parameter.detach()), ("gradients", parameter.grad)):
+                dense = value.full_tensor() if isinstance(value, DTensor) else value.to_dense()
+                finite = dense[dense.isfinite()].float()
+                for logger in trainer.loggers if len(finite) else ():
+                    if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+                        # Below the scores in TensorBoard, which sorts by name.
+                        logger.experiment.add_histogram(f"updates_{kind}/{name}", finite, trainer.global_step - 1)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._release()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        self._measured = {}
+        if self._stop_observing is not None:
+            self._stop_observing()
+            self._stop_observing = None
