@@ -27,7 +27,12 @@ from callbacks.lib.sample_noise import begin_noise, end_noise, number_layers, re
 from datamodules.errors import UserError
 from datamodules.loading.randomness import derive_seed, derive_seed_at
 
-__all__ = ["SeedControl", "explain_nondeterminism", "seed_generators", "seed_torch"]
+__all__ = ["SeedControl", "draw_seed", "explain_nondeterminism", "seed_generators", "seed_torch"]
+
+
+def draw_seed() -> int:
+    """A seed of 32 bits from the system's source of random numbers."""
+    return secrets.randbits(32)
 
 
 def seed_torch(seed: int, device: torch.device | None = None) -> None:
@@ -157,7 +162,7 @@ class SeedControl(pl.Callback):
             raise UserError(
                 "benchmark=True picks algorithms by time, which varies: pass deterministic=False or drop it"
             )
-        self.seed = secrets.randbits(32) if seed is None else seed
+        self.seed = draw_seed() if seed is None else seed
         self.deterministic = deterministic
         self.benchmark = benchmark
         self._drawn = seed is None

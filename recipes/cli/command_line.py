@@ -449,6 +449,10 @@ class _CommandLine:
             point,
             resumes_by_itself=asked != point.checkpoint,
             collective_timeout=values["collective_timeout"],
-            notes={"precision": f" ({reason})" if reason else "", "memory": ", tuned allocator" if tuned else ""},
+            notes={
+                "precision": f" ({reason})" if reason else "",
+                "memory": ", tuned allocator" if tuned else "",
+                "seed": "",
+            },
         )
         return settings, connection

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from callbacks.seed_control import SeedControl
+from callbacks.seed_control import SeedControl, draw_seed
 from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError
 from recipes.cli.settings import RunSettings, run_callbacks
@@ -95,7 +95,7 @@ class Settings:
         resume_point: where the run resumes.
         resumes_by_itself: the checkpoint was found, not given by the user.
         collective_timeout: seconds that a rank waits for the others in a collective call.
-        notes: for the run's first line, by what they explain: "precision" and "memory".
+        notes: for the run's first line, by what they explain: "precision", "memory" and a "seed" that was drawn.
         interval: the part of a run that verify trains again.
     """
 
@@ -160,6 +160,22 @@ def _with_global_batch(settings: Settings) -> Settings:
     return replace(settings, run=replace(settings.run, **run), data={**settings.data, **data}, config=config)
 
 
+def _with_seed(settings: Settings, connection: RunConnection | None) -> tuple[Settings, int]:
+    """Replace the seed "random" by that of the checkpoint, or by one that rank 0 draws for all; returns it, too."""
+    run = settings.run
+    if run.seed != "random":
+        return settings, run.seed
+    checkpoint = run.resume or run.ckpt
+    seed = read_run(checkpoint).config.get("seed") if checkpoint else None
+    if not isinstance(seed, int):
+        wait = settings.collective_timeout
+        seed = int(draw_seed() if connection is None else share(connection, "seed", draw_seed, wait))
+    # A data module or a recipe may have the parameter, too.
+    data, recipe = ({**o, "seed": seed} if "seed" in o else o for o in (settings.data, settings.recipe))
+    config, notes = {**settings.config, "seed": seed}, {**settings.notes, "seed": f", seed {seed}"}
+    return replace(settings, run=replace(run, seed=seed), data=data, recipe=recipe, config=config, notes=notes), seed
+
+
 def _is_open(value: Any) -> bool:
     return value is None or value == "auto"
 
@@ -211,10 +227,10 @@ def build_experiment(settings: Settings, classes: Classes, connection: RunConnec
     Raises:
         UserError: a value is refused, the data cannot be read, or the devices cannot share the global batch.
     """
-    settings = _with_global_batch(settings)
+    settings, seed = _with_seed(_with_global_batch(settings), connection)
     with as_user_errors(MisconfigurationException):
         # First, because it seeds the initial weights.
-        seeds = SeedControl(settings.run.seed, settings.run.deterministic, settings.run.benchmark)
+        seeds = SeedControl(seed, settings.run.deterministic, settings.run.benchmark)
         data = classes.data(**settings.data)
         # Before the data are read, so that wrong flags are refused before a download.
         recipe = _build_recipe(settings, classes, data)

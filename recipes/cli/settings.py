@@ -50,7 +50,7 @@ class RunSettings:
         output: JSON or CSV file for scores and predictions, or the file that export writes.
         format: format of the file that export writes.
         include_preprocessing: an exported graph takes uint8 images; else what the network takes, normalised floats.
-        seed: seed of all random numbers.
+        seed: seed of all random numbers; random draws one, which is recorded and kept by a resume.
         deterministic: stop at operations without a deterministic implementation.
         benchmark: let cuDNN choose its algorithms by timing them.
         precision: floating-point precision; auto is bf16-mixed where the hardware has fast bf16, else 32-true.
@@ -93,7 +93,7 @@ class RunSettings:
     output: str | None = None
     format: Literal["safetensors", "state-dict", "torchscript", "onnx", "pt2"] | None = None
     include_preprocessing: bool = True
-    seed: int = 1
+    seed: int | Literal["random"] = 1
     deterministic: bool = False
     benchmark: bool | None = None
     precision: Precision = "auto"
@@ -123,7 +123,7 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check_ranges(
-            seed=(self.seed, Range(0, whole=True)),
+            seed=(None if self.seed == "random" else self.seed, Range(0, whole=True)),
             save_top_k=(self.save_top_k, Range(-1, 2**31 - 1, whole=True)),
             global_batch_size=(self.global_batch_size, COUNT),
             warmup_start_factor=(self.warmup_start_factor, SHARE),

@@ -48,7 +48,9 @@ def _print_first_line(trainer: pl.Trainer, experiment: Experiment) -> None:
     batch = global_batch_text(run, settings.data, trainer, settings.tokens_parameter) if same else ""
     memory = notes["memory"] if trainer.strategy.root_device.type == "cpu" else ""
     precision = f"precision {run.precision}{notes['precision']}"
-    rank_zero_print(f"{experiment.recipe.title}: {launch}{hardware(trainer)}, {batch}{precision}{memory}")
+    rank_zero_print(
+        f"{experiment.recipe.title}: {launch}{hardware(trainer)}, {batch}{precision}{memory}{notes['seed']}"
+    )
 
 
 def _callbacks(experiment: Experiment) -> list[Callback]:

@@ -88,6 +88,23 @@ def test_what_recipe_and_data_share_is_saved_as_it_was_found_and_later_commands_
     assert run_ranks(_typed, 1, ["--resume", last, "--max-epochs", "2", "--shade", "auto"], str(tmp_path))[0][0] == 0
 
 
+def test_a_random_seed_is_drawn_once_for_all_ranks_and_a_resume_keeps_it(tmp_path: Path) -> None:
+    line = ["--name", "run", "--seed", "random", "--resume", "auto"]
+    assert [status for status, _ in run_ranks(_typed, 2, line, str(tmp_path))] == [0, 0]
+    run = tmp_path / "runs/points/run"
+    seed = yaml.safe_load((run / "config.yaml").read_text())["seed"]
+    assert isinstance(seed, int)
+    assert run_ranks(_typed, 1, [*line, "--max-epochs", "2"], str(tmp_path))[0][0] == 0
+    checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
+    assert (checkpoint["epoch"], checkpoint["config"]["seed"], checkpoint["callbacks"]["SeedControl"]) == (
+        1,
+        seed,
+        {"seed": seed},
+    )
+    assert run_ranks(_typed, 1, ["--name", "other", *line[2:4]], str(tmp_path))[0][0] == 0
+    assert yaml.safe_load((run.with_name("other") / "config.yaml").read_text())["seed"] not in (1, seed)
+
+
 def test_a_trial_of_a_finished_run_is_refused_as_the_run_is(tmp_path: Path) -> None:
     assert run_ranks(_typed, 1, ["--name", "run"], str(tmp_path))[0][0] == 0
     last = "runs/points/run/checkpoints/last.ckpt"
