@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, ClassVar, Protocol, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from datamodules.errors import UserError
 
@@ -60,6 +60,11 @@ class DataContract(Protocol):
     def class_names(self) -> Sequence[str]:
         """The name of each class, in the order of the labels; empty where they are not known."""
         return ()
+
+    @property
+    def class_weights(self) -> Tensor | None:
+        """Weights of the classes in the training loss, float32 of shape (classes,); None where all weigh 1."""
+        return None
 
     @property
     def image_size(self) -> int | None:

@@ -4,6 +4,7 @@ A constructor states and checks them, so they hold for callers in Python and for
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -22,6 +23,7 @@ __all__ = [
     "SHARE_ABOVE_0",
     "SIZE",
     "Range",
+    "check_choice",
     "check_ranges",
 ]
 
@@ -76,6 +78,16 @@ SIZE = Range(1, 2**16, whole=True)
 RATE = Range(0, 10**6, above=True)
 """Of learning, and what multiplies one."""
 SECONDS = Range(0, 10**7, above=True)
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Refuse a parameter that is none of these.
+
+    Raises:
+        UserError: with the parameter, its value and the choices.
+    """
+    if value not in allowed:
+        raise UserError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
 
 
 def check_ranges(**numbers: tuple[Any, Range]) -> None:

@@ -14,8 +14,9 @@ from typing_extensions import override
 from callbacks.drawing.classification_images import ClassificationImages
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
-from datamodules.ranges import COUNT, SHARE, check_ranges
+from datamodules.ranges import COUNT, SHARE, Range, check_ranges
 from recipes.labels import LabelCheck
+from recipes.losses import focal_loss
 from recipes.recipe import MeanOverTargets, Recipe, RecipeParameters
 
 __all__ = ["ClassificationScores", "Classifier", "ClassifierParameters", "calibration_error", "macro_f1"]
@@ -157,6 +158,7 @@ class ClassifierParameters(RecipeParameters):
 
     num_classes: int
     label_smoothing: float
+    focal_gamma: float
     top_k: int
 
 
@@ -169,9 +171,16 @@ class Classifier(Recipe):
     in its batch. The names of the classes come from the data module (``class_names``) and are saved in the checkpoint;
     data with other names is refused later, because labels are numbered in the order of the names.
 
+    Where the data module has ``class_weights``, the training loss is the weighted sum over the targets divided by their
+    number, and not by their weights as in torch's mean: so an update is the same on any split, and rare classes weigh
+    the same in each batch. The weights are saved in the checkpoint, with which a run resumes. The losses of validation
+    and test are cross-entropy without weights.
+
     Args:
         num_classes: labels are 0 to this less one; null takes the data's.
         label_smoothing: share of the target spread over all classes (Szegedy et al., 2016).
+        focal_gamma: the training loss is the focal loss (Lin et al., 2017), whose gamma this is, such as 2; 0 is the
+            cross-entropy.
         top_k: how many classes ``predict`` names for each image, the likeliest first.
     """
 
@@ -185,9 +194,16 @@ class Classifier(Recipe):
     free_parameters: ClassVar[frozenset[str]] = Recipe.free_parameters | {"top_k"}
 
     hparams: ClassifierParameters
+    class_weights: Tensor | None
+    """Weights of the classes in the training loss, of shape (classes,); `setup` takes the data's, where it has some."""
 
     def __init__(
-        self, num_classes: int | None = 10, label_smoothing: float = 0.0, top_k: int = 5, **kwargs: Any
+        self,
+        num_classes: int | None = 10,
+        label_smoothing: float = 0.0,
+        focal_gamma: float = 0.0,
+        top_k: int = 5,
+        **kwargs: Any,
     ) -> None:
         if num_classes is None:
             raise UserError(
@@ -195,9 +211,15 @@ class Classifier(Recipe):
             )
         if num_classes < 2:
             raise UserError(f"num_classes={num_classes} leaves nothing to classify; pass num_classes=2 or more")
-        check_ranges(num_classes=(num_classes, COUNT), label_smoothing=(label_smoothing, SHARE), top_k=(top_k, COUNT))
+        check_ranges(
+            num_classes=(num_classes, COUNT),
+            label_smoothing=(label_smoothing, SHARE),
+            focal_gamma=(focal_gamma, Range(0, 100)),
+            top_k=(top_k, COUNT),
+        )
         super().__init__(**kwargs)
-        self.label_smoothing = label_smoothing
+        self.label_smoothing, self.focal_gamma = label_smoothing, focal_gamma
+        self.register_buffer("class_weights", None, persistent=False)
         self.top_k = top_k
         self.val_scores = ClassificationScores(num_classes)
         self.test_scores = ClassificationScores(num_classes)
@@ -278,6 +300,9 @@ class Classifier(Recipe):
                 f"the data has {count} classes{listed}, the network {len(self.class_names)}; pass num_classes={count}"
                 ", or data with the classes that the network was trained on"
             )
+        weights = data_contract(self.data_module()).class_weights
+        if stage == "fit" and weights is not None:
+            self.class_weights = weights
 
     def _name_classes(self) -> None:
         """Take the names of the classes from the data, where it has them.
@@ -340,10 +365,14 @@ class Classifier(Recipe):
         inputs, targets = batch
         targets, count = self.label_checks["train"](targets)
         logits = self(inputs)
-        loss = F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
-        if isinstance(count, Tensor) or not count:
-            # The mean over no label is NaN.
-            loss = torch.where(torch.as_tensor(count, device=loss.device) > 0, loss, 0.0)
+        if self.focal_gamma or self.class_weights is not None:
+            total = focal_loss(logits, targets, self.focal_gamma, self.class_weights, self.label_smoothing)
+            loss = total / (count.clamp(min=1) if isinstance(count, Tensor) else max(1, count))
+        else:
+            loss = F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
+            if isinstance(count, Tensor) or not count:
+                # The mean over no label is NaN.
+                loss = torch.where(torch.as_tensor(count, device=loss.device) > 0, loss, 0.0)
         labels = targets.argmax(1) if targets.is_floating_point() else targets
         return {"loss": loss, "count": count, "correct": (logits.argmax(1) == labels).sum()}
 
@@ -398,9 +427,13 @@ class Classifier(Recipe):
         super().on_save_checkpoint(checkpoint)
         self.label_checks["train"].raise_found()
         checkpoint["class_names"] = list(self.class_names)
+        if self.class_weights is not None:
+            checkpoint["class_weights"] = self.class_weights.cpu()
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         if names := checkpoint.get("class_names"):
             self.class_names = self._names_in_checkpoint = names
+        if (weights := checkpoint.get("class_weights")) is not None:
+            self.class_weights = weights.to(self.device)

@@ -282,18 +282,19 @@ class BatchReader:
 
     def __getitem__(self, request: BatchRequest) -> LoadedBatch:
         epoch, rows, partners = request
+        count = len(self.targets)
         images: dict[int, Tensor] = {}
         unreadable: list[tuple[int, str]] = []
         with _like_a_worker():
             for row in dict.fromkeys((*rows, *partners)):
                 try:
-                    images[row] = self.augmentation(self.images[row], row, epoch)
+                    images[row] = self.augmentation(self.images[row % count], row, epoch)
                 except UnreadableImage as error:
-                    unreadable.append((row, str(error)))
+                    unreadable.append((row % count, str(error)))
             kept = [row for row in rows if row in images]
             size = self.augmentation.size
             inputs = torch.empty((len(kept), 3, size, size), dtype=torch.uint8)
-            index = torch.tensor(kept, dtype=torch.int64)
+            index = torch.tensor(kept, dtype=torch.int64) % count
             targets = self.targets[index]
             if self.mixing is None:
                 for place, row in zip(inputs, kept):
@@ -305,7 +306,7 @@ class BatchReader:
                     other = partner_of[row]
                     image, target = images[row], self.mixing.one_hot(classes[row])
                     if other in images:
-                        label = int(self.targets[other])
+                        label = int(self.targets[other % count])
                         image, target = self.mixing(image, classes[row], images[other], label, row, epoch)
                     place.copy_(image)
                     soft.append(target)

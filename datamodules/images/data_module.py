@@ -27,10 +27,11 @@ from datamodules.images.known_sets import IMAGE_SETS, ImageSetInfo, Samples, rea
 from datamodules.loading.given_images import GivenImages, given_images, save_seen
 from datamodules.loading.image_lists import find_images
 from datamodules.loading.image_tree import split_by_class
+from datamodules.loading.labels import BALANCE, balanced_class_weights
 from datamodules.loading.normalise import Normalise
 from datamodules.loading.sampling import share_of_each
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
-from datamodules.ranges import COUNT, NOT_NEGATIVE, SHARE_ABOVE_0, Range, check_ranges
+from datamodules.ranges import COUNT, NOT_NEGATIVE, SHARE_ABOVE_0, Range, check_choice, check_ranges
 
 __all__ = ["ImageFolderDataModule"]
 
@@ -67,6 +68,8 @@ class ImageFolderDataModule(BaseDataModule):
         val_fraction: share of each class held out for validation, where there is no folder val.
         test_fraction: share of each class held out for testing, where there is no folder test.
         train_share: share of each class of the training part to train on; smaller shares are subsets of larger ones.
+        balance: what makes up for classes of unequal size: drawing each class equally often (sampling), weights in the
+            training loss (loss), or nothing. An epoch stays as long as it is, and other losses and scores as they are.
         augment: augmentation of training images: none, crops and mirroring, these and colours, or RandAugment.
         mixup: alpha of MixUp (Zhang et al., 2018), such as 0.2; 0 is off.
         cutmix: alpha of CutMix (Yun et al., 2019), such as 1.0; 0 is off.
@@ -98,6 +101,7 @@ class ImageFolderDataModule(BaseDataModule):
         val_fraction: float = 0.1,
         test_fraction: float = 0.0,
         train_share: float = 1.0,
+        balance: Literal["none", "sampling", "loss"] = "none",
         augment: Literal["none", "light", "standard", "randaugment"] = "standard",
         mixup: float = 0.0,
         cutmix: float = 0.0,
@@ -115,9 +119,9 @@ class ImageFolderDataModule(BaseDataModule):
             ("dataset", dataset, ("auto", *IMAGE_SETS)),
             ("augment", augment, AUGMENTATIONS),
             ("on_corrupt", on_corrupt, ("error", "skip")),
+            ("balance", balance, BALANCE),
         ):
-            if value not in allowed:
-                raise UserError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
+            check_choice(name, value, allowed)
         for name, share in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
             if not 0 <= share < 1:
                 raise UserError(f"{name}={share} is outside 0 to 1; pass {name}=0.1")
@@ -204,6 +208,18 @@ class ImageFolderDataModule(BaseDataModule):
         if self.dataset == "folder" and not self._sources:
             self._scan()
         return "val" in self._sources or "val" in dict(self._info.splits) or bool(self.hparams.val_fraction)
+
+    @property
+    @override
+    def class_weights(self) -> Tensor | None:
+        """Those of ``balance="loss"``, by the samples that are trained on; None otherwise, and before `setup`."""
+        if self.hparams.balance != "loss" or "train" not in self._parts:
+            return None
+        return self._balanced_class_weights()
+
+    def _balanced_class_weights(self) -> Tensor:
+        targets = self._parts["train"][1]
+        return balanced_class_weights(targets, self.num_classes)
 
     @property
     def augments(self) -> bool:
@@ -390,6 +406,7 @@ class ImageFolderDataModule(BaseDataModule):
         options = self.hparams
         images, targets = self._parts["train"]
         self._note_share()
+        sampled = options.balance == "sampling"
         mixing = Mixing(options.mixup, options.cutmix, self.num_classes, options.seed)
         loader = WorkerTrainLoader(
             BatchReader(images, targets, self._augmentation(options.augment), mixing),
@@ -401,6 +418,7 @@ class ImageFolderDataModule(BaseDataModule):
             skip_unreadable=options.on_corrupt == "skip",
             drop_last=options.drop_last,
             shuffle=self._shuffles,
+            weights=self._balanced_class_weights()[targets] if sampled else None,
             **self._options(),
         )
         self._loaders.add(loader)

@@ -14,10 +14,31 @@ from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 
-__all__ = ["IGNORED", "check_form", "check_labels", "labels_in_memory"]
+__all__ = ["IGNORED", "balanced_class_weights", "check_form", "check_labels", "labels_in_memory"]
+
+BALANCE = ("none", "sampling", "loss")
+"""What a data module can do about classes of unequal size."""
 
 IGNORED = -100
 """The label of samples that have none: `ignore_index` of `torch.nn.functional.cross_entropy`."""
+
+
+def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:
+    """Weights with which all classes that have labels weigh the same, float32 of shape (classes,).
+
+    A class with count_c of n labels gets n / (classes with labels * count_c), as scikit-learn's "balanced"; their mean
+    over the labels is 1. A class without labels gets 0.
+
+    Args:
+        labels: int64 of shape (n,); negative ones do not count.
+
+    Example:
+        >>> balanced_class_weights(torch.tensor([0, 0, 0, 2, -100]), num_classes=3)
+        tensor([0.6667, 0.0000, 2.0000])
+    """
+    counts = torch.bincount(labels[labels >= 0], minlength=num_classes).double()
+    present = (counts > 0).sum()
+    return torch.where(counts > 0, counts.sum() / (present * counts), 0.0).float()
 
 
 def check_form(

@@ -17,14 +17,18 @@ from typing_extensions import override
 
 from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader, Spans
-from datamodules.loading.sampling import epoch_order, evaluation_spans
+from datamodules.loading.sampling import epoch_order, evaluation_spans, weighted_order
 
 __all__ = ["EvaluationLoader", "EvaluationSampling", "TrainLoader", "TrainSampling", "Transform", "note_whole_set"]
 
 log = logging.getLogger("lightning_recipes")
 
 Transform = Callable[[Tensor, Tensor, int], Tensor]
-"""What turns (inputs, their sample numbers, epoch) into the network's inputs, a batch at a time."""
+"""What turns (inputs, their sample numbers, epoch) into the network's inputs, a batch at a time.
+
+Where samples are drawn by weights, the number of one of n samples is n larger at each repeat within an epoch, so that
+random numbers by sample number differ.
+"""
 
 
 class _SampleLoader(ABC):
@@ -32,7 +36,7 @@ class _SampleLoader(ABC):
 
     @abstractmethod
     def _batches(self, epoch: int, order: Tensor, spans: Spans) -> Iterator[tuple[Tensor, Tensor]]:
-        """The samples at these positions of `order`."""
+        """The samples at these positions of `order`; see `Transform` for numbers above those of all samples."""
 
 
 def note_whole_set(at_once: int, count: int, items: str) -> None:
@@ -54,11 +58,33 @@ def _check_batch_size(batch_size: int) -> None:
         raise UserError(f"a batch holds one sample at least, found {batch_size}; pass batch_size=64")
 
 
+def _check_weights(weights: Tensor, rows: Tensor, count: int) -> Tensor:
+    """The weights of the rows, float64 on the CPU."""
+    if tuple(weights.shape) != (count,):
+        raise UserError(f"weights of shape {tuple(weights.shape)}, expected one for each sample, ({count},)")
+    chosen = weights.detach().cpu().double()[rows.cpu()]
+    if wrong := (~((chosen >= 0) & chosen.isfinite())).nonzero().flatten().tolist():
+        row = int(rows[wrong[0]])
+        raise UserError(f"weight {float(weights[row]):g} of sample {row}: expected finite numbers, 0 or more")
+    if not chosen.any():
+        raise UserError("all weights of the training set are 0; pass at least one above 0")
+    return chosen
+
+
 class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
     """Every epoch in its own shuffle order, from a position in it on."""
 
     def __init__(
-        self, rows: Tensor, batch_size: int, seed: int, rank: int, world_size: int, drop_last: bool, shuffle: bool
+        self,
+        rows: Tensor,
+        batch_size: int,
+        seed: int,
+        rank: int,
+        world_size: int,
+        drop_last: bool,
+        shuffle: bool,
+        weights: Tensor | None,
+        targets: Tensor,
     ) -> None:
         _check_batch_size(batch_size)
         if len(rows) == 0:
@@ -73,13 +99,24 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
         note_whole_set(at_once, len(rows), "samples")
         super().__init__(len(rows), batch_size, rank, world_size, drop_last)
         self.rows, self.batch_size, self.seed, self.shuffle = rows, batch_size, seed, shuffle
+        self._samples = len(targets)
+        self._weights = None if weights is None else _check_weights(weights, rows, len(targets))
+        is_class = targets.dim() == 1 and not targets.is_floating_point()
+        self._classes = targets.cpu()[rows.cpu()] if is_class and weights is not None else None
 
     @override
     def _batches_of_epoch(self, epoch: int, start_at: int, spans: Spans) -> Iterator[tuple[Tensor, Tensor]]:
-        order = self.rows
-        if self.shuffle:
-            order = order.index_select(0, epoch_order(len(order), self.seed, epoch).to(order.device))
-        return self._batches(epoch, order, spans)
+        return self._batches(epoch, self.order_of_epoch(epoch), spans)
+
+    def order_of_epoch(self, epoch: int) -> Tensor:
+        """The samples of an epoch in their order, int64 of shape (len(rows),), numbered as `Transform` has them."""
+        if self._weights is not None:
+            which = epoch if self.shuffle else 0
+            positions, repeats = weighted_order(self._weights, self.seed, which, self._classes)
+            return self.rows[positions.to(self.rows.device)] + (repeats * self._samples).to(self.rows.device)
+        if not self.shuffle:
+            return self.rows
+        return self.rows.index_select(0, epoch_order(len(self.rows), self.seed, epoch).to(self.rows.device))
 
 
 class EvaluationSampling(_SampleLoader):
@@ -115,15 +152,16 @@ class _Tensors(_SampleLoader):
 
     @override
     def _batches(self, epoch: int, order: Tensor, spans: Spans) -> Iterator[tuple[Tensor, Tensor]]:
+        rows = order % len(self.targets)
         for start, stop in spans:
-            yield self._batch(order[start:stop], epoch)
+            yield self._batch(rows[start:stop], order[start:stop], epoch)
 
-    def _batch(self, rows: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
+    def _batch(self, rows: Tensor, numbers: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
         # index_select is 10 times faster than indexing with a tensor here: it copies row by row.
         inputs = self.inputs.index_select(0, rows).to(self.device, non_blocking=True)
         targets = self.targets.index_select(0, rows).to(self.device, non_blocking=True)
         if self.transform is not None:
-            inputs = self.transform(inputs, rows.to(self.device, non_blocking=True), epoch)
+            inputs = self.transform(inputs, numbers.to(self.device, non_blocking=True), epoch)
         return inputs, targets
 
 
@@ -143,15 +181,26 @@ class TrainLoader(TrainSampling, _Tensors):
         transform: makes the network's inputs of a batch, on `device`.
         device: where batches go; by default where `inputs` are.
         drop_last: drop an incomplete last step; which samples that drops depends on the number of ranks.
-        shuffle: False keeps the order of `rows` in every epoch.
+        shuffle: False keeps the order of `rows` in every epoch; with `weights` it repeats the first epoch.
+        weights: of shape (n,): an epoch still has ``len(rows)`` samples, and each is drawn in proportion to its weight,
+            as `systematic_draws` says; where targets are whole numbers of shape (n,), so is each class.
 
     Raises:
-        UserError: the set is empty, or smaller than a batch that `drop_last` drops.
+        UserError: the set is empty, or smaller than a batch that `drop_last` drops, or weights are not finite, negative
+            or all 0.
 
     Example:
         >>> loader = TrainLoader(torch.arange(10.0), torch.arange(10), torch.arange(10), batch_size=4, seed=1)
         >>> [len(inputs) for inputs, targets in loader]
         [4, 4, 2]
+
+        With a rare class as often as the other one:
+
+        >>> targets = torch.tensor([0] * 9 + [1])
+        >>> weights = 1 / targets.bincount()[targets]
+        >>> loader = TrainLoader(torch.rand(10, 3), targets, torch.arange(10), batch_size=10, seed=1, weights=weights)
+        >>> [targets.bincount().tolist() for _, targets in loader]
+        [[5, 5]]
     """
 
     def __init__(
@@ -167,8 +216,10 @@ class TrainLoader(TrainSampling, _Tensors):
         device: torch.device | str | None = None,
         drop_last: bool = False,
         shuffle: bool = True,
+        weights: Tensor | None = None,
     ) -> None:
-        super().__init__(rows.to(inputs.device), batch_size, seed, rank, world_size, drop_last, shuffle)
+        rows = rows.to(inputs.device)
+        super().__init__(rows, batch_size, seed, rank, world_size, drop_last, shuffle, weights, targets)
         self._set_tensors(inputs, targets, transform, device)
 
 

@@ -51,6 +51,7 @@ class BatchRequest(NamedTuple):
 
     epoch: int
     rows: Sequence[int]
+    """Sample numbers, which are larger by the number of all samples at each repeat within an epoch."""
     partners: Sequence[int] = ()
     """For each row the sample before it in the epoch's order, where the reader mixes samples."""
 
@@ -203,7 +204,7 @@ class _Workers:
     def _feature_batches(
         self, features: Tensor, position: Tensor, order: Tensor, spans: Spans
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        order, targets = order.to(features.device), self.reader.targets.to(features.device)
+        order, targets = order.to(features.device) % len(self.reader.targets), self.reader.targets.to(features.device)
         at, targets = position.index_select(0, order), targets.index_select(0, order)
         complete = bool((at >= 0).all())
         for start, stop in spans:
@@ -337,7 +338,8 @@ class WorkerTrainLoader(_Workers, TrainSampling):
         pin_memory: put batches into pinned memory, from which a GPU copies faster.
         skip_unreadable: leave samples that cannot be read out of their batches, in place of an error.
         drop_last: drop an incomplete last step.
-        shuffle: False keeps the order of `rows` in every epoch.
+        shuffle: False keeps the order of `rows` in every epoch; with `weights` it repeats the first epoch.
+        weights: as of `TrainLoader`.
 
     Raises:
         UserError: the set is empty, a batch is larger than the set, a sample cannot be read, workers cannot start, or
@@ -358,8 +360,9 @@ class WorkerTrainLoader(_Workers, TrainSampling):
         skip_unreadable: bool = False,
         drop_last: bool = False,
         shuffle: bool = True,
+        weights: Tensor | None = None,
     ) -> None:
-        super().__init__(rows, batch_size, seed, rank, world_size, drop_last, shuffle)
+        super().__init__(rows, batch_size, seed, rank, world_size, drop_last, shuffle, weights, reader.targets)
         self._set_reader(reader, min(num_workers, len(self)), pin_memory, skip_unreadable)
 
 

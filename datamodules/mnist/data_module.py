@@ -23,6 +23,7 @@ from datamodules.errors import UserError
 from datamodules.loading.download import DownloadError, digest_of, download
 from datamodules.loading.given_images import GivenImages, given_images, save_seen
 from datamodules.loading.image_tree import split_by_class
+from datamodules.loading.labels import BALANCE, balanced_class_weights
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
 from datamodules.loading.normalise import Normalise
 from datamodules.loading.sampling import share_of_each, split_indices
@@ -36,7 +37,7 @@ from datamodules.mnist.own_images import (
     read_own_images,
 )
 from datamodules.mnist.user_images import read_digits
-from datamodules.ranges import COUNT, SHARE_ABOVE_0, Range, check_ranges
+from datamodules.ranges import COUNT, SHARE_ABOVE_0, Range, check_choice, check_ranges
 
 __all__ = ["DATASETS", "DatasetInfo", "MNISTDataModule", "find_files", "load_digits"]
 
@@ -181,6 +182,8 @@ class MNISTDataModule(BaseDataModule):
         val_fraction: share of the training set held out for validation; of each class, of your own.
         test_fraction: share of each class held out for the test, where your own have no test part.
         train_share: share of each class of the training part to train on; smaller shares are subsets of larger ones.
+        balance: what makes up for classes of unequal size: drawing each class equally often (sampling), weights in the
+            training loss (loss), or nothing. An epoch stays as long as it is, and other losses and scores as they are.
         num_classes: number of classes, by default the data's; labels are 0 to num_classes - 1.
         shift: augmentation: largest translation, in pixels.
         rotation: augmentation: largest rotation, in degrees.
@@ -208,6 +211,7 @@ class MNISTDataModule(BaseDataModule):
         val_fraction: float = 0.08,
         test_fraction: float = 0.1,
         train_share: float = 1.0,
+        balance: Literal["none", "sampling", "loss"] = "none",
         num_classes: int | None = None,
         shift: float = 2.0,
         rotation: float = 10.0,
@@ -221,6 +225,7 @@ class MNISTDataModule(BaseDataModule):
         super().__init__()
         if dataset not in ("auto", *DATASETS):
             raise UserError(f"no data set {dataset!r}; expected one of auto, {', '.join(DATASETS)}")
+        check_choice("balance", balance, BALANCE)
         for name, share in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
             if not 0 <= share < 1:
                 raise UserError(f"{name}={share} is outside 0 to 1; pass {name}=0.08")
@@ -342,6 +347,18 @@ class MNISTDataModule(BaseDataModule):
     @override
     def image_size(self) -> int:
         return 28
+
+    @property
+    @override
+    def class_weights(self) -> Tensor | None:
+        """Those of ``balance="loss"``, by the samples that are trained on; None otherwise, and before `setup`."""
+        if self.hparams.balance != "loss" or "train" not in self._parts:
+            return None
+        return self._balanced_class_weights()
+
+    def _balanced_class_weights(self) -> Tensor:
+        labels, rows = self._parts["train"][1].cpu(), self._rows["train"]
+        return balanced_class_weights(labels[rows], self.num_classes)
 
     @property
     @override
@@ -496,6 +513,8 @@ class MNISTDataModule(BaseDataModule):
 
     def _training_transform(self) -> Transform:
         options, count = self.hparams, len(self._parts["train"][1])
+        # Repeated samples have larger numbers, whose maps are made for each batch.
+        count = 0 if options.balance == "sampling" else count
         augment = RandomAffine(options.seed, options.shift, options.rotation, options.scale, count)
         normalise = self.preprocessing()
 
@@ -516,6 +535,7 @@ class MNISTDataModule(BaseDataModule):
     def train_dataloader(self) -> TrainLoader:
         images, labels = self._parts["train"]
         self._note_share()
+        sampled = self.hparams.balance == "sampling"
         return TrainLoader(
             images,
             labels,
@@ -528,6 +548,7 @@ class MNISTDataModule(BaseDataModule):
             self._device,
             self.hparams.drop_last,
             shuffle=self._shuffles,
+            weights=self._balanced_class_weights()[labels.cpu()] if sampled else None,
         )
 
     def _evaluation_loader(self, part: str) -> EvaluationLoader | list[EvaluationLoader]:

@@ -39,10 +39,11 @@ MAY_IMPORT = {
     "recipes.weights": "datamodules.errors callbacks.checkpointing",
     "recipes.pretrained": "datamodules.errors datamodules.loading recipes.weights",
     "recipes.labels": f"{_DATA} datamodules.loading",
+    "recipes.losses": "",
     "recipes.optim": "datamodules.errors",
     "recipes.graphs": "",
     "recipes.recipe": f"{_CALLBACKS} datamodules.loading recipes.graphs recipes.optim recipes.version",
-    "recipes.classification": f"{_CALLBACKS} callbacks.drawing recipes.labels recipes.recipe",
+    "recipes.classification": f"{_CALLBACKS} callbacks.drawing recipes.labels recipes.losses recipes.recipe",
     "recipes.export": "datamodules.errors callbacks.lib callbacks.checkpointing recipes.graphs recipes.recipe "
     "recipes.version",
     "recipes.launch": "datamodules.errors datamodules.ranges callbacks.lib",

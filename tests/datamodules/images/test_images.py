@@ -90,13 +90,28 @@ def test_a_share_of_a_folder_is_taken_of_each_class_and_of_the_training_part_onl
 # What a run sees does not depend on how it is read
 
 
-@pytest.mark.parametrize("options", [{}, {"augment": "randaugment"}, {"mixup": 0.2, "cutmix": 1.0}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"augment": "randaugment", "balance": "sampling"}, {"mixup": 0.2, "cutmix": 1.0, "balance": "sampling"}],
+)
 def test_batches_are_equal_to_the_bit_on_any_number_of_workers_cached_or_not(tree, options):
     expected = _batches(_data(tree, cache_gb=0, **options))
     assert len(expected) == 10
     for num_workers, cache_gb in ((0, 1), (1, 0), (2, 1)):
         assert _equal(_batches(_data(tree, num_workers=num_workers, cache_gb=cache_gb, **options)), expected)
     assert not _equal(_batches(_data(tree, seed=2, cache_gb=0, **options)), expected)
+
+
+def test_repeats_of_a_rare_class_are_augmented_differently_and_weights_of_classes_make_up_for_counts(tmp_path):
+    for name, count in (("ant", 1), ("bee", 9)):
+        write_class(tmp_path / "train" / name, count)
+    data = _data(tmp_path, balance="sampling", val_fraction=0.0, batch_size=10)
+    images, targets = _batches(data, epochs=1)[0]
+    assert targets.bincount().tolist() == [5, 5]
+    assert len({image.numpy().tobytes() for image in images}) == 10
+    assert data.class_weights is None
+    weights = _data(tmp_path, balance="loss", val_fraction=0.0).class_weights
+    assert torch.allclose(weights, torch.tensor([5.0, 5 / 9]))
 
 
 def test_a_cache_too_small_for_all_keeps_what_fits(tree):

@@ -68,6 +68,66 @@ def test_a_step_of_all_ranks_is_one_slice_of_the_order(world_size, batch_size, d
         assert {len(loader) for loader in loaders} == {len(steps)}
 
 
+RARE = (TARGETS % 10 == 0).long()  # 5 of the 23 rows.
+WEIGHTS = 1 / torch.tensor([18.0, 5.0])[RARE]
+
+
+def _with_numbers(inputs: Tensor, numbers: Tensor, _epoch: int) -> Tensor:
+    return torch.stack((inputs[:, 0].long(), numbers), 1)
+
+
+def _weighted(batch_size: int = 4, **options) -> TrainLoader:
+    return TrainLoader(INPUTS, RARE, ROWS, batch_size, seed=1, transform=_with_numbers, weights=WEIGHTS, **options)
+
+
+def _numbers(loader) -> list[list[tuple[int, int]]]:
+    return [[tuple(pair) for pair in inputs.tolist()] for inputs, _ in loader]
+
+
+def test_weights_draw_a_rare_class_as_often_and_repeats_have_other_numbers():
+    loader = _weighted()
+    for epoch in range(3):
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        targets = torch.cat([targets for _, targets in batches])
+        pairs = sum(_numbers(batches), [])
+        assert sorted(targets.bincount().tolist()) == [11, 12], epoch
+        assert len(set(pairs)) == len(pairs) > len({sample for sample, _ in pairs})
+        assert all(number % len(INPUTS) == sample and sample in ROWS for sample, number in pairs)
+        assert [number for _, number in pairs] == loader.order_of_epoch(epoch).tolist()
+        assert torch.equal(RARE[[sample for sample, _ in pairs]], targets)
+
+
+@given(world_size=st.integers(1, 5), batch_size=st.integers(1, 7), consumed=st.integers(0, N - 1))
+def test_weighted_samples_are_the_same_on_any_number_of_ranks_and_after_a_resume(world_size, batch_size, consumed):
+    order = _weighted().order_of_epoch(1).tolist()
+    loaders = [_weighted(batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
+    for loader in loaders:
+        loader.load_state_dict({"epoch": 1, "consumed": consumed})
+    steps = zip(*map(_numbers, loaders), strict=True)
+    assert [number for step in steps for part in step for _, number in part] == order[consumed:]
+
+
+def test_overfitting_repeats_the_first_weighted_epoch():
+    loader = _weighted(shuffle=False)
+    first, second = _numbers(loader), _numbers(loader)
+    assert first == second == _numbers(_weighted())
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (torch.ones(23), r"weights of shape \(23,\), expected one for each sample, \(100,\)"),
+        (torch.zeros(100), "all weights of the training set are 0"),
+        (torch.ones(100).index_fill(0, torch.tensor(4), -2.0), "weight -2 of sample 4: expected finite numbers"),
+        (torch.ones(100).index_fill(0, torch.tensor(6), torch.nan), "weight nan of sample 6"),
+    ],
+)
+def test_weights_that_cannot_be_are_refused(weights: Tensor, message: str):
+    with pytest.raises(UserError, match=message):
+        _loader(weights=weights)
+
+
 def test_a_rank_without_samples_gets_an_empty_batch_of_the_right_shape():
     loader = TrainLoader(INPUTS, TARGETS, torch.arange(5), 2, seed=1, rank=1, world_size=2)
     *_, (inputs, targets) = loader

@@ -1,0 +1,97 @@
+"""Balanced classes in a run that is cut into processes and micro-batches, stopped within an epoch and resumed."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from callbacks import ExactCheckpoint, GradientAccumulation
+from datamodules import MNISTDataModule
+from recipes import MNISTClassifier
+from tests.support.ranks import run_ranks
+from tests.support.tables import QUIET, on_ranks, silence
+
+GLOBAL_BATCH = 12
+COUNTS = (60, 25, 5)
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sampling": ({"balance": "sampling", "train_share": 0.7}, {}),
+    "loss": ({"balance": "loss"}, {"label_smoothing": 0.1, "focal_gamma": 2.0}),
+}
+
+
+class Linear(MNISTClassifier):
+    def build_network(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(784, 3)).double()
+
+
+def _train(name: str, world_size: int, micro_batches: int, folder: Path, resume: bool) -> dict[str, Any]:
+    """Two epochs, saved after the fifth update, in the first epoch; or from there to the end."""
+    silence()
+    torch.manual_seed(1)
+    for_data, for_recipe = SETTINGS[name]
+    labels = torch.repeat_interleave(torch.arange(3), torch.tensor(COUNTS))
+    # On a dark border, so that they stay as they are.
+    images = F.pad(torch.rand(90, 20, 20, generator=torch.Generator().manual_seed(3)), (4, 4, 4, 4))
+    data = MNISTDataModule.from_arrays(
+        images,
+        labels,
+        test=(images[::9], labels[::9]),
+        batch_size=GLOBAL_BATCH // world_size // micro_batches,
+        val_fraction=0.0,
+        **for_data,
+    )
+    recipe = Linear(num_classes=3, optimizer="sgd", lr=0.01, schedule="constant", **for_recipe)
+    save = ExactCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+    trainer = pl.Trainer(
+        max_epochs=2,
+        precision="64-true",
+        callbacks=[GradientAccumulation(global_batch_size=GLOBAL_BATCH), save],
+        enable_progress_bar=False,
+        **on_ranks(world_size),
+        **QUIET,
+    )
+    trainer.fit(recipe, data, ckpt_path=str(folder / "step=5.ckpt") if resume else None, weights_only=True)
+    return {"weight": recipe.network[1].weight.detach().clone(), "class_weights": recipe.class_weights}
+
+
+def _two_ranks(folder: Path) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name in SETTINGS:
+        found[f"{name}: 2x2"] = _train(name, 2, 2, folder / f"{name} 2x2", resume=False)
+        found[f"{name}: 2x1, resumed"] = _train(name, 2, 1, folder / name, resume=True)
+    return found
+
+
+def test_a_balanced_run_learns_the_same_on_any_split_and_after_a_resume_within_an_epoch(tmp_path: Path) -> None:
+    whole: dict[str, dict[str, Any]] = {}
+    for name in SETTINGS:
+        whole[name] = _train(name, 1, 1, tmp_path / name, resume=False)
+        whole[f"{name}: 1x4"] = _train(name, 1, 4, tmp_path / f"{name} 1x4", resume=False)
+    saved = torch.load(tmp_path / "loss" / "step=5.ckpt", weights_only=True)
+    assert torch.equal(saved["class_weights"], torch.tensor([90 / 3 / count for count in COUNTS]).double())
+    found = whole | run_ranks(_two_ranks, 2, tmp_path)[0]
+    for name, run in found.items():
+        expected: Tensor = whole[name.partition(": ")[0]]["weight"]
+        assert float((run["weight"] - expected).abs().max() / expected.abs().max()) < 1e-12, name
+    # What was saved counts, not what the data have now.
+    saved["class_weights"] *= 2
+    torch.save(saved, tmp_path / "loss" / "step=5.ckpt")
+    resumed = _train("loss", 1, 1, tmp_path / "loss", resume=True)
+    assert torch.equal(resumed["class_weights"], saved["class_weights"])
+    assert not torch.allclose(whole["sampling"]["weight"], whole["loss"]["weight"], rtol=1e-3)
+
+
+@pytest.mark.parametrize("balance", ["sampling", "loss"])
+def test_validation_and_test_are_as_without_balance(balance: str) -> None:
+    def scores(balance: str) -> list[dict[str, float]]:
+        data = MNISTDataModule("digits", balance=balance)  # type: ignore[arg-type]
+        trainer = pl.Trainer(**QUIET, enable_checkpointing=False, enable_progress_bar=False)
+        torch.manual_seed(1)
+        recipe = MNISTClassifier(network="classic", focal_gamma=0.0 if balance == "none" else 2.0)
+        return [*trainer.validate(recipe, data, verbose=False), *trainer.test(recipe, data, verbose=False)]
+
+    assert scores(balance) == scores("none")
