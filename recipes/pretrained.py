@@ -8,13 +8,13 @@ from urllib.parse import urlsplit
 
 import torch
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor, nn
+from torch import Tensor
 
 from datamodules.errors import UserError
 from datamodules.loading.download import DownloadError, digest_of, download
-from recipes.weights import WeightsReport, load_weights, read_weights, some_names
+from recipes.weights import read_weights, some_names
 
-__all__ = ["download_weights", "imagenet_weights", "load_pretrained"]
+__all__ = ["download_weights", "imagenet_weights"]
 
 log = logging.getLogger("lightning_recipes")
 
@@ -67,23 +67,3 @@ def imagenet_weights(arch: str) -> dict[str, Tensor]:
         UserError: there is no such architecture, or its weights could not be downloaded.
     """
     return read_weights(download_weights(_imagenet_url(arch)))
-
-
-def load_pretrained(module: nn.Module, weights: str, arch: str, min_share: float = 0.5) -> WeightsReport | None:
-    """Load pretrained weights into a module, and log in one line which tensors were loaded.
-
-    Args:
-        weights: "imagenet", "none", or a file for `read_weights`.
-        arch: torchvision's name of the architecture; only "imagenet" needs it.
-        min_share: as in `load_weights`.
-
-    Raises:
-        UserError: as `read_weights`, `imagenet_weights` and `load_weights` do.
-    """
-    if weights == "none":
-        return None
-    imagenet = weights == "imagenet"
-    state = imagenet_weights(arch) if imagenet else read_weights(weights)
-    report = load_weights(module, state, f"ImageNet ({arch})" if imagenet else weights, min_share)
-    rank_zero_only(log.warning)(report.line())
-    return report

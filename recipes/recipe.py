@@ -1,6 +1,7 @@
 """What all recipes share: the network, the optimiser, the schedule, and exact means."""
 
 import inspect
+import logging
 from collections.abc import Sequence
 from itertools import groupby, takewhile
 from operator import itemgetter
@@ -11,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.fabric.utilities.data import AttributeDict
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -24,7 +26,7 @@ from callbacks.train_loss import TrainLoss
 from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError
 from datamodules.loading.normalise import Normalise
-from datamodules.ranges import RATE, Range, check_ranges
+from datamodules.ranges import RATE, SHARE, Range, check_ranges
 from recipes.graphs import Graph, network_graph
 from recipes.optim import (
     ScheduleName,
@@ -35,8 +37,11 @@ from recipes.optim import (
     schedule_curve,
 )
 from recipes.version import __version__
+from recipes.weights import WeightsReport, load_weights, read_weights
 
 __all__ = ["MeanOverTargets", "Recipe", "RecipeParameters"]
+
+log = logging.getLogger("lightning_recipes")
 
 
 def _as_text(value: Any) -> str:
@@ -97,6 +102,10 @@ class RecipeParameters(AttributeDict):
     schedule: ScheduleName
     fused: bool | None
     channels_last: bool
+    weights: str | None
+    weights_min_share: float
+    weights_only: str | Sequence[str]
+    weights_skip: str | Sequence[str]
 
 
 class Recipe(pl.LightningModule):
@@ -114,6 +123,10 @@ class Recipe(pl.LightningModule):
         schedule: shape of the learning rate over the run.
         fused: one kernel for the whole update; by default where the device has it.
         channels_last: the memory layout of convolutions in which bf16 kernels are fast.
+        weights: file of weights to begin with (.pt, .pth, .ckpt, .safetensors), or none.
+        weights_min_share: refuse weights of which less than this share of the tensors fits.
+        weights_only: load layers by name only, as in "encoder.*" or '["encoder.*", "embedding"]'.
+        weights_skip: layers by name that keep their initial weights, as in "fc.*".
     """
 
     title = "recipe"
@@ -158,19 +171,27 @@ class Recipe(pl.LightningModule):
         schedule: ScheduleName = "one_cycle",
         fused: bool | None = None,
         channels_last: bool = True,
+        weights: str | None = None,
+        weights_min_share: float = 0.5,
+        weights_only: str | Sequence[str] = (),
+        weights_skip: str | Sequence[str] = (),
     ) -> None:
         super().__init__()
         # Refused here, not when training begins.
         optimizer_class(optimizer)
         schedule_curve(schedule)
         check_ranges(
-            lr=(lr, RATE), weight_decay=(weight_decay, Range(0, 10**6)), momentum=(momentum, Range(0, 1, below=True))
+            lr=(lr, RATE),
+            weight_decay=(weight_decay, Range(0, 10**6)),
+            momentum=(momentum, Range(0, 1, below=True)),
+            weights_min_share=(weights_min_share, SHARE),
         )
         self.save_hyperparameters()
         self.network = self.build_network()
         if channels_last:
             self.network.to(memory_format=torch.channels_last)
         self.run_config: dict[str, Any] = {}
+        self._has_weights = False
         self._saved_data: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     @classmethod
@@ -393,6 +414,37 @@ class Recipe(pl.LightningModule):
         """Texts that belong into the folder of an export of several graphs, by the name of the file."""
         return {}
 
+    def pretrained_weights(self, weights: str) -> tuple[dict[str, Tensor], str]:
+        """The tensors that ``weights`` stands for by name, and what messages call them; an override may know names.
+
+        Raises:
+            UserError: there is no such file, or it cannot be used.
+        """
+        return read_weights(weights), weights
+
+    def load_weights(self) -> WeightsReport | None:
+        """Load what ``weights`` names into the network, and log which tensors were loaded; None where it names nothing.
+
+        Raises:
+            UserError: as `recipes.weights.read_weights` and `recipes.weights.load_weights` do.
+        """
+        options = self.hparams
+        if options.weights is None or options.weights == "none":
+            return None
+        state, source = self.pretrained_weights(options.weights)
+        choice = (options.weights_min_share, options.weights_only, options.weights_skip)
+        report = load_weights(self.network, state, source, *choice)
+        rank_zero_only(log.warning)(report.line())
+        return report
+
+    @override
+    def on_fit_start(self) -> None:
+        """Load the weights to begin with, unless there is a checkpoint; an override has to call it."""
+        # Some strategies load the checkpoint later.
+        if not self._has_weights and self.trainer.ckpt_path is None:
+            self.load_weights()
+        self._has_weights = True
+
     def updates_in_run(self) -> float:
         """Optimiser steps at which the run ends, known once training has begun."""
         return total_updates(self.trainer)
@@ -432,6 +484,7 @@ class Recipe(pl.LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take what the checkpoint holds of the data module; an override has to call it."""
+        self._has_weights = True
         name = self.data_class.__qualname__ if self.data_class else ""
         if name in checkpoint:
             self._saved_data = checkpoint.get("datamodule_hyper_parameters", {}), checkpoint[name]

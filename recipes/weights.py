@@ -8,16 +8,18 @@ import itertools
 import math
 import re
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import load_plain
+from callbacks.lib.layers import inside, matching_names, module_names
 from datamodules.errors import UserError
 
 __all__ = [
@@ -48,9 +50,7 @@ def _check_file(path: Path) -> None:
         example = min(inside, default=path / "weights.pt")
         raise UserError(f"{path} is a folder; name a file in it, such as weights={str(example)!r}")
     if not path.is_file():
-        raise UserError(
-            f"there is no file {path}; pass weights='FILE' ({', '.join(_KINDS)}), weights='imagenet' or weights='none'"
-        )
+        raise UserError(f"there is no file {path}; pass weights='FILE' ({', '.join(_KINDS)}) or weights='none'")
     try:
         with path.open("rb") as file:
             start = file.read(64)
@@ -203,20 +203,23 @@ class WeightsReport:
         source: where they came from.
         loaded: names in the module that got the file's values.
         skipped: names in the file that were not loaded, and why.
-        new: names in the module that keep their values.
+        new: names in the module that keep their values because the file has none that fit.
+        not_chosen: names in the module that keep their values because others were asked for.
     """
 
     source: str
     loaded: list[str]
     skipped: dict[str, str]
     new: list[str]
+    not_chosen: Sequence[str] = ()
 
     def line(self) -> str:
         """The report in one line; the first few names stand for long lists."""
         skipped = [f"{name} {reason}" for name, reason in self.skipped.items()]
         rest = [
             f"{len(names)} {what}" + f" ({some_names(names)})" * bool(names)
-            for what, names in (("skipped", skipped), ("new", self.new))
+            for what, names in (("skipped", skipped), ("new", self.new), ("not chosen", self.not_chosen))
+            if what != "not chosen" or names
         ]
         return f"weights from {self.source}: {len(self.loaded)} loaded, {', '.join(rest)}"
 
@@ -225,25 +228,49 @@ class WeightsReport:
         return self.line()
 
 
+def _chosen_names(
+    module: nn.Module, tensors: Collection[str], only: str | Sequence[str], skip: str | Sequence[str]
+) -> set[str]:
+    """The names of tensors that `only` chooses, all where it is empty, without those of `skip`.
+
+    Raises:
+        UserError: a pattern matches nothing, or nothing is left.
+    """
+
+    def matching(patterns: str | Sequence[str], argument: str) -> set[str]:
+        patterns = (patterns,) if isinstance(patterns, str) else patterns
+        # Checkpoints and patterns for freezing have the names of the recipe, whose network this is.
+        bare = [pattern.removeprefix("network.") for pattern in patterns]
+        found = matching_names(bare, [*module_names(module), *tensors], argument)
+        return {name for name in tensors if inside(name, found)}
+
+    chosen = matching(only, "only") if only else set(tensors)
+    chosen -= matching(skip, "skip")
+    if not chosen:
+        raise UserError("`only` and `skip` choose no tensor of the module; pass other patterns, or weights='none'")
+    return chosen
+
+
 def _compare(
-    state: Mapping[str, Tensor], targets: Mapping[str, Tensor], source_name: str
+    state: Mapping[str, Tensor], targets: Mapping[str, Tensor], source_name: str, chosen: Collection[str]
 ) -> tuple[dict[str, Tensor], WeightsReport]:
-    """The tensors that fit, under the module's names, and the report."""
+    """The tensors that are chosen and fit, under the module's names, and the report."""
     matches = match_names(state, targets)
-    misfits = {name: _misfit(state[source], targets[name]) for name, source in matches.items()}
+    misfits = {name: _misfit(state[source], targets[name]) for name, source in matches.items() if name in chosen}
     fitting = {name: state[matches[name]] for name, reason in misfits.items() if not reason}
     skipped = {name: reason for name, reason in misfits.items() if reason}
     used = set(matches.values())
     skipped |= {name: "is not in the network" for name in state if name not in used}
     # Tied weights are one tensor with two names, and files may hold either.
     arrived = {id(targets[name]) for name in fitting}
-    new = [name for name, value in targets.items() if id(value) not in arrived]
+    kept = [name for name, value in targets.items() if id(value) not in arrived]
+    new, not_chosen = ([name for name in kept if (name in chosen) is asked] for asked in (True, False))
 
     def counted(names: Iterable[str]) -> list[str]:
         return [name for name in names if not name.endswith("num_batches_tracked")]
 
     skipped = {name: skipped[name] for name in counted(skipped)}
-    return fitting, WeightsReport(source_name, counted(fitting), skipped, counted(new))
+    return fitting, WeightsReport(source_name, counted(fitting), skipped, counted(new), counted(not_chosen))
 
 
 def _refuse_too_few(report: WeightsReport, min_share: float) -> None:
@@ -262,32 +289,49 @@ def _refuse_too_few(report: WeightsReport, min_share: float) -> None:
 
 
 def load_weights(
-    module: nn.Module, state: Mapping[str, Tensor], source_name: str, min_share: float = 0.5
+    module: nn.Module,
+    state: Mapping[str, Tensor],
+    source_name: str,
+    min_share: float = 0.5,
+    only: str | Sequence[str] = (),
+    skip: str | Sequence[str] = (),
 ) -> WeightsReport:
-    """Copy what fits by name and shape into a module, in the module's precision and on its device.
+    """Copy what fits by name and shape into a module, in the module's precision, on its device and as it is sharded.
 
     >>> report = load_weights(nn.Linear(3, 2), {"module.weight": torch.ones(2, 3)}, "a.pt")
     >>> report.line()
     'weights from a.pt: 1 loaded, 0 skipped, 1 new (bias)'
+    >>> state = {"0.weight": torch.ones(2, 2), "1.weight": torch.ones(2, 2)}
+    >>> layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    >>> load_weights(layers, state, "a.pt", only="0.*").line()
+    'weights from a.pt: 1 loaded, 0 skipped, 0 new, 1 not chosen (1.weight)'
 
     Args:
         state: tensors by name, such as `read_weights` returns; `match_names` decides which names agree.
         source_name: for messages.
-        min_share: the least share of the module's tensors that has to match; tensors are counted, not elements.
+        min_share: the least share of the chosen tensors that has to match; tensors are counted, not elements.
+        only: load layers and tensors of the module whose name, or an end of it, matches one of these patterns, such as
+            "encoder.*"; by default all.
+        skip: patterns of those that keep their values.
 
     Raises:
-        UserError: fewer match, or none, or a matching one has NaN or infinite values. The module is not changed then.
+        UserError: fewer match, or none, or a pattern matches nothing, or a matching tensor has NaN or infinite values.
+            The module is not changed then.
     """
     if not 0 <= min_share <= 1:
         raise UserError(f"min_share={min_share}: expected a share from 0 to 1, such as 0.5")
     everything = module.state_dict(keep_vars=True)
     targets = {name: value for name, value in everything.items() if torch.is_tensor(value)}
-    fitting, report = _compare(state, targets, source_name)
+    chosen = _chosen_names(module, targets, only, skip)
+    fitting, report = _compare(state, targets, source_name, chosen)
     _refuse_too_few(report, min_share)
     for name, value in fitting.items():
         # A mask of minus infinities may be part of the module.
-        if not value.to(targets[name].dtype).isfinite().all() and targets[name].isfinite().all():
+        target = targets[name]
+        if not value.to(target.dtype).isfinite().all() and target.isfinite().all():
             raise UserError(f"weights from {source_name}: {name} has NaN or infinite values; pass another file")
+        if isinstance(target, DTensor):
+            fitting[name] = distribute_tensor(value.to(target.device), target.device_mesh, target.placements)
     # With the values that the module keeps, and its version numbers, so that nothing is converted from an older format.
     everything.update(fitting)
     module.load_state_dict(everything, strict=False)

@@ -64,8 +64,11 @@ def find_layer(module: nn.Module, name: str, argument: str = "layer") -> nn.Modu
     return layers[find_name(name, layers, argument)]
 
 
-def matching_names(patterns: Iterable[str], names: Collection[str]) -> set[str]:
+def matching_names(patterns: Iterable[str], names: Collection[str], argument: str = "patterns") -> set[str]:
     """The names that match one of the patterns, in full or by an end that begins after a dot.
+
+    Args:
+        argument: the parameter that holds the patterns, for the error.
 
     Raises:
         UserError: a pattern matches nothing.
@@ -79,7 +82,7 @@ def matching_names(patterns: Iterable[str], names: Collection[str]) -> set[str]:
         found = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")}
         if not found:
             raise UserError(
-                f"`patterns`: {pattern!r} matches no module or parameter; the first names are {list(names)[:5]}"
+                f"`{argument}`: {pattern!r} matches no module or parameter; the first names are {list(names)[:5]}"
             )
         matched |= found
     return matched

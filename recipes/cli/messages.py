@@ -18,6 +18,8 @@ ALIASES = {
     "until": "freeze_until",
     "patterns": "freeze_patterns",
     "min_share": "weights_min_share",
+    "only": "weights_only",
+    "skip": "weights_skip",
 }
 """Parameters of callbacks and functions whose flag has another name."""
 

@@ -15,10 +15,10 @@ from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from datamodules.images.augmentation import share_kept
 from datamodules.images.data_module import ImageFolderDataModule
-from datamodules.ranges import RATE, SHARE, Range, check_ranges
+from datamodules.ranges import RATE, Range, check_ranges
 from recipes.classification import Classifier, ClassifierParameters
 from recipes.optim import layer_groups
-from recipes.pretrained import load_pretrained
+from recipes.pretrained import imagenet_weights
 from recipes.resnet.feature_cache import FeatureCache
 from recipes.resnet.network import Stage, build_resnet, resnet_stages, run_stages
 
@@ -31,7 +31,6 @@ class ResNetParameters(ClassifierParameters):
     arch: str
     image_size: int
     weights: str
-    weights_min_share: float
     small_images: bool
     freeze_until: str | None
     freeze_patterns: Sequence[str]
@@ -53,7 +52,6 @@ class ResNetFineTuner(Classifier):
         num_classes: labels are 0 to this less one; by default as many as the data has.
         image_size: side of the images in pixels; by default the data's.
         weights: imagenet, a file (.pt, .pth, .ckpt, .safetensors) or none; by default none for the bundled digits.
-        weights_min_share: refuse weights of which less than this share of the tensors fits.
         small_images: no stride and no pooling in the first layer, for images of about 32 pixels.
         freeze_until: freeze what comes before this layer, or none; by default layer4, and none without weights.
         freeze_patterns: freeze layers and parameters by name too, as in '["*.bn*"]'.
@@ -84,7 +82,6 @@ class ResNetFineTuner(Classifier):
         num_classes: int | None = None,
         image_size: int | None = None,
         weights: str | None = None,
-        weights_min_share: float = 0.5,
         small_images: bool = False,
         freeze_until: str | None = "auto",
         freeze_patterns: Sequence[str] = (),
@@ -108,17 +105,15 @@ class ResNetFineTuner(Classifier):
         head_lr_factor = head_lr_factor if head_lr_factor is not None else (1.0 if new else 10.0)
         check_ranges(
             image_size=(image_size, Range(8, 2**14, whole=True)),
-            weights_min_share=(weights_min_share, SHARE),
             head_lr_factor=(head_lr_factor, RATE),
             layer_lr_decay=(layer_lr_decay, Range(0, 1, above=True)),
         )
-        super().__init__(num_classes=num_classes, lr=lr, **kwargs)
+        super().__init__(num_classes=num_classes, lr=lr, weights=weights, **kwargs)
         # A subclass passes its arguments on as they were.
         settled = {"weights": weights, "image_size": image_size, "freeze_until": freeze_until, "lr": lr}
         self.hparams.update(settled | {"head_lr_factor": head_lr_factor})
         self.example_input_array = torch.zeros(1, 3, image_size, image_size)
         self.first_stage = 0
-        self._has_weights = False
 
     @classmethod
     @override
@@ -186,16 +181,8 @@ class ResNetFineTuner(Classifier):
         return [*callbacks, ParameterGroupTable(), GradCAM(self.last_block)]
 
     @override
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        # A checkpoint has its own weights, so the pretrained ones are not needed.
-        self._has_weights = True
-
-    @override
-    def on_fit_start(self) -> None:
-        """Load the pretrained weights, unless a checkpoint has been loaded."""
-        super().on_fit_start()
-        if not self._has_weights:
-            options = self.hparams
-            load_pretrained(self.network, options.weights, options.arch, options.weights_min_share)
-        self._has_weights = True
+    def pretrained_weights(self, weights: str) -> tuple[dict[str, Tensor], str]:
+        """Those of torchvision, too: "imagenet"."""
+        if weights == "imagenet":
+            return imagenet_weights(self.hparams.arch), f"ImageNet ({self.hparams.arch})"
+        return super().pretrained_weights(weights)

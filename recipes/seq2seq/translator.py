@@ -206,7 +206,12 @@ class Translator(Recipe):
                     f"the settings that it was trained with, or {side}_vocab_size={len(vocabulary)} for a new network"
                 )
 
-    on_fit_start = on_validation_start = on_test_start = _check_vocabularies
+    @override
+    def on_fit_start(self) -> None:
+        self._check_vocabularies()
+        super().on_fit_start()
+
+    on_validation_start = on_test_start = _check_vocabularies
 
     def _source_and_target(self) -> tuple[Vocabulary, Vocabulary]:
         if self.vocabularies is None:

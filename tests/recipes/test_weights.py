@@ -3,6 +3,7 @@ import hashlib
 import logging
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from datamodules.errors import UserError
-from recipes.pretrained import download_weights, imagenet_weights, load_pretrained
+from recipes.pretrained import download_weights, imagenet_weights
+from recipes.recipe import Recipe
+from recipes.resnet import ResNetFineTuner
 from recipes.weights import WeightsReport, load_weights, match_names, read_weights
 from tests.support.ranks import free_port, run_ranks
 
@@ -158,7 +161,7 @@ def test_what_is_no_file_of_weights_is_named(tmp_path: Path, name: str, content:
 
 def test_a_missing_file_is_refused_with_what_to_pass(tmp_path: Path):
     with pytest.raises(
-        UserError, match=r"there is no file .*imagnet; pass weights='FILE' \(.*\.safetensors.*imagenet' or"
+        UserError, match=r"there is no file .*imagnet; pass weights='FILE' \(.*\.safetensors.*\) or weights='none'"
     ):
         read_weights(tmp_path / "imagnet")
 
@@ -427,24 +430,65 @@ def test_a_mask_of_infinities_that_the_module_has_too_is_no_mistake():
     assert "mask" in load_weights(linear, other.state_dict(), "a.pt").loaded
 
 
-def test_none_leaves_the_module_alone(caplog: pytest.LogCaptureFixture):
-    network = Net()
-    before = _copy(network)
-    assert load_pretrained(network, "none", "resnet18") is None
-    _assert_equal(_copy(network), before)
+class _NetRecipe(Recipe):
+    """A recipe that trains `Net`."""
+
+    def build_network(self) -> nn.Module:
+        return Net()
+
+
+@pytest.mark.parametrize("weights", [None, "none"])
+def test_none_leaves_the_network_alone(weights: str | None, caplog: pytest.LogCaptureFixture):
+    recipe = _NetRecipe(weights=weights)
+    before = _copy(recipe.network)
+    assert recipe.load_weights() is None
+    _assert_equal(_copy(recipe.network), before)
     assert caplog.messages == []
+
+
+def test_layers_are_chosen_by_name_and_the_others_keep_their_values():
+    network, before = Net(), _copy(Net())
+    network.load_state_dict(before)
+    report = load_weights(network, _state(), "a.pt", only=["network.bn1", "conv1.*"], skip="*.bias")
+    assert report.loaded == ["conv1.weight", "bn1.weight", "bn1.running_mean", "bn1.running_var"]
+    assert report.not_chosen == ["bn1.bias", "fc.weight", "fc.bias"]
+    assert report.new == []
+    kept = {name: before[name] for name in report.not_chosen}
+    _assert_equal(_copy(network), _state() | kept)
+    # The share is of the layers that are chosen.
+    assert load_weights(network, {"fc.bias": torch.ones(2)}, "a.pt", min_share=1, only="fc.bias").loaded == ["fc.bias"]
+    for choice, named in (
+        ({"only": "fc2.*"}, "`only`: 'fc2"),
+        ({"skip": "head"}, "'conv1', 'bn1', 'fc', 'conv1.weight'"),
+    ):
+        with pytest.raises(UserError, match=re.escape(named)):
+            load_weights(network, _state(), "a.pt", **choice)
+    with pytest.raises(UserError, match="choose no tensor"):
+        load_weights(network, _state(), "a.pt", only="fc", skip="fc.*")
+
+
+def test_a_tied_tensor_is_loaded_where_one_of_its_names_is_chosen():
+    def tied() -> nn.Module:
+        module = nn.ModuleDict({"embedding": nn.Linear(2, 3, bias=False), "output": nn.Linear(2, 3, bias=False)})
+        module["output"].weight = module["embedding"].weight
+        return module
+
+    module = tied()
+    report = load_weights(module, {name: torch.ones(3, 2) for name in tied().state_dict()}, "a.pt", skip="output")
+    assert report.loaded == ["embedding.weight"]
+    assert report.not_chosen == []
+    assert torch.equal(module["output"].weight, torch.ones(3, 2))
 
 
 def test_a_file_is_loaded_and_reported_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     torch.save({"state_dict": {f"network.{k}": v for k, v in _state(3).items()}}, tmp_path / "a.ckpt")
-    network = Net()
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
-        report = load_pretrained(network, str(tmp_path / "a.ckpt"), "resnet18")
+        report = _NetRecipe(weights=str(tmp_path / "a.ckpt")).load_weights()
     assert report is not None
     assert caplog.messages == [report.line()]
     assert report.line().startswith(f"weights from {tmp_path / 'a.ckpt'}: 5 loaded, 2 skipped (fc.weight (3, 4) ")
     with pytest.raises(UserError, match="at least 90%"):
-        load_pretrained(network, str(tmp_path / "a.ckpt"), "resnet18", min_share=0.9)
+        _NetRecipe(weights=str(tmp_path / "a.ckpt"), weights_min_share=0.9).load_weights()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -593,9 +637,9 @@ def test_imagenet_is_torchvisions_newest_weights_of_the_architecture(
     server = _Server((tmp_path / "resnet18.pth").read_bytes())
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     monkeypatch.setattr(ResNet18_Weights.DEFAULT.value, "url", server.address("good"))
-    network = resnet18(num_classes=2)
+    recipe = ResNetFineTuner(num_classes=2)
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
-        report = load_pretrained(network, "imagenet", "resnet18")
+        report = recipe.load_weights()
     server.shutdown()
     server.server_close()
     assert report is not None
@@ -605,7 +649,7 @@ def test_imagenet_is_torchvisions_newest_weights_of_the_architecture(
     )
     assert caplog.messages == [f"downloading {server.address('good')}", report.line()]
     expected = {k: v for k, v in _copy(source).items() if not k.startswith("fc.")}
-    _assert_equal({k: v for k, v in _copy(network).items() if not k.startswith("fc.")}, expected)
+    _assert_equal({k: v for k, v in _copy(recipe.network).items() if not k.startswith("fc.")}, expected)
 
 
 def test_without_a_network_imagenet_says_what_else_to_pass(cache: Path, monkeypatch: pytest.MonkeyPatch):
