@@ -43,9 +43,9 @@ def _another_loader(trainer: pl.Trainer) -> Any:
         loader._iterator = None
     sampler: Any = getattr(loader, "sampler", None)
     if sampler is loader:
-        # Its position differs in a run that was resumed in a validation, before any batch. The next epoch's order is
-        # the same in the last validation and as the run ends: a run resumed in between ends at once.
-        sampler.set_epoch(trainer.current_epoch + (1 if trainer.validating else 0))
+        # Its position differs in a run that was resumed in a validation, before any batch. The order of the epoch that
+        # comes next is the same in all of an epoch and as the run ends: a run resumed in between ends at once.
+        sampler.set_epoch(trainer.fit_loop.epoch_progress.current.ready)
     return deal_to_ranks(trainer, loader)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.callbacks import WeightAveraging as LightningWeightAveraging
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -19,26 +19,27 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from callbacks.bn_recalibration import BNRecalibration
+from callbacks.checkpointing.replay import RAW_WEIGHTS
 from callbacks.lib.durations import Duration
 from callbacks.lib.trainer_attributes import callbacks_of, set_callbacks
 from callbacks.lib.updates import duration_to_updates, total_updates
 from datamodules.errors import UserError
 from datamodules.ranges import COUNT, Range, check_ranges
 
-__all__ = ["RAW_WEIGHTS", "WeightAveraging", "add_sample", "ema_weight", "mean_of", "mean_weight"]
-
-RAW_WEIGHTS = "current_model_state"
-"""The entry of a checkpoint with the weights that training goes on from, as Lightning's `WeightAveraging` calls it."""
+__all__ = ["WeightAveraging", "add_sample", "ema_weight", "mean_of", "mean_weight"]
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-_BN_SAMPLES = 4096
+_BN_SAMPLES = 2048
 
 
 def ema_weight(samples: int, decay: float) -> float:
     """The weight of the next sample in an exponential moving average of `samples` others.
 
     The decay is n / (9 + n) until it has reached `decay`, as in TensorFlow's `ExponentialMovingAverage(num_updates=)`:
-    the average goes back over the last tenth or so of a short run, too, and the first sample counts in full.
+    the first sample counts in full, and the average goes back over the last ninth of a run that is short for its decay.
+    The MNIST recipe with a constant rate, means of 2 seeds: after 2 of 6 epochs the test accuracy is 99.09 %
+    without average, 99.52 % with this and 98.69 % with a fixed decay of 0.999; after all, 99.19, 99.62 and
+    99.59 %. That of timm's `ModelEmaV3`, 1 - (1 + n)^(-2/3), gives 99.52 and 99.61 %.
 
     Example:
         >>> [round(ema_weight(n, decay=0.999), 3) for n in (0, 1, 91, 8991, 10**6)]
@@ -96,21 +97,22 @@ def exchange(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 class WeightAveraging(pl.Callback):
     """Evaluates and saves an average of the weights; training goes on from those that are not averaged.
 
-    One of three: an exponential moving average after every update (Polyak and Juditsky, 1992), the equal mean of the
-    weights at the ends of epochs (SWA; Izmailov et al., 2018), or that of the last of them (LAWA; Kaddour, 2022).
+    One of three: an exponential moving average; the equal mean over the last part of the run (SWA; Izmailov et al.,
+    2018); or that of the weights at the ends of the last epochs (LAWA; Kaddour, 2022).
 
     From the first sample on validation, best checkpoint, test and export have the averaged weights; until then those
     of the training. The ``state_dict`` of a checkpoint holds the averaged ones, and its ``current_model_state`` the
     others, from which a run resumes, equal to the bit. As training ends the module keeps the average; a second `fit`
     begins with it, and with a new average. Frozen parameters are their own average, and tied ones are averaged once.
     Statistics of BatchNorm are computed for the averaged weights before they are evaluated or saved, as by
-    `BNRecalibration`, from 4,096 samples of the training set.
+    `BNRecalibration`, from 2,048 samples of the training set.
 
     Memory: one more copy of the parameters on their device; with `lawa` one more for each of the last.
 
     Runs on: `on_train_batch_end`; one kernel and no wait for the device. An update that float16 skipped is no sample,
     but for fused optimisers, which decide on the device. `on_validation_start` and `on_validation_end` exchange the
-    weights, and so does `on_train_end`. In the list of callbacks it moves behind all that do not save.
+    weights, and so does `on_train_end`. Others are called between these: it samples and exchanges before them, and
+    exchanges back after them.
 
     Args:
         ema: decay of an exponential moving average; it warms up, see `ema_weight`.
@@ -118,7 +120,8 @@ class WeightAveraging(pl.Callback):
         lawa: how many of the last samples an equal mean is of.
         average_from: the weights after so much of the run are the first sample, as in "500 steps", "10%" or "2 epochs";
             by default those of the first update, and with `swa` after 75 %.
-        average_every: whole steps or epochs from one sample to the next; by default a step with `ema`, else an epoch.
+        average_every: whole steps or epochs from one sample to the next; by default a step, with `lawa` an epoch.
+            Izmailov et al. average the ends of epochs, of which a short run has few.
 
     Raises:
         UserError: not one of the three, a number outside its range, another average of Lightning's, a run that ends
@@ -127,6 +130,9 @@ class WeightAveraging(pl.Callback):
     Example:
         >>> trainer = pl.Trainer(callbacks=[WeightAveraging(ema=0.999)], logger=False, accelerator="cpu")
     """
+
+    loads_raw_weights = True
+    """For `ExactCheckpoint`, which does it where a run no longer averages."""
 
     def __init__(
         self,
@@ -143,12 +149,18 @@ class WeightAveraging(pl.Callback):
         check_ranges(ema=(ema, Range(0, 1, above=True, below=True)), lawa=(lawa, COUNT))
         self.ema, self.lawa = ema, lawa
         self.start = _duration("average_from", average_from, "75%" if swa else "0 steps")
-        self.every = _duration("average_every", average_every, "1 epochs" if ema is None else "1 steps")
+        self.every = _duration("average_every", average_every, "1 steps" if lawa is None else "1 epochs")
         if self.every.unit == "%" or self.every.value < 1 or self.every.value != int(self.every.value):
             raise UserError(f'average_every={str(self.every)!r}: write whole steps or epochs, as in "1 epochs"')
         self._statistics = BNRecalibration(samples=_BN_SAMPLES)
         self._handles: list[RemovableHandle] = []
+        self._first_of_all = LambdaCallback(on_train_batch_end=self._end_batch, on_train_end=self._end)
         self._forget()
+
+    @property
+    def copies(self) -> int:
+        """How many times a checkpoint holds the weights besides its ``state_dict``."""
+        return 1 + (self.lawa or 0)
 
     def _forget(self) -> None:
         self.samples = 0
@@ -169,15 +181,14 @@ class WeightAveraging(pl.Callback):
         if stage != "fit":
             return
         self._forget()
-        callbacks = [callback for callback in callbacks_of(trainer) if callback is not self]
-        for callback in callbacks:
-            if isinstance(callback, (WeightAveraging, LightningWeightAveraging)):
+        others = [callback for callback in callbacks_of(trainer) if callback not in (self, self._first_of_all)]
+        for callback in others:
+            if isinstance(callback, (WeightAveraging, LightningWeightAveraging, StochasticWeightAveraging)):
                 raise UserError(f"WeightAveraging and another {type(callback).__name__}: a run has one average")
             if isinstance(callback, ModelCheckpoint) and callback.save_weights_only:
                 raise UserError("save_weights_only=True saves weights that are not averaged: leave it out")
-        # Callbacks that draw at the end of a validation draw what was evaluated.
-        saving = next((n for n, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
-        set_callbacks(trainer, [*callbacks[:saving], self, *callbacks[saving:]])
+        # Callbacks that save or draw find the sample of this update, and after a validation what was evaluated.
+        set_callbacks(trainer, [self._first_of_all, *others, self])
 
     @override
     def on_load_checkpoint(
@@ -188,18 +199,14 @@ class WeightAveraging(pl.Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.samples, self._statistics_of = state_dict["samples"], state_dict["statistics_of"]
+        # Statistics are computed whenever they are saved.
+        self.samples = self._statistics_of = state_dict["samples"]
         self._last = state_dict["last"]
         self._statistics.load_state_dict(state_dict["statistics"])
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "samples": self.samples,
-            "statistics_of": self._statistics_of,
-            "statistics": self._statistics.state_dict(),
-            "last": self._last,
-        }
+        return {"samples": self.samples, "last": self._last, "statistics": self._statistics.state_dict()}
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -230,8 +237,7 @@ class WeightAveraging(pl.Callback):
     def _note_update(self, *_: Any) -> None:
         self._updated = True
 
-    @override
-    def on_train_batch_end(
+    def _end_batch(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._statistics.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -292,8 +298,7 @@ class WeightAveraging(pl.Callback):
         if trainer.state.fn == "fit":
             self._train()
 
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._evaluate(trainer, pl_module)
 
     @override

@@ -24,7 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks.checkpointing.received_state import files_in
-from callbacks.checkpointing.replay import replay_epoch, resume_order
+from callbacks.checkpointing.replay import raw_weights, replay_epoch, resume_order
 from callbacks.checkpointing.stopping_points import (
     monitored_metrics,
     plateau_monitors,
@@ -86,6 +86,7 @@ class ExactCheckpoint(ModelCheckpoint):
     _saved_world_size: int | None = None
     _metrics: dict[str, Tensor] | None = None
     _sums: dict[str, Tensor] | None = None
+    _raw: dict[str, Any] | None = None
     _plateaus: PlateauSteps | None = None
     _undo: Callable[[], None] | None = None
 
@@ -98,7 +99,7 @@ class ExactCheckpoint(ModelCheckpoint):
             )
         if stage == "fit":
             # What a test or validation between two fits has loaded.
-            self._loaded = self._metrics = self._sums = self._saved_world_size = None
+            self._loaded = self._metrics = self._sums = self._raw = self._saved_world_size = None
             if isinstance(trainer.precision_plugin, DoublePrecision):
                 # Lightning converts the module after it has loaded the weights, which float32 would have rounded.
                 trainer.precision_plugin.convert_module(pl_module)
@@ -126,11 +127,15 @@ class ExactCheckpoint(ModelCheckpoint):
     ) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         self._metrics, self._sums = checkpoint.get(_METRICS, {}), checkpoint.get(_SUMS, {})
+        self._raw = raw_weights(trainer, checkpoint) if trainer.state.fn == "fit" else None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._take_loaded(trainer)  # Some strategies restore after `on_fit_start`.
+        if self._raw is not None:
+            pl_module.load_state_dict(self._raw)
+            self._raw = None
         if self._saved_world_size is not None and self._is_first(trainer):
             replay_epoch(trainer, self._saved_world_size)
         if trainer.fit_loop.restarted_mid_epoch:

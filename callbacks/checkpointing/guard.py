@@ -19,6 +19,7 @@ from callbacks.lib.durations import Duration
 from callbacks.lib.exchange import broadcast
 from callbacks.lib.global_batch import global_batch_size
 from callbacks.lib.lightning_internals import save_now_unless_saved, save_untrained, training_is_done
+from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.errors import RunFailedError, UserError
 
 __all__ = ["CheckpointGuard", "LastCheckpoint", "check_space", "estimate_checkpoint_bytes", "save_interval"]
@@ -51,9 +52,9 @@ def save_interval(text: str) -> dict[str, Any]:
     return {"every_n_train_steps" if duration.unit == "steps" else "every_n_epochs": int(duration.value)}
 
 
-def estimate_checkpoint_bytes(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """The size of a checkpoint, before the optimisers have any state."""
-    total: int = sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
+def estimate_checkpoint_bytes(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer], copies: int = 1) -> int:
+    """The size of a checkpoint, before the optimisers have any state; `copies` is how often it holds the weights."""
+    total: int = copies * sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
     for optimizer in optimizers:
         copies = _STATE_PER_PARAMETER.get(type(optimizer).__name__, 2)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -165,7 +166,8 @@ class CheckpointGuard(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         problem = None
         if trainer.is_global_zero:
-            size = estimate_checkpoint_bytes(pl_module, trainer.optimizers)
+            copies = sum(getattr(callback, "copies", 0) for callback in callbacks_of(trainer))  # Of averages.
+            size = estimate_checkpoint_bytes(pl_module, trainer.optimizers, 1 + copies)
             by_folder: dict[Path, int] = {}
             for callback in trainer.checkpoint_callbacks:
                 if isinstance(callback, ModelCheckpoint) and callback.dirpath and "://" not in str(callback.dirpath):

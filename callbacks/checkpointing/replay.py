@@ -4,13 +4,17 @@ Lightning goes on in an epoch with the first batches of a loader that saves no p
 and leaves out the last ones (#19764); the epoch after a resume begins in the order of epoch 0 (#18780). Where the order
 of an epoch can be repeated, the loader starts again, and the batches that were trained are read and passed over.
 
+A checkpoint of a run that averages its weights has the averaged ones for its ``state_dict``: without the callback that
+averaged them Lightning would train on from them.
+
 `StochasticWeightAveraging` sets its schedule at an epoch's start only, so that the rest of a resumed epoch had none.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
@@ -18,7 +22,18 @@ from callbacks.lib.lightning_internals import restart_training_loaders
 from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.errors import UserError
 
-__all__ = ["replay_epoch", "resume_order"]
+__all__ = ["RAW_WEIGHTS", "raw_weights", "replay_epoch", "resume_order"]
+
+RAW_WEIGHTS = "current_model_state"
+"""The entry of a checkpoint with the weights that are not averaged, as Lightning's `WeightAveraging` calls it."""
+
+
+def raw_weights(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The weights to train on from, where a checkpoint has them besides averages and no callback loads them."""
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, WeightAveraging) or getattr(callback, "loads_raw_weights", False):
+            return None
+    return checkpoint.get(RAW_WEIGHTS)
 
 
 def _without_position(trainer: pl.Trainer) -> list[Any]:

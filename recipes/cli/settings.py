@@ -62,11 +62,11 @@ class RunSettings:
         lr_scale: how the learning rate follows the global batch; auto is linear for SGD, sqrt for adaptive ones.
         base_batch_size: the global batch that the learning rate refers to; by default the recipe's.
         ema: average the weights exponentially with this decay, as in 0.999; the average is validated, saved and tested.
-        swa: average the weights at the ends of the last epochs (SWA).
+        swa: average the weights of the last part of the run (SWA).
         lawa: average the weights at the ends of so many last epochs, at any time (LAWA).
         average_from: where the average begins, as in "500 steps", "2 epochs" or "10%"; by default after 75% of the run
             for swa, else with the first update.
-        average_every: steps or epochs between the weights that are averaged; by default a step for ema, else an epoch.
+        average_every: steps or epochs between the weights that are averaged; by default a step, for lawa an epoch.
         sync_bn: synchronise BatchNorm over all devices, or over groups of this many.
         tune_allocator: keep freed memory for the next step (Linux, CPU).
         lean_loop: call hooks with less of Lightning's work around each; the results stay the same.
