@@ -1,93 +1,52 @@
-"""Parameter groups, optimisers by name, and learning-rate schedules as closed forms of progress.
+"""Parameter groups, and optimisers by name: torch's, and those of any module that is imported."""
 
-A schedule here is a pure function from the share of the run that is done to a factor on the learning rate. It keeps no
-state, so a resumed, extended or differently split run has exactly the right rate.
-"""
-
+import difflib
 import inspect
-import math
-from collections.abc import Callable, Iterable, Sequence
+import logging
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
-from typing_extensions import override
+from lightning.pytorch.utilities import rank_zero_only
+from torch import nn
+from torch.optim import LBFGS, Optimizer
 
 from datamodules.errors import UserError
 
 __all__ = [
-    "SCHEDULES",
-    "Schedule",
-    "ScheduleName",
     "build_optimizer",
-    "build_scheduler",
+    "check_optimizer",
+    "default_rate",
+    "is_lbfgs",
     "layer_groups",
     "learning_rate_scale",
     "optimizer_class",
     "parameter_groups",
-    "schedule_curve",
 ]
 
 # Adaptive optimisers divide by the size of the gradient, so noise grows only with the square root.
 _LINEAR = {"sgd", "asgd"}
 
-ScheduleName = Literal["one_cycle", "cosine", "linear", "constant"]
+log = logging.getLogger("lightning_recipes")
 
 
-def one_cycle(progress: float, rise: float = 0.25, start: float = 0.04) -> float:
-    """Linear rise from `start` to 1 over the share `rise` of the run, then linear to 0 (Smith and Topin, 2018)."""
-    if progress < rise:
-        return start + (1 - start) * progress / rise
-    return (1 - progress) / (1 - rise)
-
-
-def cosine(progress: float) -> float:
-    """Half a cosine from 1 to 0 (Loshchilov and Hutter, 2017)."""
-    return (1 + math.cos(math.pi * progress)) / 2
-
-
-def linear(progress: float) -> float:
-    """A straight line from 1 to 0."""
-    return 1 - progress
-
-
-def constant(progress: float) -> float:
-    """Always 1."""
-    return 1.0
-
-
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "one_cycle": one_cycle,
-    "cosine": cosine,
-    "linear": linear,
-    "constant": constant,
-}
-
-
-def schedule_curve(name: str) -> Callable[[float], float]:
-    """A schedule by its name.
-
-    Raises:
-        UserError: there is no such schedule.
-    """
-    if name not in SCHEDULES:
-        raise UserError(f"no schedule {name!r}; expected one of {', '.join(SCHEDULES)}")
-    return SCHEDULES[name]
-
-
-def parameter_groups(module: nn.Module | Sequence[nn.Module], weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(
+    module: nn.Module | Sequence[nn.Module], weight_decay: float, decay_all: bool = False
+) -> list[dict[str, Any]]:
     """Two named groups: "decay" for weights, "no_decay" for the parameters of norms and for biases.
 
-    These are the parameters of at most one dimension. Frozen parameters are in the groups too, so that the groups stay
-    the same for the whole run. A group without parameters is left out.
+    Norms and biases are the parameters of at most one dimension; with `decay_all` they are decayed, too. Frozen
+    parameters are in the groups as well, so that the groups stay the same for the whole run. A group without parameters
+    is left out.
     """
     modules = [module] if isinstance(module, nn.Module) else module
     parameters = list(dict.fromkeys(p for part in modules for p in part.parameters()))
+    decayed = [p for p in parameters if p.ndim > 1 or decay_all]
+    exempt = [p for p in parameters if p.ndim <= 1 and not decay_all]
     groups = [
-        {"name": "decay", "params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"name": "no_decay", "params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        {"name": "decay", "params": decayed, "weight_decay": weight_decay},
+        {"name": "no_decay", "params": exempt, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -98,6 +57,7 @@ def layer_groups(
     lr: float,
     layer_lr_decay: float = 1.0,
     head_lr_factor: float = 1.0,
+    decay_all: bool = False,
 ) -> list[dict[str, Any]]:
     """Groups per layer with learning rates of their own (Howard and Ruder, 2018), named "layer4.decay" and so on.
 
@@ -115,34 +75,112 @@ def layer_groups(
     groups = []
     for depth, (name, modules) in enumerate(reversed(layers)):
         rate = lr * head_lr_factor if depth == 0 else lr * layer_lr_decay ** (depth - 1)
-        part = parameter_groups(modules, weight_decay)
+        part = parameter_groups(modules, weight_decay, decay_all)
         groups.append([group | {"name": f"{name}.{group['name']}", "lr": rate} for group in part])
     return [group for part in reversed(groups) for group in part]
 
 
-# These need a closure that is called again, sparse gradients, or matrices only.
-_NEED_MORE = {"lbfgs", "sparseadam", "muon"}
+# Flags of their own: they are no keys of `optimizer_args`.
+_OWN = ("lr", "weight_decay", "momentum", "fused")
 
 
 def optimizer_class(name: str) -> type[Optimizer]:
-    """An optimiser of ``torch.optim`` by its name, in any case.
+    """An optimiser of ``torch.optim`` by its name, in any case, or one by its import path, such as lion_pytorch.Lion.
+
+    Nothing is imported here, since a checkpoint may have named the module; the command line imports what is typed.
 
     Raises:
-        UserError: torch has none of that name, or one that needs more than gradients.
+        UserError: torch has none of that name, the module is not imported, or the class does not fit.
     """
-    classes = {
-        key.lower(): value
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
-    }
-    fitting = sorted(classes.keys() - _NEED_MORE)
-    if name.lower() not in fitting:
-        raise UserError(f"no optimizer {name!r} that fits here; expected one of {', '.join(fitting)}")
-    return classes[name.lower()]
+    if "." not in name:
+        classes = {
+            key.lower(): value
+            for key, value in vars(torch.optim).items()
+            if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+        }
+        if name.lower() not in classes:
+            names = ", ".join(sorted(classes))
+            raise UserError(f"no optimizer {name!r}; expected one of {names}, or the import path of a class of yours")
+        found: Any = classes[name.lower()]
+    else:
+        module, _, attribute = name.rpartition(".")
+        if module not in sys.modules:
+            raise UserError(f"optimizer={name!r}: {module} is not imported; write `import {module}` before")
+        found = getattr(sys.modules[module], attribute, None)
+        if not (isinstance(found, type) and issubclass(found, Optimizer)):
+            what = "it is no subclass of torch.optim.Optimizer" if found else f"{module} has no class {attribute}"
+            raise UserError(f"optimizer={name!r}: {what}")
+    if problem := _why_not(found):
+        raise UserError(f"optimizer={name!r}: {problem}")
+    fitting: type[Optimizer] = found
+    return fitting
+
+
+def _why_not(cls: type[Optimizer]) -> str | None:
+    """Why no recipe can train with an optimiser."""
+    if cls is torch.optim.SparseAdam:
+        return 'it takes sparse gradients only, and the gradients of a recipe are dense; pass optimizer="adam"'
+    if callable(getattr(cls, "train", None)) and callable(getattr(cls, "eval", None)):
+        return (
+            "it trains other weights than it is to be scored and saved with, and moving between them rounds, so that no"
+            ' resumed run would be exact; pass schedule="wsd", or `ema` with another optimizer'
+        )
+    if not _accepts(cls, "lr"):
+        return "it has no parameter lr, which schedules and the warm-up multiply"
+    return None
+
+
+def _accepts(cls: type[Optimizer], name: str) -> bool:
+    parameters = inspect.signature(cls).parameters.values()
+    return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def check_optimizer(name: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse an optimiser that does not fit, and arguments that it does not have.
+
+    A class in a module that is not imported is looked at later: nothing of it is needed to run inference.
+
+    Raises:
+        UserError: as `optimizer_class` does, or with the arguments that the optimiser has.
+    """
+    if "." in name and name.rpartition(".")[0] not in sys.modules:
+        return
+    cls = optimizer_class(name)
+    if own := [key for key in arguments if key in _OWN]:
+        raise UserError(f"`optimizer_args`: {own[0]} is a parameter of its own; pass {own[0]}={arguments[own[0]]!r}")
+    names = [key for key in list(inspect.signature(cls).parameters)[1:] if key not in _OWN]
+    for key in arguments:
+        if not _accepts(cls, key) or key == "params":
+            close = difflib.get_close_matches(key, names, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise UserError(f"`optimizer_args`: {cls.__name__} has no {key}{hint}; it takes {', '.join(names)}")
+
+
+def is_lbfgs(name: str) -> bool:
+    """Whether an optimiser, by its name or import path, is LBFGS, whose steps need no rate and no weight decay."""
+    return name.rpartition(".")[2].lower() == "lbfgs"
+
+
+def default_rate(name: str, lr: float) -> float:
+    """The learning rate where none is given: that of the recipe, and 1 for LBFGS as in torch."""
+    return 1.0 if is_lbfgs(name) else lr
+
+
+def _one_group(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All parameters in the one group that LBFGS has."""
+    if len({group.get("lr") for group in groups}) > 1:
+        raise UserError('optimizer="lbfgs" has one learning rate, and the layers of this recipe have several')
+    first = {key: value for key, value in groups[0].items() if key == "lr"}
+    return [{"name": "all", "params": [p for group in groups for p in group["params"]], **first}]
 
 
 def build_optimizer(
-    name: str, groups: Iterable[dict[str, Any]], lr: float, momentum: float = 0.9, fused: bool | None = None
+    name: str,
+    groups: Iterable[dict[str, Any]],
+    lr: float,
+    momentum: float = 0.9,
+    fused: bool | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> Optimizer:
     """An optimiser by name over parameter groups.
 
@@ -152,9 +190,19 @@ def build_optimizer(
     Args:
         momentum: for those that have it (SGD then uses Nesterov's); for the others it is ignored.
         fused: one kernel for all parameters; None takes it where every parameter's device has it.
+        arguments: further arguments of the optimiser.
+
+    Raises:
+        UserError: as `check_optimizer` does, or the optimiser refuses the parameters or its arguments.
     """
-    groups = list(groups)
-    cls = optimizer_class(name)
+    groups, cls = list(groups), optimizer_class(name)
+    check_optimizer(name, arguments or {})
+    if not _accepts(cls, "weight_decay"):
+        if any(group.get("weight_decay") for group in groups):
+            rank_zero_only(log.warning)("%s has no weight decay, so none is applied", cls.__name__)
+        groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
+    if issubclass(cls, LBFGS):
+        groups = _one_group(groups)
     accepted = inspect.signature(cls).parameters
     options: dict[str, Any] = {"lr": lr}
     if "momentum" in accepted:
@@ -165,8 +213,15 @@ def build_optimizer(
         parameters = [p for group in groups for p in group["params"]]
         possible = all(p.device.type in ("cuda", "cpu") and p.is_floating_point() for p in parameters)
         options["fused"] = possible if fused is None else fused
-    optimizer = cls(groups, **options)
-    asked_for = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    try:
+        optimizer = cls(groups, **options | dict(arguments or {}))
+    except (AssertionError, TypeError, ValueError) as error:
+        raise UserError(f"optimizer={name!r}: {error}") from error
+    # What is no argument is state, which some keep in their groups.
+    asked_for = [
+        {key: value for key, value in group.items() if key in accepted and key != "params"}
+        for group in optimizer.param_groups
+    ]
 
     def keep_settings(loaded: Optimizer) -> None:
         for group, settings in zip(loaded.param_groups, asked_for):
@@ -178,69 +233,15 @@ def build_optimizer(
     return optimizer
 
 
-class Schedule(LambdaLR):
-    """A learning rate in closed form: a checkpoint restores the number of updates, and nothing else."""
-
-    _stale = False
-
-    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
-        super().__init__(optimizer, factor)
-        optimizer.register_step_pre_hook(self._refresh)
-
-    @override
-    def step(self, epoch: int | None = None) -> None:
-        """The same as LambdaLR's, where rates are plain numbers, in a fifth of its time: it runs at every update."""
-        groups = self.optimizer.param_groups
-        if epoch is not None or self._step_count < 2 or any(isinstance(group["lr"], Tensor) for group in groups):
-            super().step(epoch)
-            return
-        self._step_count += 1
-        self.last_epoch += 1
-        factor = self.lr_lambdas[0](self.last_epoch)  # All groups have the same.
-        for group, base in zip(groups, self.base_lrs, strict=True):
-            group["lr"] = base * factor
-        self._last_lr = [group["lr"] for group in groups]
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.last_epoch = state_dict["last_epoch"]
-        # The length of the run is not known yet, so the rate has to wait for the first update.
-        self._stale = True
-
-    def _refresh(self, *_: Any) -> None:
-        if self._stale:
-            for group, base, factor in zip(self.optimizer.param_groups, self.base_lrs, self.lr_lambdas):
-                group["lr"] = base * factor(self.last_epoch)
-            self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
-            self._stale = False
-
-
-def build_scheduler(optimizer: Optimizer, shape: str, total: Callable[[], float]) -> Schedule:
-    """A schedule over the whole run, to be stepped after every update.
-
-    Args:
-        shape: a key of `SCHEDULES`.
-        total: the number of updates in the run. Called from the second update on: it is not known before training.
-
-    Raises:
-        UserError: there is no such schedule.
-    """
-    curve = schedule_curve(shape)
-
-    def factor(update: int) -> float:
-        if update == 0:
-            return curve(0.0)
-        updates = total()
-        # A run without an end has no progress; past the end the factor stays.
-        return 1.0 if math.isinf(updates) else curve(min(1.0, update / max(1.0, updates)))
-
-    return Schedule(optimizer, factor)
-
-
 def learning_rate_scale(
     rule: Literal["auto", "none", "linear", "sqrt"], optimizer: str
 ) -> Literal["linear", "sqrt"] | None:
-    """The rule that "auto" stands for: linear for SGD (Goyal et al., 2017), square root for adaptive optimisers."""
+    """The rule that "auto" stands for: linear for SGD (Goyal et al., 2017), square root for adaptive optimisers.
+
+    None for LBFGS, whose steps do not depend on the size of the gradient.
+    """
+    if rule == "auto" and is_lbfgs(optimizer):
+        return None
     if rule == "auto":
-        return "linear" if optimizer.lower() in _LINEAR else "sqrt"
+        return "linear" if optimizer.rpartition(".")[2].lower() in _LINEAR else "sqrt"
     return None if rule == "none" else rule

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby, takewhile
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -28,14 +28,8 @@ from datamodules.errors import UserError
 from datamodules.loading.normalise import Normalise
 from datamodules.ranges import RATE, SHARE, Range, check_ranges
 from recipes.graphs import Graph, network_graph
-from recipes.optim import (
-    ScheduleName,
-    build_optimizer,
-    build_scheduler,
-    optimizer_class,
-    parameter_groups,
-    schedule_curve,
-)
+from recipes.optim import build_optimizer, check_optimizer, default_rate, is_lbfgs, parameter_groups
+from recipes.schedules import Plateau, Schedule, ScheduleName, ScheduleSettings
 from recipes.version import __version__
 from recipes.weights import WeightsReport, load_weights, read_weights
 
@@ -100,6 +94,13 @@ class RecipeParameters(AttributeDict):
     weight_decay: float
     momentum: float
     schedule: ScheduleName
+    milestones: int | str | None
+    gamma: float | None
+    power: float | None
+    min_lr: float | None
+    plateau_patience: int | None
+    decay_all: bool
+    optimizer_args: dict[str, Any] | None
     fused: bool | None
     channels_last: bool
     weights: str | None
@@ -116,11 +117,25 @@ class Recipe(pl.LightningModule):
     step: `TrainLoss` reads the loss once per ``log_every_n_steps`` of the Trainer.
 
     Args:
-        optimizer: name of an optimiser of torch.optim, such as sgd, adam or adamw.
-        lr: peak learning rate.
-        weight_decay: weight decay of weights; the parameters of norms and biases are exempt.
+        optimizer: an optimiser of torch.optim, such as sgd, adamw or lbfgs, or any class by its import path, such as
+            lion_pytorch.Lion.
+        lr: peak learning rate; by default 0.001, and 1 for lbfgs.
+        weight_decay: weight decay of weights; the parameters of norms and biases are exempt, see decay_all.
         momentum: momentum, if the optimiser has it.
-        schedule: shape of the learning rate over the run.
+        schedule: shape of the learning rate over the run; the warm-up is a factor on top. Without an end of the run,
+            those that lead to it stay at the peak: one_cycle, linear, cosine, polynomial, wsd.
+        milestones: when multistep multiplies the rate by gamma, as in "60 epochs, 120 epochs, 80%"; by default at 50%
+            and 75%. When wsd begins to fall, by default at 80%, and inverse_sqrt, by default at the end of the warm-up,
+            or after 10,000 steps.
+        gamma: factor of multistep and plateau, by default 0.1, or that of exponential for an epoch; by default
+            exponential falls to 0.01 by the end.
+        power: exponent of polynomial, by default 0.9.
+        min_lr: learning rate at which the schedule ends or stops to fall; parameter groups with another rate have the
+            same share of theirs.
+        plateau_patience: validations without a better score that plateau waits for before it lowers the rate, by
+            default 2.
+        decay_all: apply the weight decay to norms and biases, too.
+        optimizer_args: further arguments of the optimiser, as in '{betas: [0.9, 0.95]}'.
         fused: one kernel for the whole update; by default where the device has it.
         channels_last: the memory layout of convolutions in which bf16 kernels are fast.
         weights: file of weights to begin with (.pt, .pth, .ckpt, .safetensors), or none.
@@ -137,7 +152,10 @@ class Recipe(pl.LightningModule):
 
     monitor = "val/loss"
     """The score that decides which checkpoint is the best, and whether more is better."""
-    monitor_mode = "min"
+    monitor_mode: Literal["min", "max"] = "min"
+
+    default_lr = 0.001
+    """The peak learning rate where none is given."""
 
     base_batch_size = 256
     """The global batch size to which the default learning rate refers."""
@@ -165,10 +183,17 @@ class Recipe(pl.LightningModule):
     def __init__(
         self,
         optimizer: str = "adamw",
-        lr: float = 0.001,
+        lr: float | None = None,
         weight_decay: float = 0.01,
         momentum: float = 0.9,
         schedule: ScheduleName = "one_cycle",
+        milestones: int | str | None = None,
+        gamma: float | None = None,
+        power: float | None = None,
+        min_lr: float | None = None,
+        plateau_patience: int | None = None,
+        decay_all: bool = False,
+        optimizer_args: dict[str, Any] | None = None,
         fused: bool | None = None,
         channels_last: bool = True,
         weights: str | None = None,
@@ -177,18 +202,20 @@ class Recipe(pl.LightningModule):
         weights_skip: str | Sequence[str] = (),
     ) -> None:
         super().__init__()
+        lr = default_rate(optimizer, self.default_lr) if lr is None else lr
         # Refused here, not when training begins.
-        optimizer_class(optimizer)
-        schedule_curve(schedule)
         check_ranges(
             lr=(lr, RATE),
             weight_decay=(weight_decay, Range(0, 10**6)),
             momentum=(momentum, Range(0, 1, below=True)),
             weights_min_share=(weights_min_share, SHARE),
         )
+        check_optimizer(optimizer, optimizer_args or {})
+        self.lr_schedule = ScheduleSettings(schedule, lr, milestones, gamma, power, min_lr, plateau_patience)
         self.save_hyperparameters()
+        self.hparams.update({"lr": lr})  # A subclass passes its argument on as it was.
         self.network = self.build_network()
-        if channels_last:
+        if channels_last and not is_lbfgs(optimizer):  # Its vectors are views of contiguous gradients.
             self.network.to(memory_format=torch.channels_last)
         self.run_config: dict[str, Any] = {}
         self._has_weights = False
@@ -451,7 +478,7 @@ class Recipe(pl.LightningModule):
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """The optimiser's groups, each with a ``name``: all parameters, those that are frozen now too."""
-        return parameter_groups(self, self.hparams.weight_decay)
+        return parameter_groups(self, self.hparams.weight_decay, self.hparams.decay_all)
 
     @override
     def configure_model(self) -> None:
@@ -471,9 +498,20 @@ class Recipe(pl.LightningModule):
             self.hparams.lr,
             self.hparams.momentum,
             fused,
+            self.hparams.optimizer_args,
         )
-        scheduler = build_scheduler(optimizer, self.hparams.schedule, self.updates_in_run)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        schedule = self.lr_schedule
+        if schedule.schedule == "plateau":
+            plateau = Plateau(optimizer, schedule, self.monitor_mode)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": self.monitor}}
+        closed = Schedule(optimizer, lambda done: schedule.factor(done, self.trainer) if done else schedule.first)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": closed, "interval": "step"}}
+
+    @override
+    def on_train_start(self) -> None:
+        """Log what somebody may not expect of the schedule in this run; an override has to call it."""
+        if note := self.lr_schedule.note(self.trainer):
+            rank_zero_only(log.warning)(note)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -219,6 +219,8 @@ class _CommandLine:
             return
         if point.checkpoint:
             self._check_going_on(point.checkpoint, namespace)
+        if command == "fit":
+            self.parser.import_optimizer(namespace, args)
         self._run(checkpoint, *self._settings(command, namespace, point))
 
     def _run(self, checkpoint: str | None, settings: Settings, connection: RunConnection | None) -> None:
@@ -251,6 +253,7 @@ class _CommandLine:
         self.parser.set_known_defaults({name: value for name, value in config.items() if name not in other})
         namespace = self.parser.parse(args)
         self._check_callbacks(f"the run in {shown(folder)}", config, namespace)
+        self.parser.import_optimizer(namespace, args)
         namespace.max_time = None  # It is not to end by this machine's speed.
         point = ResumePoint(checkpoint=str(interval.checkpoint) if interval.checkpoint else None)
         settings, connection = self._settings("fit", namespace, point)

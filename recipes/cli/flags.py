@@ -21,12 +21,15 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from typing_extensions import override
 
 from datamodules.errors import UserError
-from recipes.cli.imports import allow_imports, explain_refused_import
+from recipes.cli.imports import allow_imports, explain_refused_import, import_module_of
 from recipes.cli.messages import ALIASES, as_flags
 from recipes.launch.settings import flag_of
 from recipes.resume.settings_file import is_file, read_settings, setting_lines
 
 __all__ = ["FlagGroup", "FlagParser", "describe_type", "help_width", "without_markup"]
+
+_CLASS_PATH = "optimizer"
+"""The flag whose text may be the import path of a class."""
 
 _SWITCH_VALUES = {"true", "false", "yes", "no", "1", "0", "null", "none"}
 
@@ -274,6 +277,14 @@ class FlagParser(ArgumentParser):
                 refused or self._explain(args) or self._explain_class(message, args) or _one_line(message)
             ) from error
 
+    def import_optimizer(self, namespace: Namespace, args: Sequence[str]) -> None:
+        """Import the module of an optimiser by its import path, if it was typed or may be named by a file.
+
+        Raises:
+            UserError: a file or a checkpoint names it, and it is not trusted; or it cannot be imported.
+        """
+        import_module_of(str(namespace[_CLASS_PATH]), self._typed_classes(self._spell_out(args)))
+
     def typed(self, args: Sequence[str]) -> dict[str, Any]:
         """The settings of a command line that `parse` has taken, and of the file that it names, without defaults."""
         return vars(self.parse_args(self._spell_out(args), defaults=False))
@@ -286,6 +297,8 @@ class FlagParser(ArgumentParser):
             flag, dot, _ = name.removesuffix("+").partition(".")
             if flag == "trust_modules":
                 yield from (module.strip() for module in value.split(","))
+            elif flag == _CLASS_PATH:
+                yield value
             elif arg.startswith("--") and flag in self._flags and self._holds_classes(flag):
                 # Of a parameter's values those that look like classes: others are names of files.
                 path = r"(?:\w+\.)+[A-Z]\w*" if dot else r"(?:\w+\.)+\w+"

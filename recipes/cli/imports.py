@@ -4,13 +4,16 @@ Importing a module runs it. What is typed is the user's own; a file, such as a `
 else's run, may name classes of known packages and of what the program has imported anyway.
 """
 
+import importlib
 import re
 import sys
 from collections.abc import Iterable
 
 from jsonargparse import set_parsing_settings
 
-__all__ = ["allow_imports", "explain_refused_import", "is_known"]
+from datamodules.errors import UserError
+
+__all__ = ["allow_imports", "explain_refused_import", "import_module_of", "is_known"]
 
 _KNOWN = {"callbacks", "datamodules", "lightning", "recipes", "torch", "torchmetrics", "torchvision"}
 
@@ -51,3 +54,24 @@ def explain_refused_import(message: str) -> str | None:
         f"a setting names the class {found[1]}, which would import and run {_top(found[1])}: a file of settings may"
         f" name classes of {known}; if you trust that module, pass --trust-modules {_top(found[1])}"
     )
+
+
+def import_module_of(path: str, typed: Iterable[str]) -> None:
+    """Import the module of a class that a setting names by its import path, under the rule of `allow_imports`.
+
+    Args:
+        path: such as lion_pytorch.Lion; a name without a dot is of no module.
+        typed: modules or classes that the user has named on the command line.
+
+    Raises:
+        UserError: the module may not be imported, or cannot be.
+    """
+    module = path.rpartition(".")[0]
+    if not module or module in sys.modules:
+        return
+    if _top(module) not in {*_KNOWN, *map(_top, typed)}:
+        raise UserError(explain_refused_import(f"Importing {path!r} is not allowed") or path)
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{path} cannot be imported: {error}; install its package, or correct the name") from error

@@ -32,10 +32,12 @@ class MNISTClassifier(Classifier):
     Args:
         network: "default" is small, fast and exact; "classic" has the two convolutions of PyTorch's MNIST example,
             "tutorial" the three of its tutorial "What is torch.nn really?".
+        lr: peak learning rate; by default 0.01, and 1 for lbfgs.
     """
 
     title = "mnist"
     data_class = MNISTDataModule
+    default_lr = 0.01
     unclear_below = 0.5
     trainer_defaults: ClassVar[dict[str, Any]] = {"max_epochs": 10}
 
@@ -45,7 +47,7 @@ class MNISTClassifier(Classifier):
     def __init__(
         self,
         network: NetworkName = "default",
-        lr: float = 0.01,
+        lr: float | None = None,
         weight_decay: float = 0.05,
         **kwargs: Any,
     ) -> None:

@@ -17,7 +17,7 @@ from datamodules.images.augmentation import share_kept
 from datamodules.images.data_module import ImageFolderDataModule
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.classification import Classifier, ClassifierParameters
-from recipes.optim import layer_groups
+from recipes.optim import default_rate, layer_groups
 from recipes.pretrained import imagenet_weights
 from recipes.resnet.feature_cache import FeatureCache
 from recipes.resnet.network import Stage, build_resnet, resnet_stages, run_stages
@@ -57,7 +57,7 @@ class ResNetFineTuner(Classifier):
         freeze_patterns: freeze layers and parameters by name too, as in '["*.bn*"]'.
         unfreeze: when layers begin to train, as in '{layer4: "1 epochs", layer3: "3 epochs"}'.
         bn: BatchNorm of layers that train: by the batch (train), or by fixed statistics (eval).
-        lr: peak learning rate of layer4; by default 0.0003, and 0.001 without weights.
+        lr: peak learning rate of layer4; by default 0.0003, 0.001 without weights, and 1 for lbfgs.
         head_lr_factor: how much faster the head learns; by default 10, and 1 without weights.
         layer_lr_decay: how much slower each layer learns than the one above it, as in 0.5.
         cache_features: compute the output of the frozen layers once, and train on that; needs ``augment="none"``.
@@ -101,7 +101,8 @@ class ResNetFineTuner(Classifier):
             freeze_until = None if new else self.last_block
         elif freeze_until == "none":
             freeze_until = None
-        lr = lr if lr is not None else (0.001 if new else 0.0003)
+        if lr is None:
+            lr = default_rate(str(kwargs.get("optimizer", "")), 0.001 if new else 0.0003)
         head_lr_factor = head_lr_factor if head_lr_factor is not None else (1.0 if new else 10.0)
         check_ranges(
             image_size=(image_size, Range(8, 2**14, whole=True)),
@@ -159,7 +160,12 @@ class ResNetFineTuner(Classifier):
     def parameter_groups(self) -> list[dict[str, Any]]:
         options = self.hparams
         return layer_groups(
-            self.stages(), options.weight_decay, options.lr, options.layer_lr_decay, options.head_lr_factor
+            self.stages(),
+            options.weight_decay,
+            options.lr,
+            options.layer_lr_decay,
+            options.head_lr_factor,
+            options.decay_all,
         )
 
     @override

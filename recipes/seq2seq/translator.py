@@ -76,12 +76,14 @@ class Translator(Recipe):
         length_penalty: exponent of the length normalisation in a beam search, from 0 to 1 (Wu et al., 2016).
         nbest: translations of each sentence that predict prints.
         attention: image file that predict writes the attention weights to, such as out.png.
+        lr: peak learning rate; by default 0.002, and 1 for lbfgs.
     """
 
     title = "translation"
     data_class = TranslationDataModule
     monitor = "val/bleu"
     monitor_mode = "max"
+    default_lr = 0.002
     base_batch_size = 64
     predict_example = '"SENTENCE"'
     targets = "tokens"
@@ -105,7 +107,7 @@ class Translator(Recipe):
         length_penalty: float = 0.6,
         nbest: int = 1,
         attention: str | None = None,
-        lr: float = 0.002,
+        lr: float | None = None,
         weight_decay: float = 0.0,
         **kwargs: Any,
     ) -> None:

@@ -41,8 +41,10 @@ MAY_IMPORT = {
     "recipes.labels": f"{_DATA} datamodules.loading",
     "recipes.losses": "",
     "recipes.optim": "datamodules.errors",
+    "recipes.schedules": _CALLBACKS,
     "recipes.graphs": "",
-    "recipes.recipe": f"{_CALLBACKS} datamodules.loading recipes.graphs recipes.optim recipes.version recipes.weights",
+    "recipes.recipe": f"{_CALLBACKS} datamodules.loading recipes.graphs recipes.optim recipes.schedules "
+    "recipes.version recipes.weights",
     "recipes.classification": f"{_CALLBACKS} callbacks.drawing recipes.labels recipes.losses recipes.recipe",
     "recipes.export": "datamodules.errors callbacks.lib callbacks.checkpointing recipes.graphs recipes.recipe "
     "recipes.version",

@@ -29,7 +29,7 @@ from datamodules.mnist.data_module import MNISTDataModule
 from recipes.classification import ClassificationScores
 from recipes.launch.precision import resolve_precision
 from recipes.mnist import ClassicNet, MNISTClassifier, MNISTNet, TutorialNet
-from recipes.optim import SCHEDULES, build_optimizer, learning_rate_scale, parameter_groups
+from recipes.optim import build_optimizer, learning_rate_scale, parameter_groups
 from recipes.recipe import Recipe
 from recipes.resnet import ResNetFineTuner
 from recipes.seq2seq import Seq2SeqTranslator
@@ -91,14 +91,6 @@ def test_optimisers_are_built_by_name_in_any_case(name):
     if name == "sgd":
         assert optimizer.defaults["nesterov"]
         assert optimizer.defaults["momentum"] == 0.9
-
-
-@pytest.mark.parametrize("name", list(SCHEDULES))
-def test_schedules_stay_between_0_and_1_and_start_and_end_where_they_say(name):
-    values = [SCHEDULES[name](t / 100) for t in range(101)]
-    assert all(0 <= value <= 1 for value in values)
-    assert max(values) == pytest.approx(1, abs=0.02)
-    assert values[-1] == (1 if name == "constant" else pytest.approx(0, abs=1e-12))
 
 
 @pytest.mark.parametrize(
@@ -398,8 +390,8 @@ def test_the_classes_work_in_lightnings_own_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "sdg"}, "no optimizer 'sdg' that fits here"),
-        ({"schedule": "cosin"}, "no schedule 'cosin'; expected one of one_cycle, cosine, linear, constant"),
+        ({"optimizer": "sdg"}, "no optimizer 'sdg'; expected one of adadelta"),
+        ({"schedule": "cosin"}, "no schedule 'cosin'; expected one of one_cycle, constant, linear, cosine"),
         ({"lr": 0.0}, "lr=0.0: expected above 0"),
         ({"lr": math.inf}, "lr=inf: expected above 0"),
         ({"num_classes": 1}, "num_classes=1 leaves nothing to classify"),

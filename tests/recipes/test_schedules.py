@@ -1,0 +1,262 @@
+"""Each schedule has the rates of its source, on any split and after a resume, and refuses what it cannot do."""
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LambdaLR
+
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
+from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.seed_control import SeedControl
+from callbacks.warmup_lr import WarmupLR
+from datamodules.errors import UserError
+from datamodules.loading.loaders import EvaluationLoader, TrainLoader
+from recipes.recipe import Recipe
+from recipes.schedules import Schedule, ScheduleName
+from tests.support.tables import QUIET, silence
+
+EPOCHS, UPDATES, LR = 4, 6, 0.1
+"""Updates of each epoch, of which the last is short."""
+TOTAL, STOP = EPOCHS * UPDATES, 2 * UPDATES + 2
+
+ROWS: list[tuple[str, dict[str, Any]]] = [
+    ("one_cycle", {}),
+    ("constant", {}),
+    ("linear", {}),
+    ("cosine", {"min_lr": 0.01}),
+    ("polynomial", {"power": 2.0}),
+    ("exponential", {}),
+    ("exponential", {"gamma": 0.5}),
+    ("multistep", {}),
+    ("multistep", {"milestones": "3 steps, 1.5 epochs, 80%", "gamma": 0.2, "min_lr": 0.002}),
+    ("inverse_sqrt", {}),
+    ("inverse_sqrt", {"milestones": "1 epochs"}),
+    ("wsd", {"min_lr": 0.005}),
+    ("wsd", {"milestones": "2 epochs"}),
+    ("plateau", {"gamma": 0.5, "plateau_patience": 0, "min_lr": 0.03}),
+]
+
+
+class Line(Recipe):
+    """Least squares in float64, whose score on the validation set is 1, 2, 3, 1 and so on, so it never gets better."""
+
+    def __init__(self, schedule: Any, **kwargs: Any) -> None:
+        super().__init__(optimizer="sgd", lr=LR, schedule=schedule, **kwargs)
+        self.rates: dict[int, float] = {}
+
+    def build_network(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(3, 1).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        inputs, targets = batch
+        self.rates[self.trainer.global_step] = self.trainer.optimizers[0].param_groups[0]["lr"]
+        return {"loss": F.mse_loss(self(inputs)[:, 0], targets), "count": len(inputs)}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", float(1 + self.current_epoch % 3), batch_size=len(batch[0]))
+
+
+def fit(module: Line, *callbacks: pl.Callback, micro_batches: int = 1, resume: Any = None, **options: Any) -> Line:
+    """Train on 44 samples, eight to an update, so that an epoch has six updates and the last one is short."""
+    silence()
+    inputs = torch.randn(44, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    data = inputs, inputs @ torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+    train = TrainLoader(*data, torch.arange(44), 8 // micro_batches, 1, 0, 1)
+    validation = EvaluationLoader(*data, torch.arange(8), 8, 0, 1)
+    own = [SeedControl(1), GradientAccumulation(micro_batches)]
+    quiet = {"enable_progress_bar": False, "devices": 1, "max_epochs": EPOCHS}
+    quiet["enable_checkpointing"] = any(isinstance(callback, ExactCheckpoint) for callback in callbacks)
+    trainer = pl.Trainer(callbacks=[*own, *callbacks], **QUIET | quiet | options)
+    trainer.fit(module, train, validation, ckpt_path=resume, weights_only=True)
+    return module
+
+
+def weights(module: Line) -> list[float]:
+    return torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+
+
+class Stop(pl.Callback):
+    """Stops a run after an update."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop |= trainer.global_step == STOP
+
+
+def test_the_table_has_every_schedule() -> None:
+    assert {name for name, _ in ROWS} == set(get_args(ScheduleName))
+
+
+@pytest.mark.parametrize(("name", "settings"), ROWS)
+def test_a_run_stopped_within_an_epoch_resumes_to_the_bit_and_another_split_has_the_same_rates(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    def run(*callbacks: pl.Callback, **options: Any) -> Line:
+        return fit(Line(name, **settings), WarmupLR("4 steps"), *callbacks, **options)
+
+    whole, split = run(), run(micro_batches=2)
+    assert len(whole.rates) == TOTAL
+    assert split.rates == whole.rates
+    assert len(set(whole.rates.values())) > 1 or name == "constant", "there is something to lose"
+
+    first = run(ExactCheckpoint(tmp_path, every_n_train_steps=STOP, filename="stopped"), Stop())
+    resumed = run(ExactCheckpoint(tmp_path / "resumed"), resume=tmp_path / "stopped.ckpt")
+    assert (len(first.rates), min(resumed.rates)) == (STOP, STOP)
+    assert first.rates | resumed.rates == whole.rates
+    assert weights(resumed) == weights(whole)
+
+
+def rates_of(make: Callable[[torch.optim.Optimizer], Any], every: int = 1) -> list[float]:
+    """The rates that one of torch's schedulers has in a run."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
+    scheduler = make(optimizer)
+    rates = []
+    for update in range(TOTAL):
+        if update and update % every == 0:
+            scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "make"),
+    [
+        ("linear", {}, lambda o: lr_scheduler.PolynomialLR(o, TOTAL)),
+        ("polynomial", {}, lambda o: lr_scheduler.PolynomialLR(o, TOTAL, 0.9)),
+        ("cosine", {"min_lr": 0.02}, lambda o: lr_scheduler.CosineAnnealingLR(o, TOTAL, 0.02)),
+        (
+            "multistep",
+            {"milestones": "7 steps, 2 epochs", "gamma": 0.2},
+            lambda o: lr_scheduler.MultiStepLR(o, [7, 12], 0.2),
+        ),
+        ("multistep", {}, lambda o: lr_scheduler.MultiStepLR(o, [12, 18], 0.1)),
+    ],
+)
+def test_the_rates_are_those_of_torchs_schedulers(name: str, settings: dict[str, Any], make: Any) -> None:
+    assert [*fit(Line(name, **settings)).rates.values()] == pytest.approx(rates_of(make), abs=1e-15)
+
+
+def test_inverse_sqrt_begins_at_the_end_of_the_warm_up_as_in_the_transformer_or_where_it_is_told_to() -> None:
+    rates = fit(Line("inverse_sqrt"), WarmupLR("4 steps", start_factor=0.0)).rates
+    assert [*rates.values()] == pytest.approx([LR * 2 * min(n * 4**-1.5, max(n, 1) ** -0.5) for n in range(TOTAL)])
+    rates = fit(Line("inverse_sqrt", milestones="9 steps")).rates
+    assert [*rates.values()] == pytest.approx([LR * min(1, 3 / max(n, 1) ** 0.5) for n in range(TOTAL)])
+
+
+def test_gamma_of_exponential_is_the_factor_of_an_epoch_and_reaches_a_hundredth_by_default() -> None:
+    rates = fit(Line("exponential", gamma=0.5)).rates
+    assert [rates[epoch * UPDATES] for epoch in range(EPOCHS)] == pytest.approx([LR, LR / 2, LR / 4, LR / 8])
+    assert rates[3] == pytest.approx(LR * 0.5**0.5)
+    assert fit(Line("exponential")).rates[TOTAL // 2] == pytest.approx(LR / 10)
+
+
+def test_plateau_lowers_the_rate_after_validations_without_a_better_score_and_stops_at_min_lr() -> None:
+    rates = fit(Line("plateau", gamma=0.5, plateau_patience=0, min_lr=0.03)).rates
+    assert [rates[epoch * UPDATES] for epoch in range(EPOCHS)] == pytest.approx([0.1, 0.1, 0.05, 0.03])
+    assert set(fit(Line("plateau")).rates.values()) == {LR}, "it waits for two by default, and lowers at the third"
+
+
+@pytest.mark.parametrize("lr", [0.1, 0.7])
+def test_min_lr_is_the_same_share_of_the_rate_of_every_group(lr: float) -> None:
+    """Also where the batch size scales them: it is a rate as `lr` is, stated for the base batch."""
+
+    class Two(Line):
+        def parameter_groups(self) -> list[dict[str, Any]]:
+            named = self.network.named_parameters()
+            return [{"name": name, "params": [p], "lr": lr if name == "bias" else LR} for name, p in named]
+
+    warmup = WarmupLR("0 steps", scale="linear", base_batch_size=4)
+    used: list[list[float]] = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            used.append([float(rate) for rate in warmup._factors[0].used])
+
+    module = Two("wsd", milestones="1 steps", min_lr=0.02)
+    fit(module, warmup, Watch(), max_epochs=2)
+    assert used[0] == pytest.approx([2 * LR, 2 * lr])
+    shares = [[rates[0] / LR, rates[1] / lr] for rates in used]
+    assert all(first == pytest.approx(second) for first, second in shares)
+    assert used[-1][0] == pytest.approx(2 * (0.02 + 0.08 * (1 - (10 / 11) ** 0.5)))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "note", "rates"),
+    [
+        ("cosine", {}, "the run has no end, so schedule='cosine' stays at its peak", {0.1}),
+        ("wsd", {}, "the run has no end, so schedule='wsd' stays at its peak", {0.1}),
+        ("multistep", {"milestones": "1 epochs"}, "", {0.1, 0.01}),
+        ("exponential", {"gamma": 0.5}, "", None),
+    ],
+)
+def test_a_run_without_an_end_stays_at_the_peak_or_falls_with_the_updates(
+    name: str, settings: dict[str, Any], note: str, rates: set[float] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = fit(Line(name, **settings), Stop(), max_epochs=-1)
+    assert len(module.rates) == STOP
+    assert rates is None or {round(rate, 9) for rate in module.rates.values()} == rates
+    assert (caplog.messages[-1:] or [""])[0] == note
+
+
+def test_milestones_after_the_end_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    fit(Line("multistep", milestones="1 epochs, 30 steps, 40 steps"))
+    assert caplog.messages == ["the run ends after 24 updates, before 2 of the `milestones` (update 30)"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"schedule": "step"}, "no schedule 'step'; expected one of one_cycle, constant"),
+        ({"schedule": "cosine", "milestones": "3 steps"}, "milestones='3 steps' does not apply to schedule='cosine'"),
+        ({"schedule": "linear", "gamma": 0.1}, "leave it out, or pass schedule='multistep' or schedule='exponential'"),
+        ({"schedule": "constant", "min_lr": 0.1}, "min_lr=0.1 does not apply to schedule='constant'"),
+        ({"schedule": "cosine", "plateau_patience": 1}, "leave it out, or pass schedule='plateau'"),
+        ({"schedule": "cosine", "min_lr": 0.2}, "min_lr=0.2: expected 0 or more and 0.1 at most"),
+        ({"schedule": "multistep", "gamma": 1.5}, "gamma=1.5: expected above 0 and below 1"),
+        (
+            {"schedule": "multistep", "milestones": "60 epochs, 12o epochs, 80%"},
+            "milestones='60 epochs, 12o epochs, 80%', number 2: cannot read ' 12o epochs' as a duration",
+        ),
+        (
+            {"schedule": "multistep", "milestones": "9 steps, 2 epochs, 8 steps"},
+            "number 3: 8 steps is not after 9 steps",
+        ),
+        ({"schedule": "multistep", "milestones": "0 epochs"}, "number 1: 0 epochs is not after the start of the run"),
+        ({"schedule": "wsd", "milestones": "50%, 80%"}, "schedule='wsd' has one, where it begins to fall"),
+    ],
+)
+def test_what_does_not_apply_or_cannot_be_read_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        Line(**settings)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_the_schedule_steps_as_lambda_lr_to_the_bit(as_tensor: bool) -> None:
+    def rates(kind: type[LambdaLR]) -> tuple[list[list[float]], dict[str, Any]]:
+        groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.03)]
+        if as_tensor:
+            groups = [group | {"lr": torch.tensor(group["lr"])} for group in groups]
+        optimizer = torch.optim.AdamW(groups)
+        scheduler = kind(optimizer, lambda step: 1 / (1 + step / 7))
+        found = []
+        for _ in range(5):
+            optimizer.step()
+            scheduler.step()
+            found.append([float(group["lr"]) for group in optimizer.param_groups])
+            assert [float(rate) for rate in scheduler.get_last_lr()] == found[-1]
+        return found, copy.deepcopy(scheduler.state_dict())
+
+    (ours, our_state), (expected, state) = rates(Schedule), rates(LambdaLR)
+    assert ours == expected
+    assert {key: our_state[key] for key in ("last_epoch", "_step_count")} == {"last_epoch": 5, "_step_count": 6}
+    assert our_state.keys() - {"_stale"} == state.keys()
