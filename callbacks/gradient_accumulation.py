@@ -31,6 +31,7 @@ from callbacks.lib.accumulation import (
 )
 from callbacks.lib.consensus import SumWithFlag
 from callbacks.lib.global_batch import accumulation_factor, loader_batch_size
+from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
 from callbacks.lib.lightning_internals import make_no_update, skips_backward
 from callbacks.lib.targets import observe_counts
 from callbacks.lib.updates import AccumulationSchedule
@@ -139,6 +140,8 @@ class GradientAccumulation(pl.Callback):
             self._release_module = observe_counts(pl_module, self._set_count)
             if uses_loss(trainer.optimizers[0]):
                 self._mean_loss = MeanLoss(trainer.optimizers[0])
+        of_windows = GradientAccumulation.on_before_backward, GradientAccumulation.on_before_optimizer_step
+        drop_idle_hooks(self, of_windows if self._release_module is None else ())
 
     def _set_count(self, count: int | Tensor) -> None:
         self._count = count
@@ -214,6 +217,7 @@ class GradientAccumulation(pl.Callback):
         self._release(trainer)
 
     def _release(self, trainer: pl.Trainer) -> None:
+        restore_hooks(self)
         if self._release_module is not None:
             self._release_module()
             self._release_module = None

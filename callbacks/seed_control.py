@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from callbacks.lib.batch_positions import batch_positions
 from callbacks.lib.exchange import broadcast
+from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
 from callbacks.lib.sample_noise import begin_noise, end_noise, number_layers, repeat_noise, sample_keys
 from datamodules.errors import UserError
 from datamodules.loading.randomness import derive_seed, derive_seed_at
@@ -184,6 +185,7 @@ class SeedControl(pl.Callback):
         self._device = trainer.strategy.root_device
         self._restore_settings()
         self._undo = [_set_environment(self.seed), _set_determinism(self.deterministic, self.benchmark)]
+        self._undo.append(lambda: restore_hooks(self))
         self._seed_initial_weights()
 
     @override
@@ -202,6 +204,7 @@ class SeedControl(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._addresses_noise = number_layers(pl_module) > 0
+        drop_idle_hooks(self, [] if self._addresses_noise else [SeedControl.on_after_backward])
         self.seed_between_steps(trainer)
 
     @override

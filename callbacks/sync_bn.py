@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from callbacks.lib.batch_norm import average_statistics, restore_batchnorm, sync_batchnorm
+from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
 from datamodules.errors import UserError
 from datamodules.ranges import COUNT, check_ranges
 
@@ -102,9 +103,11 @@ class SyncBN(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         size = self.group_size or trainer.world_size
         self._averages = size < trainer.world_size
+        alone = not isinstance(trainer.strategy.model, DistributedDataParallel)
+        drop_idle_hooks(self, [SyncBN.on_train_batch_start] if alone else [])
         if size == 1:
             return
-        if not isinstance(trainer.strategy.model, DistributedDataParallel):
+        if alone:
             raise UserError(
                 f"{type(trainer.strategy).__name__} splits the layers that SyncBN would replace: pass"
                 ' strategy="ddp", or remove SyncBN'
@@ -145,6 +148,7 @@ class SyncBN(pl.Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        restore_hooks(self)
         restore_batchnorm(pl_module)
         self._averages, self._ddp = False, None
 

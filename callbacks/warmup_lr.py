@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from callbacks.lib.durations import Duration
 from callbacks.lib.global_batch import global_batch_size
+from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
 from callbacks.lib.rate_factor import Kind, RateFactor, Scale, batch_size_scale, rates_by_name, warmup_factor
 from callbacks.lib.trainer_attributes import log_interval
 from callbacks.lib.updates import duration_to_updates
@@ -109,6 +110,7 @@ class WarmupLR(pl.Callback):
             # A run that began without this callback is as far as its updates.
             updates = [trainer.global_step // count] * count
         self.length, self._logged_step = length, None
+        drop_idle_hooks(self)
         self._factors = [
             RateFactor(optimizer, lambda updates: self.factor(trainer, updates), done, length)
             for optimizer, done in zip(trainer.optimizers, updates, strict=True)
@@ -139,6 +141,7 @@ class WarmupLR(pl.Callback):
         self._release()
 
     def _release(self) -> None:
+        restore_hooks(self)
         self._updates = self.updates
         for factor in self._factors:
             factor.remove()
