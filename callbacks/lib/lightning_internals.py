@@ -49,6 +49,7 @@ __all__ = [
     "save_untrained",
     "saves_within_epochs",
     "set_collective_timeout",
+    "set_trainer",
     "set_writer",
     "skips_backward",
     "stop_after_updates",
@@ -112,6 +113,11 @@ def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
     """The Trainer that runs a module; None where `LightningModule.trainer` would raise."""
     trainer: pl.Trainer | None = module._trainer
     return trainer
+
+
+def set_trainer(module: pl.LightningModule, trainer: pl.Trainer | None) -> None:
+    """Sets or removes what `attached_trainer` gives, so that a copy of the module does not copy its Trainer."""
+    module._trainer = trainer
 
 
 # The loops

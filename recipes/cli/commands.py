@@ -23,6 +23,7 @@ from callbacks.lib.lightning_internals import raised_by_restoring
 from callbacks.lib.signals import SIGNALS, Preempted
 from callbacks.lib.slurm_job import is_batch_job, requeue_on
 from callbacks.lib.trainer_attributes import callbacks_of
+from callbacks.step_summary import StepSummary
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from recipes.cli.early_stopping import why_stopped
@@ -146,7 +147,10 @@ def _fit(experiment: Experiment, typed: Command, started_at: float) -> None:
     def train(folder: Path | None) -> None:
         guard = FolderGuard(folder, yaml.safe_dump(dict(settings.config), sort_keys=False)) if folder else None
         more = _run_callbacks(experiment, folder, guard) if folder and guard else []
-        trainer = build_trainer(experiment, [*more, stopwatch], folder, _checkpoint_io(more))
+        depth = settings.run.summary
+        summary = StepSummary(2 if depth is True else depth) if depth else None
+        more += [stopwatch, *([summary] if summary else [])]
+        trainer = build_trainer(experiment, more, folder, _checkpoint_io(more))
         if guard and is_rank_zero():
             guard.write()
             log_settings(trainer.loggers, settings.config)
@@ -154,7 +158,7 @@ def _fit(experiment: Experiment, typed: Command, started_at: float) -> None:
             _record_start(experiment, folder)
         outcome = _train_and_test(trainer, experiment, folder, stopwatch, typed.program)
         if trainer.is_global_zero:
-            report(trainer, experiment, folder, stopwatch, outcome, typed)
+            report(trainer, experiment, folder, stopwatch, outcome, typed, summary)
             report_unsaved(folder, guard is not None and guard.removed)
 
     if settings.trainer["barebones"]:

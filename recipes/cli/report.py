@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from callbacks.lib.best_effort import best_effort, unsaved
 from callbacks.lib.terminal import fit_pairs, fit_rows, terminal_width
+from callbacks.step_summary import StepSummary, with_unit
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from recipes.cli.experiment import Experiment, takes_inputs
@@ -61,13 +62,6 @@ def flops_per_sample(module: pl.LightningModule) -> int | None:
         module(example[:1].to(module.device))
     module.train(training)
     return int(counter.get_total_flops())
-
-
-def _with_unit(number: float) -> str:
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.3g} {unit}"
-    return f"{number:.3g}"
 
 
 def shown(path: str | Path) -> str:
@@ -147,11 +141,13 @@ def report(
     stopwatch: Stopwatch,
     outcome: Outcome,
     command: Command,
+    summary: StepSummary | None = None,
 ) -> None:
     """Write results.json and TensorBoard's graph and hyper-parameters into `folder`, and print the final table.
 
     Args:
         command: as it was typed.
+        summary: has estimated the memory of training.
     """
     recipe, data, config = experiment.recipe, data_contract(experiment.data), experiment.settings.config
     program, scores, best = command.program, outcome.scores, outcome.best
@@ -165,12 +161,16 @@ def report(
     rows = {
         "data": ": ".join(filter(None, (data.title, ", ".join(f"{n:,} {part}" for part, n in sizes.items())))),
         "parameters": f"{parameters:,} ({trainable:,} trainable)",
-        **({"FLOPs per sample": f"{_with_unit(flops)}, forward"} if flops is not None else {}),
+        **({"FLOPs per sample": f"{with_unit(flops)}, forward"} if flops is not None else {}),
         **headline,
         "training": f"{seconds['train'] + seconds['validate']:.1f} s{validation}{speed}",
         "time": _describe(seconds),
         "peak memory": memory_text(memory),
     }
+    estimate = summary.estimate if summary else {}
+    if summary and estimate:
+        took = with_unit(summary.taken, "B")
+        rows["memory of training"] = f"{took}, {with_unit(estimate['total'], 'B')} were estimated"
     if outcome.stopped_early:
         rows["stopped early"] = outcome.stopped_early
     if folder is not None and best:
@@ -205,6 +205,7 @@ def report(
         epochs=outcome.epochs,
         samples_per_second=rate,
         peak_memory_bytes=memory,
+        memory_estimate_bytes=estimate or None,
         stopped_early=outcome.stopped_early or None,
         parameters=parameters,
         trainable_parameters=trainable,

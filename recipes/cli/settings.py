@@ -77,6 +77,8 @@ class RunSettings:
         early_stopping: end the run when this score no longer improves; such as val/loss, see patience.
         patience: validations without improvement after which early stopping ends the run; 3 where none is given.
         logger: any of tensorboard,csv,wandb,mlflow, or none.
+        summary: before training print the layers with their outputs, parameters, FLOPs and activations, to this depth
+            (2 without a number, -1 for all), and an estimate of the memory of training.
         training_monitor: log gradient norm, update-to-weight ratio, data wait and memory; groups logs the first two of
             each parameter group, too.
         histogram_every: updates between histograms of weights and gradients in TensorBoard; 0 writes none.
@@ -117,6 +119,7 @@ class RunSettings:
     early_stopping: str | None = None
     patience: int | None = None
     logger: str = "tensorboard,csv"
+    summary: bool | int = False
     training_monitor: bool | Literal["groups"] = True
     histogram_every: int = 0
     report: bool = True

@@ -23,6 +23,7 @@ from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.run_progress import RunProgress
 from callbacks.seed_control import SeedControl
+from callbacks.step_summary import StepSummary
 from callbacks.sync_bn import SyncBN
 from callbacks.train_loss import TrainLoss
 from callbacks.training_monitor import TrainingMonitor
@@ -48,6 +49,7 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "ClassificationImages": lambda: ClassificationImages(samples=2, mistakes=2),
     "RunProgress": lambda: RunProgress(),
     "TrainLoss": lambda: TrainLoss(),
+    "StepSummary": lambda: StepSummary(),
     "TrainingMonitor": lambda: TrainingMonitor(groups=True, every=2),
     "Preemption": lambda: Preemption(),
     "TranslationSamples": lambda: TranslationSamples(samples=2),
@@ -73,6 +75,7 @@ TOGETHER = (
     "ClassificationImages",
     "RunProgress",
     "TrainLoss",
+    "StepSummary",
     "TrainingMonitor",
     "Preemption",
     "TranslationSamples",
