@@ -34,6 +34,7 @@ from .rank_consistency import RankConsistency as RankConsistency
 from .run_progress import RunProgress as RunProgress
 from .seed_control import SeedControl as SeedControl
 from .seed_control import seed_generators as seed_generators
+from .step_profiler import StepProfiler as StepProfiler
 from .step_summary import StepSummary as StepSummary
 from .sync_bn import SyncBN as SyncBN
 from .train_loss import TrainLoss as TrainLoss

@@ -69,7 +69,7 @@ _COMMON_TRAINER_PARAMETERS = """
 """
 _COMMON_RUN_SETTINGS = """
     name run_dir resume save_every ckpt output format seed precision global_batch_size accumulate warmup
-    lr_scale sync_bn callbacks early_stopping logger summary
+    lr_scale sync_bn callbacks early_stopping logger summary profile
 """
 _COMMON_LAUNCH_SETTINGS = "node_rank master_addr master_port"
 _TRAINER_TEXTS = LIMIT_TEXTS | {
@@ -78,7 +78,7 @@ _TRAINER_TEXTS = LIMIT_TEXTS | {
 # They belong to one call and not to the experiment, so they are not saved with a run.
 _OF_ONE_CALL = {
     *("name", "run_dir", "resume", "resume_anyway", "ckpt", "output", "format", "config", "inputs", "profiler"),
-    *("trust_modules", "include_preprocessing", "summary"),
+    *("trust_modules", "include_preprocessing", "summary", "profile"),
     *LaunchSettings.__dataclass_fields__,
 }
 _OF_THE_MACHINE = {"devices", "num_nodes", "accelerator", "strategy"}

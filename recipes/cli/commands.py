@@ -23,6 +23,7 @@ from callbacks.lib.lightning_internals import raised_by_restoring
 from callbacks.lib.signals import SIGNALS, Preempted
 from callbacks.lib.slurm_job import is_batch_job, requeue_on
 from callbacks.lib.trainer_attributes import callbacks_of
+from callbacks.step_profiler import StepProfiler
 from callbacks.step_summary import StepSummary
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
@@ -149,7 +150,7 @@ def _fit(experiment: Experiment, typed: Command, started_at: float) -> None:
         more = _run_callbacks(experiment, folder, guard) if folder and guard else []
         depth = settings.run.summary
         summary = StepSummary(2 if depth is True else depth) if depth else None
-        more += [stopwatch, *([summary] if summary else [])]
+        more += [stopwatch, *([summary] if summary else []), *([StepProfiler(folder)] if settings.run.profile else [])]
         trainer = build_trainer(experiment, more, folder, _checkpoint_io(more))
         if guard and is_rank_zero():
             guard.write()

@@ -79,6 +79,7 @@ class RunSettings:
         logger: any of tensorboard,csv,wandb,mlflow, or none.
         summary: before training print the layers with their outputs, parameters, FLOPs and activations, to this depth
             (2 without a number, -1 for all), and an estimate of the memory of training.
+        profile: trace 10 updates into the run's folder, and print where their time went.
         training_monitor: log gradient norm, update-to-weight ratio, data wait and memory; groups logs the first two of
             each parameter group, too.
         histogram_every: updates between histograms of weights and gradients in TensorBoard; 0 writes none.
@@ -120,6 +121,7 @@ class RunSettings:
     patience: int | None = None
     logger: str = "tensorboard,csv"
     summary: bool | int = False
+    profile: bool = False
     training_monitor: bool | Literal["groups"] = True
     histogram_every: int = 0
     report: bool = True

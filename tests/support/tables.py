@@ -23,6 +23,7 @@ from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.run_progress import RunProgress
 from callbacks.seed_control import SeedControl
+from callbacks.step_profiler import StepProfiler
 from callbacks.step_summary import StepSummary
 from callbacks.sync_bn import SyncBN
 from callbacks.train_loss import TrainLoss
@@ -49,6 +50,7 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "ClassificationImages": lambda: ClassificationImages(samples=2, mistakes=2),
     "RunProgress": lambda: RunProgress(),
     "TrainLoss": lambda: TrainLoss(),
+    "StepProfiler": lambda: StepProfiler(None, updates=2, skip=1),
     "StepSummary": lambda: StepSummary(),
     "TrainingMonitor": lambda: TrainingMonitor(groups=True, every=2),
     "Preemption": lambda: Preemption(),
@@ -75,6 +77,7 @@ TOGETHER = (
     "ClassificationImages",
     "RunProgress",
     "TrainLoss",
+    "StepProfiler",
     "StepSummary",
     "TrainingMonitor",
     "Preemption",
