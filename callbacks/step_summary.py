@@ -23,6 +23,7 @@ from datamodules.ranges import Range, check_ranges
 __all__ = ["StepSummary", "memory_estimate", "optimizer_bytes", "summary_rows", "with_unit"]
 
 _PROBE = 16
+_WIDTH = 28  # Of a layer's name and class, with which a row fits 80 columns.
 
 
 def with_unit(number: float, unit: str = "") -> str:
@@ -39,7 +40,7 @@ def with_unit(number: float, unit: str = "") -> str:
 
 
 def summary_rows(cost: StepCost, depth: int) -> list[dict[str, str]]:
-    """A row for each layer down to a depth, and the sums of the step.
+    """A row for each layer down to a depth, and the sums of the step; ``memory`` is that of its activations.
 
     Args:
         depth: 1 for the module's children, 2 for their children, too; -1 for all layers.
@@ -52,7 +53,7 @@ def summary_rows(cost: StepCost, depth: int) -> list[dict[str, str]]:
             "params": parameters,
             "FLOPs": with_unit(of.forward_flops),
             "backward": with_unit(of.backward_flops),
-            "activations": with_unit(of.activation_bytes, "B"),
+            "memory": with_unit(of.activation_bytes, "B"),
         }
 
     rows = []
@@ -62,6 +63,7 @@ def summary_rows(cost: StepCost, depth: int) -> list[dict[str, str]]:
         if used and (depth < 0 or level < depth):
             output = "x".join(map(str, layer.output or ()))
             name = f"{'  ' * level}{layer.name.rpartition('.')[2]}: {layer.kind}"
+            name = name if len(name) <= _WIDTH else f"{name[: _WIDTH - 2]}.."
             rows.append(row(name, output, with_unit(layer.parameters), layer))
     return [*rows, row("the training step", "", "", cost)]
 
@@ -112,6 +114,8 @@ def memory_estimate(trainer: pl.Trainer, pl_module: pl.LightningModule, activati
         activations: of a micro-batch; None where they are not known.
     """
     gradients = sum(parameter.nbytes for parameter in pl_module.parameters() if parameter.requires_grad)
+    parameters = storage_bytes(pl_module.parameters())
+    averages = sum(parameters * getattr(callback, "copies", 0) for callback in callbacks_of(trainer))
     others = [value for callback in callbacks_of(trainer) for value in vars(callback).values()]
     copies = [value for value in others if isinstance(value, nn.Module) and value is not pl_module]
     model = trainer.strategy.model
@@ -120,7 +124,7 @@ def memory_estimate(trainer: pl.Trainer, pl_module: pl.LightningModule, activati
         "weights": storage_bytes((*pl_module.parameters(), *pl_module.buffers())),
         "gradients": gradients * (2 if buckets else 1),
         "optimizer": sum(map(optimizer_bytes, trainer.optimizers)),
-        "averaged": sum(storage_bytes((*copied.parameters(), *copied.buffers())) for copied in copies),
+        "averaged": averages + sum(storage_bytes((*copied.parameters(), *copied.buffers())) for copied in copies),
         "activations": activations or 0,
     }
     found = {name: size for name, size in parts.items() if size}

@@ -19,7 +19,7 @@ from typing_extensions import override
 from benchmarks.harness.bare_trainer import bare_trainer, suppress_output
 from benchmarks.harness.measurements import Column, Goal, Options, Progress, Section, Spread, alternate, pin_threads
 from benchmarks.harness.terminal import interruptible
-from callbacks import GradientAccumulation, SeedControl, SyncBN, WarmupLR
+from callbacks import GradientAccumulation, SeedControl, SyncBN, TrainingMonitor, WarmupLR
 
 __all__ = ["run"]
 
@@ -128,6 +128,7 @@ def trainers() -> dict[str, tuple[int, Callable[[], list[pl.Callback]]]]:
         "WarmupLR, after the warm-up": (1, lambda: [warmup("1 steps")]),
         "WarmupLR, warming up": (1, lambda: [warmup("100%")]),
         "SyncBN": (1, lambda: [SyncBN()]),
+        "TrainingMonitor": (1, lambda: [TrainingMonitor()]),
         EMPTY: (1, lambda: [pl.Callback() for _ in range(4)]),
         ALL: (1, lambda: [GradientAccumulation(), SeedControl(1), warmup(), SyncBN()]),
         BARE_4: (ACCUMULATED, list),
