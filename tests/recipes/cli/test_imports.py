@@ -33,6 +33,7 @@ FILES = {
     "callback.yaml": "callbacks: [{class_path: elsewhere.Mine}]",
     "short.yaml": "callbacks: [elsewhere.Mine]",
     "strategy.yaml": "strategy: {class_path: elsewhere.Mine}",
+    "optimizer.yaml": "optimizer: elsewhere.Mine",
     "itself.yaml": "callbacks: [elsewhere.Mine]\ntrust_modules: elsewhere",
     "known.yaml": "callbacks: [{class_path: lightning.pytorch.callbacks.LearningRateMonitor}, ModelSummary]",
     "mine.yaml": "callbacks: [{class_path: trusted.Mine}]",
@@ -42,6 +43,8 @@ FILES = {
     "deep.yaml": "lr: " + "[" * 2_000 + "]" * 2_000,
     "large.yaml": "name: x\n#" + "x" * (1 << 20),
     "any.yaml": PROGRAM,
+    "mine_too.yaml": "optimizer: trusted.Mine",
+    "known_too.yaml": "optimizer: torch.optim.AdamW",
 }
 PARSE = """
 import json, sys
@@ -56,6 +59,7 @@ class Options:
         strategy: str | Strategy = "auto",
         trust_modules: str | None = None,
         lr: float = 1.0,
+        optimizer: str = "adamw",
     ):
         pass
 
@@ -63,7 +67,9 @@ parser = FlagParser([FlagGroup("Options", Options)])
 said = []
 for args in json.loads(sys.argv[1]):
     try:
-        said.append(str(parser.instantiate_classes(parser.parse(args)).callbacks))
+        namespace = parser.parse(args)
+        parser.import_optimizer(namespace, args)
+        said.append(str(parser.instantiate_classes(namespace).callbacks))
     except ValueError as error:
         said.append(f"{type(error).__name__}: {error}")
 print(json.dumps(said))
@@ -85,8 +91,8 @@ def test_a_file_of_settings_imports_only_what_is_known_or_was_typed(tmp_path: Pa
         (tmp_path / f"{name}.py").write_text(MODULE)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    said = parsed(tmp_path, *(f"--config {name}" for name in FILES if name != "mine.yaml"))
-    refused, known, (aliases, deep, large, of_any) = said[:4], said[4], said[5:]
+    said = parsed(tmp_path, *(f"--config {name}" for name in FILES if not name.startswith("mine")))
+    refused, known, (aliases, deep, large, of_any, optimizer) = said[:5], said[5], said[6:]
     for line in refused:
         assert line.startswith("UserError: a setting names the class elsewhere.Mine")
         assert line.endswith("if you trust that module, pass --trust-modules elsewhere")
@@ -95,12 +101,21 @@ def test_a_file_of_settings_imports_only_what_is_known_or_was_typed(tmp_path: Pa
     assert "nested too deeply" in deep
     assert "large.yaml has 1,048,585 bytes, and a file of settings has 1,048,576 at most" in large
     assert "RichProgressBar" in of_any, "what its parameter of type Any holds stays a dict"
+    assert optimizer == "None"
     assert not (tmp_path / "imported").exists()
 
     said = parsed(
-        tmp_path, "--config mine.yaml --trust-modules trusted", "--callbacks+=given.Mine", f"--config {'x' * 300}"
+        tmp_path,
+        "--config mine.yaml --trust-modules trusted",
+        "--callbacks+=given.Mine",
+        f"--config {'x' * 300}",
+        "--config mine_too.yaml --trust-modules trusted",
+        "--optimizer given.Mine",
+        "--optimizer=given.other.Mine",
     )
     assert "trusted.Mine" in said[0]
     assert "given.Mine" in said[1]
     assert said[2].startswith("UserError: there is no file xxx")
+    assert said[3:5] == ["None", "None"]
+    assert "given.other.Mine cannot be imported" in said[5]
     assert sorted((tmp_path / "imported").read_text().split()) == ["given", "trusted"]
