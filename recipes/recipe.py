@@ -28,7 +28,8 @@ from datamodules.errors import UserError
 from datamodules.loading.normalise import Normalise
 from datamodules.ranges import RATE, SHARE, Range, check_ranges
 from recipes.graphs import Graph, network_graph
-from recipes.optim import build_optimizer, check_optimizer, default_rate, is_lbfgs, parameter_groups
+from recipes.optim import build_optimizer, check_optimizer, default_rate, is_lbfgs
+from recipes.parameter_groups import parameter_groups
 from recipes.schedules import Plateau, Schedule, ScheduleName, ScheduleSettings
 from recipes.version import __version__
 from recipes.weights import WeightsReport, load_weights, read_weights
@@ -503,13 +504,24 @@ class Recipe(pl.LightningModule):
         schedule = self.lr_schedule
         if schedule.schedule == "plateau":
             plateau = Plateau(optimizer, schedule, self.monitor_mode)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": self.monitor}}
+            every = getattr(attached_trainer(self), "check_val_every_n_epoch", None) or 1
+            config: Any = {"scheduler": plateau, "monitor": self.monitor, "frequency": every}
+            return {"optimizer": optimizer, "lr_scheduler": config}
         closed = Schedule(optimizer, lambda done: schedule.factor(done, self.trainer) if done else schedule.first)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": closed, "interval": "step"}}
 
     @override
     def on_train_start(self) -> None:
-        """Log what somebody may not expect of the schedule in this run; an override has to call it."""
+        """Log what somebody may not expect of the schedule in this run; an override has to call it.
+
+        Raises:
+            UserError: the schedule follows a score, and nothing is validated.
+        """
+        followed = self.monitor if self.lr_schedule.schedule == "plateau" else ""
+        if followed.startswith("val/") and not self.trainer.enable_validation:
+            raise UserError(
+                f"schedule='plateau' follows {followed}, and this run validates nothing; pass another schedule"
+            )
         if note := self.lr_schedule.note(self.trainer):
             rank_zero_only(log.warning)(note)
 

@@ -19,7 +19,8 @@ from typing_extensions import override
 from benchmarks.harness.bare_trainer import bare_trainer
 from benchmarks.harness.laps import Laps, PartsProfiler
 from datamodules.mnist.data_module import DATASETS
-from recipes.optim import build_optimizer, parameter_groups
+from recipes.optim import build_optimizer
+from recipes.parameter_groups import parameter_groups
 
 __all__ = ["Job", "LapClock", "bare_loop", "fabric_loop", "gpu_search", "loop_with", "plain_loop"]
 

@@ -22,7 +22,8 @@ from benchmarks.harness.bare_trainer import suppress_output
 from benchmarks.harness.measurements import Column, Goal, Options, Progress, Section, Spread, alternate, pin_threads
 from benchmarks.sections.fine_tuning import SETTLING, Clock, SameBatch, fine_tuner, fit
 from datamodules.errors import UserError
-from recipes.optim import build_optimizer, parameter_groups
+from recipes.optim import build_optimizer
+from recipes.parameter_groups import parameter_groups
 
 __all__ = ["PEAK_TFLOPS", "Way", "flops_of_step", "peak_tflops", "run", "seconds_a_step"]
 

@@ -17,7 +17,8 @@ from datamodules.images.augmentation import share_kept
 from datamodules.images.data_module import ImageFolderDataModule
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.classification import Classifier, ClassifierParameters
-from recipes.optim import default_rate, layer_groups
+from recipes.optim import default_rate
+from recipes.parameter_groups import layer_groups
 from recipes.pretrained import imagenet_weights
 from recipes.resnet.feature_cache import FeatureCache
 from recipes.resnet.network import Stage, build_resnet, resnet_stages, run_stages
@@ -87,6 +88,7 @@ class ResNetFineTuner(Classifier):
         freeze_patterns: Sequence[str] = (),
         unfreeze: dict[str, int | str] | None = None,
         bn: Literal["train", "eval"] = "train",
+        optimizer: str = "adamw",
         lr: float | None = None,
         head_lr_factor: float | None = None,
         layer_lr_decay: float = 1.0,
@@ -102,14 +104,14 @@ class ResNetFineTuner(Classifier):
         elif freeze_until == "none":
             freeze_until = None
         if lr is None:
-            lr = default_rate(str(kwargs.get("optimizer", "")), 0.001 if new else 0.0003)
+            lr = default_rate(optimizer, 0.001 if new else 0.0003)
         head_lr_factor = head_lr_factor if head_lr_factor is not None else (1.0 if new else 10.0)
         check_ranges(
             image_size=(image_size, Range(8, 2**14, whole=True)),
             head_lr_factor=(head_lr_factor, RATE),
             layer_lr_decay=(layer_lr_decay, Range(0, 1, above=True)),
         )
-        super().__init__(num_classes=num_classes, lr=lr, weights=weights, **kwargs)
+        super().__init__(num_classes=num_classes, optimizer=optimizer, lr=lr, weights=weights, **kwargs)
         # A subclass passes its arguments on as they were.
         settled = {"weights": weights, "image_size": image_size, "freeze_until": freeze_until, "lr": lr}
         self.hparams.update(settled | {"head_lr_factor": head_lr_factor})

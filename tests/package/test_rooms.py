@@ -41,10 +41,12 @@ MAY_IMPORT = {
     "recipes.labels": f"{_DATA} datamodules.loading",
     "recipes.losses": "",
     "recipes.optim": "datamodules.errors",
-    "recipes.schedules": _CALLBACKS,
+    "recipes.parameter_groups": "",
+    "recipes.curves": "",
+    "recipes.schedules": f"{_CALLBACKS} recipes.curves",
     "recipes.graphs": "",
-    "recipes.recipe": f"{_CALLBACKS} datamodules.loading recipes.graphs recipes.optim recipes.schedules "
-    "recipes.version recipes.weights",
+    "recipes.recipe": f"{_CALLBACKS} datamodules.loading recipes.graphs recipes.optim "
+    "recipes.parameter_groups recipes.schedules recipes.version recipes.weights",
     "recipes.classification": f"{_CALLBACKS} callbacks.drawing recipes.labels recipes.losses recipes.recipe",
     "recipes.export": "datamodules.errors callbacks.lib callbacks.checkpointing recipes.graphs recipes.recipe "
     "recipes.version",
@@ -56,8 +58,8 @@ MAY_IMPORT = {
     "recipes.export recipes.graphs recipes.launch recipes.optim recipes.recipe recipes.results recipes.resume "
     "recipes.version",
     "recipes.NAME": f"{_CALLBACKS} callbacks.drawing datamodules.NAME datamodules.images datamodules.loading "
-    "datamodules.mnist datamodules.translation recipes.classification recipes.graphs recipes.optim recipes.pretrained "
-    "recipes.recipe recipes.weights",
+    "datamodules.mnist datamodules.translation recipes.classification recipes.graphs recipes.optim "
+    "recipes.parameter_groups recipes.pretrained recipes.recipe recipes.weights",
     "recipes.NAME.__main__": "datamodules recipes recipes.cli",
 }
 """``callbacks.*`` are the modules beside the rooms, which may import each other; ``recipes.NAME`` is a recipe, and

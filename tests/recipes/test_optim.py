@@ -12,7 +12,8 @@ from torch import nn
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from datamodules.errors import UserError
 from recipes.mnist import MNISTClassifier
-from recipes.optim import build_optimizer, learning_rate_scale, parameter_groups
+from recipes.optim import build_optimizer, learning_rate_scale
+from recipes.parameter_groups import parameter_groups
 from tests.recipes.test_schedules import LR, STOP, TOTAL, Line, Stop, fit, weights
 from tests.support import optimizers
 
@@ -28,7 +29,7 @@ def test_decay_all_puts_every_parameter_under_the_weight_decay() -> None:
 
 
 def test_arguments_go_to_an_optimiser_of_torch_or_of_an_imported_module() -> None:
-    assert build("adamw", arguments={"betas": [0.8, 0.9]}).defaults["betas"] == [0.8, 0.9]
+    assert tuple(build("adamw", arguments={"betas": [0.8, 0.9]}).defaults["betas"]) == (0.8, 0.9)
     assert build("sgd", arguments={"nesterov": False}).defaults["nesterov"] is False
     own = build("tests.support.optimizers.Counting", 0.2, arguments={"scale": 3.0})
     assert type(own) is optimizers.Counting

@@ -29,7 +29,8 @@ from datamodules.mnist.data_module import MNISTDataModule
 from recipes.classification import ClassificationScores
 from recipes.launch.precision import resolve_precision
 from recipes.mnist import ClassicNet, MNISTClassifier, MNISTNet, TutorialNet
-from recipes.optim import build_optimizer, learning_rate_scale, parameter_groups
+from recipes.optim import build_optimizer, learning_rate_scale
+from recipes.parameter_groups import parameter_groups
 from recipes.recipe import Recipe
 from recipes.resnet import ResNetFineTuner
 from recipes.seq2seq import Seq2SeqTranslator

@@ -166,6 +166,13 @@ def test_plateau_lowers_the_rate_after_validations_without_a_better_score_and_st
     assert set(fit(Line("plateau")).rates.values()) == {LR}, "it waits for two by default, and lowers at the third"
 
 
+def test_plateau_looks_at_the_epochs_that_are_validated_and_is_refused_without_any() -> None:
+    rates = fit(Line("plateau", gamma=0.5, plateau_patience=0), check_val_every_n_epoch=2, max_epochs=7).rates
+    assert [rates[epoch * UPDATES] for epoch in range(7)] == [LR] * 6 + [LR / 2], "the scores are 2, 1 and 3"
+    with pytest.raises(UserError, match="follows val/loss, and this run validates nothing"):
+        fit(Line("plateau"), limit_val_batches=0)
+
+
 @pytest.mark.parametrize("lr", [0.1, 0.7])
 def test_min_lr_is_the_same_share_of_the_rate_of_every_group(lr: float) -> None:
     """Also where the batch size scales them: it is a rate as `lr` is, stated for the base batch."""
