@@ -19,12 +19,11 @@ from typing_extensions import override
 from benchmarks.harness.bare_trainer import bare_trainer, suppress_output
 from benchmarks.harness.measurements import Column, Goal, Options, Progress, Section, Spread, alternate, pin_threads
 from benchmarks.harness.terminal import interruptible
-from callbacks import GradientAccumulation, SeedControl, SyncBN, TrainingMonitor, WarmupLR
+from callbacks import GradientAccumulation, SeedControl, SyncBN, TrainingMonitor, WarmupLR, WeightAveraging
 
 __all__ = ["run"]
 
 BATCH_SIZE = 256
-GOAL = 1.05
 ACCUMULATED = 4
 SETTLING = 20  # Steps before the clock starts: the first are slower.
 
@@ -32,6 +31,9 @@ PLAIN, BARE, ALL = "plain PyTorch loop", "bare Trainer", "all four"
 BARE_4 = f"bare Trainer, accumulate_grad_batches={ACCUMULATED}"
 EMPTY = "four callbacks that do nothing"
 OURS_4 = f"GradientAccumulation({ACCUMULATED})"
+AVERAGING, MONITOR = "WeightAveraging(ema=0.999)", "TrainingMonitor"
+GOALS = {ALL: 1.05, AVERAGING: 1.02, MONITOR: 1.01}
+"""The largest ratios to the bare Trainer."""
 
 
 class Batches:
@@ -58,6 +60,11 @@ class Classifier(pl.LightningModule):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.network = nn.Sequential(nn.Linear(784, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 10))
+
+    @override
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.network(inputs)
+        return logits
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -128,7 +135,8 @@ def trainers() -> dict[str, tuple[int, Callable[[], list[pl.Callback]]]]:
         "WarmupLR, after the warm-up": (1, lambda: [warmup("1 steps")]),
         "WarmupLR, warming up": (1, lambda: [warmup("100%")]),
         "SyncBN": (1, lambda: [SyncBN()]),
-        "TrainingMonitor": (1, lambda: [TrainingMonitor()]),
+        AVERAGING: (1, lambda: [WeightAveraging(ema=0.999)]),
+        MONITOR: (1, lambda: [TrainingMonitor()]),
         EMPTY: (1, lambda: [pl.Callback() for _ in range(4)]),
         ALL: (1, lambda: [GradientAccumulation(), SeedControl(1), warmup(), SyncBN()]),
         BARE_4: (ACCUMULATED, list),
@@ -162,12 +170,15 @@ def run(options: Options, progress: Progress | None = None) -> Section:
             timings.added(name, base, unit=1e-6) if compared else None,
             timings.ratio(name, base) if compared else None,
         ]
-    ratio = timings.ratio(ALL, BARE)
-    goal = Goal(
-        f"{ALL} together add at most {GOAL - 1:.0%} to the bare Trainer",
-        f"{ratio.median - 1:+.1%} ({ratio.low - 1:+.1%} to {ratio.high - 1:+.1%})",
-        ratio.median <= GOAL,
-    )
+    ratios = {name: timings.ratio(name, BARE) for name in GOALS}
+    goals = [
+        Goal(
+            f"{name} at most {GOALS[name] - 1:.0%} more than the bare Trainer",
+            f"{ratio.median - 1:+.1%} ({ratio.low - 1:+.1%} to {ratio.high - 1:+.1%})",
+            ratio.median <= GOALS[name],
+        )
+        for name, ratio in ratios.items()
+    ]
     return Section(
         title="callbacks' cost",
         header={
@@ -183,10 +194,10 @@ def run(options: Options, progress: Progress | None = None) -> Section:
             Column("ratio to bare", ".3f"),
         ],
         rows=rows,
-        goals=[goal],
+        goals=goals,
         notes=[
             f"{OURS_4} is compared with the Trainer's own accumulate_grad_batches={ACCUMULATED}",
-            "SyncBN does nothing on one process",
+            f"{ALL}: GradientAccumulation, SeedControl, WarmupLR and SyncBN; SyncBN does nothing on one process",
             f"{EMPTY}: Lightning's own work to call four callbacks, which no callback can avoid",
         ],
         interrupted=timings.interrupted,

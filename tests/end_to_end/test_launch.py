@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -67,7 +68,8 @@ def by_slurm(job: int, nodes: int = 1, devices: int = 2) -> list[Environment]:
 
 def free_job() -> int:
     """The number of a Slurm job whose port nobody uses."""
-    for job in range(1000, 2000):
+    # Drawn, since the other process of the tests looks for one, too; not from a generator that tests seed.
+    for job in secrets.SystemRandom().sample(range(1000, 2000), 100):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", 15000 + 7 * job % 17000)):
                 return job

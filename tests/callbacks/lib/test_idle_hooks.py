@@ -22,9 +22,8 @@ def hooks_of_steps(*callbacks: pl.Callback) -> dict[str, set[str]]:
     """The hooks that a Trainer calls in a step, by callback."""
     profiler = SimpleProfiler()
     loader = DataLoader(TensorDataset(*noisy_images(8)), batch_size=4)
-    trainer = pl.Trainer(
-        max_epochs=1, callbacks=list(callbacks), profiler=profiler, **QUIET | {"enable_progress_bar": False}
-    )
+    options = QUIET | {"enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(max_epochs=1, callbacks=list(callbacks), profiler=profiler, **options)
     trainer.fit(Tiny(image_network().double(), torch.optim.SGD, lr=0.1), loader)
     calls = [name.removeprefix("[Callback]").split(".") for name in profiler.recorded_durations if "[Callback]" in name]
     return {type(c).__name__: {hook for name, hook in calls if name == type(c).__name__} & OF_A_STEP for c in callbacks}
