@@ -102,6 +102,12 @@ def _allows_bare(annotation: Any) -> bool:
     return annotation is bool or (get_origin(annotation) in (Union, types.UnionType) and bool in get_args(annotation))
 
 
+def _switch_values(annotation: Any) -> set[str]:
+    """What may follow a switch as its value, in place of the next flag; numbers may, too."""
+    literals = (get_args(part) for part in get_args(annotation) if get_origin(part) is Literal)
+    return _SWITCH_VALUES | {choice for choices in literals for choice in choices}
+
+
 def without_markup(text: str) -> str:
     """A docstring's text without Sphinx roles and backticks.
 
@@ -245,7 +251,7 @@ class FlagParser(ArgumentParser):
                 raise UserError(f"there is no flag --{flag}, since {flag_of(known)} has no parameters")
             following = args[i + 1].lower() if i + 1 < len(args) else "--"
             bare = not equals and name in self._flags and _allows_bare(self._type(name))
-            if bare and following not in _SWITCH_VALUES and not following.lstrip("-").isdigit():
+            if bare and following not in _switch_values(self._type(name)) and not following.lstrip("-").isdigit():
                 equals, value = "=", "true"
             spelled += ["--config", value] if name == "config" and equals else [f"--{name}{plus}{equals}{value}"]
         # With jsonargparse the last one wins; here the command line wins over the file, wherever the file is named.

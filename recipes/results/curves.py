@@ -207,7 +207,7 @@ def panel_of(score: str | None) -> str | None:
 def shown_panels(names: Iterable[str], monitor: str | None, most: int = 8) -> list[str]:
     """The panels to show: of the monitored score, of the loss, then the others.
 
-    Those of `TrainingMonitor`, the speed and the learning rate come last.
+    The speed, the values of `TrainingMonitor` and the learning rate come last.
 
     Example:
         >>> shown_panels(["learning rate", "steps_per_second", "loss", "accuracy"], "val/accuracy")
@@ -216,7 +216,7 @@ def shown_panels(names: Iterable[str], monitor: str | None, most: int = 8) -> li
     first = panel_of(monitor)
 
     def rank(name: str) -> tuple[bool, ...]:
-        last = (name == LEARNING_RATE, name.endswith("_per_second"), name.startswith("monitor/"))
+        last = (name == LEARNING_RATE, name.startswith("monitor/"), name.endswith("_per_second"))
         return (*last, name != first, name != "loss")
 
     order = sorted(names, key=rank)

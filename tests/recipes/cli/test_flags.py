@@ -40,6 +40,7 @@ class Wheels:
     spare_wheels: int | None = None
     turning: bool = False
     tests: int | bool = False
+    brakes: bool | Literal["drum", "disc"] = True
 
 
 @pytest.fixture
@@ -56,6 +57,13 @@ def test_classes_share_one_flag_where_they_share_a_name(parser):
 def test_dashes_and_underscores_mean_the_same(parser, flag):
     assert parser.parse([flag, "2"]).spare_wheels == 2
     assert parser.parse([f"{flag}=3"]).spare_wheels == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "brakes"), [(["--brakes", "disc"], "disc"), (["--brakes", "--turning"], True), (["--no-brakes"], False)]
+)
+def test_a_switch_may_have_names_as_its_values(parser, args, brakes):
+    assert parser.parse(args).brakes == brakes
 
 
 @pytest.mark.parametrize(
