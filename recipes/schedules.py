@@ -150,7 +150,11 @@ class ScheduleSettings:
 
     def _curve(self, trainer: pl.Trainer) -> Callable[[float], float]:
         if self.schedule == "wsd":
-            return partial(wsd, start=self.milestones_in(trainer)[0] / total_updates(trainer))
+            (time,) = self.times
+            share = (
+                time.value / 100 if time.unit == "%" else duration_to_updates(time, trainer) / total_updates(trainer)
+            )
+            return partial(wsd, start=share)
         if self.schedule == "polynomial":
             return partial(polynomial, power=self.power or 0.9)
         curves: dict[str, Callable[[float], float]]
@@ -170,13 +174,15 @@ class ScheduleSettings:
         return [duration_to_updates(time, trainer) for time in times]
 
     def note(self, trainer: pl.Trainer) -> str:
-        """What somebody may not expect of this schedule in this run; empty where there is nothing."""
+        """What somebody may not expect of this schedule in this run; empty where there is nothing.
+
+        Raises:
+            UserError: as `milestones_in` does.
+        """
         total = total_updates(trainer)
-        fits = self.schedule in ("constant", "multistep", "inverse_sqrt", "plateau") or (
-            self.schedule == "exponential" and self.gamma is not None
-        )
-        if math.isinf(total):
-            return "" if fits else f"the run has no end, so schedule={self.schedule!r} stays at its peak"
+        leads_to_end = self.schedule in _ENDS_AT_0 or (self.schedule == "exponential" and self.gamma is None)
+        if math.isinf(total) and leads_to_end:
+            return f"the run has no end, so schedule={self.schedule!r} stays at its peak"
         late = [time for time in self.milestones_in(trainer) if time >= total]
         if not late:
             return ""

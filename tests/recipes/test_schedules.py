@@ -110,6 +110,8 @@ def test_a_run_stopped_within_an_epoch_resumes_to_the_bit_and_another_split_has_
 
     first = run(ExactCheckpoint(tmp_path, every_n_train_steps=STOP, filename="stopped"), Stop())
     resumed = run(ExactCheckpoint(tmp_path / "resumed"), resume=tmp_path / "stopped.ckpt")
+    elsewhere = run(ExactCheckpoint(tmp_path / "elsewhere"), resume=tmp_path / "stopped.ckpt", micro_batches=2)
+    assert elsewhere.rates == resumed.rates
     assert (len(first.rates), min(resumed.rates)) == (STOP, STOP)
     assert first.rates | resumed.rates == whole.rates
     assert weights(resumed) == weights(whole)
@@ -213,6 +215,13 @@ def test_a_run_without_an_end_stays_at_the_peak_or_falls_with_the_updates(
     assert len(module.rates) == STOP
     assert rates is None or {round(rate, 9) for rate in module.rates.values()} == rates
     assert (caplog.messages[-1:] or [""])[0] == note
+
+
+def test_milestones_in_per_cent_of_a_run_without_an_end_are_refused_before_it_begins() -> None:
+    module = Line("multistep")
+    with pytest.raises(UserError, match=r'"50%" is unknown because the run has no end: write the duration in steps'):
+        fit(module, max_epochs=-1)
+    assert not module.rates
 
 
 def test_milestones_after_the_end_are_said(caplog: pytest.LogCaptureFixture) -> None:
