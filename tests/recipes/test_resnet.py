@@ -19,7 +19,7 @@ from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from datamodules.images.data_module import ImageFolderDataModule
 from recipes.cli import console
-from recipes.optim import layer_groups
+from recipes.parameter_groups import layer_groups
 from recipes.resnet.feature_cache import frozen_stages
 from recipes.resnet.network import ARCHITECTURES, build_resnet, resnet_stages, run_stages
 from recipes.resnet.recipe import ResNetFineTuner
