@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
@@ -72,7 +73,8 @@ class BNRecalibration(pl.Callback):
         samples: on all ranks together, instead of `batches`; all of an epoch where a loader has no batch size.
 
     Raises:
-        UserError: at set-up, if it stands before the averaging, or there is more than one training loader.
+        UserError: at set-up, if it stands before the averaging; or there is more than one training loader, or no
+            `forward`.
 
     Example:
         >>> from lightning.pytorch.callbacks import EMAWeightAveraging
@@ -104,6 +106,9 @@ class BNRecalibration(pl.Callback):
         self._layers = {name: layer for name, layer in pl_module.named_modules() if isinstance(layer, _BatchNorm)}
         if self._layers and isinstance(trainer.train_dataloader, (list, tuple, dict, CombinedLoader)):
             raise UserError("BNRecalibration found several training loaders, and expects one; leave it out")
+        if self._layers and not is_overridden("forward", pl_module):
+            name = type(pl_module).__name__
+            raise UserError(f"BNRecalibration calls forward with the inputs of a batch, and {name} has none: write one")
 
     @override
     def on_train_batch_end(

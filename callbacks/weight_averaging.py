@@ -197,6 +197,12 @@ class WeightAveraging(pl.Callback):
         if trainer.state.fn == "fit":
             self._loaded = checkpoint.get(RAW_WEIGHTS)
 
+    @property
+    @override
+    def state_key(self) -> str:
+        # That of Lightning's is the name of its class, too.
+        return "AveragedWeights"
+
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # Statistics are computed whenever they are saved.
@@ -227,7 +233,8 @@ class WeightAveraging(pl.Callback):
         if trainer.world_size > 1 and not isinstance(trainer.strategy.model, DistributedDataParallel):
             name = type(trainer.strategy).__name__
             raise UserError(f'{name} splits the parameters that are averaged: pass strategy="ddp", or do not average')
-        low = next((name for name, p in pl_module.named_parameters() if p.dtype in _LOW_PRECISION), None)
+        trained = ((name, p) for name, p in pl_module.named_parameters() if p.requires_grad)
+        low = next((name for name, p in trained if p.dtype in _LOW_PRECISION), None)
         if low:
             raise UserError(
                 f"{low} is in half precision, in which the small changes of an average are lost: pass"
@@ -310,7 +317,9 @@ class WeightAveraging(pl.Callback):
         if not self._evaluates and not trainer.interrupted:
             self._evaluate(trainer, pl_module)
             self._train()
-        others = {id(tensor): other for tensor, other in zip(self._tensors, self._others, strict=True)}
+        # After training the module's buffers are others, on the CPU.
+        parameters, statistics = averaged_tensors(pl_module)
+        others = {id(t): other for t, other in zip([*parameters, *statistics], self._others, strict=True)}
         here = checkpoint["state_dict"]
         kept = pl_module.state_dict(keep_vars=True)
         there = {name: others.get(id(kept.get(name)), value) for name, value in here.items()}
@@ -318,11 +327,13 @@ class WeightAveraging(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._train()
         self._release()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._release()
+        self._others = [other.cpu() for other in self._others]  # For a checkpoint that is saved now.
 
     def _release(self) -> None:
         while self._handles:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import WeightAveraging as LightningWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
@@ -206,7 +207,7 @@ def test_a_run_resumes_to_the_bit_before_at_and_after_the_start_of_its_average(
         found = fit(folder, resume=folder / "last.ckpt")
         for entry in ("state_dict", RAW_WEIGHTS):
             assert equal(found[entry], whole[entry]), stop
-        assert found["callbacks"]["WeightAveraging"]["samples"] == whole["callbacks"]["WeightAveraging"]["samples"]
+        assert found["callbacks"]["AveragedWeights"]["samples"] == whole["callbacks"]["AveragedWeights"]["samples"]
 
 
 def test_every_checkpoint_holds_the_average_with_its_statistics_and_what_trains_on(tmp_path: Path) -> None:
@@ -244,7 +245,7 @@ def test_a_run_that_began_without_averages_from_where_it_resumes(tmp_path: Path)
     _, rest = train(
         module(), WeightAveraging(swa=True, average_from=3, average_every=1), saves(), resume=tmp_path / "last.ckpt"
     )
-    assert saved(tmp_path)["callbacks"]["WeightAveraging"]["samples"] == 8
+    assert saved(tmp_path)["callbacks"]["AveragedWeights"]["samples"] == 8
     _, without = train(module())
     assert equal(rest.after[15], without.after[15])
 
@@ -279,6 +280,15 @@ def test_a_fit_of_nothing_and_one_that_ends_before_the_first_sample_keep_the_wei
     assert RAW_WEIGHTS not in saved(tmp_path)
 
 
+def test_statistics_that_cannot_be_computed_are_refused_before_the_run() -> None:
+    class WithoutForward(Tiny):
+        forward = pl.LightningModule.forward
+
+    model = WithoutForward(image_network().double(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(UserError, match="WithoutForward has none: write one"):
+        train(model, WeightAveraging(ema=0.9))
+
+
 def test_settings_that_cannot_be_are_refused_with_what_to_type() -> None:
     for settings, message in {
         "": "no average: pass one of ema=0.999, swa=True and lawa=5",
@@ -301,6 +311,7 @@ def test_settings_that_cannot_be_are_refused_with_what_to_type() -> None:
         ([lambda: WeightAveraging(swa=True, average_from="4 epochs")], {}, "after the end of the run, 15 updates"),
         ([lambda: WeightAveraging(ema=0.9)], {"precision": "bf16-true"}, "is in half precision"),
         ([lambda: WeightAveraging(ema=0.9), EMAWeightAveraging], {}, "another EMAWeightAveraging"),
+        ([lambda: WeightAveraging(ema=0.9), LightningWeightAveraging], {}, "another WeightAveraging"),
         ([lambda: WeightAveraging(ema=0.9), lambda: ModelCheckpoint(save_weights_only=True)], {}, "save_weights_only"),
     ],
 )

@@ -58,6 +58,20 @@ REFUSED: list[tuple[Row, Row | None, str]] = [
     ),
     ({"loader": "dict of TrainLoaders", "accumulate": "global_batch_size"}, {}, "cannot tell the batch size"),
     ({"loader": "dict of TrainLoaders", "BNRecalibration": "on"}, {}, "BNRecalibration found several training loaders"),
+    *(
+        (
+            {"loader": "dict of TrainLoaders", "WeightAveraging": kind, "network": "BatchNorm"},
+            {},
+            "several training loaders",
+        )
+        for kind in FACTORS["WeightAveraging"][1:]
+    ),
+    *(
+        ({"Lightning's": name, "WeightAveraging": kind}, {} if kind == "ema" else None, "a run has one average")
+        for name in FACTORS["Lightning's"]
+        if "Averaging" in name
+        for kind in FACTORS["WeightAveraging"][1:]
+    ),
     (
         {"Lightning's": "StochasticWeightAveraging", "loader": "iterable data set", "network": "BatchNorm"},
         {},
@@ -79,7 +93,8 @@ REFUSED: list[tuple[Row, Row | None, str]] = [
 
 REFUSALS = (
     "LBFGS and SAM with several micro-batches per update; a DataLoader or an iterable data set that resumes within an"
-    " epoch on another number of devices; `global_batch_size` and BNRecalibration with several loaders;"
+    " epoch on another number of devices; `global_batch_size` and BatchNorm of averages with several loaders;"
+    " WeightAveraging beside Lightning's averages;"
     " StochasticWeightAveraging of BatchNorm on an iterable data set; GradientAccumulationScheduler;"
     " BackboneFinetuning on several devices, or resumed"
 )
@@ -92,6 +107,7 @@ def statement() -> str:
         return ", ".join(value for value in FACTORS[factor] if value not in ("none", "no", "to the end"))
 
     ours = ", ".join(name for name, values in FACTORS.items() if values == ON_OFF)
+    by = f"GradientAccumulation by {every('accumulate')}, WeightAveraging by {every('WeightAveraging')}"
     rows = {
         "processes x micro-batches": every("split"),
         "stops": every("stop"),
@@ -101,7 +117,7 @@ def statement() -> str:
         "gradient clipping": every("clipping"),
         "loaders": every("loader"),
         "networks": f"{every('network')}, dropout of `stateless_dropout`",
-        "callbacks": f"GradientAccumulation by {every('accumulate')}, {ours}",
+        "callbacks": f"{by}, {ours}",
         "Lightning's callbacks": every("Lightning's"),
         "**refused**": REFUSALS,
     }
@@ -179,7 +195,9 @@ def judge(row: Row, lives: list[list[Life]]) -> Outcome:
     if len(lives) == 2:
         if not 0 < min(last.rates, default=0) <= first.updates < len(reference.rates):
             problems.append(f"stopped after {first.updates} updates, resumed after {min(last.rates, default=0)}")
-        averages = "Averaging" in row["Lightning's"] or row["BNRecalibration"] == "on"
+        averages = (
+            "Averaging" in row["Lightning's"] or row["BNRecalibration"] == "on" or row["WeightAveraging"] != "none"
+        )
         if not averages:  # These change the weights, or their statistics, when a run ends.
             errors.append(differences(first.weights, reference.after[first.updates]))
     rates = first.rates | last.rates

@@ -13,7 +13,15 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import FreezeLayers, GradientAccumulation, Preemption, RankConsistency, SeedControl, SyncBN
+from callbacks import (
+    FreezeLayers,
+    GradientAccumulation,
+    Preemption,
+    RankConsistency,
+    SeedControl,
+    SyncBN,
+    WeightAveraging,
+)
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.lib.signals import Preempted
 from tests.end_to_end.test_launch import by_torchrun
@@ -28,6 +36,7 @@ CALLBACKS = {
     "FreezeLayers": lambda: FreezeLayers(until="1"),
     "RankConsistency": lambda: RankConsistency(),
     "SeedControl": lambda: SeedControl(seed=1),
+    "WeightAveraging": lambda: WeightAveraging(ema=0.9),
 }
 
 
@@ -57,7 +66,7 @@ def fit(name: str) -> tuple[int, str, list[str]]:
     return trainer.global_step, "", [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize("name", ["GradientAccumulation", "SyncBN", "FreezeLayers"])
+@pytest.mark.parametrize("name", ["GradientAccumulation", "SyncBN", "FreezeLayers", "WeightAveraging"])
 def test_a_callback_that_cannot_keep_its_promise_names_the_strategy_before_the_first_update(name):
     for steps, error, _ in run_ranks(fit, 2, name):
         assert steps == 0

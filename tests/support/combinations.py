@@ -47,6 +47,7 @@ from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
 from callbacks.train_loss import TrainLoss
 from callbacks.warmup_lr import WarmupLR
+from callbacks.weight_averaging import WeightAveraging as OwnWeightAveraging
 from datamodules.errors import UserError
 from datamodules.loading.loaders import TrainLoader
 from tests.support.tables import CLASSES, PADDING, QUIET, loss_of, noisy_images, on_ranks, sentences, silence
@@ -95,6 +96,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "StochasticWeightAveraging",
         "ModelCheckpoint",
     ),
+    "WeightAveraging": ("none", "ema", "swa", "lawa"),
     "WarmupLR": ON_OFF,
     "SyncBN": ON_OFF,
     "SeedControl": ON_OFF,
@@ -107,6 +109,13 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "LeanLoop": ON_OFF,
 }
 """The values of each factor, the simplest one first."""
+
+AVERAGES: dict[str, dict[str, Any]] = {
+    "ema": {"ema": 0.8},
+    "swa": {"swa": True, "average_from": "3 steps"},
+    "lawa": {"lawa": 2},
+}
+"""Of `WeightAveraging`; the last takes the ends of epochs."""
 
 PLAIN = {factor: values[0] for factor, values in FACTORS.items()}
 OTHER_SPLIT = {"1x1": "2x2", "1x4": "2x1", "2x1": "1x4", "2x2": "1x1"}
@@ -354,6 +363,8 @@ def callbacks_of_row(settings: Settings, cut: Cut, folder: Path, stopping: bool)
     found: list[pl.Callback] = [GradientAccumulation(steps, global_batch_size)]
     if settings["Lightning's"] != "none":
         found.append(theirs[settings["Lightning's"]]())
+    if settings["WeightAveraging"] != "none":
+        found.append(OwnWeightAveraging(**AVERAGES[settings["WeightAveraging"]]))
     found += [make() for name, make in ours.items() if settings[name] == "on"]
     if settings["stop"] == "Timer":
         batches = STOP_EPOCH * epoch_batches(settings, cut) + stop_batch(cut) + 1 if stopping else 10**6

@@ -5,6 +5,7 @@ Only the statistics of batch normalisation are those of a forward pass: the samp
 or on all of them with `SyncBN`. So the update's forward pass is cut as the row's are.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -58,6 +59,47 @@ class Network(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(self.backbone(inputs))
+
+
+class Average:
+    """The weights of samples, and the network with their sum by the definition of each average.
+
+    Args:
+        kind: a value of the factor "WeightAveraging".
+        network: that is trained.
+    """
+
+    def __init__(self, kind: str, network: Network) -> None:
+        self.kind, self.network, self.module = kind, network, copy.deepcopy(network)
+        self.samples: list[list[Tensor]] = []
+
+    def add(self, updates: int, ends_epoch: bool) -> None:
+        """Take a sample, where one is due after so many updates."""
+        if {"none": False, "ema": True, "swa": updates >= 3, "lawa": ends_epoch}[self.kind]:
+            self.samples.append([parameter.detach().clone() for parameter in self.network.parameters()])
+
+    def shares(self) -> list[float]:
+        """Of each sample in the average."""
+        if self.kind == "lawa":
+            return [0.0] * (len(self.samples) - 2) + [1 / min(2, len(self.samples))] * min(2, len(self.samples))
+        if self.kind == "swa":
+            return [1 / len(self.samples)] * len(self.samples)
+        new = [max(0.2, 9 / (9 + number)) for number in range(len(self.samples))]
+        return [weight * math.prod(1 - later for later in new[number + 1 :]) for number, weight in enumerate(new)]
+
+    @torch.no_grad()
+    def evaluated(self, inputs: Tensor) -> Network:
+        """The network that is validated; the statistics of BatchNorm, if it trains, are those of these inputs."""
+        if not self.samples:
+            return self.network
+        for number, parameter in enumerate(self.module.parameters()):
+            values = [share * sample[number] for share, sample in zip(self.shares(), self.samples, strict=True)]
+            parameter.copy_(torch.stack(values).sum(0))
+        for buffer, value in zip(self.module.buffers(), self.network.buffers(), strict=True):
+            buffer.copy_(value)
+        if isinstance(self.module.backbone[1], nn.BatchNorm2d) and self.network.backbone[1].training:
+            _recalibrate(self.module, inputs)
+        return self.module
 
 
 def _order(settings: Settings, epoch: int, cut: Cut) -> Tensor:
@@ -127,14 +169,16 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
         average = AveragedModel(network, avg_fn=get_ema_avg_fn(0.8), use_buffers=True)
     elif settings["Lightning's"] == "WeightAveraging":
         average = AveragedModel(network, use_buffers=True)
+    own = Average(settings["WeightAveraging"], network)
     swa = settings["Lightning's"] == "StochasticWeightAveraging"
     has_norm = settings["network"] == "BatchNorm"
     after, rates = [_state(network)], []
 
     def validate(epoch: int) -> float:
-        evaluated = average.module if average else network
+        order = _order(settings, epoch + 1, cut_at(len(rates)))
+        evaluated = average.module if average else own.evaluated(inputs[order])
         if settings["BNRecalibration"] == "on" and has_norm and network.backbone[1].training:
-            _recalibrate(evaluated, inputs[_order(settings, epoch + 1, cut_at(len(rates)))])
+            _recalibrate(evaluated, inputs[order])
         evaluated.eval()
         with torch.no_grad():
             loss = float(loss_of(evaluated(inputs[-6:]), targets[-6:]))
@@ -192,6 +236,7 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
             if average and not swa:
                 average.update_parameters(network)
             last = number + 1 == len(updates)
+            own.add(len(rates), last)
             if settings["stop"] == "EarlyStopping":
                 if not last or epoch_batches(settings, cut) % cut.micro_batches == 0:
                     loss = validate(epoch)
@@ -200,11 +245,12 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
             after.append(_state(network))
         if scheduler and interval == "epoch":
             scheduler.step(*((loss,) if settings["schedule"] == "ReduceLROnPlateau" and not _swaps(swa, epoch) else ()))
-    end = average.module if average else network
+    end = average.module if average else own.evaluated(inputs[_order(settings, EPOCHS, cut_at(len(rates)))])
     if swa and has_norm:
         _measure(network, end, settings, cut_at(len(rates)), inputs)
     if settings["BNRecalibration"] == "on" and has_norm:
-        _recalibrate(end, inputs[_order(settings, EPOCHS, cut_at(len(rates)))])
+        # StochasticWeightAveraging has taken an epoch more.
+        _recalibrate(end, inputs[_order(settings, EPOCHS + swa, cut_at(len(rates)))])
     return Reference(after, _state(end), rates)
 
 

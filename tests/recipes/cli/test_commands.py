@@ -58,6 +58,8 @@ AVERAGES: dict[str, Callable[[], Sequence[pl.Callback]]] = {
     "Lightning's": lambda: [EMAWeightAveraging(decay=0.9), BNRecalibration()],
     "stochastic": lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)],
     "a user's own": lambda: [EvaluateAverage(), Draw()],
+    "--ema 0.9 --average-from 20%": list,
+    "--swa --average-from 50% --save-every 3steps": list,
 }
 
 
@@ -76,14 +78,17 @@ def _type(kind: str, folder: str, *commands: list[str]) -> None:
     ("kind", "world_size"),
     [
         ("Lightning's", 1),
-        ("Lightning's", 2),
+        pytest.param("Lightning's", 2, marks=pytest.mark.slow),
+        ("--ema 0.9 --average-from 20%", 2),
+        pytest.param("--swa --average-from 50% --save-every 3steps", 1, marks=pytest.mark.slow),
         ("a user's own", 1),
         pytest.param("stochastic", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_with_averaged_weights_has_the_scores_of_its_checkpoint(kind: str, world_size: int, tmp_path: Path):
     best = tmp_path / "runs" / "mnist" / "run" / "checkpoints" / "best.ckpt"
-    commands = [[*QUICK, "--name", "run", "--batch-size", str(128 // world_size)]]
+    flags = kind.split() if kind.startswith("--") else []
+    commands = [[*QUICK, "--name", "run", "--batch-size", str(128 // world_size), *flags]]
     if world_size > 1:
         run_ranks(_type, world_size, kind, str(tmp_path), *commands, env={"TORCHELASTIC_RUN_ID": "run"})
         commands = []
