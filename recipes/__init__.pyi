@@ -1,5 +1,7 @@
 from .classification import Classifier as Classifier
 from .cli.command_line import run as run
+from .lr_finder import RateTest as RateTest
+from .lr_finder import find_learning_rate as find_learning_rate
 from .mnist.recipe import MNISTClassifier as MNISTClassifier
 from .recipe import MeanOverTargets as MeanOverTargets
 from .recipe import Recipe as Recipe

@@ -20,7 +20,7 @@ from callbacks.lib.terminal import wrap
 from datamodules.errors import RunFailedError, UserError, system_failure
 from recipes.cli.commands import carry_out
 from recipes.cli.console import configure_logging, program_name
-from recipes.cli.experiment import Classes, Settings, build_experiment, takes_inputs
+from recipes.cli.experiment import FIND, Classes, Settings, build_experiment, takes_inputs
 from recipes.cli.flags import FlagGroup, FlagParser, help_width, without_markup
 from recipes.cli.limits import LIMIT_TEXTS, check_trainer_numbers
 from recipes.cli.messages import one_line
@@ -150,7 +150,7 @@ def _build_parser(classes: Classes, program: str) -> FlagParser:
         FlagGroup("Run", RunSettings, common=frozenset(_COMMON_RUN_SETTINGS.split())),
         FlagGroup("Launch", LaunchSettings, common=frozenset(_COMMON_LAUNCH_SETTINGS.split())),
         FlagGroup("Data", classes.data, skip=frozenset({"predict_inputs"})),
-        FlagGroup("Recipe", classes.recipe),
+        FlagGroup("Recipe", classes.recipe, words={"lr": FIND}),
         FlagGroup("Trainer", pl.Trainer, trainer_skips, frozenset(_COMMON_TRAINER_PARAMETERS.split()), _TRAINER_TEXTS),
     ]
     parser = FlagParser(groups, program)

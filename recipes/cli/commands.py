@@ -31,6 +31,7 @@ from recipes.cli.early_stopping import why_stopped
 from recipes.cli.experiment import Experiment, as_user_errors
 from recipes.cli.folder_guard import FolderGuard
 from recipes.cli.imports import is_known
+from recipes.cli.rate_search import with_found_rate
 from recipes.cli.report import Outcome, print_pairs, print_rows, report, report_unsaved, shown
 from recipes.cli.run_folder import log_settings, run_folder
 from recipes.cli.settings import checkpoint_callbacks
@@ -139,13 +140,15 @@ def _run_callbacks(experiment: Experiment, folder: Path, guard: FolderGuard) -> 
     return callbacks
 
 
-def _fit(experiment: Experiment, typed: Command, started_at: float) -> None:
+def _fit(given: Experiment, typed: Command, started_at: float) -> None:
     """Train in the run's folder, which a trial of a few batches has not, then test the best checkpoint."""
     forget_failures()
-    settings, stopwatch = experiment.settings, stopwatch_for(experiment.data, started_at)
-    title, point = experiment.recipe.title, settings.resume_point
+    settings, stopwatch = given.settings, stopwatch_for(given.data, started_at)
+    title, point = given.recipe.title, settings.resume_point
 
     def train(folder: Path | None) -> None:
+        experiment = with_found_rate(given, folder)
+        settings = experiment.settings
         guard = FolderGuard(folder, yaml.safe_dump(dict(settings.config), sort_keys=False)) if folder else None
         more = _run_callbacks(experiment, folder, guard) if folder and guard else []
         depth = settings.run.summary

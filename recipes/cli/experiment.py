@@ -31,7 +31,10 @@ from recipes.resume.rebatch import resumed_batch
 from recipes.resume.resume_point import ResumePoint
 from recipes.resume.saved_run import read_run
 
-__all__ = ["Classes", "Experiment", "Settings", "as_user_errors", "build_experiment", "takes_inputs"]
+FIND = "find"
+"""The learning rate of a run that is to be found before it."""
+
+__all__ = ["FIND", "Classes", "Experiment", "Settings", "as_user_errors", "build_experiment", "takes_inputs"]
 
 
 @contextmanager
@@ -121,12 +124,14 @@ class Experiment:
 
     Args:
         callbacks: makes the callbacks of a Trainer, new ones at each call.
+        seed: of all random numbers.
     """
 
     settings: Settings
     recipe: Recipe
     data: pl.LightningDataModule
     callbacks: Callable[[], list[Callback]]
+    seed: int
 
     @property
     def validates(self) -> bool:
@@ -176,6 +181,15 @@ def _with_seed(settings: Settings, connection: RunConnection | None) -> tuple[Se
     return replace(settings, run=replace(run, seed=seed), data=data, recipe=recipe, config=config, notes=notes), seed
 
 
+def _with_saved_rate(settings: Settings) -> Settings:
+    """Replace the learning rate "find" by that of the checkpoint, where there is one."""
+    checkpoint = settings.run.resume or settings.run.ckpt
+    if settings.recipe.get("lr") != FIND or checkpoint is None:
+        return settings
+    lr = read_run(checkpoint).config["lr"]
+    return replace(settings, recipe={**settings.recipe, "lr": lr}, config={**settings.config, "lr": lr})
+
+
 def _is_open(value: Any) -> bool:
     return value is None or value == "auto"
 
@@ -187,7 +201,12 @@ def _fill(options: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any
 
 
 def _build_recipe(settings: Settings, classes: Classes, data: pl.LightningDataModule) -> Recipe:
-    options = settings.recipe
+    options: Mapping[str, Any] = {
+        # Found later, by training a copy.
+        name: value
+        for name, value in settings.recipe.items()
+        if (name, value) != ("lr", FIND)
+    }
     if settings.command == "fit" and not settings.run.resume:
         options = _fill(options, classes.recipe.settings_from_data(data))
     return classes.recipe(**options)
@@ -227,7 +246,7 @@ def build_experiment(settings: Settings, classes: Classes, connection: RunConnec
     Raises:
         UserError: a value is refused, the data cannot be read, or the devices cannot share the global batch.
     """
-    settings, seed = _with_seed(_with_global_batch(settings), connection)
+    settings, seed = _with_seed(_with_saved_rate(_with_global_batch(settings)), connection)
     with as_user_errors(MisconfigurationException):
         # First, because it seeds the initial weights.
         seeds = SeedControl(seed, settings.run.deterministic, settings.run.benchmark)
@@ -240,5 +259,5 @@ def build_experiment(settings: Settings, classes: Classes, connection: RunConnec
         recipe.run_config = dict(config)
     settings = replace(settings, data=resolved, config=config)
     return Experiment(
-        settings, recipe, data, lambda: [*run_callbacks(settings.run, recipe, seeds), *classes.callbacks()]
+        settings, recipe, data, lambda: [*run_callbacks(settings.run, recipe, seeds), *classes.callbacks()], seed
     )

@@ -93,6 +93,7 @@ def build_trainer(
     more: Sequence[Callback] = (),
     folder: Path | None = None,
     checkpoint_io: VerifiedCheckpointIO | None = None,
+    announces: bool = True,
 ) -> pl.Trainer:
     """Build the Trainer of a command and print what it will use.
 
@@ -100,6 +101,7 @@ def build_trainer(
         more: callbacks of this command.
         folder: the run's folder, for logs.
         checkpoint_io: writes the checkpoints.
+        announces: prints it.
     """
     settings = experiment.settings
     options: dict[str, Any] = {**settings.trainer, **_limits(settings)}
@@ -126,6 +128,6 @@ def build_trainer(
         raise UserError("NCCL needs NVIDIA GPUs, and this run is on the CPU; pass --strategy ddp, which uses gloo")
     without_pickles(trainer.strategy)
     set_collective_timeout(trainer.strategy, timedelta(seconds=settings.collective_timeout))
-    if settings.command != "predict":
+    if announces and settings.command != "predict":
         _print_first_line(trainer, experiment)
     return trainer

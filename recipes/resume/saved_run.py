@@ -172,8 +172,9 @@ def describe_differences(
 ) -> list[str]:
     """A line for each setting that asks for another experiment than the saved one.
 
-    A setting that is left open (None, "auto", or the seed "random") has been resolved in the saved run. The split,
-    devices, logging and the length of the run may differ; `recipes.resume.rebatch` compares the global batch.
+    A setting that is left open (None, "auto", the seed "random", the learning rate "find") has been resolved in the
+    saved run. The split, devices, logging and the length of the run may differ; `recipes.resume.rebatch` compares the
+    global batch.
 
     Args:
         free: parameters of the recipe and the data module that may differ, too.
@@ -184,7 +185,7 @@ def describe_differences(
     """
     lines = []
     for name, new in config.items():
-        is_open = new in (None, "auto") or (name, new) == ("seed", "random")
+        is_open = new in (None, "auto") or (name, new) in (("seed", "random"), ("lr", "find"))
         if name in _FREE or name in free or name not in saved or is_open or _same(saved[name], new):
             continue
         lines.append(f"{flag_of(name)} is {new}, and {saved[name]} in the checkpoint")

@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "recipes.pretrained": "datamodules.errors datamodules.loading recipes.weights",
     "recipes.labels": f"{_DATA} datamodules.loading",
     "recipes.losses": "",
+    "recipes.lr_finder": _CALLBACKS,
     "recipes.optim": "datamodules.errors",
     "recipes.parameter_groups": "",
     "recipes.curves": "",
@@ -55,8 +56,8 @@ MAY_IMPORT = {
     "recipes.results": f"{_CALLBACKS} callbacks.checkpointing callbacks.drawing recipes.files recipes.version",
     "recipes.resume": f"{_CALLBACKS} callbacks.checkpointing recipes.launch recipes.results",
     "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing recipes.failures recipes.files "
-    "recipes.export recipes.graphs recipes.launch recipes.optim recipes.recipe recipes.results recipes.resume "
-    "recipes.version",
+    "recipes.export recipes.graphs recipes.launch recipes.lr_finder recipes.optim recipes.recipe recipes.results "
+    "recipes.resume recipes.version",
     "recipes.NAME": f"{_CALLBACKS} callbacks.drawing datamodules.NAME datamodules.images datamodules.loading "
     "datamodules.mnist datamodules.translation recipes.classification recipes.graphs recipes.optim "
     "recipes.parameter_groups recipes.pretrained recipes.recipe recipes.weights",
