@@ -6,11 +6,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
 from typing_extensions import override
 
 from datamodules.contract import DataContract
+from datamodules.loading.labels import balanced_class_weights
 
-__all__ = ["BaseDataModule"]
+__all__ = ["BaseDataModule", "ClassificationDataModule"]
 
 _inform = rank_zero_only(logging.getLogger("lightning_recipes").info)
 
@@ -19,6 +21,10 @@ class BaseDataModule(pl.LightningDataModule, DataContract):
     """Without a Trainer it serves a plain PyTorch loop on one CPU."""
 
     hparams: Any  # Lightning declares a mapping without attributes, and makes one with them.
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: set[str] = set()
 
     @property
     @override
@@ -46,7 +52,46 @@ class BaseDataModule(pl.LightningDataModule, DataContract):
     def _note_share(self) -> None:
         """Log how many samples are trained on, where that is a share of them."""
         if self.hparams.train_share < 1:
-            _inform(f"train_share={self.hparams.train_share}: training on {self.sizes['train']:,} samples")
+            self._note(f"train_share={self.hparams.train_share}: training on {self.sizes['train']:,} samples")
+
+    def _note(self, text: str) -> None:
+        """Log a text once: callbacks may make further loaders."""
+        if text not in self._noted:
+            self._noted.add(text)
+            _inform(text)
 
     def _micro_batches(self) -> int:
         return self.trainer.accumulate_grad_batches if self.trainer else 1
+
+
+class ClassificationDataModule(BaseDataModule):
+    """What ``balance`` does about classes of unequal size."""
+
+    def _training_labels(self) -> Tensor | None:
+        """The labels of the samples that are trained on, on the CPU; None before `setup`."""
+        raise NotImplementedError
+
+    @property
+    @override
+    def class_weights(self) -> Tensor | None:
+        """Those of ``balance="loss"``, by the samples that are trained on; None otherwise, and before `setup`."""
+        labels = self._training_labels()
+        if self.hparams.balance != "loss" or labels is None:
+            return None
+        return balanced_class_weights(labels, self.num_classes or 0)
+
+    def _sampling_weights(self, labels: Tensor) -> Tensor | None:
+        """Those of ``balance="sampling"`` for all samples, of which some are trained on, by their labels."""
+        mine = self._training_labels()
+        if self.hparams.balance == "none" or mine is None:
+            return None
+        counts = mine.bincount()
+        sizes = counts[counts > 0]
+        how = f"each drawn {len(mine) / len(sizes):,.0f} times an epoch"
+        if self.hparams.balance == "loss":
+            how = f"weighted in the training loss by {len(mine) / len(sizes):,.0f} / size"
+        classes = f"{len(sizes)} classes of {int(sizes.min()):,} to {int(sizes.max()):,} samples"
+        self._note(f"balance={self.hparams.balance!r}: {classes}, {how}")
+        if self.hparams.balance == "loss":
+            return None
+        return balanced_class_weights(mine, self.num_classes or 0)[labels.cpu()]

@@ -14,6 +14,7 @@ from typing_extensions import override
 from callbacks.drawing.classification_images import ClassificationImages
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
+from datamodules.loading.loaders import TrainSampling
 from datamodules.ranges import COUNT, SHARE, Range, check_ranges
 from recipes.labels import LabelCheck
 from recipes.losses import focal_loss
@@ -145,6 +146,16 @@ def _classes_of(data: pl.LightningDataModule | None) -> tuple[int, Sequence[str]
     return count, names if len(names) == count else ()
 
 
+def _in_dtype_of(module: torch.nn.Module, inputs: Tensor) -> Tensor:
+    """Float64 inputs, and images of whole numbers, in the type of the module's parameters; others as they are.
+
+    Whole numbers of another shape may be tokens, and Lightning converts the other floats where its precision needs it.
+    """
+    if inputs.dtype != torch.float64 and (inputs.is_floating_point() or inputs.dim() != 4):
+        return inputs
+    return inputs.to(next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32))
+
+
 def _has_own_transfers(owner: pl.LightningModule | pl.LightningDataModule | None) -> bool:
     """Whether batches go through a hook of the user, who may change labels there; those of this package do not."""
     if owner is None:
@@ -165,11 +176,12 @@ class ClassifierParameters(RecipeParameters):
 class Classifier(Recipe):
     """The base of the classification recipes: batches are ``(images, labels)``.
 
-    In training the labels may be soft, that is floats of shape (batch, classes) as MixUp and CutMix give them. A label
-    of -100 leaves its sample out of the loss, of its count and of all scores. One that is no class is refused: before
-    training where all labels are in memory (the loaders of `datamodules`, a `DataLoader` over a `TensorDataset`), else
-    in its batch. The names of the classes come from the data module (``class_names``) and are saved in the checkpoint;
-    data with other names is refused later, because labels are numbered in the order of the names.
+    Images may be float32, float64 or whole numbers, and labels whole numbers of any type. In training the labels may be
+    soft, that is floats of shape (batch, classes) as MixUp and CutMix give them. A label of -100 leaves its sample out
+    of the loss, of its count and of all scores. One that is no class is refused: before training where all labels are
+    in memory (the loaders of `datamodules`, a `DataLoader` over a `TensorDataset`), else in its batch. The names of the
+    classes come from the data module (``class_names``) and are saved in the checkpoint; data with other names is
+    refused later, because labels are numbered in the order of the names.
 
     Where the data module has ``class_weights``, the training loss is the weighted sum over the targets divided by their
     number, and not by their weights as in torch's mean: so an update is the same on any split, and rare classes weigh
@@ -347,6 +359,19 @@ class Classifier(Recipe):
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()
         self.label_checks["train"].raise_found()
+        self._log_seen_classes()
+
+    def _log_seen_classes(self) -> None:
+        """Log how often each class was seen in the epoch, as "train/seen_class_0", where a loader of ours knows."""
+        loader, classes, trainer = self.trainer.train_dataloader, len(self.class_names), self.trainer
+        if not isinstance(loader, TrainSampling) or classes > _MOST_CLASSES_LOGGED or not trainer.loggers:
+            return
+        steps = int(min(len(loader), trainer.num_training_batches))
+        counts = loader.class_counts(trainer.current_epoch, steps, classes)
+        if counts is not None and trainer.is_global_zero:
+            row = {f"train/seen_class_{i}": float(count) for i, count in enumerate(counts.tolist())}
+            for logger in trainer.loggers:
+                logger.log_metrics({**row, "epoch": trainer.current_epoch}, step=trainer.global_step - 1)
 
     @override
     def on_validation_start(self) -> None:
@@ -364,7 +389,7 @@ class Classifier(Recipe):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         inputs, targets = batch
         targets, count = self.label_checks["train"](targets)
-        logits = self(inputs)
+        logits = self(_in_dtype_of(self, inputs))
         if self.focal_gamma or self.class_weights is not None:
             total = focal_loss(logits, targets, self.focal_gamma, self.class_weights, self.label_smoothing)
             loss = total / (count.clamp(min=1) if isinstance(count, Tensor) else max(1, count))
@@ -381,7 +406,7 @@ class Classifier(Recipe):
     ) -> dict[str, Tensor]:
         inputs, targets = batch
         targets, _ = self.label_checks[part](targets)
-        logits = self(inputs).float()
+        logits = self(_in_dtype_of(self, inputs)).float()
         scores.update(logits, targets)
         return {"logits": logits}
 
@@ -420,7 +445,7 @@ class Classifier(Recipe):
         too, as indices of the data module's ``prediction_names``.
         """
         inputs, *numbers = (batch,) if isinstance(batch, Tensor) else batch
-        return dict(zip(["number"], numbers)) | {"probabilities": self(inputs).float().softmax(1)}
+        return dict(zip(["number"], numbers)) | {"probabilities": self(_in_dtype_of(self, inputs)).float().softmax(1)}
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

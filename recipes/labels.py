@@ -13,6 +13,11 @@ __all__ = ["LabelCheck"]
 _BATCHES = 50  # On a GPU, between two looks at what was found there.
 
 
+def _as_int64(labels: Tensor) -> Tensor:
+    """Whole numbers of any type as int64, which alone cross-entropy takes."""
+    return labels if labels.is_floating_point() else labels.long()
+
+
 class LabelCheck:
     """Checks the labels of one part of the data, before its batches where they are in memory, and else in each batch.
 
@@ -48,7 +53,7 @@ class LabelCheck:
         self.all_count = len(ignored) == len(known) and not any(ignored)
 
     def _check_all(self, labels: Tensor, rows: Tensor) -> int:
-        source = f"the {self.part} set"
+        source, labels = f"the {self.part} set", _as_int64(labels)
         if self.part == "training" and labels.is_floating_point():
             check_form(labels, self.num_classes, source, soft=True)
             return 0
@@ -58,11 +63,12 @@ class LabelCheck:
         return ignored
 
     def __call__(self, labels: Tensor) -> tuple[Tensor, int | Tensor]:
-        """The labels of a batch without those that cannot be, and how many of them count.
+        """The labels of a batch without those that cannot be, int64 or soft, and how many of them count.
 
         Raises:
             RunFailedError: one is out of range.
         """
+        labels = _as_int64(labels)
         if self.all_count or not len(labels):
             return labels, len(labels)
         source = f"a {self.part} batch"

@@ -16,12 +16,18 @@ from callbacks.lib.whole_files import whole_or_nothing
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["EvaluationSamples", "FigureTarget", "tensorboards"]
+__all__ = ["EvaluationSamples", "FigureTarget", "first_training_batch", "tensorboards"]
 
 
 def tensorboards(trainer: pl.Trainer) -> list[Any]:
     """The writers of the Trainer's TensorBoard loggers."""
     return [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+
+
+def first_training_batch(trainer: pl.Trainer, batch_idx: int) -> bool:
+    """Whether a batch is the first one of a run that rank 0 logs to TensorBoard."""
+    first = batch_idx == 0 and trainer.global_step == 0 and trainer.is_global_zero
+    return first and any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
 
 
 def rendered(figure: "Figure") -> Any:

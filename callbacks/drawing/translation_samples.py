@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks.drawing.evaluation_samples import EvaluationSamples, tensorboards
+from callbacks.drawing.evaluation_samples import EvaluationSamples, first_training_batch, tensorboards
 from callbacks.lib.best_effort import best_effort
 from datamodules.ranges import NATURAL, check_ranges
 
@@ -29,6 +29,17 @@ class Translation(NamedTuple):
     attention: Tensor | None = None
 
 
+def _cell(text: str) -> str:
+    """Text as Markdown, which would take <unk> for a tag, and a bar for the next column."""
+    return text.replace("<", "&lt;").replace("|", "&#124;")
+
+
+def pairs_table(sources: Sequence[str], targets: Sequence[str]) -> str:
+    """Pairs of sentences as a table in Markdown."""
+    rows = [f"| {_cell(source)} | {_cell(target)} |" for source, target in zip(sources, targets, strict=True)]
+    return "\n".join(["| source | target |", "|---|---|", *rows])
+
+
 def translations_table(samples: Sequence[Translation]) -> str:
     """Samples as a table in Markdown, with a tick at those that equal the reference.
 
@@ -39,8 +50,7 @@ def translations_table(samples: Sequence[Translation]) -> str:
         | il dort . | he sleeps . | he sleeps . | ✓ |
     """
     rows = [(s.source, s.translation, s.reference or "", "✓" if s.translation == s.reference else "") for s in samples]
-    # Otherwise Markdown takes <unk> for a tag, and a bar for the next column.
-    cells = [[cell.replace("<", "&lt;").replace("|", "&#124;") for cell in row] for row in rows]
+    cells = [map(_cell, row) for row in rows]
     return "\n".join(
         ["| source | translation | reference | |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in cells)]
     )
@@ -93,7 +103,8 @@ class TranslationSamples(EvaluationSamples, pl.Callback):
     Runs on: every validation and test batch, of which it keeps a few sentences, and the end of each validation, of
     training and of a test, on rank 0. It needs a module whose evaluation steps return lists of ``sources``,
     ``translations`` and ``references``, and may add ``attention``, a function from a sentence's index in the batch to
-    weights of shape (time, source), or to None.
+    weights of shape (time, source), or to None. Where it has a method ``sentences``, which returns the sources and the
+    references of a batch as text, the first pairs of a run are logged at its start.
 
     Args:
         samples: sentences to show.
@@ -106,6 +117,19 @@ class TranslationSamples(EvaluationSamples, pl.Callback):
         check_ranges(samples=(samples, NATURAL))
         self.samples = samples
         self._forget()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        sentences = getattr(pl_module, "sentences", None)
+        if not first_training_batch(trainer, batch_idx) or not callable(sentences):
+            return
+        with best_effort("texts in TensorBoard"):
+            sources, targets = sentences(batch)
+            for writer in tensorboards(trainer):
+                writer.add_text("train/pairs", pairs_table(sources[: self.samples], targets[: self.samples]), 0)
+                writer.flush()
 
     @override
     def _forget(self) -> None:

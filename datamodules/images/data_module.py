@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from datamodules.base import BaseDataModule
+from datamodules.base import ClassificationDataModule
 from datamodules.contract import DataContract
 from datamodules.errors import UserError
 from datamodules.images.augmentation import AUGMENTATIONS, Augmentation, BatchReader, Mixing
@@ -27,7 +27,7 @@ from datamodules.images.known_sets import IMAGE_SETS, ImageSetInfo, Samples, rea
 from datamodules.loading.given_images import GivenImages, given_images, save_seen
 from datamodules.loading.image_lists import find_images
 from datamodules.loading.image_tree import split_by_class
-from datamodules.loading.labels import BALANCE, balanced_class_weights
+from datamodules.loading.labels import BALANCE
 from datamodules.loading.normalise import Normalise
 from datamodules.loading.sampling import share_of_each
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
@@ -50,7 +50,7 @@ def _normalise(means: tuple[float, ...], stds: tuple[float, ...], device: torch.
         return Normalise(means, stds).to(device)
 
 
-class ImageFolderDataModule(BaseDataModule):
+class ImageFolderDataModule(ClassificationDataModule):
     """Images in class folders, or one of some known sets, exact on any number of devices and workers.
 
     Training batches are ``(images, labels)``: float32 of shape (batch, 3, size, size), normalised on the device, and
@@ -209,17 +209,9 @@ class ImageFolderDataModule(BaseDataModule):
             self._scan()
         return "val" in self._sources or "val" in dict(self._info.splits) or bool(self.hparams.val_fraction)
 
-    @property
     @override
-    def class_weights(self) -> Tensor | None:
-        """Those of ``balance="loss"``, by the samples that are trained on; None otherwise, and before `setup`."""
-        if self.hparams.balance != "loss" or "train" not in self._parts:
-            return None
-        return self._balanced_class_weights()
-
-    def _balanced_class_weights(self) -> Tensor:
-        targets = self._parts["train"][1]
-        return balanced_class_weights(targets, self.num_classes)
+    def _training_labels(self) -> Tensor | None:
+        return self._parts["train"][1] if "train" in self._parts else None
 
     @property
     def augments(self) -> bool:
@@ -406,7 +398,6 @@ class ImageFolderDataModule(BaseDataModule):
         options = self.hparams
         images, targets = self._parts["train"]
         self._note_share()
-        sampled = options.balance == "sampling"
         mixing = Mixing(options.mixup, options.cutmix, self.num_classes, options.seed)
         loader = WorkerTrainLoader(
             BatchReader(images, targets, self._augmentation(options.augment), mixing),
@@ -418,7 +409,7 @@ class ImageFolderDataModule(BaseDataModule):
             skip_unreadable=options.on_corrupt == "skip",
             drop_last=options.drop_last,
             shuffle=self._shuffles,
-            weights=self._balanced_class_weights()[targets] if sampled else None,
+            weights=self._sampling_weights(targets),
             **self._options(),
         )
         self._loaders.add(loader)

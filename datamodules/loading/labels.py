@@ -44,7 +44,7 @@ def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:
 def check_form(
     labels: Tensor, num_classes: int, source: str, soft: bool = False, error: type[UserError] = UserError
 ) -> None:
-    """Refuse labels of another type or shape than (n,); their values are not read.
+    """Refuse labels that are no whole numbers of shape (n,); their values are not read.
 
     Args:
         source: what the labels are of, for the message.
@@ -60,7 +60,7 @@ def check_form(
         cure = "squeeze(1)"
     elif labels.dim() == 2 and labels.shape[1] == num_classes:
         cure = "argmax(1)"
-    elif labels.dim() == 1 and labels.dtype != torch.int64:
+    elif labels.dim() == 1 and labels.is_floating_point():
         cure = "long()"
     elif labels.dim() == 1:
         return
@@ -68,7 +68,7 @@ def check_form(
     kind = str(labels.dtype).removeprefix("torch.")
     raise error(
         f"the labels of {source} are {kind} of shape {tuple(labels.shape)}, expected class numbers 0 to"
-        f" {num_classes - 1}, int64 of shape ({len(labels)},){how}"
+        f" {num_classes - 1}, whole numbers of shape ({len(labels)},){how}"
     )
 
 

@@ -102,21 +102,34 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
         self._samples = len(targets)
         self._weights = None if weights is None else _check_weights(weights, rows, len(targets))
         is_class = targets.dim() == 1 and not targets.is_floating_point()
-        self._classes = targets.cpu()[rows.cpu()] if is_class and weights is not None else None
+        self._classes = targets.cpu()[rows.cpu()].long() if is_class else None
 
     @override
     def _batches_of_epoch(self, epoch: int, start_at: int, spans: Spans) -> Iterator[tuple[Tensor, Tensor]]:
         return self._batches(epoch, self.order_of_epoch(epoch), spans)
 
+    def _positions(self, epoch: int) -> tuple[Tensor, Tensor | None]:
+        """An epoch's order as positions in `rows`, and how many draws of the same sample came before each."""
+        if self._weights is not None:
+            return weighted_order(self._weights, self.seed, epoch if self.shuffle else 0, self._classes)
+        count = len(self.rows)
+        return epoch_order(count, self.seed, epoch) if self.shuffle else torch.arange(count), None
+
     def order_of_epoch(self, epoch: int) -> Tensor:
         """The samples of an epoch in their order, int64 of shape (len(rows),), numbered as `Transform` has them."""
-        if self._weights is not None:
-            which = epoch if self.shuffle else 0
-            positions, repeats = weighted_order(self._weights, self.seed, which, self._classes)
-            return self.rows[positions.to(self.rows.device)] + (repeats * self._samples).to(self.rows.device)
-        if not self.shuffle:
-            return self.rows
-        return self.rows.index_select(0, epoch_order(len(self.rows), self.seed, epoch).to(self.rows.device))
+        positions, repeats = self._positions(epoch)
+        order = self.rows.index_select(0, positions.to(self.rows.device))
+        return order if repeats is None else order + (repeats * self._samples).to(order.device)
+
+    def class_counts(self, epoch: int, steps: int, num_classes: int) -> Tensor | None:
+        """How often all ranks together see each class in the first steps of an epoch, int64 of shape (classes,).
+
+        It is computed on the CPU; None where the targets are no classes.
+        """
+        if self._classes is None:
+            return None
+        seen = self._positions(epoch)[0][: steps * self.batch_size * self.world_size]
+        return self._classes[seen].clamp(min=-1).add(1).bincount(minlength=num_classes + 1)[1:]
 
 
 class EvaluationSampling(_SampleLoader):

@@ -17,13 +17,13 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from datamodules.base import BaseDataModule
+from datamodules.base import ClassificationDataModule
 from datamodules.contract import DataContract
 from datamodules.errors import UserError
 from datamodules.loading.download import DownloadError, digest_of, download
 from datamodules.loading.given_images import GivenImages, given_images, save_seen
 from datamodules.loading.image_tree import split_by_class
-from datamodules.loading.labels import BALANCE, balanced_class_weights
+from datamodules.loading.labels import BALANCE
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
 from datamodules.loading.normalise import Normalise
 from datamodules.loading.sampling import share_of_each, split_indices
@@ -165,7 +165,7 @@ def load_digits() -> dict[str, tuple[Tensor, Tensor]]:
     return {part: (images[rows], labels[rows]) for part, rows in (("train", train), ("test", test))}
 
 
-class MNISTDataModule(BaseDataModule):
+class MNISTDataModule(ClassificationDataModule):
     """MNIST, Fashion-MNIST, KMNIST, scikit-learn's bundled digits or your own, exact on any number of devices.
 
     Batches are ``(images, labels)``: float32 of shape (batch, 1, 28, 28), normalised, and int64 of shape (batch,), on
@@ -348,17 +348,11 @@ class MNISTDataModule(BaseDataModule):
     def image_size(self) -> int:
         return 28
 
-    @property
     @override
-    def class_weights(self) -> Tensor | None:
-        """Those of ``balance="loss"``, by the samples that are trained on; None otherwise, and before `setup`."""
-        if self.hparams.balance != "loss" or "train" not in self._parts:
+    def _training_labels(self) -> Tensor | None:
+        if "train" not in self._parts:
             return None
-        return self._balanced_class_weights()
-
-    def _balanced_class_weights(self) -> Tensor:
-        labels, rows = self._parts["train"][1].cpu(), self._rows["train"]
-        return balanced_class_weights(labels[rows], self.num_classes)
+        return self._parts["train"][1].cpu()[self._rows["train"]]
 
     @property
     @override
@@ -535,7 +529,6 @@ class MNISTDataModule(BaseDataModule):
     def train_dataloader(self) -> TrainLoader:
         images, labels = self._parts["train"]
         self._note_share()
-        sampled = self.hparams.balance == "sampling"
         return TrainLoader(
             images,
             labels,
@@ -548,7 +541,7 @@ class MNISTDataModule(BaseDataModule):
             self._device,
             self.hparams.drop_last,
             shuffle=self._shuffles,
-            weights=self._balanced_class_weights()[labels.cpu()] if sampled else None,
+            weights=self._sampling_weights(labels),
         )
 
     def _evaluation_loader(self, part: str) -> EvaluationLoader | list[EvaluationLoader]:

@@ -289,7 +289,7 @@ class Translator(Recipe):
             return {}
         found = self._search(batch.source, batch.source_lengths, beam)
         translations = [self._source_and_target()[1].decode(row) for row in found.tokens[:, 0].tolist()]
-        sources, references = self._sentences(batch)
+        sources, references = self.sentences(batch)
         scores.texts.update(translations, references)
 
         def attention(i: int) -> Tensor | None:
@@ -303,7 +303,7 @@ class Translator(Recipe):
         weights = attention_weights(self.network, batch.source[one], batch.source_lengths[one], found.tokens[one, 0])
         return None if weights is None else weights[0].cpu()
 
-    def _sentences(self, batch: TranslationBatch) -> tuple[list[str], list[str]]:
+    def sentences(self, batch: TranslationBatch) -> tuple[list[str], list[str]]:
         """The sources and the references of a batch as text, with unknown words where the data has them."""
         data = self.data_module()
         if batch.numbers is not None and isinstance(data, SentenceData):

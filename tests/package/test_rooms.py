@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "datamodules.errors": "",
     "datamodules.contract": "datamodules.errors",
     "datamodules.ranges": "datamodules.errors",
-    "datamodules.base": _DATA,
+    "datamodules.base": f"{_DATA} datamodules.loading",
     "datamodules.loading": _DATA,
     "datamodules.mnist": _SET,
     "datamodules.images": f"{_SET} datamodules.mnist",
@@ -48,7 +48,8 @@ MAY_IMPORT = {
     "recipes.graphs": "",
     "recipes.recipe": f"{_CALLBACKS} datamodules.loading recipes.graphs recipes.optim "
     "recipes.parameter_groups recipes.schedules recipes.version recipes.weights",
-    "recipes.classification": f"{_CALLBACKS} callbacks.drawing recipes.labels recipes.losses recipes.recipe",
+    "recipes.classification": f"{_CALLBACKS} callbacks.drawing datamodules.loading recipes.labels recipes.losses "
+    "recipes.recipe",
     "recipes.export": "datamodules.errors callbacks.lib callbacks.checkpointing recipes.graphs recipes.recipe "
     "recipes.version",
     "recipes.launch": "datamodules.errors datamodules.ranges callbacks.lib",

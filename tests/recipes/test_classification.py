@@ -1,3 +1,4 @@
+import csv
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks.drawing.classification_images import ClassificationImages, confusion_figure, samples_figure
-from datamodules import UserError
+from callbacks.drawing.classification_images import (
+    ClassificationImages,
+    confusion_figure,
+    label_text,
+    labelled_grid,
+    samples_figure,
+)
+from datamodules import MNISTDataModule, UserError
 from datamodules.loading.sampling import evaluation_spans
-from recipes.classification import ClassificationScores, Classifier, calibration_error, macro_f1
+from recipes import MNISTClassifier
+from recipes.classification import ClassificationScores, Classifier, _in_dtype_of, calibration_error, macro_f1
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, silence
 
@@ -250,15 +259,15 @@ def test_inputs_that_are_no_images_leave_the_confusion_matrix(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for shape, expected in (
-        ((64,), {"confusion_matrix"}),
-        ((1, 8, 8), {"confusion_matrix", "predictions", "mistakes"}),
+        ((64,), {"val/confusion_matrix"}),
+        ((1, 8, 8), {"train/samples", "val/confusion_matrix", "val/predictions", "val/mistakes"}),
     ):
         folder = tmp_path / str(len(shape))
         trainer(logger=TensorBoardLogger(folder)).fit(Small(), Data(shape=shape))
         tags: set[str] = set()
         for file in folder.rglob("events*"):
             tags |= set(EventAccumulator(str(file)).Reload().Tags()["images"])
-        assert tags == {f"val/{name}" for name in expected}
+        assert tags == expected
 
 
 def test_samples_come_from_the_whole_set_and_not_only_from_its_first_class():
@@ -288,3 +297,60 @@ def test_long_names_do_not_run_into_each_other(classes: int):
     labels = [label.get_window_extent() for label in matrix.axes[0].get_yticklabels()]
     assert not any(a.overlaps(b) for a, b in pairwise(labels))
     assert min(box.x0 for box in labels) >= 0
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets"),
+    [(torch.float64, torch.int32), (torch.int32, torch.uint8), (torch.uint8, torch.int16), (torch.float64, torch.bool)],
+)
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_other_types_of_images_and_labels_train_as_float32_and_int64(
+    inputs: torch.dtype, targets: torch.dtype, in_memory: bool
+):
+    def trained(*types: torch.dtype) -> tuple[list[Tensor], dict[str, float]]:
+        images, labels = torch.arange(8.0).view(8, 1, 1, 1).expand(8, 1, 8, 8), torch.arange(8) % 2
+        images, labels = images.to(types[0]), labels.to(types[1])
+        data = TensorDataset(images, labels) if in_memory else list(zip(images, labels, strict=True))
+        torch.manual_seed(1)
+        module = Small(num_classes=2, lr=0.01)
+        fit = trainer(max_epochs=2)
+        fit.fit(module, DataLoader(data, 4), DataLoader(data, 4))  # type: ignore[arg-type]
+        scores = {name: float(value) for name, value in fit.callback_metrics.items() if name.startswith("val/")}
+        predicted = fit.predict(module, DataLoader(data, 4))  # type: ignore[arg-type]
+        return [batch["probabilities"] for batch in predicted], scores  # type: ignore[index, union-attr]
+
+    (found, scores), (expected, right) = trained(inputs, targets), trained(torch.float32, torch.int64)
+    assert all(map(torch.equal, found, expected))
+    assert scores == right
+    assert right["val/loss"] > 0
+
+
+def test_tokens_stay_whole_numbers():
+    assert _in_dtype_of(nn.Linear(2, 2), torch.arange(6).view(2, 3)).dtype == torch.int64
+    assert _in_dtype_of(nn.Linear(2, 2).double(), torch.zeros(2, 3, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_the_first_batch_and_the_number_of_samples_of_each_class_are_logged_once_a_run_and_an_epoch(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    labels = torch.tensor([0] * 11 + [1])
+    images = F.pad(torch.rand(12, 20, 20), (4, 4, 4, 4))
+    for name, counts in (("sampling", [6, 6]), ("none", [11, 1])):
+        data = MNISTDataModule.from_arrays(images, labels, test=(images, labels), val_fraction=0.0, balance=name)
+        loggers = [TensorBoardLogger(tmp_path, name=name), CSVLogger(tmp_path, name=f"{name} csv")]
+        fit = trainer(max_epochs=2, logger=loggers)
+        fit.fit(MNISTClassifier(num_classes=2), data)
+        (events,) = Path(loggers[0].log_dir).glob("events*")
+        shown = EventAccumulator(str(events)).Reload().Images("train/samples")
+        assert [image.step for image in shown] == [0]
+        assert (shown[0].width, shown[0].height) == (822, 248)
+        loggers[1].save()
+        with (Path(loggers[1].log_dir) / "metrics.csv").open() as file:
+            rows = [row for row in csv.DictReader(file) if row["train/seen_class_0"]]
+        assert [[float(row[f"train/seen_class_{i}"]) for i in (0, 1)] for row in rows] == [counts] * 2
+
+
+def test_labels_above_images_are_words():
+    grid = labelled_grid(torch.rand(3, 3, 300, 200), torch.tensor([0, 1, -100]), ["a_very_long_name_of_a_class", "b"])
+    assert grid.shape == (140, 822, 3)
+    assert label_text(torch.tensor(-100), ["a"]) == "no label"

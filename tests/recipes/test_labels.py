@@ -310,4 +310,4 @@ def test_images_without_a_label_are_drawn_without_one(tmp_path: Path):
     tags: set[str] = set()
     for file in tmp_path.rglob("events*"):
         tags |= set(EventAccumulator(str(file)).Reload().Tags()["images"])
-    assert tags == {"val/predictions", "val/mistakes", "val/confusion_matrix"}
+    assert tags == {"train/samples", "val/predictions", "val/mistakes", "val/confusion_matrix"}
