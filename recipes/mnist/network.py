@@ -92,6 +92,8 @@ class ClassicNet(nn.Module):
 class TutorialNet(nn.Sequential):
     """The three convolutions of PyTorch's tutorial "What is torch.nn really?"; 3,930 parameters for grey images.
 
+    After the recipe's 10 epochs it reaches 94.98 % on MNIST's test images (one seed).
+
     Args:
         num_classes: number of logits.
         in_channels: 1 for grey images, 3 for colour.

@@ -15,8 +15,7 @@ import pytest
 from tests.support.agents import shell_environment, updates_done, wait_until, weights_of
 from tests.support.slurm import Slurm
 
-# One Slurm for all of them, in whichever of the test processes.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 FLAGS = ["--dataset", "digits", "--accelerator", "cpu", "--precision", "32", "--max-epochs", "20", "--batch-size", "32"]
