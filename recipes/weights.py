@@ -5,6 +5,7 @@ not. The first is refused before the module changes; of the second, the tensors 
 """
 
 import itertools
+import json
 import math
 import re
 import zipfile
@@ -26,6 +27,7 @@ __all__ = [
     "WeightsReport",
     "load_weights",
     "match_names",
+    "read_settings_beside",
     "read_weights",
     "some_names",
 ]
@@ -93,6 +95,30 @@ def _tensors_in(content: Any, depth: int = 3) -> dict[str, Tensor]:
         if tensors := _tensors_in(content.get(key), depth - 1):
             return tensors
     return {name: value.detach() for name, value in content.items() if isinstance(name, str) and torch.is_tensor(value)}
+
+
+def read_settings_beside(path: str | Path) -> dict[str, Any]:
+    """The settings of the run in a file of weights, as the export command writes them; empty where there are none.
+
+    Raises:
+        UserError: as `read_weights` does.
+    """
+    path = Path(path).expanduser()
+    _check_file(path)
+    if path.suffix == ".safetensors":
+        _read_safetensors(path)  # It refuses a damaged file.
+        from safetensors import safe_open
+
+        with safe_open(path, "pt") as file:
+            texts = file.metadata() or {}
+        try:
+            content = {name: json.loads(texts[name]) for name in ("config", "hyper_parameters") if name in texts}
+        except ValueError as error:
+            raise UserError(f"{path} is damaged: its settings cannot be read; pass another file") from error
+    else:
+        content = _read_torch(path)
+    found = [content.get(name) for name in ("config", "hyper_parameters")] if isinstance(content, Mapping) else []
+    return next((dict(settings) for settings in found if isinstance(settings, Mapping) and settings), {})
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:

@@ -45,6 +45,8 @@ from recipes.results.stopwatch import process_age
 from recipes.resume.requeue import requeue_after_loss
 from recipes.resume.resume_point import ResumePoint, find_resume_point
 from recipes.resume.saved_run import describe_differences, read_run
+from recipes.resume.settings_file import check_settings
+from recipes.weights import read_settings_beside
 
 __all__ = ["run"]
 
@@ -81,6 +83,8 @@ _OF_ONE_CALL = {
     *("trust_modules", "include_preprocessing", "summary", "profile"),
     *LaunchSettings.__dataclass_fields__,
 }
+# They take weights alone, too.
+_SCORING = ("validate", "test")
 _OF_THE_MACHINE = {"devices", "num_nodes", "accelerator", "strategy"}
 # What verify takes beside what recipe and data declare to make no difference.
 _OF_VERIFY = {*_OF_ONE_CALL, "accelerator", "callbacks", "enable_progress_bar"}
@@ -199,6 +203,8 @@ class _CommandLine:
             end_after_printing()
             raise
         self._check("fit" if command == "verify" else command, namespace)
+        if namespace.ckpt and any(arg.partition("=")[0] == "--weights" for arg in args):
+            raise UserError("--ckpt and --weights are two sources of weights; leave one of them out")
         configure_logging(self.parser.as_flags)
         if command == "verify":
             self._verify(folder, args)
@@ -208,6 +214,8 @@ class _CommandLine:
         self._point, self._updates_done = point, read_run(point.checkpoint).updates if point.checkpoint else 0
         if checkpoint:
             namespace = self._with_saved_settings(checkpoint, args)
+        elif command in _SCORING:
+            namespace = self._with_settings_beside(namespace.weights, args)
         if point.checkpoint:
             self._check_experiment(point.checkpoint, namespace)
         if point.finished:
@@ -303,9 +311,10 @@ class _CommandLine:
                 f"{data} takes no inputs, because its constructor has no parameter predict_inputs; leave"
                 f" {' '.join(namespace.inputs)} out to predict what {data}.predict_dataloader() yields"
             )
-        if not namespace.ckpt:
+        if not namespace.ckpt and (command not in _SCORING or namespace.get("weights") in (None, "none")):
             example = f"runs/{self.classes.recipe.title}/NAME/checkpoints/best.ckpt"
-            raise UserError(f"{command} needs a checkpoint; pass --ckpt {example}")
+            bare = ", or --weights FILE, weights alone" if command in _SCORING else ""
+            raise UserError(f"{command} needs a checkpoint; pass --ckpt {example}{bare}")
         if command == "export":
             if namespace.format is None:
                 raise UserError(
@@ -359,6 +368,15 @@ class _CommandLine:
         other = self._not_saved | _OF_THE_MACHINE | {"callbacks"}
         saved = run.config.items()
         self.parser.set_known_defaults({name: value for name, value in saved if name not in other})
+        return self.parser.parse(args)
+
+    def _with_settings_beside(self, weights: str, args: list[str]) -> Namespace:
+        """Parse again, with the settings in a file of weights as defaults; all of its tensors have to match."""
+        other = self._not_saved | _OF_THE_MACHINE | {"callbacks"}
+        saved = read_settings_beside(weights) if weights != "imagenet" else {}
+        check_settings(saved, weights)
+        strict = {"weights_min_share": 1.0, "weights_only": [], "weights_skip": []}
+        self.parser.set_known_defaults({name: value for name, value in saved.items() if name not in other} | strict)
         return self.parser.parse(args)
 
     def _check_experiment(self, checkpoint: str, namespace: Namespace) -> None:

@@ -45,11 +45,13 @@ from recipes.files import write_rows
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.launch.settings import Command
 from recipes.launch.streams import output_failure
+from recipes.recipe import Recipe
 from recipes.results.run_figures import RunFigures
 from recipes.results.stopwatch import Stopwatch, stopwatch_for
 from recipes.results.weights_recorder import WeightsRecorder
 from recipes.resume.resume_point import start_from
 from recipes.resume.saved_run import read_run
+from recipes.weights import some_names
 
 __all__ = ["carry_out"]
 
@@ -233,11 +235,24 @@ def _train_and_test(
     return Outcome(scores or last, best, stopped, epochs)
 
 
+def _load_all(recipe: Recipe) -> None:
+    """Load the weights to score; with ``weights_min_share=1`` file and network have to hold the same tensors."""
+    report = recipe.load_weights()
+    if report and report.skipped and recipe.hparams.weights_min_share == 1:
+        raise UserError(
+            f"{report.source} is of another network: {some_names(list(report.skipped))} of the file is not in this one;"
+            " pass the settings that it was trained with, or weights_min_share=0.99 to score what fits"
+        )
+
+
 def _evaluate(experiment: Experiment, program: str) -> None:
     """Validate, test or predict with a checkpoint."""
     recipe, data, settings = experiment.recipe, experiment.data, experiment.settings
     command, run = settings.command, settings.run
     trainer = build_trainer(experiment)
+    if run.ckpt is None:
+        trainer.precision_plugin.convert_module(recipe)
+        _load_all(recipe)
     rows: Sequence[dict[str, object]]
     with _interruptible(trainer, experiment, None, program), _restoring(run.ckpt):
         if command == "predict":

@@ -207,7 +207,7 @@ def _build_recipe(settings: Settings, classes: Classes, data: pl.LightningDataMo
         for name, value in settings.recipe.items()
         if (name, value) != ("lr", FIND)
     }
-    if settings.command == "fit" and not settings.run.resume:
+    if not (settings.run.resume or settings.run.ckpt):
         options = _fill(options, classes.recipe.settings_from_data(data))
     return classes.recipe(**options)
 
@@ -216,7 +216,7 @@ def _resolved_data(
     settings: Settings, classes: Classes, data: pl.LightningDataModule, connection: RunConnection | None
 ) -> tuple[pl.LightningDataModule, Mapping[str, Any]]:
     """The data module and its arguments, with those that were left open decided on rank 0."""
-    if settings.command != "fit":
+    if settings.run.ckpt:
         return data, settings.data
     if settings.run.resume:
         # Found again elsewhere, "auto" might be another data set. What makes no difference is chosen anew.

@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "recipes.resume": f"{_CALLBACKS} callbacks.checkpointing recipes.launch recipes.results",
     "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing recipes.failures recipes.files "
     "recipes.export recipes.graphs recipes.launch recipes.lr_finder recipes.optim recipes.recipe recipes.results "
-    "recipes.resume recipes.version",
+    "recipes.resume recipes.version recipes.weights",
     "recipes.NAME": f"{_CALLBACKS} callbacks.drawing datamodules.NAME datamodules.images datamodules.loading "
     "datamodules.mnist datamodules.translation recipes.classification recipes.graphs recipes.optim "
     "recipes.parameter_groups recipes.pretrained recipes.recipe recipes.weights",

@@ -61,3 +61,25 @@ def test_a_resumed_run_does_not_read_the_file_again(tmp_path: Path):
     (resumed,) = typed(tmp_path, "--resume runs/quadrants/begun/checkpoints/last.ckpt --max-epochs 2")
     assert resumed.status == 0, resumed.err
     assert "loaded" not in resumed.err
+
+
+def test_weights_without_a_checkpoint_are_scored_as_with_it_and_never_in_part(tmp_path: Path):
+    best = "runs/mnist/run/checkpoints/best.ckpt"
+    data = "--dataset digits --max-epochs 1"
+    commands = [
+        f"{data} --name run --network classic --logger none",
+        f"test --ckpt {best} --output a.json",
+        f"export --ckpt {best} --format safetensors --output b.safetensors",
+        "test --weights b.safetensors --output b.json",
+        f"test --ckpt {best} --weights b.safetensors",
+        "test --weights b.safetensors --network default",
+        "test",
+    ]
+    mnist = {"recipe": "recipes.mnist:MNISTClassifier", "data": "datamodules:MNISTDataModule"}
+    *runs, both, other, neither = typed(tmp_path, *commands, **mnist)
+    assert [run.status for run in runs] == [0, 0, 0, 0], [run.err for run in runs]
+    assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text()
+    assert both.status == other.status == neither.status == 2
+    assert "--ckpt and --weights are two sources" in both.err
+    assert "expected at least 100%" in other.err
+    assert "or --weights FILE" in neither.err
