@@ -5,12 +5,14 @@ updates between two logs this one compares numbers and reads the clock.
 """
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
@@ -21,10 +23,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from callbacks.lib.lightning_internals import observe_fetches
+from callbacks.lib.step_cost import step_cost
 from callbacks.lib.trainer_attributes import log_interval
 from datamodules.ranges import COUNT, Range, check_ranges
 
-__all__ = ["TrainingMonitor", "memory_gib", "total_norm"]
+__all__ = ["TrainingMonitor", "device_flops", "memory_gib", "total_norm"]
 
 _GIB = 2**30
 
@@ -61,6 +64,17 @@ def memory_gib(device: torch.device) -> dict[str, float]:
         found["memory_gib"] = torch.cuda.memory_allocated(device) / _GIB
         found["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / _GIB
     return found
+
+
+def device_flops(trainer: pl.Trainer) -> int | None:
+    """Floating-point operations per second of the GPU at the run's precision, as Lightning knows them; else None."""
+    if trainer.strategy.root_device.type != "cuda":
+        return None
+    kinds = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
+    dtype = next((kind for name, kind in kinds.items() if trainer.precision.startswith(name)), torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of GPUs that it does not know.
+        return get_available_flops(trainer.strategy.root_device, dtype)
 
 
 @dataclass
@@ -107,6 +121,16 @@ def _norms(groups: Sequence[_Group], clipped: bool, by_group: bool) -> dict[str,
     return found
 
 
+def _count_flops(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> int:
+    """Floating-point operations of a micro-batch, forward and backward; 0 where they cannot be counted."""
+    try:
+        cost = step_cost(pl_module, batch, trainer.precision_plugin.train_step_context)
+    except Exception as error:  # Of the user's step, which may read numbers off its output.
+        rank_zero_warn(f"TrainingMonitor logs no FLOPs, since the step cannot be traced: {error}")
+        return 0
+    return cost.forward_flops + cost.backward_flops
+
+
 class TrainingMonitor(pl.Callback):
     """Logs how training goes: norms of gradients and updates, the share of time that waits for data, memory.
 
@@ -118,6 +142,9 @@ class TrainingMonitor(pl.Callback):
     - ``data_wait``: the share of the time of training steps that waits for the next batch, on this rank.
     - ``host_memory_gib``: of this process now; on a GPU, too, ``memory_gib`` and ``peak_memory_gib`` of its tensors.
 
+    - ``mfu``: on a GPU the share of its peak that the floating-point operations of the steps make (Chowdhery et al.,
+      2022); those of the first micro-batch count for all. ``tflops_per_second`` where Lightning knows no peak.
+
     Only parameters with a gradient count, so frozen ones do not. The samples per second are logged by `TrainLoss`.
 
     Runs on: `on_before_optimizer_step` and `on_train_batch_end`, once per ``log_every_n_steps`` updates, where it keeps
@@ -128,14 +155,25 @@ class TrainingMonitor(pl.Callback):
         groups: log the norms and ratios of each parameter group, too, as ``gradient_norm/NAME``.
         histogram_every: updates between histograms of weights and gradients in TensorBoard; 0 writes none.
         every: updates between two logs; by default the Trainer's ``log_every_n_steps``.
+        peak_flops: floating-point operations per second of one device, for ``mfu``; by default Lightning's figure.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[TrainingMonitor(groups=True)], logger=False, accelerator="cpu")
     """
 
-    def __init__(self, groups: bool = False, histogram_every: int = 0, every: int | None = None) -> None:
-        check_ranges(histogram_every=(histogram_every, Range(0, whole=True)), every=(every, COUNT))
-        self.groups, self.histogram_every, self.every = groups, histogram_every, every
+    def __init__(
+        self,
+        groups: bool = False,
+        histogram_every: int = 0,
+        every: int | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        check_ranges(
+            histogram_every=(histogram_every, Range(0, whole=True)),
+            every=(every, COUNT),
+            peak_flops=(peak_flops, Range(0, above=True)),
+        )
+        self.groups, self.histogram_every, self.every, self.peak_flops = groups, histogram_every, every, peak_flops
         self.values: dict[str, float] = {}
         """What was logged last."""
         self._stop_observing: Callable[[], None] | None = None
@@ -145,12 +183,16 @@ class TrainingMonitor(pl.Callback):
     def _start(self) -> None:
         self._measured: dict[Optimizer, list[_Group]] = {}
         self._waited = self._trained = 0.0
+        self._batches = 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start()
         self._epoch_start = trainer.global_step
         self._interval = self.every or log_interval(trainer)
+        self._peak = self.peak_flops or device_flops(trainer)
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        self._flops: int | None = None if self._interval and (self._peak or on_gpu) else 0  # Of a batch, once counted.
         self._has_gradients = not isinstance(trainer.strategy, (FSDPStrategy, DeepSpeedStrategy))
         if not self._has_gradients:
             rank_zero_warn(
@@ -177,6 +219,8 @@ class TrainingMonitor(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if self._flops is None:
+            self._flops = _count_flops(trainer, pl_module, batch)
         self._began = time.perf_counter()
         self._update = before = trainer.global_step
         every, draws = self._interval, self.histogram_every
@@ -208,6 +252,7 @@ class TrainingMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._batches += 1
         made_update = trainer.global_step > self._update
         if made_update and self._is_due:
             self._log(trainer)
@@ -221,6 +266,9 @@ class TrainingMonitor(pl.Callback):
         row = _norms(groups, self._clips, self.groups) if groups else {}
         self._trained += time.perf_counter() - self._began  # The norms have waited for the device.
         row["data_wait"] = self._waited / (self._waited + self._trained)
+        if self._flops:
+            rate = self._flops * self._batches / (self._waited + self._trained)
+            row |= {"mfu": rate / self._peak} if self._peak else {"tflops_per_second": rate / 1e12}
         row |= memory_gib(trainer.strategy.root_device)
         self.values = {f"monitor/{name}": value for name, value in row.items()}
         for logger in trainer.loggers:

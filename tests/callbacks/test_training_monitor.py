@@ -240,6 +240,23 @@ class SlowStep(Tiny):
         return super().training_step(batch, batch_idx)
 
 
+def test_the_share_of_the_peak_is_the_flops_of_all_batches_over_the_time_of_the_steps() -> None:
+    class Peak(TrainingMonitor):
+        def _log(self, trainer: pl.Trainer) -> None:
+            super()._log(trainer)
+            rows.append(self.values)
+
+    rows: list[dict[str, float]] = []
+    silence()
+    module = SlowStep(network(), sgd)
+    pl.Trainer(callbacks=[Peak(every=8, peak_flops=1e15)], **SETTINGS).fit(module, batches(2))
+    # Two layers train: the first needs no gradient of its input, and the frozen one between them none of its weights.
+    multiply_adds = 2 * (2 * 25 * 8 + 2 * 8 * 8 + 3 * 8 * CLASSES)
+    seconds = 2 * multiply_adds * 8 / (rows[0]["monitor/mfu"] * 1e15)
+    assert 8 * 0.01 < seconds < 8 * 0.1
+    assert "monitor/mfu" not in fit(module, batches(2))[0]
+
+
 def test_the_wait_for_data_is_told_from_the_step() -> None:
     (waits,), (computes,) = (
         fit(Tiny(network(), sgd), Slow(), every=8),
