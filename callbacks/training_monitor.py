@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -43,23 +44,29 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     """
     values = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
     shards = [value for value in values if isinstance(value, DTensor)]
-    norms: list[Tensor] = []
-    for part in (shards, [value for value in values if not isinstance(value, DTensor)]):
-        if part:
-            norm = nn.utils.get_total_norm(part)
-            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    plain = [value for value in values if not isinstance(value, DTensor)]
+    norms = [*torch._foreach_norm(plain)] if plain else []
+    if shards:
+        norm: Any = nn.utils.get_total_norm(shards)
+        norms.append(norm.full_tensor())
     if not norms:
         return torch.zeros(())
-    stacked = torch.stack([norm.to(torch.promote_types(norm.dtype, torch.float32)) for norm in norms])
+    dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
+    stacked = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
     total: Tensor = torch.linalg.vector_norm(stacked)
     return total
 
 
-def memory_gib(device: torch.device) -> dict[str, float]:
-    """GiB that this process holds now on its GPU, the most that it has held there, and its host memory now."""
+@cache
+def _process() -> Any:
     import psutil
 
-    found = {"host_memory_gib": psutil.Process().memory_info().rss / _GIB}
+    return psutil.Process()
+
+
+def memory_gib(device: torch.device) -> dict[str, float]:
+    """GiB that this process holds now on its GPU, the most that it has held there, and its host memory now."""
+    found = {"host_memory_gib": _process().memory_info().rss / _GIB}
     if device.type == "cuda":
         found["memory_gib"] = torch.cuda.memory_allocated(device) / _GIB
         found["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / _GIB
@@ -101,7 +108,9 @@ def _norms(groups: Sequence[_Group], clipped: bool, by_group: bool) -> dict[str,
     """The norms of all groups together and, if asked for, of each, after the optimiser's step."""
     columns = []
     for group in groups:
-        after = _gradients(group.parameters)
+        after = group.gradients
+        if clipped or after is None:
+            after = _gradients(group.parameters)
         before = after if group.gradients is None else group.gradients
         weights = total_norm(group.weights)
         # In place, so that it takes no more memory.
@@ -228,7 +237,7 @@ class TrainingMonitor(pl.Callback):
             return
         after = before + len(trainer.optimizers)
         short_epoch = self._epoch_start // every == before // every
-        self._is_due = before // every < after // every or (trainer.is_last_batch and short_epoch)
+        self._is_due = before // every < after // every or (short_epoch and trainer.is_last_batch)
         self._draws = draws > 0 and before // draws < after // draws
 
     @override
@@ -253,7 +262,7 @@ class TrainingMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._batches += 1
-        made_update = trainer.global_step > self._update
+        made_update = (self._is_due or self._draws) and trainer.global_step > self._update
         if made_update and self._is_due:
             self._log(trainer)
         else:
