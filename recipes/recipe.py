@@ -212,7 +212,7 @@ class Recipe(pl.LightningModule):
             weights_min_share=(weights_min_share, SHARE),
         )
         check_optimizer(optimizer, optimizer_args or {})
-        self.lr_schedule = ScheduleSettings(schedule, lr, milestones, gamma, power, min_lr, plateau_patience)
+        ScheduleSettings(schedule, lr, milestones, gamma, power, min_lr, plateau_patience)
         self.save_hyperparameters()
         self.hparams.update({"lr": lr})  # A subclass passes its argument on as it was.
         self.network = self.build_network()
@@ -221,6 +221,11 @@ class Recipe(pl.LightningModule):
         self.run_config: dict[str, Any] = {}
         self._has_weights = False
         self._saved_data: tuple[dict[str, Any], dict[str, Any]] | None = None
+
+    @property
+    def lr_schedule(self) -> ScheduleSettings:
+        """The schedule with its parameters: those in ``hparams``, whose ``lr`` may have been found before the run."""
+        return ScheduleSettings(**{name: self.hparams[name] for name in ScheduleSettings.__dataclass_fields__})
 
     @classmethod
     def titles(cls) -> list[str]:

@@ -131,10 +131,10 @@ def test_a_sweep_without_room_is_refused():
 
 
 def test_a_run_that_finds_its_rate_is_the_run_with_that_rate_and_a_resume_does_not_search_again(tmp_path: Path):
-    quick = "--max-epochs 2 --logger none --batch-size 16"
+    quick, more = "--max-epochs 2 --logger none --batch-size 16", "--warmup 3 --ema 0.9 --schedule cosine --min-lr 1e-5"
     found, resumed, invalid = typed(
         tmp_path,
-        f"{quick} --name found --lr find --warmup 3 --ema 0.9",
+        f"{quick} --name found --lr find {more}",
         "--name found --resume auto --max-epochs 3 --lr find",
         f"{quick} --lr found",
     )
@@ -148,7 +148,7 @@ def test_a_run_that_finds_its_rate_is_the_run_with_that_rate_and_a_resume_does_n
     assert "a tenth of" not in resumed.out
     assert invalid.status == 2
     assert "--lr found is not a number or one of find" in invalid.err
-    (given,) = typed(tmp_path, f"{quick} --name given --lr {lr} --warmup 3 --ema 0.9")
+    (given,) = typed(tmp_path, f"{quick} --name given --lr {lr} {more}")
     assert given.status == 0
     lines = [(tmp_path / f"runs/quadrants/{name}/weights.jsonl").read_text() for name in ("found", "given")]
     assert lines[0].splitlines()[0] == lines[1].splitlines()[0]
