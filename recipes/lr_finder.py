@@ -6,23 +6,21 @@ rank, and leaves generators and loaders where the search ended. Here copies are 
 
 import copy
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
-import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from callbacks.lib.generators import untouched_generators
 from callbacks.train_loss import TrainLoss
 from datamodules.errors import UserError
 
-__all__ = ["RateSweep", "RateTest", "choose_rate", "draw_rate_test", "find_learning_rate", "untouched_generators"]
+__all__ = ["RateSweep", "RateTest", "choose_rate", "draw_rate_test", "find_learning_rate"]
 
 _LOSS = "lr_find/loss"
 _WIDTH = 7  # Losses that are averaged for the choice: half a decade of 100 rates from 1e-6 to 10.
@@ -173,22 +171,6 @@ class RateSweep(TrainLoss):
             UserError: as `choose_rate` does.
         """
         return RateTest(choose_rate(self.rates, self.losses), self.rates, self.losses)
-
-
-class untouched_generators:
-    """A context after which all global generators are as before: Python's, NumPy's and torch's on all devices."""
-
-    def __enter__(self) -> None:
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-        self._states = random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
-
-    def __exit__(self, *exception: object) -> None:
-        python, numpy, cpu, cuda = self._states
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
 
 
 def sweep_rates(

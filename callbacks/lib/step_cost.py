@@ -12,7 +12,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -20,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import Metric
 from typing_extensions import override
 
+from callbacks.lib.generators import untouched_generators
 from callbacks.lib.lightning_internals import attached_trainer, set_trainer
 
 __all__ = ["LayerCost", "StepCost", "step_cost", "storage_bytes"]
@@ -135,14 +135,8 @@ def step_cost(
         >>> cost.forward_flops, cost.backward_flops, cost.layers[0].output
         (240, 240, (4, 3))
     """
-    with isolate_rng(), torch.compiler.set_stance("force_eager"):
-        try:
-            found: StepCost | Exception = _count(module, batch, context)
-        except Exception as error:  # After which `isolate_rng` restores nothing.
-            found = error
-    if isinstance(found, Exception):
-        raise found
-    return found
+    with untouched_generators(), torch.compiler.set_stance("force_eager"):
+        return _count(module, batch, context)
 
 
 def _count(module: pl.LightningModule, batch: Any, context: Callable[[], AbstractContextManager[Any]]) -> StepCost:

@@ -57,7 +57,7 @@ class FlagGroup:
         skip: parameters without a flag.
         common: parameters that ``--help`` shows; None shows all.
         texts: what parameters do, in place of the text in the class's docstring.
-        words: a word that the flag of a parameter takes beside its values.
+        literals: a text that the flag of a parameter takes beside its values.
     """
 
     title: str
@@ -65,7 +65,7 @@ class FlagGroup:
     skip: frozenset[str] = frozenset()
     common: frozenset[str] | None = None
     texts: Mapping[str, str] = field(default_factory=dict)
-    words: Mapping[str, str] = field(default_factory=dict)
+    literals: Mapping[str, str] = field(default_factory=dict)
 
 
 def describe_type(annotation: Any) -> str:
@@ -193,7 +193,7 @@ class FlagParser(ArgumentParser):
         for action in self._flags.values():
             if (annotation := getattr(action, "_typehint", None)) is not None:
                 action._typehint = _whole_numbers_first(annotation)  # type: ignore[attr-defined]
-        for name, word in (pair for group in groups for pair in group.words.items()):
+        for name, word in (pair for group in groups for pair in group.literals.items()):
             if name in self._flags:
                 self._flags[name]._typehint = Union[self._type(name), Literal[word]]  # type: ignore[attr-defined]  # noqa: UP007
         for name, text in (pair for group in groups for pair in group.texts.items()):

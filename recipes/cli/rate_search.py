@@ -53,7 +53,7 @@ def with_found_rate(experiment: Experiment, folder: Path | None) -> Experiment:
     warm-up and schedule.
 
     Args:
-        folder: of the run, for the picture.
+        folder: of the run, for the image.
 
     Raises:
         UserError: no rate was found.
@@ -79,10 +79,10 @@ def with_found_rate(experiment: Experiment, folder: Path | None) -> Experiment:
     rank_zero_print(f"searching the learning rate in up to {sweep.updates} updates ...")
     with _without_messages():
         found = sweep_rates(recipe, experiment.data, sweep, trainer)
-    picture = folder / FIGURES / "lr_find.png" if folder else None
-    if picture and is_rank_zero():
+    image = folder / FIGURES / "lr_find.png" if folder else None
+    if image and is_rank_zero():
         with best_effort(FIGURES):
-            draw_rate_test(found, picture)
+            draw_rate_test(found, image)
     rank_zero_print(f"{found.line()}; to repeat the run without the search pass --lr {found.lr:g}")
     recipe.hparams["lr"] = found.lr
     config = MappingProxyType({**settings.config, "lr": found.lr})

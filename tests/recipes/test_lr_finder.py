@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.lib.generators import untouched_generators
 from datamodules import TrainLoader
 from datamodules.errors import UserError
-from recipes.lr_finder import RateSweep, choose_rate, find_learning_rate, untouched_generators
+from recipes.lr_finder import RateSweep, choose_rate, find_learning_rate
 from tests.support.command_lines import typed
 from tests.support.ranks import run_ranks
 from tests.support.stock_data import Points, Quadrants
