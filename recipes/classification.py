@@ -207,7 +207,7 @@ class Classifier(Recipe):
 
     hparams: ClassifierParameters
     class_weights: Tensor | None
-    """Weights of the classes in the training loss, of shape (classes,); `setup` takes the data's, where it has some."""
+    """The data's weights of the classes in the training loss, of shape (classes,); None where all weigh 1."""
 
     def __init__(
         self,
@@ -312,9 +312,9 @@ class Classifier(Recipe):
                 f"the data has {count} classes{listed}, the network {len(self.class_names)}; pass num_classes={count}"
                 ", or data with the classes that the network was trained on"
             )
-        weights = data_contract(self.data_module()).class_weights
-        if stage == "fit" and weights is not None:
-            self.class_weights = weights
+        if stage == "fit":
+            # Those of a checkpoint take their place later.
+            self.class_weights = data_contract(self.data_module()).class_weights
 
     def _name_classes(self) -> None:
         """Take the names of the classes from the data, where it has them.

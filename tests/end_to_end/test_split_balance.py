@@ -28,22 +28,20 @@ class Linear(MNISTClassifier):
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 3)).double()
 
 
+def _data(batch_size: int = GLOBAL_BATCH, **options: Any) -> MNISTDataModule:
+    labels = torch.repeat_interleave(torch.arange(3), torch.tensor(COUNTS))
+    # On a dark border, so that they stay as they are.
+    images = F.pad(torch.rand(90, 20, 20, generator=torch.Generator().manual_seed(3)), (4, 4, 4, 4))
+    test = images[::9], labels[::9]
+    return MNISTDataModule.from_arrays(images, labels, test=test, batch_size=batch_size, val_fraction=0.0, **options)
+
+
 def _train(name: str, world_size: int, micro_batches: int, folder: Path, resume: bool) -> dict[str, Any]:
     """Two epochs, saved after the fifth update, in the first epoch; or from there to the end."""
     silence()
     torch.manual_seed(1)
     for_data, for_recipe = SETTINGS[name]
-    labels = torch.repeat_interleave(torch.arange(3), torch.tensor(COUNTS))
-    # On a dark border, so that they stay as they are.
-    images = F.pad(torch.rand(90, 20, 20, generator=torch.Generator().manual_seed(3)), (4, 4, 4, 4))
-    data = MNISTDataModule.from_arrays(
-        images,
-        labels,
-        test=(images[::9], labels[::9]),
-        batch_size=GLOBAL_BATCH // world_size // micro_batches,
-        val_fraction=0.0,
-        **for_data,
-    )
+    data = _data(GLOBAL_BATCH // world_size // micro_batches, **for_data)
     recipe = Linear(num_classes=3, optimizer="sgd", lr=0.01, schedule="constant", **for_recipe)
     save = ExactCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
     trainer = pl.Trainer(
@@ -82,6 +80,11 @@ def test_a_balanced_run_learns_the_same_on_any_split_and_after_a_resume_within_a
     torch.save(saved, tmp_path / "loss" / "step=5.ckpt")
     resumed = _train("loss", 1, 1, tmp_path / "loss", resume=True)
     assert torch.equal(resumed["class_weights"], saved["class_weights"])
+    # A second fit takes those of its own data.
+    recipe = Linear(num_classes=3)
+    recipe.class_weights = saved["class_weights"]
+    pl.Trainer(max_epochs=0, enable_checkpointing=False, enable_progress_bar=False, **QUIET).fit(recipe, _data())
+    assert recipe.class_weights is None
     assert not torch.allclose(whole["sampling"]["weight"], whole["loss"]["weight"], rtol=1e-3)
 
 
