@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from callbacks.lib.generators import untouched_generators
 from callbacks.lib.lightning_internals import attached_trainer, set_trainer
+from datamodules.errors import UserError
 
 __all__ = ["LayerCost", "StepCost", "step_cost", "storage_bytes"]
 
@@ -122,6 +123,7 @@ def step_cost(
         context: what the step runs in, such as autocast.
 
     Raises:
+        UserError: the module makes its own updates, which would be those of the run's optimisers.
         Exception: of the step, which may read a number off its output, which fake tensors do not have.
 
     Example:
@@ -135,6 +137,8 @@ def step_cost(
         >>> cost.forward_flops, cost.backward_flops, cost.layers[0].output
         (240, 240, (4, 3))
     """
+    if not module.automatic_optimization:
+        raise UserError("a step with manual optimisation cannot be tried: it steps the run's own optimisers")
     with untouched_generators(), torch.compiler.set_stance("force_eager"):
         return _count(module, batch, context)
 

@@ -136,6 +136,35 @@ def test_a_run_is_the_same_to_the_bit_with_the_summary(kind: type[Model], capsys
     assert ("not known" in out) == (kind is ReadsItsOutput)
 
 
+class Manual(Model):
+    """Updates its weights itself, and counts how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.updates: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda *_: self.updates.append(1))
+        return optimizer
+
+
+def test_a_step_that_updates_the_weights_itself_is_not_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    silence()
+    model = Manual()
+    trainer = pl.Trainer(callbacks=[StepSummary()], **SETTINGS)
+    trainer.fit(model, DataLoader(TensorDataset(*noisy_images(20)), 5))
+    assert (len(model.updates), trainer.global_step) == (4, 4)
+    assert "not known (a step with manual optimisation" in capsys.readouterr().out
+
+
 def test_the_table_ends_at_its_depth() -> None:
     cost = step_cost(Model(), BATCH)
     names = [row["layer"].strip() for row in summary_rows(cost, 2)]
