@@ -70,7 +70,7 @@ _COMMON_TRAINER_PARAMETERS = """
     limit_train_batches profiler
 """
 _COMMON_RUN_SETTINGS = """
-    name run_dir resume save_every ckpt output format seed precision global_batch_size accumulate warmup
+    name run_dir resume save_every ckpt output format seed precision global_batch_size accumulate warmup ema swa
     lr_scale sync_bn callbacks early_stopping logger summary profile
 """
 _COMMON_LAUNCH_SETTINGS = "node_rank master_addr master_port"
