@@ -144,7 +144,7 @@ class WeightAveraging(pl.Callback):
     ) -> None:
         given = [f"ema={ema}"] * (ema is not None) + ["swa=True"] * swa + [f"lawa={lawa}"] * (lawa is not None)
         if len(given) != 1:
-            found = " and ".join(given) or "no average"
+            found = " and ".join(given) or "`average_from` and `average_every` alone make no average"
             raise UserError(f"{found}: pass one of ema=0.999, swa=True and lawa=5")
         check_ranges(ema=(ema, Range(0, 1, above=True, below=True)), lawa=(lawa, COUNT))
         self.ema, self.lawa = ema, lawa

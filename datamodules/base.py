@@ -83,15 +83,19 @@ class ClassificationDataModule(BaseDataModule):
     def _sampling_weights(self, labels: Tensor) -> Tensor | None:
         """Those of ``balance="sampling"`` for all samples, of which some are trained on, by their labels."""
         mine = self._training_labels()
-        if self.hparams.balance == "none" or mine is None:
-            return None
-        counts = mine.bincount()
-        sizes = counts[counts > 0]
-        how = f"each drawn {len(mine) / len(sizes):,.0f} times an epoch"
-        if self.hparams.balance == "loss":
-            how = f"weighted in the training loss by {len(mine) / len(sizes):,.0f} / size"
-        classes = f"{len(sizes)} classes of {int(sizes.min()):,} to {int(sizes.max()):,} samples"
-        self._note(f"balance={self.hparams.balance!r}: {classes}, {how}")
-        if self.hparams.balance == "loss":
+        if self.hparams.balance != "sampling" or mine is None:
             return None
         return balanced_class_weights(mine, self.num_classes or 0)[labels.cpu()]
+
+    def _note_balance(self) -> None:
+        """Log the sizes of the classes and what ``balance`` does about them, where it does something."""
+        labels = self._training_labels()
+        if self.hparams.balance == "none" or labels is None:
+            return
+        counts = labels.bincount()
+        sizes = counts[counts > 0]
+        share = f"{len(labels) / len(sizes):,.0f}"
+        sampled = self.hparams.balance == "sampling"
+        how = f"each drawn {share} times an epoch" if sampled else f"weighted in the training loss by {share} / size"
+        classes = f"{len(sizes)} classes of {int(sizes.min()):,} to {int(sizes.max()):,} samples"
+        self._note(f"balance={self.hparams.balance!r}: {classes}, {how}")

@@ -56,9 +56,9 @@ def estimate_checkpoint_bytes(module: nn.Module, optimizers: Iterable[torch.opti
     """The size of a checkpoint, before the optimisers have any state; `copies` is how often it holds the weights."""
     total: int = copies * sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
     for optimizer in optimizers:
-        copies = _STATE_PER_PARAMETER.get(type(optimizer).__name__, 2)
+        states = _STATE_PER_PARAMETER.get(type(optimizer).__name__, 2)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        total += copies * sum(p.numel() * p.element_size() for p in parameters)
+        total += states * sum(p.numel() * p.element_size() for p in parameters)
     return total
 
 

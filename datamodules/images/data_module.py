@@ -398,6 +398,7 @@ class ImageFolderDataModule(ClassificationDataModule):
         options = self.hparams
         images, targets = self._parts["train"]
         self._note_share()
+        self._note_balance()
         mixing = Mixing(options.mixup, options.cutmix, self.num_classes, options.seed)
         loader = WorkerTrainLoader(
             BatchReader(images, targets, self._augmentation(options.augment), mixing),

@@ -529,6 +529,7 @@ class MNISTDataModule(ClassificationDataModule):
     def train_dataloader(self) -> TrainLoader:
         images, labels = self._parts["train"]
         self._note_share()
+        self._note_balance()
         return TrainLoader(
             images,
             labels,

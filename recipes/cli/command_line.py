@@ -154,7 +154,7 @@ def _build_parser(classes: Classes, program: str) -> FlagParser:
         FlagGroup("Run", RunSettings, common=frozenset(_COMMON_RUN_SETTINGS.split())),
         FlagGroup("Launch", LaunchSettings, common=frozenset(_COMMON_LAUNCH_SETTINGS.split())),
         FlagGroup("Data", classes.data, skip=frozenset({"predict_inputs"})),
-        FlagGroup("Recipe", classes.recipe, literals={"lr": FIND}),
+        FlagGroup("Recipe", classes.recipe, literals={"lr": (FIND, "chooses it by a range test before the run")}),
         FlagGroup("Trainer", pl.Trainer, trainer_skips, frozenset(_COMMON_TRAINER_PARAMETERS.split()), _TRAINER_TEXTS),
     ]
     parser = FlagParser(groups, program)

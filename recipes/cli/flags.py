@@ -57,7 +57,7 @@ class FlagGroup:
         skip: parameters without a flag.
         common: parameters that ``--help`` shows; None shows all.
         texts: what parameters do, in place of the text in the class's docstring.
-        literals: a text that the flag of a parameter takes beside its values.
+        literals: a text that the flag of a parameter takes beside its values, and what it does.
     """
 
     title: str
@@ -65,7 +65,7 @@ class FlagGroup:
     skip: frozenset[str] = frozenset()
     common: frozenset[str] | None = None
     texts: Mapping[str, str] = field(default_factory=dict)
-    literals: Mapping[str, str] = field(default_factory=dict)
+    literals: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def describe_type(annotation: Any) -> str:
@@ -193,9 +193,11 @@ class FlagParser(ArgumentParser):
         for action in self._flags.values():
             if (annotation := getattr(action, "_typehint", None)) is not None:
                 action._typehint = _whole_numbers_first(annotation)  # type: ignore[attr-defined]
-        for name, word in (pair for group in groups for pair in group.literals.items()):
+        for name, (text, effect) in (pair for group in groups for pair in group.literals.items()):
             if name in self._flags:
-                self._flags[name]._typehint = Union[self._type(name), Literal[word]]  # type: ignore[attr-defined]  # noqa: UP007
+                flag: Any = self._flags[name]
+                flag._typehint = Union[self._type(name), Literal[text]]  # noqa: UP007
+                flag.help = f"{flag.help.rstrip('.')}; {text} {effect}"
         for name, text in (pair for group in groups for pair in group.texts.items()):
             self._flags[name].help = text
 

@@ -291,7 +291,7 @@ def test_statistics_that_cannot_be_computed_are_refused_before_the_run() -> None
 
 def test_settings_that_cannot_be_are_refused_with_what_to_type() -> None:
     for settings, message in {
-        "": "no average: pass one of ema=0.999, swa=True and lawa=5",
+        "": "make no average: pass one of ema=0.999, swa=True and lawa=5",
         "ema=0.9,swa=True": "ema=0.9 and swa=True: pass one of",
         "ema=1.5": "ema=1.5: expected above 0 and below 1",
         "ema=0": "ema=0: expected above 0",
