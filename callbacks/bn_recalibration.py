@@ -29,6 +29,7 @@ from callbacks.lib.global_batch import loader_batch_size
 from callbacks.lib.lightning_internals import deal_to_ranks, original_training_loader
 from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.errors import UserError
+from datamodules.loading.resumable import ResumableLoader
 
 __all__ = ["BNRecalibration"]
 
@@ -50,6 +51,15 @@ def _another_loader(trainer: pl.Trainer) -> Any:
     return deal_to_ranks(trainer, loader)
 
 
+def _moves_training(trainer: pl.Trainer) -> bool:
+    """Whether a pass through `_another_loader` may move the loader that training is within.
+
+    A copy of a loader of any class may share with it what holds the position, such as the workers of a DataLoader.
+    """
+    loader, is_new = original_training_loader(trainer)
+    return not (is_new or trainer.is_last_batch or isinstance(loader, (DataLoader, ResumableLoader)))
+
+
 class BNRecalibration(pl.Callback):
     """Recomputes the statistics of BatchNorm layers for the weights that are evaluated, from the training set.
 
@@ -62,8 +72,9 @@ class BNRecalibration(pl.Callback):
     Without averaging the weights of the moment get theirs (Wu and Johnson, 2021).
 
     Layers that do not train keep their statistics. Training is not affected: no generator and no loader advances. A
-    data module is asked for another training loader; a loader that was passed to `fit` is copied, not deeply. The
-    module's `forward` is called with the first part of each batch.
+    data module is asked for another training loader; a loader that was passed to `fit` is copied, not deeply, and where
+    it is neither a `DataLoader` nor of `datamodules`, statistics are computed at the ends of epochs only. The module's
+    `forward` is called with the first part of each batch.
 
     Runs on: `on_validation_epoch_start` while fitting, and `on_train_end`. Each costs a forward pass over the batches.
     `on_train_batch_end` looks which layers train.
@@ -149,9 +160,15 @@ class BNRecalibration(pl.Callback):
             moved = trainer.precision_plugin.convert_input(trainer.strategy.batch_to_device(batch))
             yield moved[0] if isinstance(moved, (tuple, list)) else moved
 
-    def recalibrate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Compute the statistics now; to be called on all ranks."""
+    def recalibrate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
+        """Compute the statistics now, unless that would disturb training; to be called on all ranks.
+
+        Returns:
+            Whether they are those of the weights now.
+        """
         layers = [self._layers[name] for name in self._training]
+        if layers and _moves_training(trainer):
+            return False
 
         def forward(inputs: Any) -> None:
             # The loaders' arithmetic stays out of autocast.
@@ -161,3 +178,4 @@ class BNRecalibration(pl.Callback):
         # Out of Lightning's inference mode: what a loader keeps for later would be unfit for training.
         with isolate_rng(), torch.inference_mode(False):
             recalibrate(pl_module, self._inputs(trainer), layers, forward)
+        return True

@@ -285,8 +285,7 @@ class WeightAveraging(pl.Callback):
             return
         exchange(self._tensors, self._others)
         self._evaluates = True
-        if self._statistics_of != self.samples:
-            self._statistics.recalibrate(trainer, pl_module)
+        if self._statistics_of != self.samples and self._statistics.recalibrate(trainer, pl_module):
             self._statistics_of = self.samples
 
     def _train(self) -> None:

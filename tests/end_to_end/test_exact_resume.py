@@ -308,7 +308,7 @@ def test_a_run_killed_at_any_moments_ends_with_the_bits_of_one_that_was_not(worl
     for _ in range(12):
         # Saving, validating or in a collective: wherever it is then. Its peers lose it or are killed with it.
         with contextlib.suppress(AssertionError):
-            run_ranks(live, world_size, case, world_size, tmp_path / "killed", seconds=moments.uniform(0.05, 0.3))
+            run_ranks(live, world_size, case, world_size, tmp_path / "killed", seconds=moments.uniform(0.1, 1.2))
     ends = run_ranks(live, world_size, case, world_size, tmp_path / "killed")
     assert [end.sha256 for end in ends] == expected
     assert ends[0].began > (0, 0)
