@@ -28,6 +28,9 @@ class DataContract(Protocol):
     ``predict_inputs`` takes the arguments of the predict command.
     """
 
+    rare_parameters: ClassVar[frozenset[str]] = frozenset()
+    """Parameters of the constructor whose flags ``--help-all`` shows, and ``--help`` does not."""
+
     tokens_parameter: ClassVar[str | None] = None
     """The parameter that, where it is given, limits a batch by tokens in place of ``batch_size``."""
 
@@ -123,7 +126,7 @@ class _Defaults(DataContract):
 def _fits(name: str, value: object) -> bool:
     """Whether a foreign attribute means what the contract does by its name: an `image_size` may be a pair."""
     match name:
-        case "free_parameters" | "call_parameters":
+        case "free_parameters" | "call_parameters" | "rare_parameters":
             return isinstance(value, (frozenset, set))
         case "title" | "tokens_parameter":
             return isinstance(value, str)
@@ -163,7 +166,8 @@ class _Foreign:
 def data_contract(data: object) -> DataContract:
     """Ask a data module, which may be any LightningDataModule, or None.
 
-    Of a class, the class attributes can be read: ``free_parameters``, ``call_parameters``, ``tokens_parameter``.
+    Of a class, the class attributes can be read: ``free_parameters``, ``call_parameters``, ``rare_parameters``,
+    ``tokens_parameter``.
 
     Example:
         >>> class Mine:

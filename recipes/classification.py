@@ -204,6 +204,7 @@ class Classifier(Recipe):
     """The probability of the likeliest class below which `predict` calls an image unclear."""
 
     free_parameters: ClassVar[frozenset[str]] = Recipe.free_parameters | {"top_k"}
+    rare_parameters: ClassVar[frozenset[str]] = Recipe.rare_parameters | {"focal_gamma", "top_k"}
 
     hparams: ClassifierParameters
     class_weights: Tensor | None

@@ -48,7 +48,9 @@ def optimizer_class(name: str) -> type[Optimizer]:
         }
         if name.lower() not in classes:
             names = ", ".join(sorted(classes))
-            raise UserError(f"no optimizer {name!r}; expected one of {names}, or the import path of a class of yours")
+            close = difflib.get_close_matches(name.lower(), classes, n=1)
+            hint = f"did you mean {close[0]}? Expected" if close else "expected"
+            raise UserError(f"no optimizer {name!r}; {hint} one of {names}, or the import path of a class of yours")
         found: Any = classes[name.lower()]
     else:
         module, _, attribute = name.rpartition(".")

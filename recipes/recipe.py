@@ -106,8 +106,8 @@ class RecipeParameters(AttributeDict):
     channels_last: bool
     weights: str | None
     weights_min_share: float
-    weights_only: str | Sequence[str]
-    weights_skip: str | Sequence[str]
+    weights_only: str | Sequence[str] | None
+    weights_skip: str | Sequence[str] | None
 
 
 class Recipe(pl.LightningModule):
@@ -170,6 +170,18 @@ class Recipe(pl.LightningModule):
     call_parameters: ClassVar[frozenset[str]] = frozenset()
     """Parameters of the constructor that belong to one call, such as an output file, and are not saved with a run."""
 
+    rare_parameters: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("momentum", "optimizer_args", "decay_all", "fused", "channels_last"),
+            *("gamma", "power", "min_lr", "plateau_patience"),
+            *("weights_min_share", "weights_only", "weights_skip"),
+        }
+    )
+    """Parameters of the constructor whose flags ``--help-all`` shows, and ``--help`` does not.
+
+    A subclass joins its own, as in `free_parameters`.
+    """
+
     predict_example = "FILE"
     """The arguments of the predict command that the final table shows."""
 
@@ -199,8 +211,8 @@ class Recipe(pl.LightningModule):
         channels_last: bool = True,
         weights: str | None = None,
         weights_min_share: float = 0.5,
-        weights_only: str | Sequence[str] = (),
-        weights_skip: str | Sequence[str] = (),
+        weights_only: str | Sequence[str] | None = None,
+        weights_skip: str | Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         lr = default_rate(optimizer, self.default_lr) if lr is None else lr

@@ -255,7 +255,7 @@ class WeightsReport:
 
 
 def _chosen_names(
-    module: nn.Module, tensors: Collection[str], only: str | Sequence[str], skip: str | Sequence[str]
+    module: nn.Module, tensors: Collection[str], only: str | Sequence[str] | None, skip: str | Sequence[str] | None
 ) -> set[str]:
     """The names of tensors that `only` chooses, all where it is empty, without those of `skip`.
 
@@ -271,7 +271,7 @@ def _chosen_names(
         return {name for name in tensors if inside(name, found)}
 
     chosen = matching(only, "only") if only else set(tensors)
-    chosen -= matching(skip, "skip")
+    chosen -= matching(skip, "skip") if skip else set()
     if not chosen:
         raise UserError("`only` and `skip` choose no tensor of the module; pass other patterns, or weights='none'")
     return chosen
@@ -319,8 +319,8 @@ def load_weights(
     state: Mapping[str, Tensor],
     source_name: str,
     min_share: float = 0.5,
-    only: str | Sequence[str] = (),
-    skip: str | Sequence[str] = (),
+    only: str | Sequence[str] | None = None,
+    skip: str | Sequence[str] | None = None,
 ) -> WeightsReport:
     """Copy what fits by name and shape into a module, in the module's precision, on its device and as it is sharded.
 

@@ -90,6 +90,7 @@ class ImageFolderDataModule(ClassificationDataModule):
 
     free_parameters = DataContract.free_parameters | {"cache_gb", "download"}
     call_parameters = DataContract.call_parameters | {"save_seen"}
+    rare_parameters = frozenset({"save_seen", "drop_last", "download"})
 
     def __init__(
         self,

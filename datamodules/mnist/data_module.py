@@ -200,6 +200,7 @@ class MNISTDataModule(ClassificationDataModule):
 
     free_parameters = DataContract.free_parameters | {"download"}
     call_parameters = DataContract.call_parameters | {"save_seen"}
+    rare_parameters = frozenset({"save_seen", "drop_last", "download"})
     photographs = False
 
     def __init__(

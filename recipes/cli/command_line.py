@@ -67,11 +67,11 @@ _OWN_TRAINER_PARAMETERS = """
 _REPLACED_TRAINER_PARAMETERS = "accumulate_grad_batches sync_batchnorm deterministic benchmark"
 _COMMON_TRAINER_PARAMETERS = """
     accelerator strategy devices num_nodes max_epochs max_steps fast_dev_run gradient_clip_val log_every_n_steps
-    limit_train_batches profiler
+    limit_train_batches
 """
 _COMMON_RUN_SETTINGS = """
     name run_dir resume save_every ckpt output format seed precision global_batch_size accumulate warmup ema swa
-    lr_scale sync_bn callbacks early_stopping logger summary profile
+    sync_bn callbacks early_stopping logger summary profile
 """
 _COMMON_LAUNCH_SETTINGS = "node_rank master_addr master_port"
 _TRAINER_TEXTS = LIMIT_TEXTS | {
@@ -150,12 +150,14 @@ def _print_texts(title: str, texts: dict[str, str], width: int) -> None:
 
 def _build_parser(classes: Classes, program: str) -> FlagParser:
     trainer_skips = frozenset((_OWN_TRAINER_PARAMETERS + _REPLACED_TRAINER_PARAMETERS).split())
+    trainer_common = frozenset(_COMMON_TRAINER_PARAMETERS.split())
+    find = (FIND, "chooses it by a range test before the run")
     groups = [
         FlagGroup("Run", RunSettings, common=frozenset(_COMMON_RUN_SETTINGS.split())),
         FlagGroup("Launch", LaunchSettings, common=frozenset(_COMMON_LAUNCH_SETTINGS.split())),
-        FlagGroup("Data", classes.data, skip=frozenset({"predict_inputs"})),
-        FlagGroup("Recipe", classes.recipe, literals={"lr": (FIND, "chooses it by a range test before the run")}),
-        FlagGroup("Trainer", pl.Trainer, trainer_skips, frozenset(_COMMON_TRAINER_PARAMETERS.split()), _TRAINER_TEXTS),
+        FlagGroup("Data", classes.data, frozenset({"predict_inputs"}), rare=classes.declared.rare_parameters),
+        FlagGroup("Recipe", classes.recipe, rare=classes.recipe.rare_parameters, literals={"lr": find}),
+        FlagGroup("Trainer", pl.Trainer, trainer_skips, common=trainer_common, texts=_TRAINER_TEXTS),
     ]
     parser = FlagParser(groups, program)
     parser.set_defaults(classes.recipe.trainer_defaults)
@@ -375,7 +377,7 @@ class _CommandLine:
         other = self._not_saved | _OF_THE_MACHINE | {"callbacks"}
         saved = read_settings_beside(weights) if weights != "imagenet" else {}
         check_settings(saved, weights)
-        strict = {"weights_min_share": 1.0, "weights_only": [], "weights_skip": []}
+        strict = {"weights_min_share": 1.0, "weights_only": None, "weights_skip": None}
         self.parser.set_known_defaults({name: value for name, value in saved.items() if name not in other} | strict)
         return self.parser.parse(args)
 

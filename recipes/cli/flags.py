@@ -55,7 +55,8 @@ class FlagGroup:
         title: the heading in the help.
         cls: the class whose constructor is read.
         skip: parameters without a flag.
-        common: parameters that ``--help`` shows; None shows all.
+        common: parameters that ``--help`` shows; None shows all but those of `rare`.
+        rare: parameters that only ``--help-all`` shows.
         texts: what parameters do, in place of the text in the class's docstring.
         literals: a text that the flag of a parameter takes beside its values, and what it does.
     """
@@ -64,6 +65,7 @@ class FlagGroup:
     cls: type
     skip: frozenset[str] = frozenset()
     common: frozenset[str] | None = None
+    rare: frozenset[str] = frozenset()
     texts: Mapping[str, str] = field(default_factory=dict)
     literals: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -432,7 +434,8 @@ class FlagParser(ArgumentParser):
         indent = 4 if narrow else 34
         lines = []
         for group, names in self._shown:
-            shown = [n for n in names if everything or group.common is None or n in group.common]
+            common = (set(names) if group.common is None else group.common) - group.rare
+            shown = [name for name in names if everything or name in common]
             if not shown:
                 continue
             lines.append(f"\n{group.title}:")

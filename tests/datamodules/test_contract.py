@@ -112,7 +112,8 @@ def test_every_member_of_ours_can_be_read_before_any_data(data_class: type[pl.Li
         getattr(contract, name)
     assert contract.seed == 5
     assert "Data" not in contract.title
-    parameters = set(contract.free_parameters) | contract.call_parameters | {contract.tokens_parameter or "seed"}
+    parameters = set(contract.free_parameters) | contract.call_parameters | contract.rare_parameters
+    parameters |= {contract.tokens_parameter or "seed"}
     assert parameters - {"num_workers", "data_dir"} <= set(contract.hparams)
 
 

@@ -86,7 +86,12 @@ def test_tensorboard_shows_pictures_the_graph_and_the_hyperparameters(trained):
     assert sorted(scalars)[:6] == sorted(main)
     # One curve for both groups of the optimiser, and no point of a single class but of the validation.
     assert {name for name in scalars if name.startswith("updates")} == {
-        f"updates/{name}" for name in ("accuracy", "loss", "lr", "samples_per_second")
+        f"updates/{name}"
+        for names in (
+            ("accuracy", "loss", "lr", "samples_per_second"),
+            ("gradient_norm", "update_to_weight_ratio", "data_wait", "host_memory_gib"),
+        )
+        for name in names
     }
     assert not [name for name in scalars if name.startswith("final") or "test/accuracy_class" in name]
     assert epochs["loss/train"] == epochs["loss/val"] == epochs["accuracy/test"] == [1]
@@ -187,7 +192,7 @@ def test_predict_reads_dark_and_light_pictures_and_writes_a_file(trained):
             "error: --barebones measures the speed of training, and keeps no scores; leave it out to test",
         ),
         (["test", "--ckpt", "no.ckpt"], "error: there is no checkpoint no.ckpt"),
-        (["--optimizer", "sdg"], "error: no optimizer 'sdg' that fits here; expected one of"),
+        (["--optimizer", "sdg"], "error: no optimizer 'sdg'; did you mean sgd? Expected one of adadelta, "),
         (["--ckpt", "some.ckpt"], "error: fit begins with new weights; pass --resume FILE"),
         (["test", "--resume", "some.ckpt"], "error: --resume continues training; pass --ckpt FILE to test"),
         (["test", "--ckpt", "a", "--output", "no/such.json"], "error: --output no/such.json: there is no folder no"),
@@ -234,8 +239,9 @@ def test_help_is_grouped_and_fits_two_screens(tmp_path):
     for word in ("Run:", "Data:", "Recipe:", "Trainer:", "--devices", "--max-epochs", "--help-all", "--print-config"):
         assert word in out
     _, everything, _ = type_in(tmp_path, "--help-all")
-    assert "--check-val-every-n-epoch" in everything
-    assert "--check-val-every-n-epoch" not in out
+    for rare in ("--check-val-every-n-epoch", "--plateau-patience", "--focal-gamma", "--save-seen"):
+        assert rare in everything
+        assert rare not in out
 
 
 def test_printed_settings_can_be_given_back(tmp_path):

@@ -60,6 +60,7 @@ def test_what_does_not_make_the_experiment_is_a_parameter_and_joins_that_of_the_
     parameters = {name for base in recipe.__mro__ for name in inspect.signature(base.__init__).parameters}
     assert Recipe.free_parameters <= recipe.free_parameters <= parameters
     assert recipe.call_parameters <= parameters
+    assert Recipe.rare_parameters <= recipe.rare_parameters <= parameters
     assert not recipe.free_parameters & recipe.call_parameters
 
 
@@ -391,7 +392,7 @@ def test_the_classes_work_in_lightnings_own_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "sdg"}, "no optimizer 'sdg'; expected one of adadelta"),
+        ({"optimizer": "sdg"}, "no optimizer 'sdg'; did you mean sgd"),
         ({"schedule": "cosin"}, "no schedule 'cosin'; expected one of one_cycle, constant, linear, cosine"),
         ({"lr": 0.0}, "lr=0.0: expected above 0"),
         ({"lr": math.inf}, "lr=inf: expected above 0"),
