@@ -68,6 +68,8 @@ def system_failure(error: BaseException) -> str | None:
         return f"there is not enough memory{reason}; pass smaller sizes, or fewer loader workers or devices"
     if isinstance(error, OSError) and number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
         return f"{error.filename or 'a file'} cannot be written: {error.strerror}; make room, or choose another folder"
+    if isinstance(error, OSError) and number == errno.ENAMETOOLONG:
+        return f"the name {str(error.filename)[:60]}... is too long for the file system; pass a shorter one"
     if text.startswith("DataLoader worker (pid"):
         return f"{text.splitlines()[0].strip()} It may have run out of memory: run with fewer loader workers"
     return None

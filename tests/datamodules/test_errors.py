@@ -45,6 +45,7 @@ def test_a_limit_is_named_with_its_number_and_what_raises_it():
         (MemoryError(), "not enough memory; pass smaller sizes"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "Tried to allocate 2.00 GiB"),
         (OSError(errno.ENOSPC, "No space left on device", "lineage.json"), "lineage.json cannot be written: No space"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "x" * 300), "xxx... is too long for the file system; pass"),
         (
             RuntimeError("DataLoader worker (pid 71) is killed by signal: Killed. "),
             "(pid 71) is killed by signal",
