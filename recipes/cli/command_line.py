@@ -121,7 +121,7 @@ def run(
         take_parser(program.parser, _COMMANDS)
         return
     try:
-        with monitored(program.parser.as_flags, program.after_loss), ending_on_signals(*SIGNALS):
+        with ending_on_signals(*SIGNALS), monitored(program.parser.as_flags, program.after_loss):
             program.main()
     except Preempted as stopped:
         rank_zero_print(f"\nended by {stopped.signal_name}{requeue_on(stopped.signum) if is_rank_zero() else ''}")

@@ -68,14 +68,6 @@ def end_process(status: int, line: str = "") -> None:
     os._exit(status)
 
 
-def _loss_handled() -> str:
-    """What is done about the loss of a process, for the line that is printed; the monitor has to survive it."""
-    try:
-        return _after_loss()
-    except Exception as error:
-        return f"; {first_line(error)}"
-
-
 class RunConnection(ABC):
     """What one rank knows of its run: the values that rank 0 has published, and whether the run is over.
 
@@ -88,9 +80,12 @@ class RunConnection(ABC):
         self.over = False
         self.monitors = False
         """Whether the end of a rank ends the run: from the end of the rendezvous on."""
+        self.ending = False
+        """Whether the monitor handles the loss of a rank, after which it ends this process."""
         self.changed = threading.Condition()
         self.published: dict[str, Any] = {}
-        self.thread = threading.Thread(target=self._run, daemon=True, name="failure monitor")
+        self._finished = threading.Event()
+        self.thread = threading.Thread(target=self._monitor, daemon=True, name="failure monitor")
 
     def wait_for(self, name: str, deadline: float) -> Any:
         """A value that rank 0 publishes.
@@ -125,14 +120,40 @@ class RunConnection(ABC):
 
     def leave(self, status: int) -> None:
         """Report that this rank exits on purpose. With a status other than 0 the other ranks end as well."""
+        if self.ending:
+            self.wait()
         if status:
             self._send_report("exit", "", status)
         self.over = True
         self._say_goodbye(status)
 
     def wait(self) -> None:
-        """Wait until the monitor ends this process."""
-        self.thread.join(30)
+        """Wait until the monitor ends this process.
+
+        Slurm sends SIGTERM to a job that the monitor requeues, often before the monitor has printed why.
+        """
+        deadline = time.monotonic() + 30
+        while (rest := deadline - time.monotonic()) > 0:
+            try:
+                self._finished.wait(rest)  # `Thread.join` that a signal interrupts takes the thread for ended.
+                return
+            except (KeyboardInterrupt, SystemExit):
+                if not self.ending:
+                    raise
+
+    def _monitor(self) -> None:
+        try:
+            self._run()
+        finally:
+            self._finished.set()
+
+    def _loss_handled(self) -> str:
+        """What is done about the loss of a process, for the line that is printed; the monitor has to survive it."""
+        self.ending = True
+        try:
+            return _after_loss()
+        except Exception as error:
+            return f"; {first_line(error)}"
 
     @abstractmethod
     def _send_report(self, kind: str, line: str, status: int) -> None: ...
@@ -350,7 +371,7 @@ class Coordinator(RunConnection):
     def _end_run(self, cause: RankReport) -> None:
         line = "" if cause.kind == "exit" or (cause.rank == 0 and cause.kind == "user_error") else cause.describe()
         if cause.kind in ("lost", "unreachable"):
-            line += _loss_handled()
+            line += self._loss_handled()
         self._send_to_all({"status": cause.status, "line": line})
         if cause.rank == 0 and cause.kind == "user_error":
             line = f"error: {cause.line}"
@@ -437,7 +458,7 @@ class Member(RunConnection):
         failure = connection_failure(end) if isinstance(end, (OSError, EOFError)) else "lost"
         first = RankReport(0, 0, "the master's host", failure)
         alone = self.launch.node_rank == 0 and self.launch.local_rank == 1
-        end_process(1, first.describe() + _loss_handled() if self._prints or alone else "")
+        end_process(1, first.describe() + self._loss_handled() if self._prints or alone else "")
 
 
 class ExpectedEnd(Exception):

@@ -41,7 +41,7 @@ def test_no_process_leaves_before_slurm_has_answered_and_rank_0_says_how_to_go_o
 def test_a_job_that_lost_a_process_is_requeued_by_a_rank_that_lives(killed: int, tmp_path: Path) -> None:
     job = free_job()
     after = RUNNING.replace("RUNNING", "COMPLETING").replace("Restarts=0", "Restarts=1")
-    scontrol = fake_scontrol(tmp_path / "bin", after=after)
+    scontrol = fake_scontrol(tmp_path / "bin", seconds=1, after=after, ends=True)
     fails = ["--fail-rank", str(killed), "--fail-how", "kill"]
     ended = start(tmp_path, [(fails, env | scontrol) for env in by_slurm(job)])
     assert [end.status for end in ended] == ([-9, 1] if killed == 0 else [1, -9])

@@ -12,12 +12,13 @@ RUNNING = "JobId=71 JobName=a.sh JobState=RUNNING Reason=None Requeue=1 Restarts
 
 
 def fake_scontrol(
-    folder: Path, show: str = RUNNING, seconds: float = 0, status: int = 0, after: str = ""
+    folder: Path, show: str = RUNNING, seconds: float = 0, status: int = 0, after: str = "", ends: bool = False
 ) -> dict[str, str]:
     """Write it, and return the variables with which a run finds it.
 
     It prints `show`; a request to requeue is written to ``asked``, takes `seconds` and ends with `status`, and from
-    then on it prints `after`. A request that does not lead a session of its own, or that SIGTERM ends, is not written.
+    then on it prints `after`. A request that does not lead a session of its own, or that SIGTERM ends, is not written;
+    with `ends`, the process that made it gets SIGTERM, too, before the reply.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "record").write_text(f"{show}\n")
@@ -26,7 +27,7 @@ def fake_scontrol(
         "#!/bin/sh\n"
         f'[ "$1" = show ] && exec cat {folder}/record\n'
         "[ $(cut -d' ' -f6 /proc/$$/stat) = $$ ] || exit 9\n"
-        "kill -TERM $$\n"
+        f"kill -TERM $$ {'$PPID' if ends else ''}\n"
         f"echo $$ > {folder}/number\n"
         f"sleep {seconds}\n"
         f'echo "$@" >> {folder}/asked\n'
