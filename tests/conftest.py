@@ -1,10 +1,12 @@
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+from torch.utils.data import BatchSampler, DataLoader
 
 # A shared machine is slow at times; that is no defect of the code under test.
 settings.register_profile("any speed", deadline=None)
@@ -18,6 +20,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def unpatched_loaders() -> Iterator[None]:
+    """Lightning patches these classes while it asks for a loader, and leaves them so where that raises an error."""
+    yield
+    for cls in (DataLoader, BatchSampler):
+        for name in ("__init__", "__setattr__", "__delattr__"):
+            if (saved := f"__old{name}") in vars(cls):
+                setattr(cls, name, getattr(cls, saved))
+                delattr(cls, saved)
 
 
 @pytest.fixture(scope="session")
