@@ -8,7 +8,7 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-__all__ = ["RunFailedError", "UserError", "system_failure"]
+__all__ = ["RunFailedError", "UserError", "is_out_of_memory", "system_failure"]
 
 
 class UserError(ValueError):
@@ -30,8 +30,22 @@ class RunFailedError(UserError):
 
 _NO_MEMORY = (
     *("out of memory", "Cannot allocate memory", "can't allocate memory", "Storage size calculation overflowed"),
-    "Overflow when unpacking long",
+    *("Overflow when unpacking long", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
 )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device or the host has no memory left.
+
+    Example:
+        >>> is_out_of_memory(MemoryError()), is_out_of_memory(ValueError("out of memory"))
+        (True, False)
+    """
+    if not isinstance(error, (MemoryError, OSError, RuntimeError, TypeError)):
+        return False
+    refused = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    # Not by torch.OutOfMemoryError: this module is imported before torch.
+    return refused or type(error).__name__ == "OutOfMemoryError" or any(part in str(error) for part in _NO_MEMORY)
 
 
 def _limit(name: str) -> str:
@@ -63,7 +77,7 @@ def system_failure(error: BaseException) -> str | None:
             f"the system refuses another process or thread{_limit('RLIMIT_NPROC')}; allow more, as ulimit -u 4096 or"
             " docker run --pids-limit does, or run with fewer loader workers or devices, and OMP_NUM_THREADS=1"
         )
-    if isinstance(error, MemoryError) or number == errno.ENOMEM or any(part in text for part in _NO_MEMORY):
+    if is_out_of_memory(error):
         reason = f" ({text.splitlines()[0].strip()[:200]})" if text else ""
         return f"there is not enough memory{reason}; pass smaller sizes, or fewer loader workers or devices"
     if isinstance(error, OSError) and number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
