@@ -22,6 +22,29 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _ROOT = Path(__file__).parents[1]
 
 
+_NO_GPU = "there is no CUDA GPU here"
+
+
+def _asks_for_cuda(config: pytest.Config) -> bool:
+    return "cuda" in config.option.markexpr
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked cuda are left out unless ``-m`` names the mark, and skipped without a GPU."""
+    needs_gpu = [item for item in items if item.get_closest_marker("cuda")]
+    if not _asks_for_cuda(config):
+        items[:] = [item for item in items if not item.get_closest_marker("cuda")]
+        config.hook.pytest_deselected(items=needs_gpu)
+    elif not torch.cuda.is_available():
+        for item in needs_gpu:
+            item.add_marker(pytest.mark.skip(reason=_NO_GPU))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if _asks_for_cuda(config) and not torch.cuda.is_available():
+        terminalreporter.write_line(f"{_NO_GPU}: no test marked cuda has run", yellow=True)
+
+
 @pytest.fixture(autouse=True)
 def unpatched_loaders() -> Iterator[None]:
     """Lightning patches these classes while it asks for a loader, and leaves them so where that raises an error."""

@@ -224,7 +224,6 @@ def _threads_put_back() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-_NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 QUICK_SECTIONS = ["input_pipeline", "callbacks_cost", "dropout", "fine_tuning", "seq2seq"]
 
 
@@ -254,7 +253,7 @@ def run_tiny(names: list[str], folder: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[_NEEDS_GPU] if name in benchmarks.NEED_CUDA else [])
+        pytest.param(name, marks=[pytest.mark.cuda] if name in benchmarks.NEED_CUDA else [])
         for name in benchmarks.SECTIONS
         if name not in QUICK_SECTIONS
     ],

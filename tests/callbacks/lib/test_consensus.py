@@ -15,8 +15,6 @@ from callbacks.preemption import Preemption
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, Tiny, image_network, noisy_images, silence
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 class Delay(pl.Callback):
     """Delays the last all-reduce of rank 1 by some seconds."""
@@ -59,7 +57,7 @@ def test_on_a_cpu_a_flag_is_read_at_once_and_only_once() -> None:
     assert read == [False, False, False, True, False, False, False]
 
 
-@needs_gpu
+@pytest.mark.cuda
 def test_on_a_gpu_a_flag_is_read_one_call_later_without_waiting_for_the_work_around_it() -> None:
     flags = DeferredFlags()
     sums = [torch.full((), float(flag), device="cuda") for flag in (0, 1, 0, 0)]

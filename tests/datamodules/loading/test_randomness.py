@@ -187,7 +187,7 @@ def test_successive_epochs_share_no_positions_beyond_chance():
     assert abs(_correlation(orders[0], INDEX)) < 5 / math.sqrt(N)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_a_gpu_gives_the_same_bits():
     for function in (random_bits, uniform):
         assert torch.equal(function(1, "p", 2, INDEX.cuda(), 4).cpu(), function(1, "p", 2, INDEX, 4))

@@ -1,0 +1,145 @@
+"""On one GPU a run learns the same however it is split, interrupted or moved to another device."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
+from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.seed_control import SeedControl
+from callbacks.sync_bn import SyncBN
+from callbacks.training_monitor import TrainingMonitor
+from callbacks.warmup_lr import WarmupLR
+from callbacks.weight_averaging import WeightAveraging
+from datamodules.loading.loaders import EvaluationLoader, TrainLoader
+from tests.cuda.conftest import Device
+from tests.end_to_end.test_split_table import BOUNDS, EPOCHS, GLOBAL_BATCH, SGD, TASKS, by_hand, data_of, error
+from tests.support.devices import on_device, precision_on, run_on
+from tests.support.tables import Tiny, image_network, noisy_images, silence
+
+SPLITS = {1: (1, 4), 2: (1, 2)}
+"""By the number of processes, the numbers of micro-batches."""
+
+Row = tuple[str, torch.dtype, int]
+
+
+def _train(device: str, world_size: int, row: Row) -> dict[str, Tensor]:
+    name, dtype, micro_batches = row
+    task, batch_size = TASKS[name], GLOBAL_BATCH // world_size // micro_batches
+    trainer = pl.Trainer(
+        max_epochs=EPOCHS,
+        enable_checkpointing=False,
+        callbacks=[GradientAccumulation(global_batch_size=GLOBAL_BATCH), SyncBN()],
+        **on_device(device, world_size),
+    )
+    inputs, targets = data_of(task, dtype)
+    rows = torch.arange(len(inputs))
+    loader = TrainLoader(inputs, targets, rows, batch_size, 1, trainer.global_rank, world_size)
+    model = Tiny(task.network().to(dtype), torch.optim.SGD, **SGD)
+    trainer.fit(model, loader)
+    assert trainer.world_size == world_size
+    return {key: tensor.cpu().clone() for key, tensor in model.network.state_dict().items()}
+
+
+def _train_all(device: str, world_size: int) -> dict[Row, dict[str, Tensor]]:
+    silence()
+    rows = [(name, dtype, count) for name in TASKS for dtype in BOUNDS for count in SPLITS[world_size]]
+    return {row: _train(device, world_size, row) for row in rows}
+
+
+@pytest.mark.parametrize("world_size", SPLITS)
+def test_a_run_cut_into_processes_and_micro_batches_equals_plain_torch(device: Device, world_size: int) -> None:
+    ranks = run_on(device, _train_all, world_size, device, world_size)
+    for row, found in ranks[0].items():
+        name, dtype, micro_batches = row
+        expected = by_hand(TASKS[name], dtype, micro_batches if TASKS[name].has_batch_norm else 1)
+        gap = error(found, expected)
+        print(f"{name:20}{dtype!s:16}{world_size} x {micro_batches}: {gap:.0e}")
+        assert gap <= BOUNDS[dtype], row
+        assert all(torch.equal(rank[row][key], value) for rank in ranks for key, value in found.items()), "ranks differ"
+
+
+def _adamw(parameters: Any) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(parameters, lr=0.02, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.8)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class _StopAfter(pl.Callback):
+    """Ends the run after so many updates, whose end is planned for later."""
+
+    def __init__(self, updates: int | None) -> None:
+        self.updates = updates
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.should_stop = trainer.should_stop or trainer.global_step == self.updates
+
+
+def _fit(device: str, folder: Path, precision: str, updates: int | None = None, seed: int = 1) -> dict[str, Tensor]:
+    """Train on from the folder's last checkpoint; the module and what it has saved at the end, on the CPU."""
+    silence()
+    seeds = SeedControl(seed, deterministic=True)
+    trainer = pl.Trainer(
+        max_epochs=3,
+        callbacks=[
+            seeds,
+            GradientAccumulation(2),
+            WarmupLR("60%"),
+            WeightAveraging(ema=0.9),
+            TrainingMonitor(every=2),
+            _StopAfter(updates),
+            ExactCheckpoint(folder, save_last=True, every_n_train_steps=1),
+        ],
+        **on_device(device) | precision_on(device, precision),
+    )
+    inputs, targets = noisy_images(50)
+    loader = TrainLoader(inputs.float(), targets, torch.arange(50), 4, 1)
+    validation = EvaluationLoader(inputs[:9].float(), targets[:9], torch.arange(9), 4)
+    last = folder / "last.ckpt"
+    module = Tiny(image_network(dropout=0.3), _adamw)
+    trainer.fit(module, loader, validation, ckpt_path=last if last.exists() else None, weights_only=True)
+    found = dict(module.state_dict())
+    saved = torch.load(folder / "last.ckpt", map_location="cpu", weights_only=True)
+    found |= {f"saved {name}": tensor for name, tensor in saved["state_dict"].items()}
+    return {name: tensor.cpu().clone() for name, tensor in found.items()}
+
+
+def _interrupted(device: str, folder: str, precision: str) -> list[dict[str, Tensor]]:
+    """A run, the same one in three parts that end within epochs, and one of another seed."""
+    whole = _fit(device, Path(folder, "whole"), precision)
+    for updates in (5, 11, None):
+        parts = _fit(device, Path(folder, "parts"), precision, updates)
+    return [whole, parts, _fit(device, Path(folder, "other"), precision, seed=2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_a_resumed_run_ends_with_the_same_bits(device: Device, precision: str, tmp_path: Path) -> None:
+    whole, parts, other = run_on(device, _interrupted, 1, device, str(tmp_path), precision)[0]
+    differing = [name for name, value in whole.items() if not torch.equal(parts[name], value)]
+    assert not differing
+    assert not all(torch.equal(other[name], value) for name, value in whole.items())
+
+
+def _moved(first: str, second: str, folder: str) -> list[dict[str, Tensor]]:
+    """A run that stays on its device, and one that goes on on another device after its first epoch."""
+    stays = _fit(first, Path(folder, "stays"), "32-true")
+    _fit(first, Path(folder, "moves"), "32-true", updates=7)
+    return [stays, _fit(second, Path(folder, "moves"), "32-true")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["to the CPU", "from the CPU"])
+def test_a_checkpoint_goes_on_on_another_device(device: Device, direction: str, tmp_path: Path) -> None:
+    way = (device, "cpu") if direction == "to the CPU" else ("cpu", device)
+    stays, moved = run_on(device, _moved, 1, *way, str(tmp_path))[0]
+    # `nn.Dropout` draws from the device's generator, so after a move the run is another one.
+    assert stays.keys() == moved.keys()
+    assert all(torch.isfinite(value).all() for value in moved.values())
+    assert device == "cuda" or all(torch.equal(stays[name], value) for name, value in moved.items())
