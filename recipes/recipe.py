@@ -27,6 +27,7 @@ from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError
 from datamodules.loading.normalise import Normalise
 from datamodules.ranges import RATE, SHARE, Range, check_ranges
+from recipes.compilation import CompileMode, check_compile_mode, check_compiler, compile_network, restore_network
 from recipes.graphs import Graph, network_graph
 from recipes.optim import build_optimizer, check_optimizer, default_rate, is_lbfgs
 from recipes.parameter_groups import parameter_groups
@@ -104,6 +105,7 @@ class RecipeParameters(AttributeDict):
     optimizer_args: dict[str, Any] | None
     fused: bool | None
     channels_last: bool
+    compile: bool | CompileMode
     weights: str | None
     weights_min_share: float
     weights_only: str | Sequence[str] | None
@@ -139,6 +141,7 @@ class Recipe(pl.LightningModule):
         optimizer_args: further arguments of the optimiser, as in '{betas: [0.9, 0.95]}'.
         fused: one kernel for the whole update; by default where the device has it.
         channels_last: the memory layout of convolutions in which bf16 kernels are fast.
+        compile: train with torch.compile, of the network only; or one of its modes, such as max-autotune.
         weights: file of weights to begin with (.pt, .pth, .ckpt, .safetensors), or none.
         weights_min_share: refuse weights of which less than this share of the tensors fits.
         weights_only: load layers by name only, as in "encoder.*" or '["encoder.*", "embedding"]'.
@@ -161,7 +164,7 @@ class Recipe(pl.LightningModule):
     base_batch_size = 256
     """The global batch size to which the default learning rate refers."""
 
-    free_parameters: ClassVar[frozenset[str]] = frozenset({"fused", "channels_last"})
+    free_parameters: ClassVar[frozenset[str]] = frozenset({"fused", "channels_last", "compile"})
     """Parameters of the constructor that do not make the experiment: a run may be resumed with other values.
 
     A subclass joins its own, as in ``free_parameters = Recipe.free_parameters | {"top_k"}``.
@@ -172,7 +175,7 @@ class Recipe(pl.LightningModule):
 
     rare_parameters: ClassVar[frozenset[str]] = frozenset(
         {
-            *("momentum", "optimizer_args", "decay_all", "fused", "channels_last"),
+            *("momentum", "optimizer_args", "decay_all", "fused", "channels_last", "compile"),
             *("gamma", "power", "min_lr", "plateau_patience"),
             *("weights_min_share", "weights_only", "weights_skip"),
         }
@@ -181,6 +184,9 @@ class Recipe(pl.LightningModule):
 
     A subclass joins its own, as in `free_parameters`.
     """
+
+    varying_dims = 1
+    """How many of the first dimensions of the network's inputs may have another size in the next batch."""
 
     predict_example = "FILE"
     """The arguments of the predict command that the final table shows."""
@@ -209,6 +215,7 @@ class Recipe(pl.LightningModule):
         optimizer_args: dict[str, Any] | None = None,
         fused: bool | None = None,
         channels_last: bool = True,
+        compile: bool | CompileMode = False,
         weights: str | None = None,
         weights_min_share: float = 0.5,
         weights_only: str | Sequence[str] | None = None,
@@ -223,6 +230,7 @@ class Recipe(pl.LightningModule):
             momentum=(momentum, Range(0, 1, below=True)),
             weights_min_share=(weights_min_share, SHARE),
         )
+        check_compile_mode(compile)
         check_optimizer(optimizer, optimizer_args or {})
         ScheduleSettings(schedule, lr, milestones, gamma, power, min_lr, plateau_patience)
         self.save_hyperparameters()
@@ -484,11 +492,20 @@ class Recipe(pl.LightningModule):
 
     @override
     def on_fit_start(self) -> None:
-        """Load the weights to begin with, unless there is a checkpoint; an override has to call it."""
+        """Load the weights to begin with, unless there is a checkpoint, and compile; an override has to call it."""
         # Some strategies load the checkpoint later.
         if not self._has_weights and self.trainer.ckpt_path is None:
             self.load_weights()
         self._has_weights = True
+        if self.hparams.compile:
+            check_compiler(self.trainer.strategy.root_device)
+            compile_network(self.network, self.hparams.compile, self.varying_dims)
+
+    @override
+    def on_fit_end(self) -> None:
+        """Leave the network as it was, not compiled; an override has to call it."""
+        if self.hparams.compile:
+            restore_network(self.network)
 
     def updates_in_run(self) -> float:
         """Optimiser steps at which the run ends, known once training has begun."""

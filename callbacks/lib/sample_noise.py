@@ -19,6 +19,7 @@ __all__ = [
     "begin_noise",
     "dropout_factors",
     "end_noise",
+    "noise_keys",
     "number_layers",
     "repeat_noise",
     "sample_keys",
@@ -118,6 +119,11 @@ def end_noise() -> None:
     """From now on layers act as torch's."""
     if _noise is not None:
         _noise.open = False
+
+
+def noise_keys() -> Tensor | None:
+    """The keys of the samples whose noise is drawn now, int64 of shape (n,); None where torch draws it."""
+    return _noise.keys if _noise is not None and _noise.open else None
 
 
 def repeat_noise() -> None:

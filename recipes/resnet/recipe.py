@@ -111,6 +111,11 @@ class ResNetFineTuner(Classifier):
             head_lr_factor=(head_lr_factor, RATE),
             layer_lr_decay=(layer_lr_decay, Range(0, 1, above=True)),
         )
+        if cache_features and kwargs.get("compile"):
+            raise UserError(
+                "compile=True: with cache_features=True the head trains alone, and the network is not called; pass"
+                " compile=False"
+            )
         super().__init__(num_classes=num_classes, optimizer=optimizer, lr=lr, weights=weights, **kwargs)
         # A subclass passes its arguments on as they were.
         settled = {"weights": weights, "image_size": image_size, "freeze_until": freeze_until, "lr": lr}

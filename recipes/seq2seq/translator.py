@@ -87,6 +87,7 @@ class Translator(Recipe):
     base_batch_size = 64
     predict_example = '"SENTENCE"'
     targets = "tokens"
+    varying_dims = 2
     free_parameters: ClassVar[frozenset[str]] = Recipe.free_parameters | {
         *("beam", "length_penalty", "nbest", "val_sentences"),
     }
@@ -132,6 +133,11 @@ class Translator(Recipe):
             )
         check_image_file(attention)
         super().__init__(lr=lr, weight_decay=weight_decay, **kwargs)
+        if self.hparams.compile and (teacher_forcing < 1 or self.hparams.get("input_feeding")):
+            raise UserError(
+                "compile=True: a decoder that takes a step per token (`teacher_forcing` below 1, `input_feeding`) would"
+                " be compiled anew for each length; pass compile=False"
+            )
         self.val_scores, self.test_scores = TranslationScores(), TranslationScores()
         self.vocabularies: tuple[Vocabulary, Vocabulary] | None = None
         self.normalisation: Normalisation = "unicode"

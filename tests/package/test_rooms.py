@@ -46,8 +46,9 @@ MAY_IMPORT = {
     "recipes.curves": "",
     "recipes.schedules": f"{_CALLBACKS} recipes.curves",
     "recipes.graphs": "",
-    "recipes.recipe": f"{_CALLBACKS} datamodules.loading recipes.graphs recipes.optim "
-    "recipes.parameter_groups recipes.schedules recipes.version recipes.weights",
+    "recipes.compilation": "datamodules.errors callbacks.lib",
+    "recipes.recipe": f"{_CALLBACKS} datamodules.loading recipes.compilation recipes.graphs "
+    "recipes.optim recipes.parameter_groups recipes.schedules recipes.version recipes.weights",
     "recipes.classification": f"{_CALLBACKS} callbacks.drawing datamodules.loading recipes.labels recipes.losses "
     "recipes.recipe",
     "recipes.export": "datamodules.errors callbacks.lib callbacks.checkpointing recipes.graphs recipes.recipe "

@@ -1,0 +1,112 @@
+"""torch.compile for the network of a recipe: in place, in training, with one graph for batches of every size."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from callbacks.lib.sample_noise import noise_keys
+from callbacks.lib.stateless_rnn import StatelessGRU, StatelessLSTM
+from datamodules.errors import UserError
+
+__all__ = ["CompileMode", "check_compile_mode", "check_compiler", "compile_network", "restore_network"]
+
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+"""The modes of torch.compile."""
+
+_MOST_GRAPHS = 64
+"""Training, validation and each set of frozen layers have a graph; torch's limit of 8 is for all networks together."""
+
+
+def check_compile_mode(mode: bool | str) -> None:
+    """Refuse what is no mode of torch.compile.
+
+    Raises:
+        UserError: with the modes.
+    """
+    if not isinstance(mode, bool) and mode not in get_args(CompileMode):
+        raise UserError(f"compile={mode!r} is no mode of torch.compile; pass True, {', '.join(get_args(CompileMode))}")
+
+
+def _double(values: Tensor) -> Tensor:
+    return values + values
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile a function of one line, so that a machine that cannot compile says so before training.
+
+    Raises:
+        UserError: with the first line of torch's message.
+    """
+    log = logging.getLogger("torch.utils.cpp_extension")
+    level = log.level
+    log.setLevel(logging.ERROR)  # Where torch is built for CUDA and there is no GPU it warns of that.
+    try:
+        torch.compile(_double)(torch.zeros(8, device=device))
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        cure = "install a C++ compiler such as g++, or pass" if device.type == "cpu" else "pass"
+        raise UserError(f"compile=True: torch.compile does not work here ({reason}); {cure} compile=False") from error
+    finally:
+        log.setLevel(level)
+
+
+def _mark(tensors: Iterable[Any], dims: int) -> None:
+    """Let the sizes of the first dimensions of tensors vary without another graph."""
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            torch._dynamo.maybe_mark_dynamic(tensor, list(range(min(dims, tensor.dim()))))
+
+
+def compile_network(
+    network: nn.Module, mode: bool | str = True, varying_dims: int = 1, backend: str = "inductor"
+) -> None:
+    """Compile the calls of a network, in place: modules, parameters, names and hooks stay; copies are not compiled.
+
+    Sizes that vary are symbols from the first batch on. torch's own way, a graph for the first size and a second one
+    when another size comes, would give a resumed run other kernels than the run that it continues. Another graph is
+    compiled for validation, when layers are unfrozen, and for a batch, or sentences, of length one.
+
+    `StatelessGRU` and `StatelessLSTM` are single operations of the graph; torch ends it at other recurrent layers.
+
+    Args:
+        mode: of torch.compile; True is its default.
+        varying_dims: how many of the first dimensions of the inputs may have another size in the next batch.
+        backend: of torch.compile.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(2, 3))
+        >>> compile_network(network, backend="eager")
+        >>> network(torch.zeros(5, 2)).shape, list(network.state_dict())
+        (torch.Size([5, 3]), ['0.weight', '0.bias'])
+        >>> restore_network(network)
+    """
+    network.compile(mode=None if isinstance(mode, bool) else mode, backend=backend)
+    # The slot that `nn.Module.compile` fills. Sizes cannot be marked by a hook: hooks are a part of the graph.
+    slot: Any = network
+    compiled, config = slot._compiled_call_impl, torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
+    recurrent = [layer for layer in network.modules() if isinstance(layer, nn.RNNBase)]
+    # Of others torch would compile each length anew.
+    ours = bool(recurrent) and all(isinstance(layer, (StatelessGRU, StatelessLSTM)) for layer in recurrent)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _mark(tree_leaves((args, kwargs)), varying_dims)
+        _mark([noise_keys()], 1)
+        before = config.allow_rnn
+        config.allow_rnn = before or ours
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            config.allow_rnn = before
+
+    slot._compiled_call_impl = call
+
+
+def restore_network(network: nn.Module) -> None:
+    """Call a network as it is, not compiled."""
+    slot: Any = network
+    slot._compiled_call_impl = None

@@ -1,0 +1,215 @@
+"""`--compile`: one graph without breaks for batches of every size, the same noise, names and weights, exact resumes.
+
+Graphs are counted with the backend "eager", which runs what was traced operation by operation: so weights are equal to
+the bit. Inductor's kernels round otherwise; the slow tests run them.
+"""
+
+import copy
+import csv
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import recipes.recipe
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
+from callbacks.freezing import FreezeLayers
+from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.lib.sample_noise import number_layers, sample_noise
+from callbacks.lib.stateless_dropout import StatelessDropout
+from callbacks.seed_control import SeedControl
+from callbacks.weight_averaging import WeightAveraging
+from datamodules.errors import UserError
+from datamodules.loading.loaders import EvaluationLoader, TrainLoader
+from recipes.classification import Classifier
+from recipes.compilation import check_compiler, compile_network, restore_network
+from recipes.mnist import MNISTClassifier
+from recipes.mnist.network import ClassicNet, MNISTNet
+from recipes.resnet import ResNetFineTuner
+from recipes.resnet.network import build_resnet
+from recipes.seq2seq import Seq2SeqTranslator
+from recipes.seq2seq.network import Seq2SeqNet, target_positions
+from tests.support.command_lines import typed
+from tests.support.tables import CLASSES, QUIET, noisy_images
+
+
+def images(size: int, channels: int, *batch_sizes: int) -> list[tuple[Tensor, ...]]:
+    return [(torch.randn(batch, channels, size, size),) for batch in batch_sizes]
+
+
+def losses_of(run: Path) -> list[float]:
+    """The mean training loss of each epoch."""
+    with (run / "metrics.csv").open(newline="") as file:
+        return [float(row["train/loss_epoch"]) for row in csv.DictReader(file) if row["train/loss_epoch"]]
+
+
+def sentences(*shapes: tuple[int, int, int]) -> list[tuple[Tensor, ...]]:
+    """Sources and targets of random lengths, of the shapes (batch, source, target)."""
+    batches = []
+    for batch, source, target in shapes:
+        lengths, target_lengths = torch.randint(1, source + 1, (batch,)), torch.randint(2, target + 1, (batch,))
+        lengths[0], target_lengths[0] = source, target
+        tokens, targets = torch.randint(4, 20, (batch, source)), torch.randint(4, 20, (batch, target))
+        batches.append((tokens, lengths, targets, target_positions(targets, target_lengths)))
+    return batches
+
+
+LENGTHS = (6, 7, 8), (6, 9, 5), (4, 7, 11), (5, 12, 3)
+CASES: dict[str, Any] = {
+    "mnist": lambda: (MNISTNet(width=2), 1, images(28, 1, 8, 8, 5, 8, 3)),
+    "mnist, classic": lambda: (ClassicNet(), 1, images(28, 1, 8, 8, 5)),
+    "resnet": lambda: (build_resnet("resnet18", 4, small_images=True), 1, images(32, 3, 4, 3, 2)),
+    "translation, gru": lambda: (Seq2SeqNet(20, 20, 16, 8), 2, sentences(*LENGTHS)),
+    "translation, lstm": lambda: (Seq2SeqNet(20, 20, 16, 8, num_layers=2, cell="lstm"), 2, sentences(*LENGTHS)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_network_is_one_graph_for_all_sizes_and_draws_the_same_noise(name: str):
+    torch.manual_seed(0)
+    network, dims, batches = CASES[name]()
+    number_layers(network)
+    plain, names = copy.deepcopy(network), list(network.state_dict())
+    torch._dynamo.reset()
+    counters.clear()
+    compile_network(network, varying_dims=dims, backend="eager")
+    for step, batch in enumerate(batches):
+        outputs = []
+        for module in (network, plain):
+            with sample_noise(1, 0, torch.arange(len(batch[0])) + 100 * step):
+                outputs.append(module(*batch))
+                outputs[-1].square().mean().backward()
+        torch.testing.assert_close(*outputs, rtol=1e-6, atol=1e-6)
+    for (name, mine), parameter in zip(network.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+    assert list(network.state_dict()) == names
+    restore_network(network)
+
+
+def test_sizes_that_are_not_said_to_vary_are_found_out_by_another_graph():
+    torch._dynamo.reset()
+    counters.clear()
+    network = nn.Linear(3, 2)
+    compile_network(network, varying_dims=0, backend="eager")
+    for size in (4, 5, 6):
+        network(torch.zeros(size, 3))
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+class Noisy(Classifier):
+    """Convolution, BatchNorm, dropout and a head, for images of 5 x 5."""
+
+    def build_network(self) -> nn.Module:
+        torch.manual_seed(3)
+        body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), StatelessDropout(0.3), nn.Flatten())
+        return nn.Sequential(body, nn.Linear(36, CLASSES))
+
+
+def train(
+    folder: Path | None, compile: bool, epochs: int, resume: Path | None = None
+) -> tuple[Noisy, dict[str, Any] | None]:
+    """A run with everything that holds on to parameters or names; its last checkpoint."""
+    seeds = SeedControl(1)
+    recipe = Noisy(num_classes=CLASSES, compile=compile, schedule="constant")
+    inputs, targets = noisy_images(26)
+    rows = torch.arange(26)
+    loader = TrainLoader(inputs.float(), targets, rows, 4, seed=1)
+    saving = ExactCheckpoint(folder, filename=f"{epochs}-{compile}", enable_version_counter=False) if folder else None
+    callbacks = [
+        GradientAccumulation(2),
+        seeds,
+        FreezeLayers(until="1", unfreeze={"0.0": "1 epochs"}),
+        WeightAveraging(ema=0.9),
+        *([saving] if saving else []),
+    ]
+    trainer = pl.Trainer(
+        **QUIET,
+        max_epochs=epochs,
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        enable_checkpointing=saving is not None,
+        limit_val_batches=2,
+    )
+    validation = EvaluationLoader(inputs.float(), targets, rows[:9], 4)
+    trainer.fit(recipe, loader, validation, ckpt_path=resume)
+    checkpoint = torch.load(saving.best_model_path, weights_only=True) if saving else None
+    return recipe, checkpoint
+
+
+@pytest.fixture
+def graphs_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs run operation by operation, and no compiler is asked for."""
+    monkeypatch.setattr(recipes.recipe, "compile_network", partial(compile_network, backend="eager"))
+    monkeypatch.setattr(recipes.recipe, "check_compiler", lambda _: None)
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@pytest.mark.usefixtures("graphs_only")
+def test_runs_may_be_compiled_or_not_before_and_after_a_resume(tmp_path: Path):
+    expected, plain = train(tmp_path, False, 2)
+    assert not counters["stats"]["unique_graphs"]
+    assert plain is not None
+    found, compiled = train(tmp_path, True, 2)
+    assert not counters["graph_break"]
+    assert compiled is not None
+    assert list(compiled["state_dict"]) == list(plain["state_dict"]) == list(found.state_dict())
+    for before in (False, True):
+        train(tmp_path, before, 1)
+        for after in (False, True):
+            resumed, _ = train(None, after, 2, tmp_path / f"1-{before}.ckpt")
+            for name, value in expected.state_dict().items():
+                assert torch.equal(resumed.state_dict()[name], value), (before, after, name)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], value), name
+    graphs = counters["stats"]["unique_graphs"]
+    found(torch.zeros(2, 1, 5, 5))
+    assert counters["stats"]["unique_graphs"] == graphs, "the network is called as it is after training"
+
+
+def test_what_cannot_be_compiled_is_refused_with_the_cure():
+    with pytest.raises(UserError, match=r"compile='fast' is no mode of torch.compile; pass True, default, "):
+        MNISTClassifier(compile="fast")  # type: ignore[arg-type]
+    sizes = {"source_vocab_size": 9, "target_vocab_size": 9, "compile": True}
+    with pytest.raises(UserError, match="compile=True: a decoder that takes a step per token"):
+        Seq2SeqTranslator(**sizes, teacher_forcing=0.5)
+    with pytest.raises(UserError, match="compile=True: a decoder that takes a step per token"):
+        Seq2SeqTranslator(**sizes, input_feeding=True)
+    with pytest.raises(UserError, match="compile=True: with cache_features=True"):
+        ResNetFineTuner(num_classes=2, cache_features=True, compile=True)
+
+
+def test_a_machine_without_a_compiler_says_so_in_one_line():
+    import torch._inductor.config as inductor
+
+    torch._dynamo.reset()
+    expected = r"compile=True: torch.compile does not work here \(.*\); install a C\+\+ compiler"
+    without = inductor.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True})
+    with without, pytest.raises(UserError, match=expected):
+        check_compiler(torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_a_compiled_run_of_the_command_line_repeats_a_part_of_itself_to_the_bit(tmp_path: Path):
+    settings = "--dataset digits --network classic --max-epochs 2 --batch-size 64 --precision 32-true"
+    eager, compiled, verified, predicted = typed(
+        tmp_path,
+        f"{settings} --name eager",
+        f"{settings} --name compiled --compile",
+        "verify runs/mnist/compiled",
+        "test --ckpt runs/mnist/compiled/checkpoints/last.ckpt",
+        recipe="recipes.mnist:MNISTClassifier",
+        data="datamodules:MNISTDataModule",
+    )
+    assert [one.status for one in (eager, compiled, verified, predicted)] == [0] * 4, (compiled, verified)
+    assert "equal" in verified.out
+    expected, found = (losses_of(tmp_path / "runs" / "mnist" / name) for name in ("eager", "compiled"))
+    assert len(expected) == 2
+    assert found == pytest.approx(expected, rel=1e-3)
