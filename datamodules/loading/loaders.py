@@ -118,8 +118,8 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
     def order_of_epoch(self, epoch: int) -> Tensor:
         """The samples of an epoch in their order, int64 of shape (len(rows),), numbered as `Transform` has them."""
         positions, repeats = self._positions(epoch)
-        order = self.rows.index_select(0, positions.to(self.rows.device))
-        return order if repeats is None else order + (repeats * self._samples).to(order.device)
+        order = self.rows.index_select(0, positions.to(self.rows.device, non_blocking=True))
+        return order if repeats is None else order + (repeats * self._samples).to(order.device, non_blocking=True)
 
     def class_counts(self, epoch: int, steps: int, num_classes: int) -> Tensor | None:
         """How often all ranks together see each class in the first steps of an epoch, int64 of shape (classes,).

@@ -36,7 +36,7 @@ class TranslationBatch(NamedTuple):
         """The sentences at these places of the batch, int64 of shape (any,)."""
 
         def chosen(part: Tensor) -> Tensor:
-            return part[places.to(part.device)]
+            return part[places.to(part.device, non_blocking=True)]
 
         return TranslationBatch(
             chosen(self.source),

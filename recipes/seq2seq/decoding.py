@@ -46,7 +46,8 @@ def _log_probabilities(network: Seq2SeqNet, readouts: Tensor, last: Tensor) -> T
     """Of the next token: never PAD or SOS, and nothing but EOS where `last` is True. Shape (rows, vocabulary)."""
     logits = network.logits(readouts)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits[:, [PAD, SOS]] = -torch.inf
+    for token in (PAD, SOS):  # Not by a list, which is an index that the device would wait for.
+        logits[:, token] = -torch.inf
     log_probabilities = logits.log_softmax(1)
     log_probabilities[:, :EOS].masked_fill_(last.unsqueeze(1), -torch.inf)
     log_probabilities[:, EOS + 1 :].masked_fill_(last.unsqueeze(1), -torch.inf)
@@ -77,10 +78,11 @@ def beam_search(
         limits: tokens that each translation may have, EOS counted, of shape (batch,).
     """
     device, batch = source.device, len(source)
-    limits = (length_limits(lengths) if limits is None else limits).to(device)
+    limits = length_limits(lengths) if limits is None else limits
     if not batch:
         return Translations(source.new_zeros(0, nbest, 0), torch.zeros(0, nbest, device=device))
-    longest = int(limits.max())
+    longest = int(limits.max())  # Lengths lie on the CPU, where reading them waits for nothing.
+    limits = limits.to(device, non_blocking=True)
     encoded, state = network.encode(source, lengths)
     dtype = torch.promote_types(encoded.memory.dtype, torch.float32)
     places = torch.full((batch,), beam, device=device)

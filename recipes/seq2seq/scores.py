@@ -90,7 +90,7 @@ class TextScores(Metric):
         """Add sentences, whose words are separated by spaces."""
         rows = [text_counts(*pair) for pair in zip(hypotheses, references, strict=True)]
         if rows:
-            self.counts += torch.tensor(rows).sum(0).to(self.counts.device)
+            self.counts += torch.tensor(rows).sum(0).to(self.counts.device, non_blocking=True)
 
     @override
     def compute(self) -> dict[str, Tensor]:

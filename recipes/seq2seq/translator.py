@@ -260,7 +260,7 @@ class Translator(Recipe):
             return torch.rand(len(batch.target), size, device=batch.target.device) < share
         seed = data_contract(self.data_module()).seed
         draws = uniform(seed, "teacher forcing", self.current_epoch, batch.numbers, size)
-        return (draws < share).to(batch.target.device)
+        return (draws < share).to(batch.target.device, non_blocking=True)
 
     def _logits(self, batch: TranslationBatch, teacher_forced: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Logits of shape (tokens, target_vocab_size) and targets of shape (tokens,), without padding."""

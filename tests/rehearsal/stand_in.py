@@ -1,0 +1,520 @@
+"""A device without hardware: torch takes its tensors for those of an accelerator, and their numbers are real.
+
+It is torch's own way to add a device in Python: the backend PrivateUse1 under the name "standin", with a device guard,
+a module of the device, autocast and `torch.accelerator`. A tensor of it is a wrapper subclass around a CPU tensor; each
+operation runs the CPU's kernel on what is inside. So a run on it has the numbers of a run on the CPU, and code that
+chooses by ``device.type`` takes the accelerator's way. As on CUDA:
+
+- Tensors of the CPU and of the device do not mix in an operation, but for CPU scalars in pointwise operations.
+- `Wait` records what makes the host wait for the device, and who asked: ``item()``, ``tolist()``, ``bool()``,
+  ``nonzero()``, an index that is boolean or lies on the CPU, ``unique``, ``bincount``, ``equal``, and copies from and
+  to the device that are not ``non_blocking``. It is what ``torch.cuda.set_sync_debug_mode`` finds.
+- A copy to the host that is ``non_blocking`` arrives when an event behind it, or the device, is synchronised. Until
+  then the host reads NaN, or the smallest number of an integer type.
+- Random numbers come from a generator of the device, which its module seeds.
+
+What it cannot show: the rounding of the device's kernels and the order of their sums, speed, streams and the caching
+allocator, a source in pinned memory that is overwritten too early, synchronisations inside of CUDA's kernels that are
+not on the list, cuDNN, NCCL and graphs. It needs a process of its own (`tests.support.ranks`), since torch does not
+forget a backend.
+"""
+
+import contextlib
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch._dynamo.eval_frame
+from lightning.pytorch.accelerators import Accelerator
+from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "standin"
+ROOT = str(Path(__file__).resolve().parents[2])
+_NOT_SHOWN = {__file__, torch._compile.__file__, torch._dynamo.eval_frame.__file__}
+
+aten = torch.ops.aten
+_WAITING = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "is_nonzero",
+    "bincount",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+}
+_INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+_COPIES = {aten.copy_.default, aten._to_copy.default, aten._copy_from.default}
+# Lengths stay on the host, as cuDNN wants them.
+_TAKE_HOST_TENSORS = {aten._pack_padded_sequence.default, aten._pad_packed_sequence.default}
+
+
+class Wait:
+    """What made the host wait for the device: an operation, and the functions that asked for it.
+
+    Attributes:
+        frames: file, function, line and class of each function on the stack, the innermost first.
+        phase: "training step" and "validation step" go from the fetch of a batch to the end of its hooks, so that
+            transfers and loggers are in them; "elsewhere" is the rest, as the start of a run and the end of an epoch.
+        update: updates made in the run, in a training step.
+        batch: number of the batch in its epoch.
+        last: whether it is the last batch of its epoch.
+    """
+
+    seen: ClassVar[list["Wait"]] = []
+
+    def __init__(self, operation: str) -> None:
+        self.operation, self.phase = operation, ""
+        self.update = self.batch = -1
+        self.last = False
+        self.frames: list[tuple[str, str, int, str]] = []
+        self._depth: int | None = None
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            code, owner = frame.f_code, frame.f_locals.get("self")
+            if code.co_filename not in _NOT_SHOWN:
+                self.frames.append((code.co_filename, code.co_name, frame.f_lineno, type(owner).__name__))
+            self._place(code.co_name, type(owner).__name__, owner)
+            frame = frame.f_back
+        self.phase = self.phase or "elsewhere"
+        self.frames = self.frames[: self._depth]  # What started the run asked for nothing.
+        Wait.seen.append(self)
+
+    def _place(self, function: str, owner: str, loop: Any) -> None:
+        if self.phase:
+            return
+        depth = len(self.frames)
+        if owner == "_EvaluationLoop":
+            # Its `run` makes the loaders and the end of the epoch, too.
+            if function in ("_evaluation_step", "run"):
+                self.phase = "validation step" if function == "_evaluation_step" else "elsewhere"
+                self.batch, self._depth = loop.batch_progress.current.ready - 1, depth
+        elif owner == "_TrainingEpochLoop" and function == "advance":
+            self.phase, self.update = "training step", loop.global_step
+            self.batch, self.last = loop.batch_progress.current.ready - 1, loop.batch_progress.is_last_batch
+            self._depth = depth
+
+    @property
+    def site(self) -> str:
+        """The innermost function of this project that asked, as "callbacks/train_loss.py:_totals"; else Lightning's."""
+        named = [(path, function) for path, function, *_ in self.frames if not function.startswith("<")]
+        ours = tuple(f"{ROOT}/{package}/" for package in ("callbacks", "datamodules", "recipes"))
+        chosen: tuple[Callable[[str], bool], ...] = (
+            lambda path: path.startswith(ours),
+            lambda path: path.startswith(ROOT),
+            lambda path: "/lightning/pytorch/" in path,
+            lambda path: bool(path),
+        )
+        path, function = next(frame for choose in chosen for frame in named if choose(frame[0]))
+        return f"{path.removeprefix(ROOT + '/').rpartition('site-packages/')[2]}:{function}"
+
+    def __repr__(self) -> str:
+        stack = [f"{Path(path).name}:{line} {name}" for path, name, line, _ in self.frames[:12]]
+        return f"{self.phase} {self.batch}: {self.operation} in {self.site} ({' < '.join(stack)})"
+
+
+class DeviceTensor(Tensor):
+    """A tensor of the stand-in device around a CPU tensor, `raw`."""
+
+    raw: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, raw: Tensor) -> "DeviceTensor":
+        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            raw.size(),
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            layout=raw.layout,
+            device=torch.device(NAME, 0),
+        )
+        made.raw = raw
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    # `module.to` exchanges the parameters of such a subclass, and does not copy half of it.
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["raw"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "DeviceTensor":
+        return DeviceTensor(inner["raw"])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        Wait("save")
+        _arrive()
+        return (
+            torch.nn.Parameter(self.raw.detach(), self.requires_grad).__reduce_ex__(protocol)
+            if isinstance(self, torch.nn.Parameter)
+            else self.raw.detach().__reduce_ex__(protocol)
+        )
+
+    def tolist(self) -> Any:
+        # torch's refuses every subclass.
+        return self.to("cpu").tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise TypeError(f"can't convert {NAME}:0 device type tensor to numpy; use Tensor.cpu() before")
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"DeviceTensor({list(self.shape)}, {self.dtype})"
+
+
+_generator = torch.Generator()
+_on_their_way: list[tuple[Tensor, Tensor]] = []
+
+
+def _arrive(count: int | None = None) -> None:
+    """Finish the copies to the host, the first `count` of them."""
+    done = _on_their_way[:count]
+    del _on_their_way[:count]
+    for target, value in done:
+        target.copy_(value)
+
+
+def _unknown(like: Tensor) -> Tensor:
+    if like.dtype == torch.bool:
+        return torch.zeros_like(like)
+    value = float("nan") if like.dtype.is_floating_point else torch.iinfo(like.dtype).min
+    return torch.full_like(like, value)
+
+
+def _host_copy(raw: Tensor, non_blocking: bool, name: str) -> Tensor:
+    """A copy that goes to the host, of the type that it shall have."""
+    if not non_blocking:
+        Wait(name)
+        _arrive()
+        return raw
+    target = _unknown(raw)
+    _on_their_way.append((target, raw.clone()))
+    return target
+
+
+def _check_mixture(func: Any, args: Any, kwargs: Any) -> None:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if not any(isinstance(t, DeviceTensor) for t in tensors):
+        return
+    host = [t for t in tensors if not isinstance(t, DeviceTensor)]
+    name = func._schema.name.removeprefix("aten::")
+    if name in _INDEXING:
+        indices = [t for t in args[1] if t is not None]
+        if any(t.dtype in (torch.bool, torch.uint8) for t in indices):
+            Wait(f"{name} by a mask")
+        if any(not isinstance(t, DeviceTensor) for t in indices):
+            Wait(f"{name} by an index of the CPU")
+        host = [t for t in host if not any(t is i for i in indices)]
+    if not host or func in _TAKE_HOST_TENSORS:
+        return
+    scalars = all(t.dim() == 0 for t in host) and (torch.Tag.pointwise in func.tags or name in _INDEXING)
+    # The steps of an optimiser that is not fused.
+    if not scalars and not name.startswith("_foreach"):
+        raise RuntimeError(f"Expected all tensors to be on the same device, but {name} got {NAME}:0 and cpu")
+
+
+def _copy_into(target: Any, source: Any, non_blocking: bool) -> Any:
+    if isinstance(target, DeviceTensor) == isinstance(source, DeviceTensor):
+        raise AssertionError
+    if isinstance(target, DeviceTensor):
+        if not non_blocking and source.dim() > 0:
+            Wait("copy_ to the device")
+        target.raw.copy_(source)
+    else:
+        value = source.raw.to(target.dtype).expand(target.shape)
+        target.copy_(_unknown(target) if non_blocking else value)
+        if non_blocking:
+            _on_their_way.append((target, value.clone()))
+        else:
+            Wait("copy_ to the host")
+            _arrive()
+    return target
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    on_device = any(isinstance(leaf, DeviceTensor) for leaf in leaves)
+    device = kwargs.get("device")
+    asked = None if device is None else torch.device(device).type
+    if not on_device and asked != NAME:
+        return func(*args, **kwargs)
+    name = func._schema.name.removeprefix("aten::")
+    if func is aten.copy_.default and isinstance(args[0], DeviceTensor) != isinstance(args[1], DeviceTensor):
+        return _copy_into(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+    if func is aten._to_copy.default and asked is not None:
+        non_blocking = kwargs.pop("non_blocking", False)
+        source = args[0].raw if on_device else args[0]
+        copied = func(source, **{**kwargs, "device": torch.device("cpu")})
+        if asked == NAME:
+            if not on_device and not non_blocking:
+                Wait("to the device")
+            return DeviceTensor(copied)
+        return _host_copy(copied, non_blocking, "to the host")
+    if func not in _COPIES:
+        _check_mixture(func, args, kwargs)
+    if name in _WAITING or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+        Wait(name)
+        _arrive()
+    wrappers = {id(leaf.raw): leaf for leaf in leaves if isinstance(leaf, DeviceTensor)}
+    if torch.Tag.inplace_view in func.tags:  # As `transpose_`, which changes the shape of the wrapper, too.
+        _reshape_wrapper(func, args, kwargs)
+    args, kwargs = tree_map(lambda x: x.raw if isinstance(x, DeviceTensor) else x, (args, kwargs))
+    if device is not None:
+        kwargs["device"] = torch.device("cpu")
+    if func in _KERNELS:
+        found = _KERNELS[func](*args, **kwargs)
+    elif torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+        with _device_generator():
+            found = func(*args, **kwargs)
+    else:
+        found = func(*args, **kwargs)
+    if isinstance(found, (bool, int, float)) and name not in _WAITING and on_device:
+        Wait(name)  # As `allclose`.
+        _arrive()
+    if asked not in (None, NAME):
+        return found
+
+    def wrap(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return wrappers[id(value)] if id(value) in wrappers else DeviceTensor(value)
+
+    return tree_map(wrap, found)
+
+
+def _reshape_wrapper(func: Any, args: Any, kwargs: Any) -> None:
+    before = torch._C._meta_in_tls_dispatch_include()
+    with no_dispatch():
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        try:
+            func(*args, **kwargs)
+        finally:
+            torch._C._set_meta_in_tls_dispatch_include(before)
+
+
+@contextlib.contextmanager
+def _device_generator() -> Iterator[None]:
+    host = torch.default_generator.get_state()
+    torch.default_generator.set_state(_generator.get_state())
+    try:
+        yield
+    finally:
+        _generator.set_state(torch.default_generator.get_state())
+        torch.default_generator.set_state(host)
+
+
+# The kernels behind torch's SyncBatchNorm, which the CPU does not have.
+
+
+def _over_channels(x: Tensor, value: Tensor) -> Tensor:
+    return value.view(1, -1, *(1,) * (x.dim() - 2))
+
+
+def _dims(x: Tensor) -> list[int]:
+    return [d for d in range(x.dim()) if d != 1]
+
+
+def _stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    variance, mean = torch.var_mean(x.float(), _dims(x), correction=0)
+    return mean, (variance + eps).rsqrt()
+
+
+def _gather_stats(x, mean, invstd, running_mean, running_var, momentum, eps, counts):  # type: ignore[no-untyped-def]
+    n = counts.view(-1, 1).double()
+    total = n.sum()
+    centre = (mean * n).sum(0) / total
+    variance = ((invstd.double() ** -2 - eps + (mean - centre) ** 2) * n).sum(0) / total
+    if running_mean is not None:
+        running_mean.lerp_(centre.to(running_mean.dtype), momentum)
+        running_var.lerp_((variance * total / (total - 1)).to(running_var.dtype), momentum)
+    return centre.to(mean.dtype), (variance + eps).rsqrt().to(mean.dtype)
+
+
+def _normalise(x, weight, bias, mean, invstd, eps):  # type: ignore[no-untyped-def]
+    out = (x - _over_channels(x, mean)) * _over_channels(x, invstd)
+    out = out if weight is None else out * _over_channels(x, weight)
+    return (out if bias is None else out + _over_channels(x, bias)).to(x.dtype)
+
+
+def _reduce_backward(grad, x, mean, invstd, weight, input_g, weight_g, bias_g):  # type: ignore[no-untyped-def]
+    plain = grad.float().sum(_dims(x))
+    by_x = (grad.float() * (x - _over_channels(x, mean))).sum(_dims(x))
+    return plain, by_x, by_x * invstd, plain.clone()
+
+
+def _backward(grad, x, mean, invstd, weight, sum_dy, sum_dy_xmu, counts):  # type: ignore[no-untyped-def]
+    total = counts.sum()
+    scale = invstd if weight is None else invstd * weight
+    by_x = (x - _over_channels(x, mean)) * _over_channels(x, invstd**2 * sum_dy_xmu / total)
+    return (grad - _over_channels(x, sum_dy / total) - by_x) * _over_channels(x, scale)
+
+
+# The GRU of accelerators, which the CPU does not have either.
+
+
+def _gru_cell(input_gates, hidden_gates, hx, input_bias=None, hidden_bias=None):  # type: ignore[no-untyped-def]
+    given = input_gates if input_bias is None else input_gates + input_bias
+    before = hidden_gates if hidden_bias is None else hidden_gates + hidden_bias
+    (ir, iz, i_n), (hr, hz, hn) = given.chunk(3, 1), before.chunk(3, 1)
+    r, z = (ir + hr).sigmoid(), (iz + hz).sigmoid()
+    n = (i_n + r * hn).tanh()
+    return n + z * (hx - n), torch.cat((r, z, n, hx, hn), 1)
+
+
+def _gru_cell_backward(grad, workspace, has_bias):  # type: ignore[no-untyped-def]
+    r, z, n, hx, hn = workspace.chunk(5, 1)
+    grad_z, grad_n = grad * (hx - n) * z * (1 - z), grad * (1 - z) * (1 - n * n)
+    grad_r = grad_n * hn * r * (1 - r)
+    given, before = torch.cat((grad_r, grad_z, grad_n), 1), torch.cat((grad_r, grad_z, grad_n * r), 1)
+    return given, before, grad * z, given.sum(0) if has_bias else None, before.sum(0) if has_bias else None
+
+
+_KERNELS = {
+    aten._thnn_fused_gru_cell.default: _gru_cell,
+    aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
+    aten.batch_norm_stats.default: _stats,
+    aten.batch_norm_gather_stats_with_counts.default: _gather_stats,
+    aten.batch_norm_elemt.default: _normalise,
+    aten.batch_norm_backward_reduce.default: _reduce_backward,
+    aten.batch_norm_backward_elemt.default: _backward,
+}
+
+
+class _Mode(TorchDispatchMode):
+    """Sees what makes a tensor of the device from none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class Event:
+    """`torch.Event` of the device: torch's cannot be written in Python."""
+
+    def __init__(self, device: Any = None, **kwargs: Any) -> None:
+        self._copies = 0
+
+    def record(self, stream: Any = None) -> None:
+        self._copies = len(_on_their_way)
+        self._newest = _on_their_way[-1][0] if _on_their_way else None
+
+    def synchronize(self) -> None:
+        targets = [target for target, _ in _on_their_way]
+        _arrive(next((i + 1 for i, target in enumerate(targets) if target is self._newest), 0))
+
+    wait = synchronize
+
+    def query(self) -> bool:
+        return not any(target is self._newest for target, _ in _on_their_way)
+
+
+class _Module(types.ModuleType):
+    """``torch.standin``: what torch and this project ask of the module of a device."""
+
+    def __init__(self) -> None:
+        super().__init__(f"torch.{NAME}")
+        self.Event = Event
+        self.seeds: Counter[int] = Counter()
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed(self, seed: int) -> None:
+        self.seeds[seed] += 1
+        _generator.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return _generator.get_state()
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        _generator.set_state(state)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def synchronize(self, device: Any = None) -> None:
+        Wait("synchronize")
+        _arrive()
+
+
+_engine_run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    """Backward in the calling thread: torch starts no thread for a device that is written in Python."""
+    with torch.autograd.set_multithreading_enabled(False):
+        return _engine_run_backward(*args, **kwargs)
+
+
+class StandInAccelerator(Accelerator):
+    """Lightning's side of the device."""
+
+    def setup_device(self, device: torch.device) -> None:
+        pass
+
+    def teardown(self) -> None:
+        pass
+
+    @staticmethod
+    def parse_devices(devices: Any) -> Any:
+        return devices
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [torch.device(NAME, 0)] * (devices or 1)
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def name() -> str:
+        return NAME
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        return {}
+
+
+@contextlib.contextmanager
+def stand_in_device() -> Iterator[torch.device]:
+    """Add the device to this process, which keeps it, and run a block with it."""
+    if torch._C._get_privateuse1_backend_name() != NAME:
+        _setup_privateuseone_for_python_backend(NAME, _Module())
+        torch.Event = Event  # type: ignore[misc, assignment]
+        torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
+    _generator.manual_seed(0)
+    Wait.seen.clear()
+    # `torch.tensor(..., device=)` makes a tensor of the CPU and copies it, past all modes without this.
+    torch._C._set_only_lift_cpu_tensors(True)
+    with _Mode():
+        yield torch.device(NAME, 0)
+    torch._C._set_only_lift_cpu_tensors(False)
