@@ -216,8 +216,10 @@ class Preemption(pl.Callback):
         self._place = None
         if trainer.is_global_zero:
             done = f"saved {path}" if path else "nothing was saved"
-            note = requeue_on(signum) if self.requeue else ""
-            log.warning("%s after update %d: %s%s", name_of(signum), trainer.global_step, done, note)
+            # First: Slurm may end the program that writes a job's output as soon as it has requeued the job.
+            log.warning("%s after update %d: %s", name_of(signum), trainer.global_step, done)
+            if self.requeue and (note := requeue_on(signum)):
+                log.warning("%s", note)
         # Slurm may end the whole step, with the request to requeue, when the first process exits. All is saved: a rank
         # that does not take part is no reason to fail.
         with contextlib.suppress(RuntimeError):

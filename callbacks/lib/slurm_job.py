@@ -136,5 +136,5 @@ def requeue_on(signum: int) -> str:
     try:
         job = requeue(os.environ)
     except NotRequeued as reason:
-        return f"; not requeued, {reason}"
-    return f"; requeued as job {job}" if job else ""
+        return f"not requeued, {reason}"
+    return f"requeued as job {job}" if job else ""

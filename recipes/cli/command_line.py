@@ -124,7 +124,9 @@ def run(
         with ending_on_signals(*SIGNALS), monitored(program.parser.as_flags, program.after_loss):
             program.main()
     except Preempted as stopped:
-        rank_zero_print(f"\nended by {stopped.signal_name}{requeue_on(stopped.signum) if is_rank_zero() else ''}")
+        rank_zero_print(f"\nended by {stopped.signal_name}")
+        if is_rank_zero() and (note := requeue_on(stopped.signum)):
+            rank_zero_print(note)
         raise
     except UserError as error:
         who = ""

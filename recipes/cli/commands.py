@@ -318,8 +318,8 @@ def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | N
             for signum in SIGNALS:  # Slurm sends SIGTERM to a job that has been requeued.
                 signal.signal(signum, signal.SIG_IGN)
         why = f"\nended by {stopped.signal_name}"
-        if stopped.at_once and is_rank_zero():
-            why += requeue_on(stopped.signum)
+        if stopped.at_once and is_rank_zero() and (note := requeue_on(stopped.signum)):
+            why += f"; {note}"
         last = folder / "checkpoints" / "last.ckpt" if folder else None
         if last and not last.exists():
             last = last.with_name("best.ckpt")

@@ -147,13 +147,21 @@ class RunConnection(ABC):
         finally:
             self._finished.set()
 
-    def _loss_handled(self) -> str:
-        """What is done about the loss of a process, for the line that is printed; the monitor has to survive it."""
+    def _handle_loss(self, line: str) -> str:
+        """Print that a process was lost, and do something about it; the monitor has to survive that.
+
+        The line comes first: Slurm may end the program that writes a job's output as soon as it has requeued the job.
+
+        Returns:
+            What was done, in words.
+        """
         self.ending = True
+        with contextlib.suppress(Exception):
+            print_error(line)
         try:
             return _after_loss()
         except Exception as error:
-            return f"; {first_line(error)}"
+            return first_line(error)
 
     @abstractmethod
     def _send_report(self, kind: str, line: str, status: int) -> None: ...
@@ -370,12 +378,14 @@ class Coordinator(RunConnection):
 
     def _end_run(self, cause: RankReport) -> None:
         line = "" if cause.kind == "exit" or (cause.rank == 0 and cause.kind == "user_error") else cause.describe()
+        own = line
         if cause.kind in ("lost", "unreachable"):
-            line += self._loss_handled()
+            own = self._handle_loss(line)
+            line = f"{line}; {own}" if own else line
         self._send_to_all({"status": cause.status, "line": line})
         if cause.rank == 0 and cause.kind == "user_error":
-            line = f"error: {cause.line}"
-        end_process(cause.status, line)
+            own = f"error: {cause.line}"
+        end_process(cause.status, own)
 
 
 class Member(RunConnection):
@@ -458,7 +468,7 @@ class Member(RunConnection):
         failure = connection_failure(end) if isinstance(end, (OSError, EOFError)) else "lost"
         first = RankReport(0, 0, "the master's host", failure)
         alone = self.launch.node_rank == 0 and self.launch.local_rank == 1
-        end_process(1, first.describe() + self._loss_handled() if self._prints or alone else "")
+        end_process(1, self._handle_loss(first.describe()) if self._prints or alone else "")
 
 
 class ExpectedEnd(Exception):
@@ -495,7 +505,7 @@ def monitored(translate: Callable[[str], str] = str, after_loss: Callable[[], st
     Args:
         translate: turns the parameters in messages into flags.
         after_loss: called before a process ends because another one was lost, on rank 0 or, where that was lost, on one
-            rank or several of each node; what it returns is added to the line that is printed.
+            rank or several of each node; what it returns is printed after the cause.
     """
     global _translate, _after_loss
     _translate, _after_loss = translate, after_loss

@@ -43,9 +43,9 @@ def requeue_after_loss(folder: str | None, updates: int) -> str:
     count = restarts(os.environ)
     leads_on = folder is not None and _most_updates(Path(folder)) > updates
     if count >= _RESTARTS_WITHOUT_PROGRESS and not leads_on:
-        return f"; not requeued after {count} restarts, because nothing new was saved; to do so: scontrol requeue {job}"
+        return f"not requeued after {count} restarts, because nothing new was saved; to do so: scontrol requeue {job}"
     try:
-        return f"; requeued as job {requeue(os.environ)}"
+        return f"requeued as job {requeue(os.environ)}"
     except NotRequeued as reason:
         again = f"; resume in a new job with --name {Path(folder).name}" if folder else ""
-        return f"; not requeued, {reason}{again}"
+        return f"not requeued, {reason}{again}"

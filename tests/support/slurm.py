@@ -90,7 +90,13 @@ class Slurm:
         self._run("slurmctld", "-D")
         for node in NODES:
             self.start_node(node)
-        wait_until(lambda: self.call("sinfo", "-h", "-N", "-o", "%t").split() == ["idle"] * 2, "two idle nodes", 60)
+        wait_until(self._is_idle, "two idle nodes", 60)
+
+    def _is_idle(self) -> bool:
+        try:
+            return self.call("sinfo", "-h", "-N", "-o", "%t").split() == ["idle"] * 2
+        except AssertionError:  # The controller is still starting.
+            return False
 
     def start_node(self, node: str) -> None:
         """Start the daemon of a node."""

@@ -25,11 +25,11 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_job_whose_restarts_save_nothing_new_is_requeued_up_to_the_fifth(job, tmp_path):
     last = make_run(tmp_path, "slurm-71", 4)
     run = str(last.parents[1])
-    done = "; requeued as job 71"
+    done = "requeued as job 71"
     job(4)
     assert requeue_after_loss(run, 4) == requeue_after_loss(None, 0) == done
     job(5)
-    ended = "; not requeued after 5 restarts, because nothing new was saved; to do so: scontrol requeue 71"
+    ended = "not requeued after 5 restarts, because nothing new was saved; to do so: scontrol requeue 71"
     assert requeue_after_loss(run, 4) == requeue_after_loss(None, 0) == ended
     job(50)
     save(last, 5)
@@ -40,7 +40,7 @@ def test_a_job_whose_restarts_save_nothing_new_is_requeued_up_to_the_fifth(job, 
 
 def test_a_job_that_slurm_must_not_requeue_is_resumed_in_a_new_one(job, tmp_path):
     job(0, RUNNING.replace("Requeue=1", "Requeue=0"))
-    why = "; not requeued, because the job was submitted without --requeue"
+    why = "not requeued, because the job was submitted without --requeue"
     assert requeue_after_loss(None, 0) == why
     assert requeue_after_loss(str(tmp_path / "slurm-71"), 0) == f"{why}; resume in a new job with --name slurm-71"
 
@@ -50,7 +50,7 @@ def test_torchrun_restarts_the_processes_itself_as_long_as_it_may(job, monkeypat
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     assert requeue_after_loss(None, 0) == ""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert requeue_after_loss(None, 0) == "; requeued as job 71"
+    assert requeue_after_loss(None, 0) == "requeued as job 71"
 
 
 def test_outside_of_a_batch_job_nothing_is_asked(monkeypatch):
