@@ -1,10 +1,10 @@
 """The recipes compared with what a user would use instead: ``python -m benchmarks``.
 
 A section is a module of `benchmarks.sections` with ``run(options, progress)``, which returns a `Section` of
-`benchmarks.harness.measurements`.
+`benchmarks.harness.measurements`. What has to run on a GPU stands in `benchmarks.gpu`.
 """
 
-__all__ = ["NEED_CUDA", "SECTIONS"]
+__all__ = ["SECTIONS"]
 
 SECTIONS = {
     "training_loop": "a step of the recipe, of plain PyTorch loops, of stock Lightning and of other libraries",
@@ -18,9 +18,5 @@ SECTIONS = {
     "fine_tuning": "seconds of a step by what is frozen, and of an epoch with cached features",
     "seq2seq": "target tokens a second and BLEU of a translator in training",
     "scaling": "throughput of more processes, and a prediction for many",
-    "cuda": "a step on a CUDA GPU by layout, precision, fused optimiser and compilation, and its share of the peak",
 }
 """The sections in the order in which they run, and what each measures."""
-
-NEED_CUDA = ("cuda",)
-"""Those that are left out without a GPU, unless they are named."""

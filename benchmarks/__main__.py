@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import NEED_CUDA, SECTIONS
+from benchmarks import SECTIONS
 
 if TYPE_CHECKING:
     from benchmarks.harness.measurements import Section
@@ -77,7 +77,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-nodes", type=_positive, default=1, metavar="N", help="scaling: nodes of so many processes"
     )
-    parser.add_argument("--peak-tflops", type=float, metavar="X", help="cuda: the GPU's bf16 peak, if it is not known")
     return parser
 
 
@@ -97,7 +96,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = check_names(parser, args.names)
 
     # Late, so that help and mistakes are answered at once.
-    import torch
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
@@ -119,11 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         for difference in differing_machines(args.compare["machine"], machine):
             console.print(f"[yellow]compared with another machine: {difference}", soft_wrap=True)
-    if not args.names and not torch.cuda.is_available():
-        names = [name for name in names if name not in NEED_CUDA]
-    options = Options(
-        args.quick, args.repeats, args.threads, args.data_dir, args.devices, args.num_nodes, args.peak_tflops
-    )
+    options = Options(args.quick, args.repeats, args.threads, args.data_dir, args.devices, args.num_nodes)
     done: dict[str, Section] = {}
     interrupted = False
     for name in names:

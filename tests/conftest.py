@@ -26,7 +26,7 @@ _NO_GPU = "there is no CUDA GPU here"
 
 
 def _asks_for_cuda(config: pytest.Config) -> bool:
-    return "cuda" in config.option.markexpr
+    return "cuda" in config.option.markexpr.replace("not cuda", "")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

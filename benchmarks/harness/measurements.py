@@ -54,7 +54,6 @@ class Options:
         data_dir: where data sets are looked for.
         devices: of the scaling section: processes on a node, for each world to measure.
         num_nodes: of the scaling section.
-        peak_tflops: of the cuda section: what the GPU can do at most, in 10^12 bf16 operations a second.
     """
 
     quick: bool = False
@@ -63,7 +62,6 @@ class Options:
     data_dir: str = "data"
     devices: tuple[int, ...] = ()
     num_nodes: int = 1
-    peak_tflops: float | None = None
 
 
 @dataclass(frozen=True)

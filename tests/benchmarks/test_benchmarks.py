@@ -252,11 +252,7 @@ def run_tiny(names: list[str], folder: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.usefixtures("_threads_put_back")
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.cuda] if name in benchmarks.NEED_CUDA else [])
-        for name in benchmarks.SECTIONS
-        if name not in QUICK_SECTIONS
-    ],
+    [name for name in benchmarks.SECTIONS if name not in QUICK_SECTIONS],
 )
 def test_a_section_runs_once_tiny(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_tiny([name], tmp_path, capsys)

@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from benchmarks.harness.tiny_recipes import TINY_RECIPES
+from recipes.seq2seq.translator import Translator
 from tests.cuda.conftest import Device
 from tests.support.command_lines import Typed, type_line
 from tests.support.devices import run_on
@@ -28,7 +29,10 @@ def _forbid(device: torch.device, mode: str) -> None:
 
 
 class NoSync(pl.Callback):
-    """Forbids waiting, from the start of one batch to the start of a later one, and in batches of a validation."""
+    """Forbids waiting, from the start of one batch to the start of a later one, and in batches of a validation.
+
+    Not in those of a translator: its search ends where the last sentence has.
+    """
 
     def __init__(self) -> None:
         self.batches = {"train": 0, "validate": 0}
@@ -45,7 +49,7 @@ class NoSync(pl.Callback):
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if not trainer.sanity_checking and trainer.current_epoch == 1:
+        if trainer.current_epoch == 1 and not isinstance(pl_module, Translator):
             _forbid(pl_module.device, "error")
             self.batches["validate"] += 1
 
@@ -84,7 +88,7 @@ def test_no_step_of_a_recipe_waits_for_the_device(device: Device, name: str, tmp
     ended = run_on(device, _type, 1, name, device, str(tmp_path), reads=False)[0]
     assert ended.status == 0, ended.err
     assert "'train': 8" in ended.out
-    assert "'validate': 0" not in ended.out
+    assert ("'validate': 0" in ended.out) == (name == "seq2seq")
 
 
 @pytest.mark.cuda

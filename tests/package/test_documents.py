@@ -33,3 +33,18 @@ def test_every_module_that_a_document_runs_exists(document: Path) -> None:
     files = {module: ROOT.joinpath(*module.split(".")) for module in modules}
     missing = [m for m, f in files.items() if not (f.with_suffix(".py").is_file() or (f / "__main__.py").is_file())]
     assert missing == []
+
+
+def _first_column(text: str) -> set[str]:
+    """The names in code with which rows of a text's tables begin, without their arguments."""
+    return set(re.findall(r"^\| \[?`([\w.]+)", text, re.MULTILINE))
+
+
+def test_the_page_of_hardware_has_a_row_for_each_recipe_and_callback_of_the_readme() -> None:
+    sections = dict(
+        re.findall(r"^## (Recipes|Callbacks)\n(.*?)(?=^## )", (ROOT / "README.md").read_text(), re.M | re.S)
+    )
+    callbacks = sections["Callbacks"].partition("Without a Trainer")[0]
+    named = _first_column(sections["Recipes"]) | _first_column(callbacks)
+    assert {"recipes.mnist", "recipes.seq2seq", "SeedControl", "TrainingMonitor"} <= named
+    assert not named - _first_column((ROOT / "benchmarks" / "HARDWARE.md").read_text())
