@@ -1,7 +1,6 @@
 """A table of the layers and an estimate of the memory of a run, before its first step."""
 
 import copy
-import resource
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from callbacks.lib.memory import peak_memory, used_memory
 from callbacks.lib.step_cost import LayerCost, StepCost, step_cost, storage_bytes
 from callbacks.lib.terminal import fit_rows, terminal_width
 from callbacks.lib.trainer_attributes import callbacks_of
@@ -180,20 +180,10 @@ class StepSummary(pl.Callback):
         lines.append(f"memory of training, estimated: {with_unit(self.estimate['total'], 'B')} = {' + '.join(parts)}")
         if trainer.is_global_zero:
             trainer.print("\n".join(lines))
-        self._before = _memory(trainer.strategy.root_device)[0]
+        self._before = used_memory(trainer.strategy.root_device)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        peak = _memory(trainer.strategy.root_device)[1]
+        peak = peak_memory(trainer.strategy.root_device)
         on_host = trainer.strategy.root_device.type == "cpu"
         self.taken = peak - self._before + self.estimate.get("weights", 0) if on_host else peak
-
-
-def _memory(device: torch.device) -> tuple[int, int]:
-    """Bytes that this process holds now, and the most that it has held: on its GPU, or of the host's memory."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    import psutil
-
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return psutil.Process().memory_info().rss, most if sys.platform == "darwin" else most * 1024

@@ -110,6 +110,17 @@ class DataContract(Protocol):
         """
         return None
 
+    def largest_batch(self, part: str, batch_size: int) -> Any:
+        """A batch of that many samples, repeated where there are fewer, that takes as much memory as any may take.
+
+        Args:
+            part: "train" or "val", which has been set up.
+
+        Returns:
+            None where all batches of a size are alike.
+        """
+        return None
+
     def resolve(self) -> dict[str, Any]:
         """Parameters that were left open, and the values that stand for them here, such as ``{"dataset": "mnist"}``.
 

@@ -1,3 +1,5 @@
+from .batch_size_finder import BatchSizeTest as BatchSizeTest
+from .batch_size_finder import find_batch_size as find_batch_size
 from .classification import Classifier as Classifier
 from .cli.command_line import run as run
 from .lr_finder import RateTest as RateTest

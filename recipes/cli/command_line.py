@@ -20,7 +20,7 @@ from callbacks.lib.terminal import wrap
 from datamodules.errors import RunFailedError, UserError, system_failure
 from recipes.cli.commands import carry_out
 from recipes.cli.console import configure_logging, program_name
-from recipes.cli.experiment import FIND, Classes, Settings, build_experiment, takes_inputs
+from recipes.cli.experiment import AUTO, FIND, Classes, Settings, build_experiment, takes_inputs
 from recipes.cli.flags import FlagGroup, FlagParser, help_width, without_markup
 from recipes.cli.limits import LIMIT_TEXTS, check_trainer_numbers
 from recipes.cli.messages import one_line
@@ -154,10 +154,17 @@ def _build_parser(classes: Classes, program: str) -> FlagParser:
     trainer_skips = frozenset((_OWN_TRAINER_PARAMETERS + _REPLACED_TRAINER_PARAMETERS).split())
     trainer_common = frozenset(_COMMON_TRAINER_PARAMETERS.split())
     find = (FIND, "chooses it by a range test before the run")
+    auto = (AUTO, "finds the largest that fits into memory and is no slower")
     groups = [
         FlagGroup("Run", RunSettings, common=frozenset(_COMMON_RUN_SETTINGS.split())),
         FlagGroup("Launch", LaunchSettings, common=frozenset(_COMMON_LAUNCH_SETTINGS.split())),
-        FlagGroup("Data", classes.data, frozenset({"predict_inputs"}), rare=classes.declared.rare_parameters),
+        FlagGroup(
+            "Data",
+            classes.data,
+            frozenset({"predict_inputs"}),
+            rare=classes.declared.rare_parameters,
+            literals={"batch_size": auto},
+        ),
         FlagGroup("Recipe", classes.recipe, rare=classes.recipe.rare_parameters, literals={"lr": find}),
         FlagGroup("Trainer", pl.Trainer, trainer_skips, common=trainer_common, texts=_TRAINER_TEXTS),
     ]

@@ -1,6 +1,7 @@
 """The commands: fit, validate, test, predict and export."""
 
 import os
+import re
 import signal
 import sys
 import traceback
@@ -20,25 +21,27 @@ from callbacks.checkpointing.guard import CheckpointGuard
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.lib.best_effort import forget_failures
 from callbacks.lib.lightning_internals import raised_by_restoring
+from callbacks.lib.memory import available_memory, peak_memory
 from callbacks.lib.signals import SIGNALS, Preempted
 from callbacks.lib.slurm_job import is_batch_job, requeue_on
 from callbacks.lib.trainer_attributes import callbacks_of
 from callbacks.step_profiler import StepProfiler
-from callbacks.step_summary import StepSummary
+from callbacks.step_summary import StepSummary, with_unit
 from datamodules.contract import data_contract
-from datamodules.errors import RunFailedError, UserError
+from datamodules.errors import RunFailedError, UserError, is_out_of_memory
 from recipes.cli.early_stopping import why_stopped
-from recipes.cli.experiment import Experiment, as_user_errors
+from recipes.cli.experiment import Experiment, as_user_errors, smaller_batches
 from recipes.cli.folder_guard import FolderGuard
 from recipes.cli.imports import is_known
-from recipes.cli.rate_search import with_found_rate
 from recipes.cli.report import Outcome, print_pairs, print_rows, report, report_unsaved, shown
 from recipes.cli.run_folder import log_settings, run_folder
+from recipes.cli.searches import with_found_batch_size, with_found_rate
 from recipes.cli.settings import checkpoint_callbacks
 from recipes.cli.stock_loaders import evaluate_each_sample_once
 from recipes.cli.trainer import build_trainer, renew_callbacks
 from recipes.cli.verify import verify
 from recipes.export.exporter import export
+from recipes.failures.cause import first_line
 from recipes.failures.monitor import exit_run
 from recipes.failures.shared_folder import SharedFolder
 from recipes.files import write_rows
@@ -62,6 +65,7 @@ _NEEDS = {
     "predict": ("predict_step", "predict_dataloader"),
 }
 """The methods of recipe and data module that a command calls."""
+_EVALUATION_STEPS = {"validation_step", "test_step", "predict_step"}
 
 
 @contextmanager
@@ -149,7 +153,7 @@ def _fit(given: Experiment, typed: Command, started_at: float) -> None:
     title, point = given.recipe.title, settings.resume_point
 
     def train(folder: Path | None) -> None:
-        experiment = with_found_rate(given, folder)
+        experiment = with_found_rate(with_found_batch_size(given), folder)
         settings = experiment.settings
         guard = FolderGuard(folder, yaml.safe_dump(dict(settings.config), sort_keys=False)) if folder else None
         more = _run_callbacks(experiment, folder, guard) if folder and guard else []
@@ -203,7 +207,7 @@ def _train_and_test(
     recipe, data, resume = experiment.recipe, experiment.data, experiment.settings.run.resume
     if folder and 0 in (trainer.max_epochs, trainer.max_steps):
         rank_zero_print("nothing is trained in 0 epochs or steps: the initial weights are saved and scored")
-    with _interruptible(trainer, experiment, folder, program), _restoring(resume):
+    with _interruptible(trainer, experiment, folder, program), _restoring(resume), _within_memory(trainer, experiment):
         trainer.fit(recipe, data, ckpt_path=resume, weights_only=True)
     stopwatch.replace_first("other")
     stopped, epochs = why_stopped(callbacks_of(trainer)), trainer.current_epoch
@@ -222,7 +226,7 @@ def _train_and_test(
     if folder and (experiment.validates or tests):
         draws = experiment.settings.run.report or any(isinstance(log, TensorBoardLogger) for log in trainer.loggers)
         rank_zero_print(f"scoring {shown(best) if best else 'the weights'}{' and drawing' if draws else ''} ...")
-    with _interruptible(trainer, experiment, folder, program):
+    with _interruptible(trainer, experiment, folder, program), _within_memory(trainer, experiment):
         if experiment.validates:
             with stopwatch.timed("test"), _without_points(trainer):
                 validated = trainer.validate(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
@@ -254,7 +258,7 @@ def _evaluate(experiment: Experiment, program: str) -> None:
         trainer.precision_plugin.convert_module(recipe)
         _load_all(recipe)
     rows: Sequence[dict[str, object]]
-    with _interruptible(trainer, experiment, None, program), _restoring(run.ckpt):
+    with _interruptible(trainer, experiment, None, program), _restoring(run.ckpt), _within_memory(trainer, experiment):
         if command == "predict":
             outputs = trainer.predict(recipe, data, ckpt_path=run.ckpt, weights_only=True)
             rows = recipe.all_rows(outputs or [], data_contract(data))
@@ -305,6 +309,27 @@ def _restoring(checkpoint: str | None) -> Iterator[None]:
         raise UserError(
             f"{checkpoint} cannot be restored: it holds other values than were expected ({reason}, in {frame.name} of"
             f" {frame.filename}); pass another checkpoint"
+        ) from error
+
+
+@contextmanager
+def _within_memory(trainer: pl.Trainer, experiment: Experiment) -> Iterator[None]:
+    """Turn an error that says that memory is out into one line, which says what to pass."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or not is_out_of_memory(error):
+            raise
+        evaluates = any(frame.name in _EVALUATION_STEPS for frame in traceback.extract_tb(error.__traceback__))
+        device = trainer.strategy.root_device
+        left = f"{with_unit(peak_memory(device), 'B')} taken at most, {with_unit(available_memory(device), 'B')} left"
+        asked = re.search(r"tried to allocate [\d.]+ \w+", str(error), re.IGNORECASE)
+        reason = asked[0].replace("T", "t") if asked else first_line(error)[:160]
+        settings, size = experiment.settings, experiment.settings.data.get("batch_size")
+        samples = f" with {size} samples on each device" if isinstance(size, int) and not evaluates else ""
+        rank = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
+        raise RunFailedError(
+            f"out of memory{rank}{samples} ({reason}; {left}): {smaller_batches(settings, evaluates)}"
         ) from error
 
 

@@ -33,8 +33,20 @@ from recipes.resume.saved_run import read_run
 
 FIND = "find"
 """The learning rate of a run that is to be found before it."""
+AUTO = "auto"
+"""The batch size of a run that is to be found before it."""
 
-__all__ = ["FIND", "Classes", "Experiment", "Settings", "as_user_errors", "build_experiment", "takes_inputs"]
+__all__ = [
+    "AUTO",
+    "FIND",
+    "Classes",
+    "Experiment",
+    "Settings",
+    "as_user_errors",
+    "build_experiment",
+    "smaller_batches",
+    "takes_inputs",
+]
 
 
 @contextmanager
@@ -118,6 +130,38 @@ class Settings:
     interval: Interval | None = None
 
 
+def smaller_batches(settings: Settings, evaluates: bool) -> str:
+    """What to pass where memory is out: smaller batches that make the same updates, and a precision that takes less.
+
+    Args:
+        evaluates: it was out while a batch was validated, tested or predicted.
+    """
+    run, devices = settings.run, settings.launch.world_size
+    tokens = settings.tokens_parameter
+    name = tokens if tokens and settings.data.get(tokens) else "batch_size"
+    if evaluates and "eval_batch_size" in settings.data:
+        name = "eval_batch_size"
+    size, ways = settings.data.get(name), []
+    if isinstance(size, int) and size > 1:
+        half = size // 2
+        factor = run.accumulate if isinstance(run.accumulate, int) else 1
+        share = run.global_batch_size // devices if run.global_batch_size else factor * size
+        if name == "eval_batch_size":
+            same = ""
+        elif isinstance(run.accumulate, dict):
+            same = " and twice the `accumulate`, which make the same updates"
+        elif name == "batch_size":
+            half = max(part for part in range(1, half + 1) if share % part == 0)
+            update = f"accumulate={share // half}" if factor > 1 else f"global_batch_size={share * devices}"
+            same = f" with {update}, which make the same updates"
+        else:
+            same = "" if run.global_batch_size else f" with accumulate={2 * factor}"
+        ways.append(f"{name}={half}{same}")
+    if "mixed" not in str(run.precision):
+        ways.append("precision='bf16-mixed'")
+    return f"pass {', or '.join([*ways, 'a smaller network'][:2])}"
+
+
 @dataclass(frozen=True)
 class Experiment:
     """What a command works with; its settings are resolved and read-only.
@@ -181,13 +225,21 @@ def _with_seed(settings: Settings, connection: RunConnection | None) -> tuple[Se
     return replace(settings, run=replace(run, seed=seed), data=data, recipe=recipe, config=config, notes=notes), seed
 
 
-def _with_saved_rate(settings: Settings) -> Settings:
-    """Replace the learning rate "find" by that of the checkpoint, where there is one."""
+def _with_saved_choices(settings: Settings) -> Settings:
+    """Replace the learning rate "find" and the batch size "auto" by those of the checkpoint, where there is one."""
     checkpoint = settings.run.resume or settings.run.ckpt
-    if settings.recipe.get("lr") != FIND or checkpoint is None:
+    given = {**settings.data, **settings.recipe}
+    asked = [name for name, text in (("lr", FIND), ("batch_size", AUTO)) if given.get(name) == text]
+    if checkpoint is None or not asked:
+        if "batch_size" in asked and settings.command != "fit":
+            raise UserError(f"batch_size={AUTO!r} is for fit; pass a number to {settings.command}")
         return settings
-    lr = read_run(checkpoint).config["lr"]
-    return replace(settings, recipe={**settings.recipe, "lr": lr}, config={**settings.config, "lr": lr})
+    saved = read_run(checkpoint).config
+    data, recipe, config = (
+        {**values, **{name: saved[name] for name in asked if name in values and name in saved}}
+        for values in (settings.data, settings.recipe, settings.config)
+    )
+    return replace(settings, data=data, recipe=recipe, config=config)
 
 
 def _is_open(value: Any) -> bool:
@@ -212,6 +264,13 @@ def _build_recipe(settings: Settings, classes: Classes, data: pl.LightningDataMo
     return classes.recipe(**options)
 
 
+def _build_data(data_class: type[pl.LightningDataModule], options: Mapping[str, Any]) -> pl.LightningDataModule:
+    """A data module; batches have one sample until their size is found."""
+    return data_class(
+        **{name: 1 if (name, value) == ("batch_size", AUTO) else value for name, value in options.items()}
+    )
+
+
 def _resolved_data(
     settings: Settings, classes: Classes, data: pl.LightningDataModule, connection: RunConnection | None
 ) -> tuple[pl.LightningDataModule, Mapping[str, Any]]:
@@ -231,9 +290,10 @@ def _resolved_data(
     if resolved == settings.data:
         return data, resolved
     if not asked:
-        return classes.data(**resolved), resolved
+        return _build_data(classes.data, resolved), resolved
     # It has read and decided that itself, and need not read again.
-    data.hparams.update({name: value for name, value in resolved.items() if name in data.hparams})
+    found = {name: value for name, value in resolved.items() if value != settings.data[name]}
+    data.hparams.update({name: value for name, value in found.items() if name in data.hparams})
     return data, resolved
 
 
@@ -246,11 +306,11 @@ def build_experiment(settings: Settings, classes: Classes, connection: RunConnec
     Raises:
         UserError: a value is refused, the data cannot be read, or the devices cannot share the global batch.
     """
-    settings, seed = _with_seed(_with_saved_rate(_with_global_batch(settings)), connection)
+    settings, seed = _with_seed(_with_global_batch(_with_saved_choices(settings)), connection)
     with as_user_errors(MisconfigurationException):
         # First, because it seeds the initial weights.
         seeds = SeedControl(seed, settings.run.deterministic, settings.run.benchmark)
-        data = classes.data(**settings.data)
+        data = _build_data(classes.data, settings.data)
         # Before the data are read, so that wrong flags are refused before a download.
         recipe = _build_recipe(settings, classes, data)
         data, resolved = _resolved_data(settings, classes, data, connection)

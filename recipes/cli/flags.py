@@ -153,13 +153,17 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _whole_numbers_first(annotation: Any) -> Any:
-    """The type with int before float in a union: jsonargparse takes the first that fits, and 1 is not the share 1.0.
+    """The type with int before float, and float before text, in a union: jsonargparse takes the first that fits.
+
+    1 is not the share 1.0, and 1.0 is not the time "1.0".
 
     The order in the source does not tell: typing returns an equal union that another library has made before.
     """
     if get_origin(annotation) not in (Union, types.UnionType):
         return annotation
-    return Union[tuple(sorted(get_args(annotation), key=lambda part: part is float))]  # noqa: UP007
+    parts = get_args(annotation)
+    places = {float: 1, str: 2} if float in parts else {}
+    return Union[tuple(sorted(parts, key=lambda part: places.get(part, 0)))]  # noqa: UP007
 
 
 def help_width() -> int:

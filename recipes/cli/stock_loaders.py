@@ -5,6 +5,7 @@ DataLoader, which fails where ``batch_size`` was passed by position. It leaves l
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -51,12 +52,13 @@ def share_of(loader: Any, rank: int, world_size: int) -> Any:
     return _AsIs(DataLoader(loader.dataset, batch_sampler=list(batches)[rank::world_size], **options))
 
 
+def _shared(make: Callable[[], Any], rank: int, world_size: int) -> Any:
+    return share_of(make(), rank, world_size)
+
+
 def evaluate_each_sample_once(data: pl.LightningDataModule, rank: int, world_size: int) -> None:
     """Have the loaders of a data module for validation, test and prediction replaced by their `share_of` this rank."""
-
-    def shared(make: Callable[[], Any]) -> Callable[[], Any]:
-        return lambda: share_of(make(), rank, world_size)
-
     for name in ("val_dataloader", "test_dataloader", "predict_dataloader"):
         if is_overridden(name, data):
-            setattr(data, name, shared(getattr(data, name)))
+            # No closure: in a copy of the data module it would make the loaders of the original.
+            setattr(data, name, partial(_shared, getattr(data, name), rank, world_size))

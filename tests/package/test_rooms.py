@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "recipes.pretrained": "datamodules.errors datamodules.loading recipes.weights",
     "recipes.labels": f"{_DATA} datamodules.loading",
     "recipes.losses": "",
+    "recipes.batch_size_finder": _CALLBACKS,
     "recipes.lr_finder": _CALLBACKS,
     "recipes.optim": "datamodules.errors",
     "recipes.parameter_groups": "",
@@ -57,7 +58,7 @@ MAY_IMPORT = {
     "recipes.failures": "datamodules.errors callbacks.lib recipes.launch",
     "recipes.results": f"{_CALLBACKS} callbacks.checkpointing callbacks.drawing recipes.files recipes.version",
     "recipes.resume": f"{_CALLBACKS} callbacks.checkpointing recipes.launch recipes.results",
-    "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing recipes.failures recipes.files "
+    "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing recipes.batch_size_finder recipes.failures recipes.files "
     "recipes.export recipes.graphs recipes.launch recipes.lr_finder recipes.optim recipes.recipe recipes.results "
     "recipes.resume recipes.version recipes.weights",
     "recipes.NAME": f"{_CALLBACKS} callbacks.drawing datamodules.NAME datamodules.images datamodules.loading "
