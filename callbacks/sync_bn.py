@@ -8,11 +8,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from callbacks.lib.batch_norm import average_statistics, restore_batchnorm, sync_batchnorm
+from callbacks.lib.batch_norm import average_statistics, exempt_from_broadcast, restore_batchnorm, sync_batchnorm
 from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
 from datamodules.errors import UserError
 from datamodules.ranges import COUNT, check_ranges
@@ -43,21 +42,6 @@ def check_group_size(group_size: int, world_size: int) -> None:
         f"SyncBN(group_size={group_size}) does not divide the {world_size} processes of this run: "
         f"pass {' or '.join(f'group_size={size}' for size in sorted(nearest))}"
     )
-
-
-def _exempt_from_broadcast(ddp: DistributedDataParallel) -> None:
-    """Keeps DDP from replacing running statistics with those of rank 0 before each forward pass."""
-    layers = {id(b) for layer in ddp.module.modules() if isinstance(layer, _BatchNorm) for b in layer.buffers()}
-    names = {
-        name: id(buffer) in layers
-        for name, buffer in ddp.module.named_buffers()
-        if name not in ddp.parameters_to_ignore
-    }
-    if all(names.values()):
-        # One broadcast less at every step, and torch fails on an empty list of buffers.
-        ddp.broadcast_buffers = False
-    else:
-        ddp.parameters_to_ignore |= {name for name, is_ours in names.items() if is_ours}
 
 
 class SyncBN(pl.Callback):
@@ -123,7 +107,7 @@ class SyncBN(pl.Callback):
         if trainer.strategy.model is not self._ddp:
             self._ddp = trainer.strategy.model
             if isinstance(self._ddp, DistributedDataParallel):
-                _exempt_from_broadcast(self._ddp)
+                exempt_from_broadcast(self._ddp)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

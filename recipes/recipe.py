@@ -519,6 +519,9 @@ class Recipe(pl.LightningModule):
     def configure_model(self) -> None:
         """Split the network's parameters over the devices where the strategy is fsdp2; nothing otherwise."""
         if self.device_mesh is not None and not isinstance(self.network, FSDPModule):
+            for parameter in self.network.parameters():
+                # FSDP2 splits contiguous memory only, and channels_last is not.
+                parameter.data = parameter.data.contiguous()
             fully_shard(self.network, mesh=self.device_mesh["data_parallel"])
 
     @override
@@ -526,6 +529,9 @@ class Recipe(pl.LightningModule):
         fused = self.hparams.fused
         # A fused optimiser under AMP with gradient clipping raises inside Lightning (#21435).
         if fused is None and getattr(attached_trainer(self), "gradient_clip_val", None):
+            fused = False
+        # Of torch's fused optimisers only Adam's know shards.
+        if fused is None and self.device_mesh is not None:
             fused = False
         optimizer = build_optimizer(
             self.hparams.optimizer,

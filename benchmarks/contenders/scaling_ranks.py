@@ -14,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from typing_extensions import override
 
 from benchmarks.harness.bare_trainer import bare_trainer, suppress_output
@@ -22,6 +22,7 @@ from benchmarks.harness.processes import free_port
 from benchmarks.sections.fine_tuning import SETTLING, SameBatch
 from datamodules.errors import UserError
 from recipes import ResNetFineTuner
+from recipes.launch.strategies import LeanDDPStrategy
 
 __all__ = ["ALONE", "ALONE_ALL", "SIDE_BY_SIDE", "STRONG", "WEAK", "Job", "Measured", "median_rank", "run_world"]
 
@@ -138,7 +139,7 @@ def _measure(job: Job, local_rank: int) -> Measured:
         return _train(job, SingleDeviceStrategy(device), 1, 1, batch_size)
 
     def together(batch_size: int) -> float:
-        return _train(job, DDPStrategy(timeout=_TIMEOUT), job.devices, job.num_nodes, batch_size)
+        return _train(job, LeanDDPStrategy(timeout=_TIMEOUT), job.devices, job.num_nodes, batch_size)
 
     rank_zero = dist.get_rank() == 0
     forms: dict[str, Callable[[], float]] = {

@@ -14,9 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-__all__ = ["average_statistics", "combine_moments", "recalibrate", "restore_batchnorm", "sync_batchnorm"]
+__all__ = [
+    "average_statistics",
+    "combine_moments",
+    "exempt_from_broadcast",
+    "recalibrate",
+    "restore_batchnorm",
+    "running_buffers",
+    "sync_batchnorm",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -219,6 +228,31 @@ def restore_batchnorm(module: nn.Module) -> None:
         if isinstance(layer, _Synchronised):
             untyped: Any = layer
             untyped.__class__ = layer.original
+
+
+def running_buffers(module: nn.Module) -> list[list[Tensor]]:
+    """Running statistics and counters of batch normalisation, by their data type."""
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            for buffer in layer.buffers(recurse=False):
+                found.setdefault(buffer.dtype, []).append(buffer)
+    return list(found.values())
+
+
+def exempt_from_broadcast(ddp: DistributedDataParallel) -> None:
+    """Keeps DDP from replacing running statistics with those of rank 0 before each forward pass."""
+    layers = {id(buffer) for buffers in running_buffers(ddp.module) for buffer in buffers}
+    names = {
+        name: id(buffer) in layers
+        for name, buffer in ddp.module.named_buffers()
+        if name not in ddp.parameters_to_ignore
+    }
+    if all(names.values()):
+        # One broadcast less at every step, and torch fails on an empty list of buffers.
+        ddp.broadcast_buffers = False
+    else:
+        ddp.parameters_to_ignore |= {name for name, is_ours in names.items() if is_ours}
 
 
 @torch.no_grad()

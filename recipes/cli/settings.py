@@ -26,6 +26,7 @@ from datamodules.ranges import COUNT, SHARE, Range, check_ranges
 from recipes.cli.early_stopping import PatientStopping, score_mode
 from recipes.cli.limits import WholeUpdates
 from recipes.launch.precision import Precision
+from recipes.launch.strategies import Compression
 from recipes.optim import learning_rate_scale
 from recipes.recipe import Recipe
 
@@ -56,6 +57,7 @@ class RunSettings:
         precision: floating-point precision; auto is bf16-mixed where the hardware has fast bf16, else 32-true.
         global_batch_size: samples per update on all devices; accumulation follows from it.
         accumulate: micro-batches per update, or a schedule of them, as in '{0: 8, "2 epochs": 4}'.
+        gradient_compression: data type in which DDP reduces gradients; by default their own.
         warmup: duration of the learning rate warm-up, as in "500 steps", "2 epochs" or "5%".
         warmup_kind: shape of the warm-up.
         warmup_start_factor: fraction of the learning rate at the first update of the warm-up.
@@ -102,6 +104,7 @@ class RunSettings:
     precision: Precision = "auto"
     global_batch_size: int | None = None
     accumulate: int | dict[int | str, int] = 1
+    gradient_compression: Compression | None = None
     warmup: int | str = 0
     warmup_kind: Kind = "linear"
     warmup_start_factor: float = 0.01

@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
@@ -25,6 +24,7 @@ from recipes.cli.run_folder import logger_names, loggers
 from recipes.cli.settings import global_batch_text
 from recipes.failures.monitor import FailureReporter
 from recipes.launch.rank_zero import rank_zero_print
+from recipes.launch.strategies import build_strategy
 from recipes.results.origin import hardware
 from recipes.resume.saved_run import read_run
 
@@ -105,9 +105,9 @@ def build_trainer(
     """
     settings = experiment.settings
     options: dict[str, Any] = {**settings.trainer, **_limits(settings)}
-    if options["strategy"] == "fsdp2":
-        # Lightning has no short name for it. Checkpoints stay one file, which any strategy loads.
-        options["strategy"] = ModelParallelStrategy(save_distributed_checkpoint=False)
+    options["strategy"] = build_strategy(
+        options["strategy"], settings.launch.world_size, options["accelerator"], settings.run.gradient_compression
+    )
     # DeepSpeed writes folders in its own format.
     saving = [] if "deepspeed" in str(options["strategy"]).lower() else [checkpoint_io or VerifiedCheckpointIO()]
     # Lightning moves the callbacks that save behind the others, and calls the first of them the Trainer's.

@@ -30,7 +30,6 @@ from tests.support.ranks import free_port, run_ranks
 from tests.support.tables import QUIET, Tiny, image_network, noisy_images, silence
 
 CALLBACKS = {
-    "GradientAccumulation, one": lambda: GradientAccumulation(),
     "GradientAccumulation": lambda: GradientAccumulation(2),
     "SyncBN": lambda: SyncBN(),
     "FreezeLayers": lambda: FreezeLayers(until="1"),
@@ -74,13 +73,12 @@ def test_a_callback_that_cannot_keep_its_promise_names_the_strategy_before_the_f
         assert 'pass strategy="ddp"' in error.replace("pass\n", "pass ")
 
 
-@pytest.mark.parametrize("name", ["GradientAccumulation, one", "RankConsistency"])
-def test_a_callback_that_can_do_less_says_so_once_and_the_run_goes_on(name):
-    results = run_ranks(fit, 2, name)
+def test_a_callback_that_can_do_less_says_so_once_and_the_run_goes_on():
+    results = run_ranks(fit, 2, "RankConsistency")
     assert [(steps, error) for steps, error, _ in results] == [(4, ""), (4, "")]
     said = [[text for text in heard if "ModelParallelStrategy" in text] for _, _, heard in results]
     assert len(said[0]) == 1
-    assert said[0][0].startswith(name.split(",")[0])
+    assert said[0][0].startswith("RankConsistency")
     assert not said[1]
 
 
@@ -122,7 +120,7 @@ def test_a_signal_to_one_rank_ends_a_run_whose_gradients_nobody_can_weigh(accumu
 def test_the_command_line_splits_the_network_under_fsdp2_tests_its_one_checkpoint_file_and_verifies_it(tmp_path):
     zero, one = start(tmp_path, [(["--name", "run", "--strategy", "fsdp2"], env) for env in by_torchrun(free_port())])
     assert (zero.status, one.status) == (0, 0), (zero, one)
-    assert "GradientAccumulation weighs nothing: ModelParallelStrategy" in zero.err
+    assert "GradientAccumulation" not in zero.err
     checkpoint = torch.load(tmp_path / "runs/failing/run/checkpoints/last.ckpt", weights_only=True)
     assert {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()} == {
         "network.weight": (1, 1),
