@@ -522,7 +522,8 @@ class Recipe(pl.LightningModule):
             for parameter in self.network.parameters():
                 # FSDP2 splits contiguous memory only, and channels_last is not.
                 parameter.data = parameter.data.contiguous()
-            fully_shard(self.network, mesh=self.device_mesh["data_parallel"])
+            # Else a rank keeps the weights in full until a backward pass, and gathers fewer times than the others.
+            fully_shard(self.network, mesh=self.device_mesh["data_parallel"], reshard_after_forward=True)
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -83,6 +84,29 @@ class FSDP2Strategy(_StatisticsOfRankZero, ModelParallelStrategy):
 
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size, 1, save_distributed_checkpoint=False)
+
+    def _gather_weights(self) -> None:
+        """Hold the weights in full while a model is evaluated: the ranks may have unequal numbers of batches."""
+        for module in self._split_modules():
+            module.set_reshard_after_forward(False)
+            module.unshard()
+
+    def _split_weights(self) -> None:
+        for module in self._split_modules():
+            module.set_reshard_after_forward(True)
+            module.reshard()
+
+    def _split_modules(self) -> list[FSDPModule]:
+        assert self.model is not None
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._gather_weights()
+
+    on_test_start = on_predict_start = _gather_weights
+    on_validation_end = on_test_end = on_predict_end = _split_weights
 
 
 def build_strategy(
