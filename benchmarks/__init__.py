@@ -13,6 +13,7 @@ SECTIONS = {
     "input_pipeline": "seconds to load and augment an epoch of MNIST",
     "callbacks_cost": "microseconds that the callbacks add to an update",
     "dropout": "dropout addressed by sample, and torch's",
+    "compile": "a step compiled and not, and the first compiled one of a process",
     "checkpoint_cost": "how long training is blocked while a checkpoint is saved",
     "start_up": "seconds to the first step, by part, and of --help",
     "fine_tuning": "seconds of a step by what is frozen, and of an epoch with cached features",

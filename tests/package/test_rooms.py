@@ -48,8 +48,9 @@ MAY_IMPORT = {
     "recipes.schedules": f"{_CALLBACKS} recipes.curves",
     "recipes.graphs": "",
     "recipes.compilation": "datamodules.errors callbacks.lib",
+    "recipes.step_capture": _CALLBACKS,
     "recipes.recipe": f"{_CALLBACKS} datamodules.loading recipes.compilation recipes.graphs "
-    "recipes.optim recipes.parameter_groups recipes.schedules recipes.version recipes.weights",
+    "recipes.optim recipes.parameter_groups recipes.schedules recipes.step_capture recipes.version recipes.weights",
     "recipes.classification": f"{_CALLBACKS} callbacks.drawing datamodules.loading recipes.labels recipes.losses "
     "recipes.recipe",
     "recipes.export": "datamodules.errors callbacks.lib callbacks.checkpointing recipes.graphs recipes.recipe "
