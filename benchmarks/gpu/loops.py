@@ -78,6 +78,11 @@ class Way:
     compiled: bool = False
     graph: bool = False
 
+    @property
+    def layout(self) -> torch.memory_format:
+        """Of the weights and the images."""
+        return torch.channels_last if self.channels_last else torch.contiguous_format
+
 
 def image_loss(forward: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
     """The mean cross-entropy of images of shape (batch, channels, height, width)."""
@@ -173,9 +178,8 @@ def _captured(step: Callable[[], Any], device: torch.device) -> Callable[[], Any
 def seconds_a_step(way: Way, workload: Workload, steps: int, device: torch.device) -> float:
     """Seconds of a step of a plain PyTorch loop."""
     torch.manual_seed(1)
-    layout = torch.channels_last if way.channels_last else torch.contiguous_format
     network: Any = workload.build().network
-    network = network.to(device).to(memory_format=layout)
+    network = network.to(device).to(memory_format=way.layout)
     capturable = {"capturable": True} if way.graph and device.type == "cuda" else {}
     optimizer = build_optimizer("adamw", parameter_groups(network, 0.01), 1e-3, fused=way.fused, arguments=capturable)
     forward: Callable[..., Tensor] = torch.compile(network) if way.compiled else network
@@ -183,10 +187,10 @@ def seconds_a_step(way: Way, workload: Workload, steps: int, device: torch.devic
     scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
     batch = workload.batch if device.type == "cpu" else _pinned(workload.batch)
     if way.resident:
-        batch = _in_layout(workload.move(batch, device), layout)
+        batch = _in_layout(workload.move(batch, device), way.layout)
 
     def step() -> None:
-        inputs = batch if way.resident else _in_layout(workload.move(batch, device), layout)
+        inputs = batch if way.resident else _in_layout(workload.move(batch, device), way.layout)
         # A cache of casts would keep tensors of the capture.
         cast = torch.autocast(device.type, dtype, cache_enabled=not way.graph) if dtype else nullcontext()
         with cast:
@@ -241,12 +245,18 @@ class Clock(pl.Callback):
 
 
 def recipe_seconds(
-    way: Way, workload: Workload, steps: int, device: torch.device, settings: Mapping[str, Any]
+    way: Way,
+    workload: Workload,
+    steps: int,
+    device: torch.device,
+    settings: Mapping[str, Any],
+    data: pl.LightningDataModule | None = None,
 ) -> float:
     """Seconds of a step of the recipe in a Trainer with the callbacks of its command line.
 
     Args:
         settings: of the recipe, such as ``compile``.
+        data: in place of the same batch again and again.
     """
 
     def transfer(batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -259,9 +269,11 @@ def recipe_seconds(
     if way.precision == "16-mixed":  # Which Lightning replaces by bf16 on a CPU.
         options = {"plugins": [MixedPrecision("16-mixed", device.type, torch.amp.GradScaler(device.type))]}
     batch = workload.batch if device.type == "cpu" else _pinned(workload.batch)
-    batch = workload.move(batch, device) if way.resident else batch
+    if way.resident:
+        batch = _in_layout(workload.move(batch, device), way.layout)
     recipe = workload.build(channels_last=way.channels_last, fused=way.fused, **settings)
-    recipe.transfer_batch_to_device = transfer  # type: ignore[method-assign]
+    if data is None:
+        recipe.transfer_batch_to_device = transfer  # type: ignore[method-assign]
     trainer = bare_trainer(
         callbacks,
         accelerator="gpu" if device.type == "cuda" else "cpu",
@@ -272,5 +284,5 @@ def recipe_seconds(
         **options,
     )
     with interruptible():
-        trainer.fit(recipe, _Again(batch, SETTLING + steps))
+        trainer.fit(recipe, data or _Again(batch, SETTLING + steps))
     return clock.seconds

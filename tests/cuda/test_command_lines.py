@@ -44,7 +44,7 @@ def test_a_recipe_trains_resumes_tests_and_exports(device: Device, name: str, tm
     with (run / "metrics.csv").open(newline="") as file:
         logged = {key for row in csv.DictReader(file) for key, value in row.items() if value}
     on_gpu = device == "cuda"
-    assert ("cuda" in results["versions"]) == ("driver" in results["versions"]) == on_gpu
+    assert ("cuda" in results["versions"]) == ("cudnn" in results["versions"]) == on_gpu
     assert ("NVIDIA" in results["hardware"] or "AMD" in results["hardware"]) == on_gpu
     assert bool(kernels) == on_gpu
     assert ("monitor/peak_memory_gib" in logged) == ("monitor/memory_gib" in logged) == on_gpu
