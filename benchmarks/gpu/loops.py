@@ -264,7 +264,9 @@ def recipe_seconds(
 
     clock = Clock(steps)
     callbacks = [SeedControl(1), GradientAccumulation(), WarmupLR(0), FiniteWeights(), RankConsistency(), Preemption()]
-    callbacks += [TrainLoss(), TrainingMonitor(), LeanLoop(), clock]
+    # Its hooks within a step keep the step from being captured.
+    callbacks += [] if settings.get("cuda_graph") else [TrainingMonitor()]
+    callbacks += [TrainLoss(), LeanLoop(), clock]
     options: dict[str, Any] = {"precision": way.precision}
     if way.precision == "16-mixed":  # Which Lightning replaces by bf16 on a CPU.
         options = {"plugins": [MixedPrecision("16-mixed", device.type, torch.amp.GradScaler(device.type))]}
