@@ -1,3 +1,4 @@
+from .auto_micro_batch import AutoMicroBatch as AutoMicroBatch
 from .bn_recalibration import BNRecalibration as BNRecalibration
 from .checkpointing.exact_checkpoint import ExactCheckpoint as ExactCheckpoint
 from .checkpointing.guard import CheckpointGuard as CheckpointGuard

@@ -4,6 +4,7 @@ Lightning divides every loss by the full factor and gives micro-batches and rank
 updated too weakly (#19987) and a sentence in a short batch counts more than one in a long batch (#20350).
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -99,9 +100,12 @@ class GradientAccumulation(pl.Callback):
         self._undo_no_update: Callable[[], None] | None = None
         self._running = False
         self._count: int | Tensor = 0
+        self._sums_in = torch.device("cpu"), torch.float32
         self._window = AccumulationWindow()
         self._mean_loss: MeanLoss | None = None
         self._called = False
+        self.closed_by_other = False
+        """Whether `close_window` is called after the last backward pass, rather than all done before it."""
 
     def accumulation_schedule(self, trainer: pl.Trainer) -> AccumulationSchedule:
         """Micro-batches per update; known from `on_train_start` on where it follows from the global batch size."""
@@ -172,28 +176,57 @@ class GradientAccumulation(pl.Callback):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         if self._release_module is None:
             return  # The mean loss has the right gradient already.
-        if self._called and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches:
-            raise RunFailedError(describe_second_call(trainer.optimizers[0], trainer.accumulate_grad_batches))
-        self._called = True
+        if not self.closed_by_other:
+            self._check_call(trainer)
         dtype = torch.promote_types(loss.dtype, torch.float32)
         count = self._count.detach().to(loss.device, dtype) if isinstance(self._count, Tensor) else float(self._count)
         if self._mean_loss is not None:
             self._mean_loss.add(loss.to(dtype) * trainer.accumulate_grad_batches, count)
-        if not ends_window(trainer):
+        self._sums_in = loss.device, dtype
+        if self.closed_by_other or not ends_window(trainer):
             weigh_loss(loss, self._window.weight(count))
             return
-
-        def total(count: float | Tensor) -> float | Tensor:
-            numbers = [count] if self._mean_loss is None else [count, self._mean_loss.total]
-            if trainer.world_size > 1:
-                numbers = [*self.sums(*numbers, device=loss.device, dtype=dtype)]
-            if self._mean_loss is not None:
-                self._mean_loss.close(numbers[1], numbers[0])
-            return numbers[0]
-
-        earlier, weight = self._window.last_weight(count, trainer.world_size, total)
+        earlier, weight = self._window.last_weight(count, trainer.world_size, lambda count: self._total(trainer, count))
         self._scale_gradients(trainer, earlier)
         weigh_loss(loss, weight)
+
+    def _check_call(self, trainer: pl.Trainer) -> None:
+        if self._called and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches:
+            raise RunFailedError(describe_second_call(trainer.optimizers[0], trainer.accumulate_grad_batches))
+        self._called = True
+
+    def _total(self, trainer: pl.Trainer, count: float | Tensor) -> float | Tensor:
+        """The count of all ranks; closes the mean loss over them."""
+        numbers = [count] if self._mean_loss is None else [count, self._mean_loss.total]
+        if trainer.world_size > 1:
+            device, dtype = self._sums_in
+            numbers = [*self.sums(*numbers, device=device, dtype=dtype)]
+        if self._mean_loss is not None:
+            self._mean_loss.close(numbers[1], numbers[0])
+        return numbers[0]
+
+    @property
+    def weighs(self) -> bool:
+        """Whether each loss gets the weight of its targets; known from `on_train_start` on."""
+        return self._release_module is not None
+
+    def begin_batch(self, trainer: pl.Trainer) -> Callable[[], None]:
+        """For `AutoMicroBatch`: a batch is computed; returns how to forget what was computed of it."""
+        self._check_call(trainer)
+        window, loss = copy.copy(self._window), 0.0 if self._mean_loss is None else self._mean_loss.total
+
+        def undo() -> None:
+            self._window = copy.copy(window)
+            if self._mean_loss is not None:
+                self._mean_loss.total = loss
+
+        return undo
+
+    def close_window(self, trainer: pl.Trainer) -> None:
+        """For `AutoMicroBatch`: make gradients that no backward pass follows those of the mean over all targets."""
+        self._scale_gradients(
+            trainer, self._window.close(trainer.world_size, lambda count: self._total(trainer, count))
+        )
 
     def _scale_gradients(self, trainer: pl.Trainer, weight: float | Tensor) -> None:
         scale_gradients((p for group in trainer.optimizers[0].param_groups for p in group["params"]), weight)

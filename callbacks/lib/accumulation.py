@@ -109,16 +109,22 @@ class AccumulationWindow:
         sum_over_ranks: Callable[[float | Tensor], float | Tensor] | None = None,
     ) -> tuple[float | Tensor, float | Tensor]:
         """The weight of the gradients so far, and that of the last micro-batch."""
-        total = self._total + count
-        if sum_over_ranks is not None:
-            total = sum_over_ranks(total)
-        # DDP averages over the ranks, so each divides by the targets of an average rank.
-        divisor = at_least_one(total) / world_size
+        self._total = self._total + count
+        divisor = self._divisor(world_size, sum_over_ranks)
         return self._close(divisor), count * self._divided_by / divisor
 
-    def close(self) -> float | Tensor:
+    def close(
+        self, world_size: int = 1, sum_over_ranks: Callable[[float | Tensor], float | Tensor] | None = None
+    ) -> float | Tensor:
         """The weight of the gradients so far, where no micro-batch follows."""
-        return self._close(at_least_one(self._total))
+        return self._close(self._divisor(world_size, sum_over_ranks))
+
+    def _divisor(
+        self, world_size: int, sum_over_ranks: Callable[[float | Tensor], float | Tensor] | None
+    ) -> float | Tensor:
+        total = self._total if sum_over_ranks is None else sum_over_ranks(self._total)
+        # DDP averages over the ranks, so each divides by the targets of an average rank.
+        return at_least_one(total) / world_size
 
     def _close(self, divisor: float | Tensor) -> float | Tensor:
         earlier = 1.0 if self._unit is None else self._unit / divisor

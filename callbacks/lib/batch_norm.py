@@ -21,6 +21,7 @@ __all__ = [
     "average_statistics",
     "combine_moments",
     "exempt_from_broadcast",
+    "is_synchronised",
     "recalibrate",
     "restore_batchnorm",
     "running_buffers",
@@ -220,6 +221,11 @@ def sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = 
     for layer in layers:
         untyped: Any = layer
         untyped.__class__ = classes[type(layer)]
+
+
+def is_synchronised(layer: nn.Module) -> bool:
+    """Whether a layer normalises over several processes, as ours or torch's."""
+    return isinstance(layer, (_Synchronised, nn.SyncBatchNorm))
 
 
 def restore_batchnorm(module: nn.Module) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "begin_noise",
     "dropout_factors",
     "end_noise",
+    "narrow_noise",
     "noise_keys",
     "number_layers",
     "repeat_noise",
@@ -97,10 +98,11 @@ def dropout_factors(
 
 
 class _Noise:
-    """The samples of one micro-batch, and how often each layer was called with them."""
+    """The samples of one micro-batch, or of a piece of it, and how often each layer was called with them."""
 
-    def __init__(self, keys: Tensor) -> None:
+    def __init__(self, keys: Tensor, batch: Tensor | None = None) -> None:
         self.keys = keys
+        self.batch = keys if batch is None else batch
         self.calls: dict[int, int] = {}
         self.open = True
 
@@ -130,6 +132,13 @@ def repeat_noise() -> None:
     """The next forward pass over the same samples draws the same noise again, as for an optimizer's closure."""
     if _noise is not None:
         _noise.calls.clear()
+
+
+def narrow_noise(piece: slice) -> None:
+    """The next forward passes are over a piece of the micro-batch for which `begin_noise` was called."""
+    global _noise
+    if _noise is not None and _noise.open:
+        _noise = _Noise(_noise.batch[piece], _noise.batch)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
+from callbacks.auto_micro_batch import AutoMicroBatch
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.checkpointing.guard import LastCheckpoint
 from callbacks.finite_weights import FiniteWeights
@@ -58,6 +59,7 @@ class RunSettings:
         global_batch_size: samples per update on all devices; accumulation follows from it.
         accumulate: micro-batches per update, or a schedule of them, as in '{0: 8, "2 epochs": 4}'.
         gradient_compression: data type in which DDP reduces gradients; by default their own.
+        auto_micro_batch: a batch that runs out of memory is repeated in smaller pieces, for the same update.
         warmup: duration of the learning rate warm-up, as in "500 steps", "2 epochs" or "5%".
         warmup_kind: shape of the warm-up.
         warmup_start_factor: fraction of the learning rate at the first update of the warm-up.
@@ -105,6 +107,7 @@ class RunSettings:
     global_batch_size: int | None = None
     accumulate: int | dict[int | str, int] = 1
     gradient_compression: Compression | None = None
+    auto_micro_batch: bool = False
     warmup: int | str = 0
     warmup_kind: Kind = "linear"
     warmup_start_factor: float = 0.01
@@ -184,6 +187,8 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
         WarmupLR(settings.warmup, settings.warmup_kind, settings.warmup_start_factor, scale, base if scale else None),
     ]
     callbacks += [FiniteWeights(), RankConsistency(), Preemption()]
+    if settings.auto_micro_batch:
+        callbacks.append(AutoMicroBatch())
     if settings.lean_loop:
         callbacks.append(LeanLoop())
     if settings.training_monitor:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from callbacks.auto_micro_batch import AutoMicroBatch
 from callbacks.bn_recalibration import BNRecalibration
 from callbacks.checkpointing.guard import CheckpointGuard
 from callbacks.drawing.classification_images import ClassificationImages
@@ -38,6 +39,7 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "SeedControl": lambda: SeedControl(seed=1),
     "GradientAccumulation": lambda: GradientAccumulation({0: 2, "1 epochs": 3}),
     "GradientAccumulation, global batch": lambda: GradientAccumulation(global_batch_size=16),
+    "AutoMicroBatch": lambda: AutoMicroBatch(),
     "WarmupLR": lambda: WarmupLR("60%", kind="cosine", scale="linear", base_batch_size=8),
     "SyncBN": lambda: SyncBN(),
     "SyncBN, groups of one": lambda: SyncBN(group_size=1),
@@ -66,6 +68,7 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
 TOGETHER = (
     "SeedControl",
     "GradientAccumulation",
+    "AutoMicroBatch",
     "WarmupLR",
     "SyncBN",
     "FreezeLayers",
