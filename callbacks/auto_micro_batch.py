@@ -151,8 +151,10 @@ class AutoMicroBatch(pl.Callback):
     the smallest size.
 
     What is not the same: BatchNorm normalises over a piece, and a warning says so. Layers of torch's dropout draw other
-    numbers. A `training_step` that itself communicates cannot be repeated: with synchronised BatchNorm on several ranks
-    the callback does nothing. Nor does it with manual optimisation, or a strategy other than DDP.
+    numbers. Means that a step logs are weighted by samples: pass ``log(batch_size=...)`` for those over tokens.
+
+    A `training_step` that itself communicates cannot be repeated: with synchronised BatchNorm on several ranks the
+    callback does nothing. Nor does it with manual optimisation, or a strategy other than DDP.
 
     A batch is cut along the first dimension of its tensors; see `cut_batch` in `callbacks.lib.batch_pieces`.
 

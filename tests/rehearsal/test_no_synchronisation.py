@@ -62,6 +62,11 @@ def in_the_first_batch(wait: Wait) -> bool:
     return wait.update == 0 and wait.batch <= 0
 
 
+def in_the_first_update(wait: Wait) -> bool:
+    """Of a run."""
+    return wait.update == 0
+
+
 def in_each(wait: Wait) -> bool:
     """Batch."""
     return True
@@ -75,6 +80,9 @@ MEANT = {
     ),
     "lightning/pytorch/trainer/connectors/logger_connector/logger_connector.py:log_metrics": Meant(
         _TRAINING, at_logs, "what a user's step logs"
+    ),
+    "callbacks/auto_micro_batch.py:copied": Meant(
+        _TRAINING, in_the_first_update, "a copy for an optimizer's first step that runs out of memory"
     ),
     "callbacks/finite_weights.py:first_not_finite": Meant(_TRAINING, at_logs, "a run that has diverged ends"),
     "callbacks/lib/targets.py:warn_of_ignored_targets": Meant(
