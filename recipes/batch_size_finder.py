@@ -317,7 +317,7 @@ class BatchSizeSearch(pl.Callback):
                     points.append((size, train))
                 taken = max(train, evaluation)
                 missing, seconds, share, room = ranks.maximum(
-                    taken > usable, step.seconds, min(1.0, taken / max(1, available)), -_room(points, usable)
+                    taken > usable, step.seconds, min(1.0, taken / max(1, available)), -_room(points, 0.95 * usable)
                 )
                 return Trial(size, not missing, -room, trainer.world_size * size / seconds, share)
 

@@ -25,6 +25,9 @@ _CGROUPS = {
     "memory": (("memory",), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 
+# Of a limit of the process. It counts addresses, and fragments that the allocator keeps take a part of them.
+_OF_LIMIT = 0.75
+
 
 def used_memory(device: torch.device) -> int:
     """Bytes that this process holds now: tensors on its GPU, or memory of the host."""
@@ -78,7 +81,7 @@ class MemoryPeak:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         release_memory(device)
-        self._before, self._use_before = used_memory(device), _process_use()
+        self._before = used_memory(device)
 
     def reset(self) -> None:
         """Forget the peak, and give back what the allocator keeps."""
@@ -93,9 +96,7 @@ class MemoryPeak:
         """Bytes beyond those at the beginning, since the last `reset`."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_reserved(self.device) - self._before
-        # What the allocator keeps counts against a limit of the process, until it is given back.
-        growth = [used - self._use_before.get(limit, used) for limit, used in _process_use().items()]
-        return max(0, peak_memory(self.device) - self._before, *growth)
+        return max(0, peak_memory(self.device) - self._before)
 
 
 def _number(path: Path) -> int | None:
@@ -143,4 +144,5 @@ def available_memory(device: torch.device, processes: int = 1) -> int:
     import psutil
 
     shared = min([psutil.virtual_memory().available, *cgroup_memory()]) // processes
-    return int(max(0, min([shared, *(limit - used for limit, used in _process_use().items())])))
+    own = (_OF_LIMIT * (limit - used) for limit, used in _process_use().items())
+    return int(max(0, min([shared, *own])))
