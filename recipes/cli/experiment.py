@@ -157,6 +157,8 @@ def smaller_batches(settings: Settings, evaluates: bool) -> str:
         else:
             same = "" if run.global_batch_size else f" with accumulate={2 * factor}"
         ways.append(f"{name}={half}{same}")
+    if not run.auto_micro_batch:
+        ways.append("`auto_micro_batch`")
     if "mixed" not in str(run.precision):
         ways.append("precision='bf16-mixed'")
     return f"pass {', or '.join([*ways, 'a smaller network'][:2])}"
