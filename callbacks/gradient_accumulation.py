@@ -179,7 +179,8 @@ class GradientAccumulation(pl.Callback):
         if not self.closed_by_other:
             self._check_call(trainer)
         dtype = torch.promote_types(loss.dtype, torch.float32)
-        count = self._count.detach().to(loss.device, dtype) if isinstance(self._count, Tensor) else float(self._count)
+        count: Any = self._count
+        count = count.detach().to(loss.device, dtype, non_blocking=True) if isinstance(count, Tensor) else float(count)
         if self._mean_loss is not None:
             self._mean_loss.add(loss.to(dtype) * trainer.accumulate_grad_batches, count)
         self._sums_in = loss.device, dtype

@@ -199,7 +199,7 @@ class TrainLoss(pl.Callback):
         like = next((part for part in parts if isinstance(part, Tensor)), None)
         if like is None:
             return None
-        totals = torch.stack([torch.as_tensor(part, device=like.device).to(like.dtype).expand(3) for part in parts])
+        totals = torch.stack([part if isinstance(part, Tensor) else torch.zeros_like(like) for part in parts])
         if trainer.world_size > 1:
             totals = sum_over_ranks(totals, totals.device, totals.dtype)
         sums: list[list[float]] = totals.tolist()

@@ -118,9 +118,8 @@ def _norms(groups: Sequence[_Group], clipped: bool, by_group: bool) -> dict[str,
         columns.append(torch.stack([norm.float() for norm in (before, after, total_norm(group.weights), weights)]))
     # Read from the device at once.
     values = torch.stack([column.to(columns[0].device) for column in columns], 1)
-    rows = {"": torch.linalg.vector_norm(values, dim=1).tolist()}
-    if by_group:
-        rows |= {f"/{group.name}": column for group, column in zip(groups, values.T.tolist(), strict=True)}
+    table = torch.cat((torch.linalg.vector_norm(values, dim=1, keepdim=True), values), 1).T.tolist()
+    rows = dict(zip(["", *(f"/{group.name}" for group in groups if by_group)], table))
     found = {}
     for name, (before, after, update, weights) in rows.items():
         found[f"gradient_norm{name}"] = before

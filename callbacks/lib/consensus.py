@@ -115,7 +115,9 @@ class SumWithFlag:
         flag = [] if self.flag is None else [float(self.flag())]
         # Not `as_tensor` of a number, which is a copy that waits for the device.
         numbers = [
-            value.to(device, dtype) if isinstance(value, Tensor) else torch.full((), value, device=device, dtype=dtype)
+            value.to(device, dtype, non_blocking=True)
+            if isinstance(value, Tensor)
+            else torch.full((), value, device=device, dtype=dtype)
             for value in (*values, *flag)
         ]
         sums = list(sum_over_ranks(torch.stack(numbers), device, dtype).unbind())

@@ -454,12 +454,17 @@ def restart_training_loaders(trainer: pl.Trainer, skip: int, seed: Callable[[pl.
 
 
 def keep_signal_handlers(trainer: pl.Trainer) -> Callable[[], None]:
-    """Keeps Lightning from installing signal handlers; returns how to undo it."""
+    """Keeps Lightning from installing signal handlers; returns how to undo it.
+
+    Nor does it ask in each batch whether its handler on rank 0 has seen SIGTERM: with several processes a broadcast,
+    which each of them waits for, and the device for the host.
+    """
     connector: Any = trainer._signal_connector
-    connector.register_signal_handlers = lambda: None
+    loop: Any = trainer.fit_loop.epoch_loop
+    connector.register_signal_handlers = loop._broadcast_sigterm_tensor = lambda: None
 
     def undo() -> None:
-        del connector.register_signal_handlers
+        del connector.register_signal_handlers, loop._broadcast_sigterm_tensor
 
     return undo
 

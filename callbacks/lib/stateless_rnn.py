@@ -18,7 +18,8 @@ def _packed_rows(packed: PackedSequence) -> tuple[Tensor, int]:
     sizes = packed.batch_sizes
     steps = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     samples = torch.arange(len(steps)) - (sizes.cumsum(0) - sizes)[steps]
-    steps, samples = steps.to(packed.data.device), samples.to(packed.data.device)
+    device = packed.data.device
+    steps, samples = steps.to(device, non_blocking=True), samples.to(device, non_blocking=True)
     if packed.sorted_indices is not None:
         samples = packed.sorted_indices[samples]
     return samples * len(sizes) + steps, len(sizes)

@@ -267,7 +267,8 @@ class ImageFolderDataModule(ClassificationDataModule):
         try:
             for batch in loader.loaded_batches():
                 images = self.normalise(batch.inputs.to(self._device, non_blocking=True))
-                yield images, batch.targets.to(self._device), batch.rows.to(self._device)
+                targets, rows = (given.to(self._device, non_blocking=True) for given in (batch.targets, batch.rows))
+                yield images, targets, rows
         finally:
             loader.close()
             self._loaders.discard(loader)

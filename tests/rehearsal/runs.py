@@ -36,7 +36,10 @@ def fit(make: Experiment, device: torch.device | None = None, **settings: Any) -
     module, data, callbacks = make()
     where: dict[str, Any] = {"accelerator": "cpu"}
     if device is not None:
-        where = {"strategy": SingleDeviceStrategy(device=device, accelerator=StandInAccelerator())}
+        where = {
+            "strategy": settings.pop("strategy", None)
+            or SingleDeviceStrategy(device=device, accelerator=StandInAccelerator())
+        }
     with tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(
             **{**QUIET, "accelerator": "auto", **where, "logger": TensorBoardLogger(folder)},

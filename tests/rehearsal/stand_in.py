@@ -462,6 +462,34 @@ class _Module(types.ModuleType):
         _arrive()
 
 
+_libraries: list[torch.library.Library] = []
+_LOWER, _FLOAT32 = ("conv2d", "linear", "matmul", "mm", "bmm", "addmm"), ("log_softmax.int", "softmax.int")
+
+
+def _register_autocast() -> None:
+    """The operations that autocast casts, of which such a backend has no lists; the others stay as they are."""
+    key = "AutocastPrivateUse1"
+    every, listed = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    every.fallback(torch.library.fallthrough_kernel, key)
+    _libraries.extend((every, listed))
+    outside = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    for name in (*_LOWER, *_FLOAT32):
+        operation, _, overload = name.partition(".")
+        found = getattr(getattr(aten, operation), overload or "default")
+
+        def kernel(*args: Any, run: Any = found, **kwargs: Any) -> Any:
+            lower = run._schema.name.removeprefix("aten::") in _LOWER
+            dtype = torch.get_autocast_dtype(NAME) if lower else torch.float32
+
+            def cast(value: Any) -> Any:
+                return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+            with torch._C._ExcludeDispatchKeyGuard(outside):
+                return run(*tree_map(cast, args), **tree_map(cast, kwargs))
+
+        listed.impl(name, kernel, key)
+
+
 _engine_run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
 
@@ -509,6 +537,7 @@ def stand_in_device() -> Iterator[torch.device]:
     """Add the device to this process, which keeps it, and run a block with it."""
     if torch._C._get_privateuse1_backend_name() != NAME:
         _setup_privateuseone_for_python_backend(NAME, _Module())
+        _register_autocast()
         torch.Event = Event  # type: ignore[misc, assignment]
         torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
     _generator.manual_seed(0)

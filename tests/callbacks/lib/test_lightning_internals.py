@@ -346,9 +346,12 @@ def test_lightning_installs_no_signal_handlers_until_that_is_undone() -> None:
     note = LambdaCallback(on_train_start=lambda *_: seen.append(signal.getsignal(signal.SIGTERM)))
     before = signal.getsignal(signal.SIGTERM)
     trainer = trainer_with(note)
+    asks = trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
     undo = internals.keep_signal_handlers(trainer)
+    assert trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor != asks
     trainer.fit(tiny(), loader())
     undo()
+    assert trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor == asks
     trainer.fit_loop.epoch_progress.reset()
     trainer.fit(tiny(), loader())
     assert seen[0] == before
