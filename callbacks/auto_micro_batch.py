@@ -13,7 +13,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -23,7 +22,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lib.accumulation import AccumulationWindow, scale_gradients, uses_loss, weigh_loss
+from callbacks.lib.accumulation import AccumulationWindow, is_replicated, scale_gradients, uses_loss, weigh_loss
 from callbacks.lib.batch_norm import is_synchronised
 from callbacks.lib.batch_pieces import cut_batch, join_outputs, number_of_samples, piece_slices
 from callbacks.lib.consensus import FlagAllReduce
@@ -199,7 +198,7 @@ class AutoMicroBatch(pl.Callback):
         self._release()
         self._metrics = [layer for layer in pl_module.modules() if isinstance(layer, Metric)]
         strategy: Any = trainer.strategy
-        if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+        if not is_replicated(strategy):
             return  # Its ranks may wait for each other in any forward pass.
         for name in _EVALUATION_STEPS:
             setattr(strategy, name, self._evaluation_step(trainer, getattr(strategy, name)))

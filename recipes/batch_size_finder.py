@@ -16,12 +16,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.freezing import FreezeLayers
+from callbacks.lib.accumulation import is_replicated
 from callbacks.lib.consensus import FlagAllReduce
 from callbacks.lib.generators import untouched_generators
 from callbacks.lib.global_batch import accumulation_factor, loader_batch_size
@@ -283,7 +283,7 @@ class BatchSizeSearch(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
+        if not is_replicated(trainer.strategy):
             name = type(trainer.strategy).__name__
             raise UserError(f"batch_size='auto' is for one device and for DDP, and this is {name}; pass a number")
         if not pl_module.automatic_optimization:

@@ -570,6 +570,7 @@ class Recipe(pl.LightningModule):
         Raises:
             UserError: the schedule follows a score, and nothing is validated; or the step cannot be captured.
         """
+        self._capture = self._batch = None  # Of a run that has failed.
         if self.hparams.cuda_graph:
             runner = runner_for(self.trainer.strategy.root_device)
             check_capture(self.trainer, self)

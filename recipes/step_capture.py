@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from callbacks.auto_micro_batch import AutoMicroBatch
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.accumulation import uses_loss
 from callbacks.lib.lightning_internals import finish_closure
@@ -108,6 +109,11 @@ def check_capture(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         )
     if len(trainer.optimizers) != 1 or uses_loss(trainer.optimizers[0]):
         raise UserError(f"cuda_graph=True captures one optimizer of torch's whose step needs no loss{clear}")
+    if any(isinstance(callback, AutoMicroBatch) for callback in callbacks_of(trainer)):
+        raise UserError(
+            "cuda_graph=True runs steps as they were captured, which AutoMicroBatch cannot repeat in pieces; leave"
+            " one of them out"
+        )
     for owner in (pl_module, *callbacks_of(trainer)):
         base: Any = pl.LightningModule if owner is pl_module else pl.Callback
         hooks = [name for name in _WITHIN if _does_something(owner, name, base)]
@@ -137,7 +143,8 @@ class StepCapture:
 
     A step is the Trainer's: `training_step`, backward, clipping, the optimiser with its hooks, which run before and
     after it as Python. Static tensors are made for a size of batch that comes twice in succession; another batch, such
-    as the last of an epoch, takes Lightning's way. Where layers begin to train, the step is captured again.
+    as the last of an epoch, takes Lightning's way. Where layers begin to train, the step is captured again. Of the
+    optimiser's settings only the learning rate may change afterwards; the others are numbers within the captured step.
 
     Args:
         runner: what runs or replays the step.
@@ -188,7 +195,7 @@ class StepCapture:
         self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in optimizer.param_groups]
         self._static = [leaf for leaf in statics if isinstance(leaf, Tensor)]
         if device.type == "cuda":
-            _make_capturable(optimizer)
+            _move_step_counts(optimizer)
         self._kind = kind
         self._run = self._runner(lambda: self._whole_step(batch, keys, batch_idx, optimizer))
 
@@ -205,16 +212,20 @@ class StepCapture:
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         module.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-        own = [group["lr"] for group in optimizer.param_groups]
+        # Only within the step: a checkpoint holds the settings of an ordinary run, which resumes on any device.
+        kept = ("lr", "capturable")
+        own: list[dict[str, Any]] = [{k: group[k] for k in kept if k in group} for group in optimizer.param_groups]
         for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
+            if "capturable" in group and rate.is_cuda:
+                group["capturable"] = True
         try:
             # Without its hooks, which are called around the step.
             step: Any = type(optimizer).step
             getattr(step, "__wrapped__", step)(optimizer)
         finally:
-            for group, rate in zip(optimizer.param_groups, own, strict=True):
-                group["lr"] = rate
+            for group, settings in zip(optimizer.param_groups, own, strict=True):
+                group.update(settings)
         return tree_map_only(Tensor, torch.detach, outputs)
 
 
@@ -225,11 +236,8 @@ def _call_hooks(optimizer: Optimizer, when: str) -> None:
         hook(optimizer, (), {})
 
 
-def _make_capturable(optimizer: Optimizer) -> None:
+def _move_step_counts(optimizer: Optimizer) -> None:
     """Keep the optimiser's counts of steps on the device, as a graph needs them."""
-    for group in optimizer.param_groups:
-        if "capturable" in group:
-            group["capturable"] = True
     for parameter, state in optimizer.state.items():
         if isinstance(state.get("step"), Tensor):
             state["step"] = state["step"].to(parameter.device)

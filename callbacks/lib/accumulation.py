@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +26,7 @@ __all__ = [
     "current_factor",
     "describe_second_call",
     "ends_window",
+    "is_replicated",
     "move_place_in_epoch",
     "samples_per_batch",
     "scale_gradients",
@@ -218,6 +219,12 @@ def check_single_accumulation(trainer: pl.Trainer, pl_module: pl.LightningModule
         found.append(f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})")
     if len(found) > 1:
         raise UserError(f"{' and '.join(found)} would both accumulate: keep one GradientAccumulation")
+
+
+def is_replicated(strategy: Strategy) -> bool:
+    """Whether each rank holds the whole model, and no forward pass waits for another rank's: one device, or DDP."""
+    # DeepSpeed's strategy is derived from Lightning's DDP.
+    return isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) and not strategy.handles_gradient_accumulation
 
 
 def check_strategy(trainer: pl.Trainer, accumulates: bool) -> bool:

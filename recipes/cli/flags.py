@@ -77,7 +77,8 @@ def describe_type(annotation: Any) -> str:
         return names[annotation]
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        return "one of " + ", ".join(dict.fromkeys(map(str, arguments)))
+        values = list(dict.fromkeys(map(str, arguments)))
+        return values[0] if len(values) == 1 else "one of " + ", ".join(values)
     if origin in (Union, types.UnionType):
         parts = dict.fromkeys(describe_type(a) for a in arguments if a is not type(None))
         return " or ".join(parts)

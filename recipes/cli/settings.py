@@ -23,6 +23,7 @@ from callbacks.sync_bn import SyncBN
 from callbacks.training_monitor import TrainingMonitor
 from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging
+from datamodules.errors import UserError
 from datamodules.ranges import COUNT, SHARE, Range, check_ranges
 from recipes.cli.early_stopping import PatientStopping, score_mode
 from recipes.cli.limits import WholeUpdates
@@ -142,6 +143,11 @@ class RunSettings:
             patience=(self.patience, COUNT),
             histogram_every=(self.histogram_every, Range(0, whole=True)),
         )
+        if self.auto_micro_batch and self.gradient_compression:
+            raise UserError(
+                f"auto_micro_batch=True reduces gradients in their own type, and gradient_compression="
+                f"{self.gradient_compression!r} asks for another; pass one of them"
+            )
 
 
 def _counted(number: int, what: str, plural: str = "s") -> str:

@@ -18,6 +18,7 @@ from callbacks.lib.memory import cgroup_memory
 from datamodules import TranslationDataModule
 from datamodules.errors import UserError
 from recipes.batch_size_finder import Trial, fast_enough, find_batch_size, next_size, sizes_of
+from recipes.launch.strategies import build_strategy
 from tests.support.command_lines import typed
 from tests.support.out_of_memory import PHASES, Phase, data_limit, planted_out_of_memory
 from tests.support.ranks import run_ranks
@@ -112,6 +113,8 @@ def _smallest_of_ranks(fits: list[int], phase: Phase, global_batch_size: int | N
     module, rank = Noisy(num_classes=2), int(os.environ.get("RANK", 0))
     with planted_out_of_memory(module.network, phase, fits[rank]):
         options = on_ranks(len(fits)) | {"accelerator": "cpu", "min_gain": 0.0}
+        if phase == "backward":
+            options["strategy"] = build_strategy("auto", len(fits))  # The command line's.
         found = find_batch_size(module, Points(), global_batch_size, **options)
     return found.batch_size, [trial.batch_size for trial in found.trials]
 
@@ -248,7 +251,7 @@ def test_a_run_that_finds_its_batch_size_is_the_run_with_that_size_and_a_resume_
     assert f"pass --batch-size {size}" in found.out
     assert "batch size" not in resumed.out
     assert invalid.status == 2
-    assert "--batch-size automatic is not a whole number or one of auto" in invalid.err
+    assert "--batch-size automatic is not a whole number or auto" in invalid.err
     (given,) = typed(tmp_path, f"{quick} --name given --batch-size {size} {more}")
     assert given.status == 0
     lines = [(tmp_path / f"runs/quadrants/{name}/weights.jsonl").read_text() for name in ("found", "given")]

@@ -1,5 +1,6 @@
 """DDP as the command line sets it up: the same model as stock DDP, with less communication."""
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import FreezeLayers, GradientAccumulation
 from datamodules.errors import UserError
 from recipes.launch.strategies import LeanDDPStrategy, build_strategy
+from tests.support.command_lines import typed
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, Tiny, image_network, noisy_images, sentence_network, sentences, silence
 
@@ -137,3 +139,18 @@ def test_names_of_ddp_keep_what_they_say_of_unused_parameters():
     assert isinstance(strategy, LeanDDPStrategy)
     assert strategy._ddp_kwargs == {"gradient_as_bucket_view": True, "find_unused_parameters": True}
     assert build_strategy("fsdp", 2) == "fsdp"
+
+
+def test_fsdp2_resumes_runs_of_its_own_only_and_reductions_of_two_types_are_refused(tmp_path: Path) -> None:
+    quick = "--max-epochs 1 --logger none --name one"
+    trained, resumed, both = typed(
+        tmp_path,
+        quick,
+        "--name one --resume auto --max-epochs 2 --strategy fsdp2",
+        f"{quick} --auto-micro-batch --gradient-compression bf16",
+    )
+    assert trained.status == 0
+    assert resumed.status == both.status == 2
+    assert "was saved by a run with --strategy auto, and fsdp2 resumes only runs of its own" in resumed.err
+    assert "--auto-micro-batch" in both.err
+    assert "--gradient-compression" in both.err
