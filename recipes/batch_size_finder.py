@@ -191,9 +191,11 @@ def repeated(batch: Any, size: int) -> Any:
     Example:
         >>> repeated((torch.zeros(2, 5), torch.tensor([3, 4])), 3)[1].tolist()
         [3, 4, 3]
+        >>> repeated((torch.zeros(0, 5),), 3) is None  # A rank may have nothing to validate.
+        True
     """
     counts = {len(part) if part.dim() else -1 for part in _elements(batch)}
-    if len(counts) != 1 or counts < {1}:
+    if len(counts) != 1 or min(counts) < 1:
         return None
     places = torch.arange(size) % counts.pop()
     return apply_to_collection(batch, Tensor, lambda part: part[places.to(part.device)])
