@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.measurements import Column, Options, Progress, Section, Spread, alternate, pin_threads
+from benchmarks.harness.measurements import Column, Goal, Options, Progress, Section, Spread, alternate, pin_threads
 from callbacks.lib.sample_noise import number_layers, sample_noise
 from recipes.compilation import compile_network
 from recipes.mnist.network import MNISTNet
@@ -93,6 +93,12 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         plain, faster = f"{name}, eager", f"{name}, compiled"
         spreads = [timings.spread(kind, 1e-3) for kind in (plain, faster)]
         rows[name] = [*spreads, timings.ratio(plain, faster), cold, warm]
+    ratios = {name: ratio for name, (_, _, ratio, *_) in rows.items() if ratio is not None}
+    goals = []
+    if ratios:
+        slowest = min(ratios, key=lambda name: ratios[name].median)
+        found = ratios[slowest].median
+        goals.append(Goal("compiled steps take at most the time of eager ones", f"{found:.2f}, {slowest}", found >= 1))
     return Section(
         title="compile: a step of the recipes' networks with and without torch.compile",
         header={
@@ -109,6 +115,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
             Column("with a cache, s", ".1f"),
         ],
         rows=rows,
+        goals=goals,
         notes=["the first step is the first compiled one of a new process, without imports; once each"],
         interrupted=timings.interrupted,
     )
