@@ -148,7 +148,7 @@ def test_a_run_that_finds_its_rate_is_the_run_with_that_rate_and_a_resume_does_n
     assert (run / "figures/lr_find.png").stat().st_size > 5000
     assert "a tenth of" not in resumed.out
     assert invalid.status == 2
-    assert "--lr found is not a number or one of find" in invalid.err
+    assert "--lr found is not a number or find" in invalid.err
     (given,) = typed(tmp_path, f"{quick} --name given --lr {lr} {more}")
     assert given.status == 0
     lines = [(tmp_path / f"runs/quadrants/{name}/weights.jsonl").read_text() for name in ("found", "given")]
