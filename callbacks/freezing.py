@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from callbacks.lib.durations import Duration
-from callbacks.lib.freezing import FrozenLayers, check_freezing, frozen_objects, names_to_freeze
+from callbacks.lib.freezing import FrozenLayers, begin_momentum, check_freezing, frozen_objects, names_to_freeze
 from callbacks.lib.layers import find_name, module_names, parameter_names
 from callbacks.lib.updates import duration_to_updates
 from datamodules.errors import UserError
@@ -161,6 +161,7 @@ class FreezeLayers(pl.Callback):
             return
         self._unfrozen = unfrozen
         self._frozen.unfreeze(*unfrozen)
+        begin_momentum(trainer.optimizers)
         if trainable(pl_module) != self._wrapped:
             wrap_again(trainer, pl_module)
             self._wrapped = trainable(pl_module)

@@ -140,6 +140,8 @@ class GradientAccumulation(pl.Callback):
         trainer.accumulate_grad_batches = current_factor(trainer, self._schedule)
         self._window = AccumulationWindow(trainer.accumulate_grad_batches)
         self.sums_over_ranks = self._weighs and trainer.world_size > 1
+        floating = (p.dtype for p in pl_module.parameters() if p.is_floating_point())
+        self._sums_in = trainer.strategy.root_device, torch.promote_types(next(floating, torch.float32), torch.float32)
         if self._weighs and (trainer.world_size > 1 or largest > 1):
             self._release_module = observe_counts(pl_module, self._set_count)
             if uses_loss(trainer.optimizers[0]):

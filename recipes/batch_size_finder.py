@@ -23,14 +23,14 @@ from typing_extensions import override
 from callbacks.freezing import FreezeLayers
 from callbacks.lib.accumulation import is_replicated
 from callbacks.lib.consensus import FlagAllReduce
-from callbacks.lib.generators import untouched_generators
 from callbacks.lib.global_batch import accumulation_factor, loader_batch_size
-from callbacks.lib.memory import MemoryPeak, available_memory, release_memory
+from callbacks.lib.memory import MemoryPeak, available_memory, is_limited_by_ulimit
 from callbacks.lib.step_cost import step_cost
 from callbacks.lib.trainer_attributes import callbacks_of, datamodule_of
 from callbacks.step_summary import memory_estimate, with_unit
 from datamodules.contract import data_contract
 from datamodules.errors import UserError, is_out_of_memory
+from recipes.copied_fit import fit_copies
 
 __all__ = [
     "BatchSizeSearch",
@@ -317,15 +317,16 @@ class BatchSizeSearch(pl.Callback):
                 train, evaluation = step.train(size), step.evaluate(size)
                 if math.isfinite(train):
                     points.append((size, train))
-                taken = max(train, evaluation)
+                taken, room = max(train, evaluation), _room(points, 0.95 * usable)
+                if step.may_fail and len(points) == 1:
+                    room = max(room, 2.0 * size)  # What does not grow with the batch is most of a small step.
                 missing, seconds, share, room = ranks.maximum(
-                    taken > usable, step.seconds, min(1.0, taken / max(1, available)), -_room(points, 0.95 * usable)
+                    taken > usable, step.seconds, min(1.0, taken / max(1, available)), -room
                 )
                 return Trial(size, not missing, -room, trainer.world_size * size / seconds, share)
 
-            step.train(
-                first
-            )  # Loads kernels, and makes the optimiser's state, which later steps have from their start.
+            # Loads kernels, and makes the optimiser's state, which later steps have from their start.
+            step.train(first)
             trials: list[Trial] = []
             size: int | None = first
             while size is not None:
@@ -349,10 +350,12 @@ class BatchSizeSearch(pl.Callback):
     def _plan(self, step: "_Step", sizes: list[int], usable: float, ranks: FlagAllReduce) -> tuple[int, int]:
         """The first size and by how much sizes grow, from an estimate of the memory of a step, where there is one."""
         start = max(size for size in sizes if size <= _FIRST)
-        one, fixed = step.estimate()
+        # The estimate loads modules of 150 MB, which a tight limit may not have.
+        one, fixed = (0, 0) if step.may_fail else step.estimate()
         # Where nothing is known a small batch is the safest.
         room = (usable - fixed) / one if one else 4.0
-        room = -ranks.maximum(-room)[0]
+        unknown, room = ranks.maximum(not one, -room)
+        one, room = 0 if unknown else one, -room
         if one and room < 0.5:
             raise UserError(
                 f"a batch of one sample needs about {with_unit(fixed + one, 'B')}, and {with_unit(usable, 'B')} of"
@@ -394,6 +397,8 @@ class _Step:
     ) -> None:
         self.trainer, self.module, self.batches = trainer, module, batches
         self.peak, self.usable = peak, usable
+        self.may_fail = is_limited_by_ulimit(peak.device)
+        """Whether a step that is too large raises an exception, where else the kernel would kill processes."""
         self.validates = is_overridden("validation_step", module) and is_overridden("val_dataloader", batches.data)
         self.validates = self.validates and data_contract(batches.data).validates
         self.validated: int | None = None
@@ -514,17 +519,7 @@ def search_batch_size(
             f"{type(data).__name__} has neither an attribute nor a hyper-parameter `batch_size`, which the search for a"
             " batch size sets; pass a number"
         )
-    with untouched_generators():
-        try:
-            module, data = copy.deepcopy((module, data))
-        except TypeError as error:
-            raise UserError(f"the search trains copies, and these cannot be copied: {error}; pass a number") from error
-        set_batch_size(data, 1)
-        trainer = build_trainer(search)
-        trainer.fit(module, data)
-    device = trainer.strategy.root_device
-    del trainer, module, data
-    release_memory(device)
+    fit_copies(module, data, search, build_trainer, "a number", prepare=lambda copied: set_batch_size(copied, 1))
     assert search.found is not None
     return search.found
 

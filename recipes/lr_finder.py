@@ -16,9 +16,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks.lib.generators import untouched_generators
 from callbacks.train_loss import TrainLoss
 from datamodules.errors import UserError
+from recipes.copied_fit import fit_copies
 
 __all__ = ["RateSweep", "RateTest", "choose_rate", "draw_rate_test", "find_learning_rate"]
 
@@ -185,12 +185,7 @@ def sweep_rates(
     Raises:
         UserError: module or data cannot be copied, or no rate was found.
     """
-    with untouched_generators():
-        try:
-            module, data = copy.deepcopy((module, data))
-        except TypeError as error:
-            raise UserError(f"the search trains copies, and these cannot be copied: {error}; pass lr=NUMBER") from error
-        build_trainer(sweep).fit(module, data)
+    fit_copies(module, data, sweep, build_trainer, "lr=NUMBER")
     return sweep.result()
 
 

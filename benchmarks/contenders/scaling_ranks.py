@@ -14,20 +14,40 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from benchmarks.harness.bare_trainer import bare_trainer, suppress_output
 from benchmarks.harness.processes import free_port
-from benchmarks.sections.fine_tuning import SETTLING, SameBatch
+from benchmarks.sections.fine_tuning import SameBatch
 from datamodules.errors import UserError
 from recipes import ResNetFineTuner
 from recipes.launch.strategies import LeanDDPStrategy
 
-__all__ = ["ALONE", "ALONE_ALL", "SIDE_BY_SIDE", "STRONG", "WEAK", "Job", "Measured", "median_rank", "run_world"]
+__all__ = [
+    "ALONE",
+    "ALONE_ALL",
+    "PLAIN_SIDE_BY_SIDE",
+    "PLAIN_WEAK",
+    "SETTLING",
+    "SIDE_BY_SIDE",
+    "STRONG",
+    "WEAK",
+    "Job",
+    "Measured",
+    "median_rank",
+    "run_world",
+]
 
 ALONE, ALONE_ALL = "alone", "alone, the whole batch"
 SIDE_BY_SIDE, WEAK, STRONG = "side by side", "together", "together, a share of the batch"
+PLAIN_SIDE_BY_SIDE, PLAIN_WEAK = "plain loop, side by side", "plain loop, together"
+
+SETTLING = 4
+"""Steps before the clock starts: DDP makes new buckets in the second, whose memory is slow until it has been used."""
 
 _TIMEOUT = timedelta(minutes=5)
 
@@ -113,6 +133,29 @@ def _train(job: Job, strategy: Strategy, devices: int, num_nodes: int, batch_siz
     return clock.seconds
 
 
+def _plain_loop(job: Job, device: torch.device, together: bool) -> float:
+    """Seconds of a step of the same network and optimiser in a loop by hand, under PyTorch's own DDP."""
+    network: nn.Module = _recipe(job).network.to(device)
+    if together:
+        network = DistributedDataParallel(network, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(network.parameters(), fused=True)
+    low = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(job.precision)
+    seconds = start = 0.0
+    batches = SameBatch(job.batch_size, job.image_size, SETTLING + job.steps)
+    for number, (images, labels) in enumerate(batches, 1):
+        with torch.autocast(device.type, low, enabled=low is not None):
+            logits = network(images.to(device, memory_format=torch.channels_last))
+            loss = F.cross_entropy(logits, labels.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if number in (SETTLING, SETTLING + job.steps):
+            if job.cuda:
+                torch.cuda.synchronize(device)
+            seconds, start = (time.perf_counter() - start) / job.steps, time.perf_counter()
+    return seconds
+
+
 def _all_reduce(size: int, device: torch.device, repeats: int) -> float:
     values = torch.ones(max(1, size // 4), device=device)
     for _ in range(2):
@@ -148,6 +191,8 @@ def _measure(job: Job, local_rank: int) -> Measured:
         SIDE_BY_SIDE: lambda: alone(job.batch_size),
         WEAK: lambda: together(job.batch_size),
         STRONG: lambda: together(max(1, job.global_batch_size // job.world_size)),
+        PLAIN_SIDE_BY_SIDE: lambda: _plain_loop(job, device, together=False),
+        PLAIN_WEAK: lambda: _plain_loop(job, device, together=True),
     }
     steps: dict[str, list[list[float]]] = {form: [] for form in forms}
     reductions: dict[int, list[float]] = {size: [] for size in job.sizes}
@@ -176,6 +221,8 @@ def _rank(pipe: Connection, job: Job, local_rank: int, node_rank: int, address: 
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
         "NODE_RANK": str(node_rank),
+        # Otherwise Lightning's DDP gives a process the cores of the node divided by its processes.
+        "OMP_NUM_THREADS": str(job.threads),
     }
     torch.set_num_threads(job.threads)
     if job.cuda:

@@ -54,6 +54,7 @@ class Options:
         data_dir: where data sets are looked for.
         devices: of the scaling section: processes on a node, for each world to measure.
         num_nodes: of the scaling section.
+        minutes: of the multi30k section: of training for each row; None is its own choice.
     """
 
     quick: bool = False
@@ -62,6 +63,7 @@ class Options:
     data_dir: str = "data"
     devices: tuple[int, ...] = ()
     num_nodes: int = 1
+    minutes: float | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "answer_of", "free_port", "seconds_of"]
+__all__ = ["ROOT", "answer_of", "free_port", "run_module", "seconds_of"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +45,15 @@ def seconds_of(*args: str, **env: str) -> float:
 def answer_of(*args: str, **env: str) -> Any:
     """The JSON in the last line that Python prints with these arguments."""
     return json.loads(_run(args, env).splitlines()[-1])
+
+
+def run_module(module: str, *args: str, **env: str) -> None:
+    """Run ``python -m module`` with these arguments to its end.
+
+    Raises:
+        RuntimeError: it fails; with the end of what it has written.
+    """
+    _run(["-m", module, *args], env)
 
 
 def free_port() -> int:

@@ -236,19 +236,15 @@ def restore_batchnorm(module: nn.Module) -> None:
             untyped.__class__ = layer.original
 
 
-def running_buffers(module: nn.Module) -> list[list[Tensor]]:
-    """Running statistics and counters of batch normalisation, by their data type."""
-    found: dict[torch.dtype, list[Tensor]] = {}
-    for layer in module.modules():
-        if isinstance(layer, _BatchNorm):
-            for buffer in layer.buffers(recurse=False):
-                found.setdefault(buffer.dtype, []).append(buffer)
-    return list(found.values())
+def running_buffers(module: nn.Module) -> list[Tensor]:
+    """Running statistics and counters of batch normalisation."""
+    layers = (layer for layer in module.modules() if isinstance(layer, _BatchNorm))
+    return [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
 
 
 def exempt_from_broadcast(ddp: DistributedDataParallel) -> None:
     """Keeps DDP from replacing running statistics with those of rank 0 before each forward pass."""
-    layers = {id(buffer) for buffers in running_buffers(ddp.module) for buffer in buffers}
+    layers = {id(buffer) for buffer in running_buffers(ddp.module)}
     names = {
         name: id(buffer) in layers
         for name, buffer in ddp.module.named_buffers()

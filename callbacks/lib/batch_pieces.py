@@ -14,10 +14,10 @@ __all__ = ["cut_batch", "join_outputs", "number_of_samples", "piece_slices"]
 
 
 def _children(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
     if isinstance(value, (tuple, list)):
         return list(value)
+    if isinstance(value, Mapping):
+        return list(value.values())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
     return []

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from callbacks.lib.targets import sum_over_ranks
 
-__all__ = ["DeferredFlags", "FlagAllReduce", "SumWithFlag"]
+__all__ = ["DeferredFlags", "FlagAllReduce", "SumWithFlag", "collectives_made"]
+
+
+def collectives_made() -> int:
+    """How many collective calls this process has made so far, in all process groups."""
+    # There is no public name of either; a test holds them.
+    groups: Any = dist.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 class FlagAllReduce:
@@ -53,10 +60,19 @@ class FlagAllReduce:
 
     def maximum(self, *values: float) -> list[float]:
         """The largest of each value over the ranks."""
+        return self.start_maximum(*values)()
+
+    def start_maximum(self, *values: float) -> Callable[[], list[float]]:
+        """The same while others are computed or reduced; returns how to wait for the result."""
         found: Tensor = torch.tensor(values, dtype=torch.float64)
-        if not self._single:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return found.tolist()
+        work = None if self._single else dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def wait() -> list[float]:
+            if work is not None:
+                work.wait()
+            return found.tolist()
+
+        return wait
 
 
 class DeferredFlags:

@@ -6,16 +6,25 @@
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from callbacks.lib.layers import find_name, inside, matching_names, module_names, names_before, parameter_names
 from datamodules.errors import UserError
 
-__all__ = ["FrozenLayers", "check_freezing", "freeze_layers", "frozen_objects", "keep_in_eval", "names_to_freeze"]
+__all__ = [
+    "FrozenLayers",
+    "begin_momentum",
+    "check_freezing",
+    "freeze_layers",
+    "frozen_objects",
+    "keep_in_eval",
+    "names_to_freeze",
+]
 
 
 def keep_in_eval(module: nn.Module, _: Any) -> None:
@@ -138,6 +147,22 @@ class FrozenLayers:
 
     def __exit__(self, *exception: object) -> None:
         self.restore()
+
+
+def begin_momentum(optimizers: Iterable[Optimizer]) -> None:
+    """Let parameters of a fused SGD begin to train beside others of their group that have a momentum.
+
+    torch's kernel takes a first step of all of a group or of none, and raises a TypeError otherwise (2.15). A momentum
+    of zero gives the same first step, unless there is dampening.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+            states = [optimizer.state[p] for p in group["params"] if p in optimizer.state]
+            if not group["fused"] or all(state.get("momentum_buffer") is None for state in states):
+                continue
+            for parameter in group["params"]:
+                if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def freeze_layers(

@@ -37,6 +37,7 @@ __all__ = [
     "deal_to_ranks",
     "epoch_sums",
     "finish_closure",
+    "forget_module",
     "hook_calls",
     "keep_logged",
     "keep_signal_handlers",
@@ -124,6 +125,12 @@ def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
 def set_trainer(module: pl.LightningModule, trainer: pl.Trainer | None) -> None:
     """Sets or removes what `attached_trainer` gives, so that a copy of the module does not copy its Trainer."""
     module._trainer = trainer
+
+
+def forget_module(callback: pl.Callback) -> None:
+    """Removes the methods `log` of a module that Lightning gives to each callback, and that keep the module alive."""
+    for name in ("log", "log_dict"):
+        vars(callback).pop(name, None)
 
 
 # The loops
@@ -297,6 +304,7 @@ class TrainingBatch(NamedTuple):
         zero_grad: with its hooks; None where gradients accumulate.
         backward: with its hooks.
         makes_update: whether the optimiser steps after this batch.
+        plain: all of it, as Lightning does.
         nothing: the result of a step that returned None.
     """
 
@@ -305,6 +313,7 @@ class TrainingBatch(NamedTuple):
     zero_grad: Callable[[], None] | None
     backward: Callable[[Tensor], None]
     makes_update: bool
+    plain: Callable[[], Any]
     nothing: Callable[[], Any]
 
 
@@ -318,6 +327,7 @@ def replace_closures(trainer: pl.Trainer, compute: Callable[[TrainingBatch], Any
     """
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
     make = loop._make_closure
+    with_gradients = torch.enable_grad()(compute)
 
     def make_closure(kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
         closure = make(kwargs, optimizer, batch_idx)
@@ -328,9 +338,10 @@ def replace_closures(trainer: pl.Trainer, compute: Callable[[TrainingBatch], Any
                 closure._zero_grad_fn,
                 closure._backward_fn,
                 not trainer.fit_loop._should_accumulate(),
+                closure.closure,
                 lambda: loop.output_result_cls.from_training_step_output(None),
             )
-            closure.closure = torch.enable_grad()(lambda *_, **__: compute(parts))
+            closure.closure = lambda *_, **__: with_gradients(parts)
         return closure
 
     def undo() -> None:

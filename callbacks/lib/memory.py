@@ -6,6 +6,7 @@ of its cgroups, its own (``ulimit``), and what the machine has left.
 
 import ctypes
 import gc
+import math
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,14 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-__all__ = ["MemoryPeak", "available_memory", "peak_memory", "release_memory", "used_memory"]
+__all__ = [
+    "MemoryPeak",
+    "available_memory",
+    "is_limited_by_ulimit",
+    "peak_memory",
+    "release_memory",
+    "used_memory",
+]
 
 # Where each version of cgroups is, and its files: limit, usage, and the key of cached files, which give way.
 _CGROUPS = {
@@ -64,9 +72,9 @@ def _process_use() -> dict[int, int]:
 
 def release_memory(device: torch.device) -> None:
     """Give back what Python and the allocators keep for later."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    gc.collect()  # Frames of an exception refer to each other.
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
     elif sys.platform.startswith("linux") and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
 
@@ -132,6 +140,16 @@ def cgroup_memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sy
     return found
 
 
+def is_limited_by_ulimit(device: torch.device) -> bool:
+    """Whether a limit of this process is the nearest: an allocation beyond it fails, and the kernel kills nothing."""
+    return device.type == "cpu" and _own_memory() <= available_memory(device)
+
+
+def _own_memory() -> float:
+    """Bytes that the limits of this process still allow."""
+    return min((_OF_LIMIT * (limit - used) for limit, used in _process_use().items()), default=math.inf)
+
+
 def available_memory(device: torch.device, processes: int = 1) -> int:
     """Bytes that this process may still take.
 
@@ -144,5 +162,4 @@ def available_memory(device: torch.device, processes: int = 1) -> int:
     import psutil
 
     shared = min([psutil.virtual_memory().available, *cgroup_memory()]) // processes
-    own = (_OF_LIMIT * (limit - used) for limit, used in _process_use().items())
-    return int(max(0, min([shared, *own])))
+    return int(max(0, min(shared, _own_memory())))

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from callbacks.lib.generators import untouched_generators
 from callbacks.lib.lightning_internals import attached_trainer, set_trainer
+from callbacks.lib.sample_noise import repeat_noise
 from datamodules.errors import UserError
 
 __all__ = ["LayerCost", "StepCost", "step_cost", "storage_bytes"]
@@ -139,8 +140,11 @@ def step_cost(
     """
     if not module.automatic_optimization:
         raise UserError("a step with manual optimisation cannot be tried: it steps the run's own optimisers")
-    with untouched_generators(), torch.compiler.set_stance("force_eager"):
-        return _count(module, batch, context)
+    try:
+        with untouched_generators(), torch.compiler.set_stance("force_eager"):
+            return _count(module, batch, context)
+    finally:
+        repeat_noise()  # The step that is to come calls the layers of stateless dropout for the first time.
 
 
 def _count(module: pl.LightningModule, batch: Any, context: Callable[[], AbstractContextManager[Any]]) -> StepCost:

@@ -88,18 +88,6 @@ def _loggers(folder: Path, settings: Settings, monitor: str) -> list[Logger]:
     return loggers(folder, settings.run.resume, logger_names(settings.run.logger), main, by_epoch)
 
 
-def _check_resumed_strategy(settings: Settings) -> None:
-    """Refuse to cut the optimiser's state of a checkpoint for fsdp2, which torch does for weights only."""
-    resumed = settings.run.resume if settings.command == "fit" else None
-    if resumed and settings.trainer["strategy"] == "fsdp2":
-        before = read_run(resumed).config.get("strategy")
-        if before != "fsdp2":
-            raise UserError(
-                f"{resumed} was saved by a run with --strategy {before}, and fsdp2 resumes only runs of its own: pass"
-                f" --strategy {before}, or begin a new run from its weights with --weights {resumed}"
-            )
-
-
 def build_trainer(
     experiment: Experiment,
     more: Sequence[Callback] = (),
@@ -116,7 +104,6 @@ def build_trainer(
         announces: prints it.
     """
     settings = experiment.settings
-    _check_resumed_strategy(settings)
     options: dict[str, Any] = {**settings.trainer, **_limits(settings)}
     options["strategy"] = build_strategy(
         options["strategy"], settings.launch.world_size, options["accelerator"], settings.run.gradient_compression

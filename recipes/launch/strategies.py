@@ -8,11 +8,18 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from callbacks.lib.batch_norm import exempt_from_broadcast, running_buffers
+from callbacks.lib.gradient_mean import broadcast_tensors
 from datamodules.errors import UserError
 
 __all__ = ["Compression", "FSDP2Strategy", "LeanDDPStrategy", "build_strategy"]
@@ -36,11 +43,8 @@ class _StatisticsOfRankZero:
     @torch.no_grad()
     def _broadcast_statistics(self) -> None:
         assert self.model is not None
-        for buffers in running_buffers(self.model) if dist.is_initialized() else ():
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            dist.broadcast(flat, 0)
-            for buffer, value in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-                buffer.copy_(value.view_as(buffer))
+        if dist.is_initialized():
+            broadcast_tensors(running_buffers(self.model))
 
 
 class LeanDDPStrategy(_StatisticsOfRankZero, DDPStrategy):
@@ -71,6 +75,21 @@ class LeanDDPStrategy(_StatisticsOfRankZero, DDPStrategy):
             model.register_comm_hook(None, _HOOKS[self.compression])
 
 
+def state_by_name(state: dict[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """The state of an optimiser by names of parameters, as torch saves it under FSDP2, from one by numbers.
+
+    Lightning numbers the parameters in their order in the module; an optimiser does in that of its groups.
+    """
+    if not all(isinstance(key, int) for group in state["param_groups"] for key in group["params"]):
+        return state
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    named = dict(zip(numbers, ordered, strict=True))
+    groups = [{**group, "params": [named[number] for number in group["params"]]} for group in state["param_groups"]]
+    return {"state": {named[number]: found for number, found in state["state"].items()}, "param_groups": groups}
+
+
 class FSDP2Strategy(_StatisticsOfRankZero, ModelParallelStrategy):
     """FSDP2 over all devices of the run; each layer that is not split has to be equal on all ranks.
 
@@ -84,6 +103,23 @@ class FSDP2Strategy(_StatisticsOfRankZero, ModelParallelStrategy):
 
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size, 1, save_distributed_checkpoint=False)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Split the weights and the optimiser's state of a file, which any strategy may have saved."""
+        assert self.model is not None
+        path = self.broadcast(checkpoint_path)
+        checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
+        # Strict, torch would refuse layers that have not trained yet.
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        set_model_state_dict(self.model, checkpoint["state_dict"], options=options)
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            if any(state["state"].values()):
+                named = state_by_name(state, optimizer, self.model)
+                set_optimizer_state_dict(self.model, optimizer, named, options=options)
+            else:  # As of SGD without momentum, in which torch looks for a tensor.
+                optimizer.load_state_dict({**state, "state": {}})
+        return checkpoint
 
     def _gather_weights(self) -> None:
         """Hold the weights in full while a model is evaluated: the ranks may have unequal numbers of batches."""

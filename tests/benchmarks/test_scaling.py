@@ -2,7 +2,18 @@
 
 import pytest
 
-from benchmarks.contenders.scaling_ranks import ALONE, ALONE_ALL, SIDE_BY_SIDE, STRONG, WEAK, Job, Measured, run_world
+from benchmarks.contenders.scaling_ranks import (
+    ALONE,
+    ALONE_ALL,
+    PLAIN_SIDE_BY_SIDE,
+    PLAIN_WEAK,
+    SIDE_BY_SIDE,
+    STRONG,
+    WEAK,
+    Job,
+    Measured,
+    run_world,
+)
 from benchmarks.harness.ring import Link, Reduction, fit_link, relative_errors
 from benchmarks.sections.scaling import exposed_share, world_row
 from datamodules.errors import UserError
@@ -59,6 +70,8 @@ FOUND = Measured(
         SIDE_BY_SIDE: [[1.5, 1.5], [2.0, 4.0]],
         WEAK: [[2.0, 2.0], [4.0, 4.0]],
         STRONG: [[1.0, 1.0], [4.0, 4.0]],
+        PLAIN_SIDE_BY_SIDE: [[1.0, 3.0], [2.0, 2.0]],
+        PLAIN_WEAK: [[4.0, 4.0], [2.5, 2.5]],
     },
     {400: [0.5, 0.5]},
     400,
@@ -67,10 +80,11 @@ FOUND = Measured(
 
 def test_a_worlds_figures_are_formed_within_a_round() -> None:
     figures = [spread.values for spread in world_row(JOB, FOUND, Link(0.0, 1000.0)) if spread is not None]
-    rate, alone, beside, strong, summed, bound = figures
+    rate, alone, beside, plain, strong, summed, bound = figures
     assert rate == (4.0, 2.0)
     assert alone == (50.0, 50.0)
     assert beside == (75.0, 75.0)
+    assert plain == (50.0, 80.0)
     assert strong == (2.0, 1.0)
     assert summed == (500.0, 500.0)
     assert bound == (400.0,)  # 2 processes pass all 400 bytes once.

@@ -173,6 +173,23 @@ def test_momentum_of_an_earlier_fit_does_not_move_what_is_frozen_now() -> None:
     assert all(p.grad is None for p in model.network.stem.parameters())
 
 
+def test_layers_of_one_group_begin_to_train_in_mid_run_under_a_fused_sgd(tmp_path: Path) -> None:
+    def train(fused: bool, resume: Path | None = None) -> nn.Module:
+        model = Rude()
+        settings = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "fused": fused}
+        model.make_optimizer = lambda: torch.optim.SGD(model.network.parameters(), **settings)
+        freeze = FreezeLayers(until="fc", unfreeze={"layer2": "2 steps", "layer1": "1 epochs"})
+        saving = ExactCheckpoint(tmp_path / f"{fused}-{resume is None}", "{step}", every_n_train_steps=1, save_top_k=-1)
+        fit(model, SeedControl(1), freeze, saving, ckpt_path=resume, enable_checkpointing=True)
+        return model
+
+    plain, fused = train(False), train(True)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(fused.state_dict()[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    for step in (2, 4):
+        assert bits(train(True, tmp_path / f"True-True/step={step}.ckpt")) == bits(fused)
+
+
 def test_without_the_callback_frozen_parameters_do_not_keep_running_statistics() -> None:
     """What requires_grad=False alone does."""
     model = Rude()

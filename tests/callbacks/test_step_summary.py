@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
+from callbacks.lib.sample_noise import number_layers, sample_noise
+from callbacks.lib.stateless_dropout import StatelessDropout
 from callbacks.lib.step_cost import step_cost, storage_bytes
 from callbacks.step_summary import StepSummary, optimizer_bytes, summary_rows
 from tests.support.tables import CLASSES, QUIET, noisy_images, silence
@@ -91,6 +93,19 @@ def test_counting_changes_nothing() -> None:
     before = everything(model)
     step_cost(model, BATCH)
     assert everything(model) == before
+
+
+def test_the_step_that_follows_draws_the_noise_of_a_first_call() -> None:
+    model = Model()
+    model.network["body"].append(StatelessDropout(0.5))
+    number_layers(model)
+    outputs = []
+    for counted in (False, True):
+        with sample_noise(1, 0, torch.arange(6)):
+            if counted:
+                step_cost(model, BATCH)
+            outputs.append(model.network["body"](BATCH[0]))
+    assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,14 @@ from callbacks import (
     RankConsistency,
     SeedControl,
     SyncBN,
+    TrainingMonitor,
     WarmupLR,
     WeightAveraging,
 )
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.lib.signals import Preempted
+from callbacks.lib.stateless_dropout import StatelessDropout
 from datamodules import MNISTDataModule, UserError
 from recipes import MNISTClassifier
 from recipes.launch.strategies import build_strategy
@@ -49,21 +51,23 @@ def gap(found: Weights, expected: Weights) -> float:
 
 
 class Small(MNISTClassifier):
-    """A network of two layers; `network` "default" has batch normalisation between them."""
+    """A network of two layers and dropout; `network` "default" has batch normalisation between them."""
 
     def build_network(self) -> nn.Module:
         norm = nn.BatchNorm1d(8) if self.hparams.network == "default" else nn.Identity()
-        return nn.Sequential(nn.Flatten(), nn.Linear(784, 8), norm, nn.Linear(8, 10))
+        return nn.Sequential(nn.Flatten(), nn.Linear(784, 8), norm, StatelessDropout(0.3), nn.Linear(8, 10))
 
 
 class Run:
     """A fit of the MNIST recipe on images of noise, 21 of them in batches of 8: the last one is uneven."""
 
-    def __init__(self, folder: Path, devices: int = 2, network: str = "classic", **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, devices: int = 2, network: str = "classic", strategy: str = "fsdp2", **settings: Any
+    ) -> None:
         silence()
-        self.devices, self.folder = devices, folder
+        self.devices, self.folder, self.strategy = devices, folder, strategy
         seeds = SeedControl(seed=3)
-        self.recipe = Small(network=network, optimizer="sgd", lr=0.05, **settings)  # type: ignore[arg-type]
+        self.recipe = Small(network=network, **{"optimizer": "sgd", "lr": 0.05} | settings)  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(1)
         images, labels = torch.rand(21, 28, 28, generator=generator), torch.arange(21) % 10
         self.data = MNISTDataModule.from_arrays(
@@ -81,7 +85,9 @@ class Run:
     ) -> "Run":
         self.trainer = pl.Trainer(
             **QUIET,
-            strategy=build_strategy("fsdp2", 2) if self.devices == 2 else SingleDeviceStrategy(torch.device("cpu")),
+            strategy=build_strategy(self.strategy, 2)
+            if self.devices == 2
+            else SingleDeviceStrategy(torch.device("cpu")),
             devices=self.devices,
             max_epochs=max_epochs,
             callbacks=[GradientAccumulation(micro_batches), self.seeds, *callbacks],
@@ -98,7 +104,8 @@ class Run:
 
     def saved(self) -> Path:
         """The file that a fit saves after its fourth update, in its second epoch."""
-        saving = ExactCheckpoint(self.folder / f"saved-{self.devices}", filename="{step}", every_n_train_steps=4)
+        folder = self.folder / f"saved-{self.devices}-{self.strategy}-{self.recipe.hparams.optimizer}"
+        saving = ExactCheckpoint(folder, filename="{step}", every_n_train_steps=4)
         self.fit(saving, enable_checkpointing=True)
         return Path(saving.best_model_path)
 
@@ -150,6 +157,21 @@ def resume(folder: Path) -> str:
     return "works: the same bits on as many devices; on another number up to rounding"
 
 
+def resume_of_others(folder: Path) -> str:
+    # A bias before BatchNorm has a gradient of nothing but rounding, which Adam divides by itself: hence the large eps.
+    adam = {"optimizer": "adamw", "optimizer_args": {"eps": 1e-3}, "lr": 0.01}
+    for settings in ({}, {"momentum": 0.0}, adam):
+        for devices in (2, 1):
+            # On one device each process saves its own, and the strategy takes that of rank 0.
+            own = folder / str(settings) / (os.environ["RANK"] if devices == 1 else "both")
+            path = Run(own, devices, "default", "ddp", **settings).saved()
+            found = Run(folder, network="default", **settings).fit(resume=path)
+            assert any(isinstance(p, DTensor) for p in found.recipe.parameters())
+            expected = Run(folder, 2, "default", "ddp", **settings).fit(resume=path)
+            assert gap(found.weights, expected.weights) < 1e-5, (settings, devices)
+    return "works: of one device and of DDP, up to rounding"
+
+
 class _Tell(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 2:
@@ -194,6 +216,18 @@ def warm_start(folder: Path) -> str:
     return "works: every rank splits the weights of the file"
 
 
+def training_monitor(folder: Path) -> str:
+    norms = []
+    for devices in (2, 1):
+        monitor = TrainingMonitor(every=1, peak_flops=1e12)
+        run = Run(folder, devices).fit(monitor)
+        norms.append([monitor.values[f"monitor/{name}"] for name in ("gradient_norm", "update_to_weight_ratio")])
+        assert ("monitor/mfu" in monitor.values) == (devices == 1), "FSDP modules cannot be copied"
+        assert gap(run.weights, Run(folder, devices).fit().weights) == 0
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    return "works: the norms of one device; FLOPs are not counted, and it says so"
+
+
 class _Spoil(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
         if trainer.global_rank == 1:
@@ -234,19 +268,23 @@ def compression(folder: Path) -> str:
 
 TABLE: dict[str, Callable[[Path], str]] = {
     "accumulation": refused(micro_batches=2),
-    "EMA, SWA, LAWA": refused(lambda: WeightAveraging(ema=0.9)),
+    "EMA": refused(lambda: WeightAveraging(ema=0.9)),
+    "SWA": refused(lambda: WeightAveraging(swa=True)),
+    "LAWA": refused(lambda: WeightAveraging(lawa=2)),
     "freezing": refused(lambda: FreezeLayers(until="3")),
     "SyncBN": refused(lambda: SyncBN()),
     "gradient compression": compression,
-    "plain training, uneven last batch": same_as_one_device,
+    "plain training, dropout, last batch": same_as_one_device,
     "clipping, by norm and by value": clipping,
     "WarmupLR": lambda folder: same_as_one_device(folder, lambda: WarmupLR("5 steps", "linear", 0.01)),
     "scores of validation and test": scores,
     "BatchNorm": batch_norm,
     "resume": resume,
+    "resume of another strategy": resume_of_others,
     "preemption": preemption,
     "checkpoint: export, predict": checkpoint,
     "warm start by --weights": warm_start,
+    "TrainingMonitor, without a logger": training_monitor,
     "FiniteWeights": finite_weights,
     "RankConsistency": rank_consistency,
 }

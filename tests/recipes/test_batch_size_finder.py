@@ -1,8 +1,11 @@
 """The search for the largest batch: what it chooses, and that nothing notices that it was there."""
 
+import gc
 import hashlib
 import os
 import random
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks.lib.memory import cgroup_memory
 from datamodules import TranslationDataModule
 from datamodules.errors import UserError
+from recipes import batch_size_finder
 from recipes.batch_size_finder import Trial, fast_enough, find_batch_size, next_size, sizes_of
 from recipes.launch.strategies import build_strategy
-from tests.support.command_lines import typed
+from tests.support.command_lines import type_line, typed
 from tests.support.out_of_memory import PHASES, Phase, data_limit, planted_out_of_memory
 from tests.support.ranks import run_ranks
 from tests.support.stock_data import Points, Quadrants
@@ -107,6 +111,7 @@ def test_module_data_and_generators_are_as_before_wherever_a_step_fails(phase: P
     assert bool(failed) == bool(phase)
     assert len(found.trials) < 9
     assert module._trainer is None
+    assert [each for each in gc.get_objects() if type(each) is Noisy] == [module], "the copy is gone"
 
 
 def _smallest_of_ranks(fits: list[int], phase: Phase, global_batch_size: int | None) -> tuple[int, list[int]]:
@@ -189,14 +194,40 @@ def test_a_batch_to_validate_that_cannot_fit_is_refused_before_it_is_tried():
     assert run_ranks(_evaluation_refused, 1)[0].startswith("a batch of 64 to validate does not fit into ")
 
 
-def _refused() -> str:
-    with data_limit(200_000_000), pytest.raises(UserError) as caught:
-        find_batch_size(Wide(20), Many(), accelerator="cpu")
+def _refused(estimates: bool) -> str:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as caught:
+        if estimates:
+            patch.setattr(
+                batch_size_finder, "available_memory", lambda *_: 100_000_000
+            )  # As a cgroup of few bytes does.
+            find_batch_size(Wide(20), Many(), accelerator="cpu")
+        with data_limit(300_000_000):
+            find_batch_size(Wide(20), Many(), accelerator="cpu")
     return str(caught.value)
 
 
-def test_a_network_of_which_no_sample_fits_is_refused():
-    assert "a batch of one sample needs about" in run_ranks(_refused, 1)[0]
+@pytest.mark.parametrize("estimates", [False, True])
+def test_a_network_of_which_no_sample_fits_is_refused(estimates: bool):
+    what = "a batch of one sample needs about" if estimates else "a batch of 1 to train on does not fit into"
+    assert run_ranks(_refused, 1, estimates)[0].startswith(what)
+
+
+def _searched_and_run(folder: str) -> list[tuple[int, str, str]]:
+    line = "--dataset digits --image-size 160 --weights none --freeze-until none --batch-size auto --eval-batch-size 8"
+    line += (
+        " --max-epochs 1 --limit-train-batches 3 --limit-val-batches 1 --accelerator cpu --precision 32 --logger none"
+    )
+    line += " --num-workers 0 --no-report --enable-progress-bar false"
+    with data_limit(800_000_000):
+        return [type_line("recipes:ResNetFineTuner", "datamodules:ImageFolderDataModule", shlex.split(line), folder)]
+
+
+@pytest.mark.slow
+def test_the_size_found_under_a_limit_of_the_process_is_one_with_which_the_run_ends_well(tmp_path: Path):
+    ((status, out, err),) = run_ranks(_searched_and_run, 1, str(tmp_path))[0]
+    assert status == 0, err
+    (size,) = re.findall(r"batch size (\d+) on each device: the largest that fits", out)
+    assert int(size) >= 4
 
 
 @pytest.mark.parametrize(("version", "names"), [(1, "limit_in_bytes usage_in_bytes"), (2, "max current")])

@@ -23,11 +23,13 @@ from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.sample_noise import number_layers, sample_noise
 from callbacks.lib.stateless_dropout import StatelessDropout
 from callbacks.seed_control import SeedControl
+from callbacks.sync_bn import SyncBN
 from callbacks.weight_averaging import WeightAveraging
 from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from recipes.classification import Classifier
 from recipes.compilation import check_compiler, compile_network, restore_network
+from recipes.launch.strategies import build_strategy
 from recipes.mnist import MNISTClassifier
 from recipes.mnist.network import ClassicNet, MNISTNet
 from recipes.resnet import ResNetFineTuner
@@ -35,6 +37,7 @@ from recipes.resnet.network import build_resnet
 from recipes.seq2seq import Seq2SeqTranslator
 from recipes.seq2seq.network import Seq2SeqNet, target_positions
 from tests.support.command_lines import typed
+from tests.support.ranks import run_ranks
 from tests.support.tables import CLASSES, QUIET, noisy_images
 
 
@@ -213,3 +216,39 @@ def test_a_compiled_run_of_the_command_line_repeats_a_part_of_itself_to_the_bit(
     expected, found = (losses_of(tmp_path / "runs" / "mnist" / name) for name in ("eager", "compiled"))
     assert len(expected) == 2
     assert found == pytest.approx(expected, rel=1e-3)
+
+
+def _two_ranks() -> dict[str, Any]:
+    """Weights of a run on two ranks, eager and compiled, and the graphs and their breaks."""
+    weights = []
+    for compile in (False, "reduce-overhead"):
+        counters.clear()
+        seeds = SeedControl(1)
+        recipe = Noisy(num_classes=CLASSES, compile=compile, schedule="constant", optimizer="sgd")
+        trainer = pl.Trainer(
+            **QUIET,
+            strategy=build_strategy("ddp", 2),
+            devices=2,
+            max_epochs=2,
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+            callbacks=[GradientAccumulation(2), seeds, SyncBN()],
+        )
+        inputs, targets = noisy_images(26)
+        rows = torch.arange(26)
+        trainer.fit(recipe, TrainLoader(inputs.float(), targets, rows, 2, 1, trainer.global_rank, trainer.world_size))
+        weights.append({name: value.clone() for name, value in recipe.state_dict().items()})
+    breaks = [reason.partition("\n")[0] for reason in counters["graph_break"]]
+    return {"weights": weights, "graphs": counters["stats"]["unique_graphs"], "breaks": breaks}
+
+
+@pytest.mark.slow
+def test_two_ranks_train_compiled_as_eager_and_each_layer_of_sync_bn_ends_a_graph() -> None:
+    """On a CPU reduce-overhead is the default mode; on a GPU it records CUDA graphs, which nothing here shows."""
+    zero, one = run_ranks(_two_ranks, 2, timeout=200.0)
+    for name, value in zero["weights"][0].items():
+        torch.testing.assert_close(zero["weights"][1][name], value, rtol=1e-4, atol=1e-5, msg=name)
+        assert torch.equal(one["weights"][1][name], zero["weights"][1][name]), name
+    for found in (zero, one):
+        assert found["graphs"] == 3, "the compiler's check; before and behind the one layer that averages over ranks"
+        assert found["breaks"] == ["Skip inlining `torch.compiler.disable()`d function"]

@@ -1,5 +1,6 @@
 """The learning-rate range test: what it chooses, and that nothing notices that it was there."""
 
+import gc
 import math
 import os
 from pathlib import Path
@@ -80,11 +81,15 @@ def test_groups_keep_their_ratios_and_no_schedule_changes_the_rates():
         assert head == pytest.approx(rate)
 
 
+class Searched(Quadrants):
+    """Of which the copies are counted."""
+
+
 def test_module_loader_and_generators_are_as_before():
     generator = torch.Generator().manual_seed(3)
     points = torch.randn(64, 2)
     loader = DataLoader(TensorDataset(points, (points.prod(1) > 0).long()), 16, shuffle=True, generator=generator)
-    module = Quadrants(num_classes=2)
+    module = Searched(num_classes=2)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     states = generator.get_state(), torch.get_rng_state()
     find_learning_rate(module, loader, accelerator="cpu")
@@ -92,6 +97,7 @@ def test_module_loader_and_generators_are_as_before():
     assert torch.equal(states[0], generator.get_state())
     assert torch.equal(states[1], torch.get_rng_state())
     assert module._trainer is None
+    assert [each for each in gc.get_objects() if type(each) is Searched] == [module], "the copy is gone"
 
 
 def _search(world_size: int, steps: int) -> tuple[float, list[float]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 import recipes.recipe
@@ -149,6 +150,41 @@ def test_clipping_and_layers_that_begin_to_train_are_captured(
     )
     assert_equal(found, expected)
     assert replayed[0].replayed
+
+
+class CountsHooks(Noisy):
+    """Counts the calls of its optimiser's hooks, and takes batches of any loader."""
+
+    calls = 0
+
+    @override
+    def _check_labels(self, part: str, loaders: Any) -> None:
+        self.label_checks[part].all_count = True
+
+    @override
+    def configure_optimizers(self) -> Any:
+        configured: Any = super().configure_optimizers()
+
+        def count(*_: Any) -> None:
+            self.calls += 1
+
+        configured["optimizer"].register_step_post_hook(count)
+        return configured
+
+
+def test_steps_call_the_optimisers_hooks_once_and_leave_the_batches_of_the_user_alone(
+    monkeypatch: pytest.MonkeyPatch, replayed: list[StepCapture]
+):
+    on_cpu(monkeypatch, DirectStep)
+    inputs, targets = noisy_images(16)
+    batches = [*zip(inputs.float().split(4), targets.split(4), strict=True)]
+    kept = [tuple(tensor.clone() for tensor in batch) for batch in batches]
+    module = CountsHooks(num_classes=CLASSES, cuda_graph=True)
+    trainer = pl.Trainer(**QUIET, max_epochs=2, enable_progress_bar=False, enable_checkpointing=False)
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    assert (module.calls, replayed[0].replayed) == (8, 7)
+    for batch, before in zip(batches, kept, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(batch, before, strict=True))
 
 
 def test_what_cannot_be_captured_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch):

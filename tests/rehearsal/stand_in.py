@@ -11,6 +11,7 @@ chooses by ``device.type`` takes the accelerator's way. As on CUDA:
   to the device that are not ``non_blocking``. It is what ``torch.cuda.set_sync_debug_mode`` finds.
 - A copy to the host that is ``non_blocking`` arrives when an event behind it, or the device, is synchronised. Until
   then the host reads NaN, or the smallest number of an integer type.
+- Tensors of the CPU can be pinned, in the thread that runs with the device.
 - Random numbers come from a generator of the device, which its module seeds.
 
 What it cannot show: the rounding of the device's kernels and the order of their sums, speed, streams and the caching
@@ -35,6 +36,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.weak import WeakIdKeyDictionary
 
 NAME = "standin"
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -176,6 +178,7 @@ class DeviceTensor(Tensor):
 
 _generator = torch.Generator()
 _on_their_way: list[tuple[Tensor, Tensor]] = []
+_pinned: Any = WeakIdKeyDictionary()
 
 
 def _arrive(count: int | None = None) -> None:
@@ -248,6 +251,12 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     on_device = any(isinstance(leaf, DeviceTensor) for leaf in leaves)
     device = kwargs.get("device")
     asked = None if device is None else torch.device(device).type
+    if func is aten.is_pinned.default:
+        return args[0] in _pinned
+    if func is aten._pin_memory.default:
+        pinned = args[0].clone()
+        _pinned[pinned] = True
+        return pinned
     if not on_device and asked != NAME:
         return func(*args, **kwargs)
     name = func._schema.name.removeprefix("aten::")

@@ -1,10 +1,11 @@
 """Code that chooses by device, through both choices: the CPU's, and an accelerator's on the stand-in device.
 
 Each test runs the same on both and compares numbers; `test_the_table_of_paths` prints what was driven, how, and what
-that does not show. What asks for ``cuda`` by name (memory counters, pinned memory, `torch.cuda.mem_get_info`, the
+that does not show. What asks for ``cuda`` by name (memory counters, `torch.cuda.mem_get_info`, the
 versions of CUDA, NCCL) cannot be driven here, and stands there as such.
 """
 
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from callbacks.lib.batch_norm import sync_batchnorm
 from callbacks.lib.consensus import DeferredFlags, FlagAllReduce
 from callbacks.lib.stateless_dropout import stateless_dropout
 from callbacks.seed_control import SeedControl, seed_torch
-from datamodules import MNISTDataModule
+from datamodules import ImageFolderDataModule, MNISTDataModule
+from datamodules.loading.worker_loaders import LoadedBatch, _Packed
 from recipes import MNISTClassifier
 from recipes.labels import LabelCheck
 from tests.rehearsal.runs import fit, fit_on_both, largest_difference
@@ -112,6 +114,41 @@ def test_a_label_that_is_no_class_is_found_at_once_on_the_cpu_and_without_waitin
     assert [text.partition(":")[0] for text in found["device"]] == ["end"]
     assert "0 to 7" in found["device"][0]
     assert found["waits"] == ["to the host"]
+
+
+class _OnGPU(ImageFolderDataModule):
+    """As on a machine with a GPU, of which only the name is asked for."""
+
+    _device = torch.device("cuda")  # type: ignore[assignment]
+
+
+def _pinned() -> dict[str, Any]:
+    batch = LoadedBatch(torch.randn(4, 3), torch.arange(4), torch.arange(4, 8), ())
+    with stand_in_device() as device:
+        pinned = _Packed(bytes(ForkingPickler.dumps(batch))).pin_memory()
+        found: dict[str, Any] = {"waits": [], "equal": []}
+        for given in (pinned, batch):
+            for non_blocking in (True, False):
+                Wait.seen.clear()
+                moved = [getattr(given, name).to(device, non_blocking=non_blocking) for name in _SENT]
+                found["waits"].append(len(Wait.seen))
+                found["equal"].append(all(torch.equal(m.raw, getattr(batch, n)) for m, n in zip(moved, _SENT)))
+        found["pinned"] = [getattr(given, name).is_pinned() for given in (pinned, batch) for name in _SENT]
+    return found
+
+
+_SENT = ("inputs", "targets", "rows")
+
+
+def test_batches_of_workers_are_pinned_for_a_gpu_only_and_copied_without_waiting() -> None:
+    found = run_ranks(_pinned, 1)[0]
+    assert found["pinned"] == [True] * 3 + [False] * 3
+    assert found["waits"] == [0, 3, 0, 3], "only a copy that is not `non_blocking` waits"
+    assert all(found["equal"])
+    for kind, expected in ((_OnGPU, True), (ImageFolderDataModule, False)):
+        data = kind("digits", batch_size=4)
+        data.setup("fit")
+        assert data.train_dataloader().pin_memory == expected
 
 
 def _seeds() -> dict[str, Any]:
@@ -274,7 +311,9 @@ PATHS = [
     # path, CPU, accelerator, not shown
     ("fused optimiser", "real", "stand-in, bit-equal", "CUDA's kernels"),
     ("optimiser of a recipe: fused or not", "real", "stand-in: not fused", "the choice for cuda"),
-    ("autocast, fp16 and loss scaler", "real", "not driven", "all"),
+    ("autocast bf16", "real", "stand-in", "cuda's list of operations, Tensor Cores"),
+    ("fp16 and loss scaler", "CPU GradScaler", "GradScaler on the stand-in", "overflow of CUDA's kernels"),
+    ("scaler with fused optimiser", "real", "stand-in: skips on the device", "-"),
     ("SyncBN", "ours over gloo", "torch's layer over gloo, its 5 kernels by formula", "NCCL, CUDA's kernels"),
     ("DDP, accumulation", "gloo", "stand-in over gloo", "NCCL, streams, overlap"),
     ("flags: at once or an update later", "real", "stand-in: copies arrive at their event", "torch's own events"),
@@ -285,7 +324,8 @@ PATHS = [
     ("saved on one, resumed on the other", "real", "stand-in, to the bit", "-"),
     ("recurrent layers", "CPU's GRU", "fused cell by formula", "cuDNN, LSTM"),
     ("PartTimer, TrainLoss's rate", "host's clock", "the same", "-"),
-    ("pinned memory, memory counters", "-", "asks for cuda by name: not driven", "all"),
+    ("pinned memory", "not pinned", "stand-in: pinned, then copied", "overlap, the DataLoader's thread"),
+    ("memory counters", "-", "asks for cuda by name: not driven", "all"),
     ("MNIST beside full memory (mem_get_info)", "-", "asks for cuda by name: not driven", "all"),
     ("precision=auto, devices, versions", "real", "asks torch.cuda: not driven", "all"),
 ]

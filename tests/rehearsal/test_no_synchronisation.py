@@ -81,7 +81,7 @@ MEANT = {
     "lightning/pytorch/trainer/connectors/logger_connector/logger_connector.py:log_metrics": Meant(
         _TRAINING, at_logs, "what a user's step logs"
     ),
-    "callbacks/auto_micro_batch.py:copied": Meant(
+    "callbacks/lib/undo.py:copied": Meant(
         _TRAINING, in_the_first_update, "a copy for an optimizer's first step that runs out of memory"
     ),
     "callbacks/finite_weights.py:first_not_finite": Meant(_TRAINING, at_logs, "a run that has diverged ends"),

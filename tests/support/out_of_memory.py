@@ -42,20 +42,20 @@ def planted_out_of_memory(
     layer = next(layer for layer in module.modules() if any(True for _ in layer.parameters(recurse=False)))
     parameters = {tuple(parameter.shape) for parameter in module.parameters()}
     failed: list[int] = []
-    largest = 0  # Since the last update.
+    largest, stepped = 0, False  # Of an update, whose step may be made again.
 
     def fail(size: int) -> None:
         failed.append(size)
         raise torch.OutOfMemoryError(f"CUDA out of memory. Planted at {phase} of {size} samples.")
 
     def before(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        nonlocal largest
+        nonlocal largest, stepped
         size = len(inputs[0])
         if not torch.is_grad_enabled() or not layer.training:
             if phase == "validation" and size > fits and active():
                 fail(size)
             return
-        largest = max(largest, size)
+        largest, stepped = max(0 if stepped else largest, size), False
         if phase == "forward" and size > fits and active():
             fail(size)
 
@@ -65,8 +65,8 @@ def planted_out_of_memory(
             first.register_hook(lambda _: fail(size))
 
     def at_step(own: list[nn.Parameter]) -> None:
-        nonlocal largest
-        size, largest = largest, 0
+        nonlocal stepped
+        size, stepped = largest, True
         if size <= fits or not active() or any(tuple(parameter.shape) not in parameters for parameter in own):
             return
         if phase == "midway":

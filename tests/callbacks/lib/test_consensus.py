@@ -6,11 +6,12 @@ from datetime import timedelta
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from callbacks.lib.consensus import DeferredFlags
+from callbacks.lib.consensus import DeferredFlags, FlagAllReduce, collectives_made
 from callbacks.preemption import Preemption
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, Tiny, image_network, noisy_images, silence
@@ -39,6 +40,25 @@ def _wait_for_rank_1() -> tuple[float, str]:
     except RuntimeError as error:
         return time.monotonic() - began, str(error)
     return time.monotonic() - began, ""
+
+
+def _counted() -> tuple[list[float], list[int]]:
+    dist.init_process_group("gloo")
+    ranks, other = FlagAllReduce(2), dist.new_group()
+    counts = [collectives_made()]
+    wait = ranks.start_maximum(dist.get_rank(), -dist.get_rank())
+    dist.all_reduce(torch.ones(1))
+    found = wait()
+    counts.append(collectives_made())
+    dist.broadcast(torch.ones(1), 0, group=other)
+    return found, [*counts, collectives_made()]
+
+
+def test_collective_calls_of_all_groups_are_counted_and_a_maximum_runs_beside_others() -> None:
+    for found, (first, second, third) in run_ranks(_counted, 2):
+        assert found == [1.0, 0.0]
+        assert (second - first, third - second) == (2, 1)
+    assert collectives_made() == 0  # Without processes there are none.
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -284,6 +285,7 @@ def test_a_batch_is_computed_and_logged_in_pieces_and_what_was_logged_is_taken_b
                 parts.zero_grad()
             parts.backward(result.closure_loss)
         assert parts.nothing().loss is None
+        assert parts.plain.__func__ is Closure.closure
         return result
 
     undo: list[Callable[[], None]] = []
@@ -297,6 +299,14 @@ def test_a_batch_is_computed_and_logged_in_pieces_and_what_was_logged_is_taken_b
     assert trainer.callback_metrics["size"] == 2.5
     undo[0]()
     assert "_make_closure" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
+
+
+def test_a_callback_holds_its_module_until_it_forgets_it() -> None:
+    callback, module = LambdaCallback(), tiny()
+    trainer_with(callback).fit(module, loader())
+    assert vars(callback)["log"].__self__ is module
+    internals.forget_module(callback)
+    assert not [value for value in vars(callback).values() if getattr(value, "__self__", None) is module]
 
 
 def test_the_count_of_updates_is_in_the_checkpoint(tmp_path: Path) -> None:
