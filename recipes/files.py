@@ -33,7 +33,7 @@ def write_rows(
         OSError: the file is as it was before.
     """
     if path.suffix != ".csv":
-        write_text(path, json.dumps(rows, indent=2, default=str) + "\n")
+        write_text(path, json.dumps(rows, indent=2, ensure_ascii=False, default=str) + "\n")
         return
     table = [rows] if isinstance(rows, Mapping) else rows
     with whole_or_nothing(path) as part, part.open("w", newline="", encoding="utf-8") as file:

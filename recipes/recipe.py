@@ -178,6 +178,9 @@ class Recipe(pl.LightningModule):
     call_parameters: ClassVar[frozenset[str]] = frozenset()
     """Parameters of the constructor that belong to one call, such as an output file, and are not saved with a run."""
 
+    prediction_files: ClassVar[tuple[str, ...]] = (".json", ".csv")
+    """Endings of the files that predict can write."""
+
     rare_parameters: ClassVar[frozenset[str]] = frozenset(
         {
             *("momentum", "optimizer_args", "decay_all", "fused", "channels_last", "compile", "cuda_graph"),
@@ -282,6 +285,10 @@ class Recipe(pl.LightningModule):
         """The rows of the final table with the main scores, from all logged scores."""
         return {name: f"{value:.4f}" for name, value in scores.items()}
 
+    def result_tables(self) -> dict[str, list[dict[str, Any]]]:
+        """Tables that a run keeps beside ``results.json``, by file name (.csv or .json); of the last test."""
+        return {}
+
     @classmethod
     def settings_from_data(cls, data: pl.LightningDataModule) -> dict[str, Any]:  # noqa: ARG003
         """The arguments of the constructor that depend on the data, such as ``num_classes``.
@@ -289,6 +296,18 @@ class Recipe(pl.LightningModule):
         The command line passes it on where the user has given no value, and saves it with the settings.
         """
         return {}
+
+    @classmethod
+    def rate_of_run(cls, samples: int, epochs: int) -> float | None:  # noqa: ARG003
+        """The peak learning rate of a run of so many epochs where none is given; None is `default_lr`.
+
+        The command line passes it on where the data module knows its sizes before training, except to LBFGS, and saves
+        it with the settings: a resumed run keeps it.
+
+        Args:
+            samples: the size of the training set.
+        """
+        return None
 
     @override
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
@@ -327,6 +346,10 @@ class Recipe(pl.LightningModule):
         hidden = {"note"} if not any(row.get("note") for row in rows) else set()
         table = [{name: _as_text(value) for name, value in row.items() if name not in hidden} for row in rows]
         return [row | {"note": ""} if row.get("note") == "-" else row for row in table]
+
+    def prediction_lines(self, rows: Sequence[dict[str, Any]]) -> list[str]:
+        """What the predict command writes into a .txt file, where `prediction_files` has one: a line for each input."""
+        raise NotImplementedError
 
     def no_prediction(self, name: str) -> dict[str, Any]:
         """The row of an input for which there is no prediction, with the main columns of `prediction_rows`."""

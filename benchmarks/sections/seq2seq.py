@@ -6,6 +6,7 @@ length saves: the same batches filled at random are mostly padding.
 """
 
 import gc
+import math
 import resource
 import sys
 import time
@@ -35,12 +36,13 @@ from benchmarks.harness.measurements import (
 from benchmarks.harness.terminal import interruptible
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.seed_control import SeedControl
+from callbacks.warmup_lr import WarmupLR
 from datamodules.loading.sampling import epoch_order
 from datamodules.translation.data_module import TranslationDataModule
-from datamodules.translation.packed_sentences import TranslationBatch
+from datamodules.translation.packed_sentences import SpeltSentences, TranslationBatch
 from recipes.launch.precision import resolve_precision
 from recipes.seq2seq.recipe import Seq2SeqTranslator
-from recipes.seq2seq.scores import bleu, text_counts
+from recipes.text_scores import bleu, word_counts
 
 __all__ = ["run"]
 
@@ -62,7 +64,7 @@ def find_pairs(data_dir: str) -> str | None:
 def make_data(file: str | None, **options: Any) -> TranslationDataModule:
     """The tutorial's 11,445 pairs, French to English, a tenth held out; without the file the bundled sentences."""
     kept = {"reverse": True, "prefixes": "tutorial", "normalisation": "tutorial"} if file else {}
-    data = TranslationDataModule(file, **{"max_length": 10, "val_fraction": 0, **kept, **options})
+    data = TranslationDataModule(file, **{"max_length": 10, "val_fraction": 0, "subwords": "none", **kept, **options})
     data.setup("fit")
     return data
 
@@ -98,7 +100,7 @@ def fit(
 ) -> pl.Trainer:
     """Train as the command line does, and write no files."""
     trainer = bare_trainer(
-        [GradientAccumulation(), SeedControl(1), *callbacks],
+        [GradientAccumulation(), SeedControl(1), WarmupLR(0, scale="sqrt", base_batch_size=64), *callbacks],
         precision=precision,
         max_epochs=epochs,
         limit_train_batches=batches,
@@ -108,11 +110,11 @@ def fit(
     return trainer
 
 
-def make_recipe(data: TranslationDataModule, hidden: int) -> Seq2SeqTranslator:
-    """The recipe with its defaults, but greedy."""
-    return Seq2SeqTranslator(
-        **Seq2SeqTranslator.settings_from_data(data), hidden_size=hidden, embedding_size=hidden, beam=1
-    )
+def make_recipe(data: TranslationDataModule, hidden: int, epochs: int = EPOCHS) -> Seq2SeqTranslator:
+    """The recipe with the defaults of a run of so many epochs, but greedy."""
+    settings = Seq2SeqTranslator.settings_from_data(data)
+    lr = Seq2SeqTranslator.rate_of_run(len(data.rows["train"]), epochs)
+    return Seq2SeqTranslator(**settings, hidden_size=hidden, embedding_size=hidden, beam=1, lr=lr)
 
 
 def peak_memory() -> float:
@@ -120,6 +122,25 @@ def peak_memory() -> float:
     # Kilobytes on Linux, bytes on a Mac.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def training_flops(recipe: Seq2SeqTranslator, data: TranslationDataModule) -> float:
+    """Floating-point operations of the matrix products behind a target token, forward and backward: 6 for a weight."""
+    network, pairs, rows = recipe.network, data.encoded_pairs, data.rows["train"]
+    sources = float(pairs.source.lengths[rows].sum()) / float((pairs.target.lengths[rows] - 1).sum())
+    sides = {network.encoder: sources, network.decoder: 1.0, network.combine: 1.0, network.output: 1.0}
+    return 6 * sum(times * p.numel() for part, times in sides.items() for p in part.parameters() if p.dim() > 1)
+
+
+def matrix_product_rate(dtype: torch.dtype, tokens: int, hidden: int, vocabulary: int) -> float:
+    """Operations a second of the largest matrix product, that of the output layer, in the best of 20 turns."""
+    left, right = torch.randn(tokens, hidden).to(dtype), torch.randn(hidden, vocabulary).to(dtype)
+    best = math.inf
+    for _ in range(20):
+        start = time.perf_counter()
+        torch.mm(left, right)
+        best = min(best, time.perf_counter() - start)
+    return 2 * tokens * hidden * vocabulary / best
 
 
 def recipe_contender(
@@ -161,14 +182,13 @@ def tutorial_bleu(translator: Translator, data: TranslationDataModule, epochs: i
     for epoch in range(epochs):
         translator.train_on(pairs, rows[epoch_order(len(rows), 1, epoch)][:limit])
     predicted = [data.target_vocabulary.decode(tokens) for tokens in translator.translate(pairs, held_out)]
-    counts = zip(predicted, data.target_sentences(held_out))
-    total = torch.tensor([text_counts(ours, theirs) for ours, theirs in counts]).sum(0)
-    return float(bleu(total[:12].view(4, 3)))
+    counts = [word_counts(*pair) for pair in zip(predicted, data.target_sentences(held_out), strict=True)]
+    return bleu([sum(column) for column in zip(*counts, strict=True)])
 
 
 def recipe_bleu(data: TranslationDataModule, precision: str, hidden: int, epochs: int, batches: int | None) -> float:
     """The same of the recipe, as it is."""
-    recipe = make_recipe(data, hidden)
+    recipe = make_recipe(data, hidden, epochs)
     trainer = fit(recipe, data, precision, epochs, batches)
     return float(trainer.test(recipe, data, verbose=False)[0]["test/bleu"])
 
@@ -224,6 +244,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
             scores[name] = job()
             if progress is not None:
                 progress(f"BLEU of {name}", len(scores), len(jobs))
+    flops = training_flops(make_recipe(data, hidden), data)
     padding = {name: pairs.train_dataloader().padding_share for name, pairs in everything.items()}
     rows: dict[str, list[Spread | None]] = {}
     for name in contenders:
@@ -245,7 +266,10 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         rows=rows,
         goals=_goals(timings, mixed, scores),
         ours=[name for name in rows if name.startswith("recipe")],
-        notes=_notes(everything[SORTED], timings, peaks, quick),
+        notes=[
+            _limit(timings, flops, hidden, len(data.target_vocabulary)),
+            *_notes(everything[SORTED], timings, peaks, quick),
+        ],
         interrupted=timings.interrupted,
     )
 
@@ -283,11 +307,25 @@ def _goals(timings: Timings, ours: str, scores: dict[str, float]) -> list[Goal]:
     ]
 
 
+def _limit(timings: Timings, flops: float, hidden: int, vocabulary: int) -> str:
+    """What the goal asks of the arithmetic, and what a matrix product reaches."""
+    wanted = GOAL * flops / timings.spread(CLASSIC).median / 1e9
+    reached = [
+        f"{matrix_product_rate(dtype, 2048, hidden, vocabulary) / 1e9:,.0f} in {name}"
+        for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bf16"))
+    ]
+    return (
+        f"a target token takes {flops / 1e6:.1f} million operations of matrix products, so {GOAL} times the classic's "
+        f"speed are {wanted:,.0f} GFLOP/s; the output layer's product alone reaches {' and '.join(reached)}"
+    )
+
+
 def _notes(
     everything: TranslationDataModule, timings: Timings, peaks: dict[str, list[float]], quick: bool
 ) -> list[str]:
     pairs, rows = everything.encoded_pairs, everything.rows["train"]
-    packed = _megabytes(*(tensor for side in (pairs.source, pairs.target) for tensor in (side.tokens, side.offsets)))
+    corpus = (side.packed for side in (pairs.source, pairs.target) if isinstance(side, SpeltSentences))
+    packed = _megabytes(*(tensor for side in corpus for tensor in (side.tokens, side.offsets)))
     tokens = int(pairs.target.lengths[rows].sum()) - len(rows)
     minutes = {name: tokens * timings.spread(name).median / 60 for name in (SORTED, RANDOM)}
     notes = [

@@ -21,12 +21,21 @@ _END = "<eos>"
 
 
 class Translation(NamedTuple):
-    """A sentence, its translation, the reference, and the attention weights of shape (time, source), where known."""
+    """A sentence, its translation, the reference, and the attention weights of shape (time, source), where known.
+
+    ``tokens`` are those of the source and of the translation, which the weights belong to; by default their words.
+    """
 
     source: str
     translation: str
     reference: str | None = None
     attention: Tensor | None = None
+    tokens: tuple[list[str], list[str]] | None = None
+
+    def labels(self) -> tuple[list[str], list[str]]:
+        """The tokens of the source and of the translation, with the end mark."""
+        source, target = self.tokens or (self.source.split(), self.translation.split())
+        return [*source, _END], [*target, _END]
 
 
 def _cell(text: str) -> str:
@@ -78,7 +87,7 @@ def attention_figure(samples: Sequence[Translation], title: str | None = None, c
     """
     from matplotlib.figure import Figure
 
-    tokens = [([*s.source.split(), _END], [*s.translation.split(), _END]) for s in samples]
+    tokens = [sample.labels() for sample in samples]
     columns = min(columns, len(samples))
     rows = -(-len(samples) // columns)
     longest = max(len(token) for pair in tokens for side in pair for token in side)
@@ -103,7 +112,8 @@ class TranslationSamples(EvaluationSamples, pl.Callback):
     Runs on: every validation and test batch, of which it keeps a few sentences, and the end of each validation, of
     training and of a test, on rank 0. It needs a module whose evaluation steps return lists of ``sources``,
     ``translations`` and ``references``, and may add ``attention``, a function from a sentence's index in the batch to
-    weights of shape (time, source), or to None. Where it has a method ``sentences``, which returns the sources and the
+    weights of shape (time, source), or to None, and ``tokens``, a function from that index to the tokens of source and
+    translation. Where it has a method ``sentences``, which returns the sources and the
     references of a batch as text, the first pairs of a run are logged at its start.
 
     Args:
@@ -142,11 +152,12 @@ class TranslationSamples(EvaluationSamples, pl.Callback):
         texts = outputs["translations"]
         # From all batches: the sentences of one batch are of similar length.
         wanted = min(-(-self.samples // max(1, int(min(sum(batches), self.samples)))), self.samples - len(self._shown))
-        attention = outputs.get("attention")
+        attention, tokens = outputs.get("attention"), outputs.get("tokens")
         for i in range(0, len(texts), max(1, len(texts) // max(1, wanted)))[:wanted]:
             weights = attention(i) if attention is not None else None
             weights = None if weights is None else weights.cpu()
-            self._shown.append(Translation(outputs["sources"][i], texts[i], outputs["references"][i], weights))
+            pieces = tokens(i) if tokens is not None and weights is not None else None
+            self._shown.append(Translation(outputs["sources"][i], texts[i], outputs["references"][i], weights, pieces))
 
     @override
     def _figures(self, pl_module: pl.LightningModule, stage: str) -> "dict[str, Figure]":

@@ -1,23 +1,34 @@
-"""Text files, plain, .gz or .zip: their lines, tables in them, and which lines cannot be used."""
+"""Text files, plain, .gz, .zip or .zst: their lines, tables in them, and which lines cannot be used.
 
+Files are read and decompressed piece by piece, so that a corpus of many gigabytes takes no more memory than its lines.
+"""
+
+import codecs
 import contextlib
 import csv
 import gzip
-import io
+import importlib
+import itertools
+import os
+import sys
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from datamodules.errors import UserError
-from datamodules.loading.unpacking import MOST_UNPACKED, read_bounded, refusal, unpacked_limit
+from datamodules.loading.unpacking import Readable, bounded_blocks, refusal, unpacked_limit
 
-__all__ = ["NOT_UTF8", "Faults", "csv_rows", "decoded_lines", "read_lines", "text_suffix"]
+__all__ = ["NOT_UTF8", "Faults", "csv_rows", "decoded_lines", "iter_lines", "read_lines", "text_suffix"]
 
 NOT_UTF8 = "not in UTF-8"
 """Why a line cannot be used."""
+
+_MOST_TEXT = 1 << 50  # A text is not held at once, so that only the ratio to the packed size bounds it.
 
 
 @dataclass
@@ -79,37 +90,64 @@ def _records(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     return [record for record in records if not any(part[0] in "_." for part in Path(record.filename).parts)]
 
 
-def _unpacked(path: Path, most: int = MOST_UNPACKED) -> bytes:
-    """The bytes of a file, of a compressed file, or of the one text in a zip archive, which has `most` at most."""
+def _zstd_file(file: BufferedReader, path: Path) -> tuple[Readable, type[Exception]]:
+    """A decompressing stream and the error that it raises for damaged files: Python's from 3.14 on, or its backport."""
     try:
-        data = path.read_bytes()
+        zstd: Any = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+    except ImportError:
+        raise UserError(f"{path} is compressed by zstd; run pip install 'lightning-recipes[zst]' to read it") from None
+    return zstd.ZstdFile(file), zstd.ZstdError
+
+
+def _text_record(archive: zipfile.ZipFile, path: Path) -> zipfile.ZipInfo:
+    records = _records(archive)
+    if len(records) != 1:
+        listed = ", ".join(record.filename for record in records[:5]) or "none"
+        raise UserError(f"{path} holds {len(records)} files, expected one: {listed}; unpack it and pass one")
+    return records[0]
+
+
+def _blocks(path: Path, most: int) -> Iterator[bytes]:
+    """The bytes of a file, of a compressed file, or of the one text in a zip archive, piece by piece.
+
+    Args:
+        most: bytes that a compressed file may unpack to; see `unpacked_limit`.
+    """
+    damaged: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile)
+    damaged += (RuntimeError, NotImplementedError)
+    try:
+        with ExitStack() as opened:
+            file = opened.enter_context(path.open("rb"))
+            start, packed = file.peek(4)[:4], os.fstat(file.fileno()).st_size
+            limit = unpacked_limit(packed, most)
+            stream: Readable = file
+            if start[:2] == b"\x1f\x8b":
+                stream = gzip.GzipFile(fileobj=file)
+            elif start == b"\x28\xb5\x2f\xfd":
+                stream, error = _zstd_file(file, path)
+                damaged += (error,)
+            elif start == b"PK\x03\x04":
+                archive = opened.enter_context(zipfile.ZipFile(file))
+                record = _text_record(archive, path)
+                if record.file_size > limit:
+                    raise refusal(path, packed, f"{record.file_size:,}", limit)
+                stream = opened.enter_context(archive.open(record))
+            yield from bounded_blocks(stream, path, packed, _MOST_TEXT if stream is file else limit)
     except IsADirectoryError as error:
         raise UserError(f"{path} is a folder; pass a file of sentences") from error
     except FileNotFoundError as error:
         raise UserError(f"there is no file {path}") from error
+    except damaged as error:
+        raise UserError(f"{path} is damaged: {error}") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    limit = unpacked_limit(len(data), most)
-    try:
-        if data[:2] == b"\x1f\x8b":
-            return bytes(read_bounded(gzip.GzipFile(fileobj=io.BytesIO(data)), path, len(data), limit))
-        if data[:4] != b"PK\x03\x04":
-            return data
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            records = _records(archive)
-            if len(records) != 1:
-                listed = ", ".join(record.filename for record in records[:5]) or "none"
-                raise UserError(f"{path} holds {len(records)} files, expected one: {listed}; unpack it and pass one")
-            if records[0].file_size > limit:
-                raise refusal(path, len(data), f"{records[0].file_size:,}", limit)
-            with archive.open(records[0]) as stream:
-                return bytes(read_bounded(stream, path, len(data), limit))
-    except (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
-        raise UserError(f"{path} is damaged: {error}") from error
 
 
-def read_lines(path: Path, most: int = MOST_UNPACKED) -> list[str | None]:
-    """The lines of a UTF-8 file (or UTF-16 with its mark); None where one is not UTF-8. Ends with CRLF are fine.
+def iter_lines(path: Path, most: int = _MOST_TEXT) -> Iterator[str | None]:
+    """The lines of a UTF-8 file (or UTF-16 with its mark), one after the other; None where one is not UTF-8.
+
+    A line ends with LF or CRLF, as in Windows, or with CR in files that have no LF. Nothing else ends a line, such as
+    U+0085 and U+2028, so that aligned files stay aligned.
 
     Args:
         most: bytes that a compressed file may unpack to; see `unpacked_limit`.
@@ -117,29 +155,74 @@ def read_lines(path: Path, most: int = MOST_UNPACKED) -> list[str | None]:
     Raises:
         UserError: the file is missing, damaged, empty or no text, or unpacks to too much.
     """
-    return decoded_lines(_unpacked(path, most), str(path))
+    return _decoded(_blocks(path, most), str(path))
+
+
+def read_lines(path: Path, most: int = _MOST_TEXT) -> list[str | None]:
+    """The lines of a file, see `iter_lines`."""
+    return list(iter_lines(path, most))
 
 
 def decoded_lines(data: bytes, where: str) -> list[str | None]:
+    """The lines of a text that has been read; `where` names it in errors."""
+    return list(_decoded([data], where))
+
+
+def _as_utf8(blocks: Iterable[bytes], where: str) -> Iterator[bytes]:
+    """The blocks without a byte-order mark; UTF-16, which its mark tells, as UTF-8."""
+    blocks = iter(blocks)
+    first = next(blocks, b"")
+    if first[:2] not in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        yield first.removeprefix(codecs.BOM_UTF8)
+        yield from blocks
+        return
+    decoder = codecs.getincrementaldecoder("utf-16")()
     try:
-        text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
+        for block in itertools.chain([first], blocks):
+            yield decoder.decode(block).encode()
+        decoder.decode(b"", final=True)
     except UnicodeDecodeError:
-        if b"\0" in data:
-            raise UserError(f"{where} is no text file; expected lines of UTF-8") from None
-        # A tab or line break is no part of a longer character in UTF-8, so lines can be read one by one.
-        lines: list[str | None] = []
-        for line in data.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n"):
-            try:
-                lines.append(line.removesuffix(b"\r").decode("utf-8"))
-            except UnicodeDecodeError:
-                lines.append(None)
-        return lines
-    if not text.strip():
+        raise UserError(f"{where} is no text file; expected lines of UTF-8") from None
+
+
+def _whole_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """The blocks cut anew at the ends of lines, without the last end of each."""
+    pieces: list[bytes] = []
+    ended = False
+    for block in blocks:
+        head, newline, tail = block.rpartition(b"\n")
+        if newline:
+            ended = True
+            yield b"".join([*pieces, head])
+            pieces.clear()
+        pieces.append(tail)
+    if rest := b"".join(pieces):
+        # As files of the classic Mac OS are.
+        yield rest if ended else rest.removesuffix(b"\r").replace(b"\r", b"\n")
+
+
+def _decoded(blocks: Iterable[bytes], where: str) -> Iterator[str | None]:
+    blank = True
+    for block in _whole_lines(_as_utf8(blocks, where)):
+        if b"\0" in block:
+            raise UserError(f"{where} is no text file; expected lines of UTF-8")
+        try:
+            # Not splitlines(), which also splits at characters that occur inside sentences.
+            lines: list[str | None] = [line.removesuffix("\r") for line in block.decode("utf-8").split("\n")]
+        except UnicodeDecodeError:
+            # A line break is no part of a longer character in UTF-8, so lines can be read one by one.
+            lines = [_utf8(line.removesuffix(b"\r")) for line in block.split(b"\n")]
+        blank = blank and not any(line is None or line.strip() for line in lines)
+        yield from lines
+    if blank:
         raise UserError(f"{where} is empty")
-    if "\0" in text:
-        raise UserError(f"{where} is no text file; expected lines of UTF-8")
-    # Not splitlines(), which also splits at characters that occur inside sentences.
-    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+
+
+def _utf8(line: bytes) -> str | None:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
 
 
 def text_suffix(path: Path) -> str:
@@ -155,21 +238,21 @@ def text_suffix(path: Path) -> str:
         # A damaged one is refused where it is read.
         with contextlib.suppress(zipfile.BadZipFile, OSError), zipfile.ZipFile(path) as archive:
             return next((Path(record.filename).suffix.lower() for record in _records(archive)), "")
-    packed = path.suffix.lower() in (".gz", ".zip")
+    packed = path.suffix.lower() in (".gz", ".zip", ".zst")
     return Path(path.stem).suffix.lower() if packed else path.suffix.lower()
 
 
-def _delimiter(lines: Sequence[str | None]) -> str:
+def _delimiter(first: Sequence[str | None]) -> str:
     """What separates the values: what cuts the first lines into equally many, two or more."""
-    first = [line for line in lines[:30] if line and line.strip()]
+    texts = [line for line in first if line and line.strip()]
     for mark in ",;\t":
         with contextlib.suppress(csv.Error):  # It is raised again, with its line, where the rows are read.
-            if len(counts := {len(row) for row in csv.reader(first, delimiter=mark)}) == 1 and max(counts) > 1:
+            if len(counts := {len(row) for row in csv.reader(texts, delimiter=mark)}) == 1 and max(counts) > 1:
                 return mark
     return ","
 
 
-def csv_rows(lines: Sequence[str | None], faults: Faults) -> Iterator[tuple[int, list[str]]]:
+def csv_rows(lines: Iterable[str | None], faults: Faults) -> Iterator[tuple[int, list[str]]]:
     """The rows of comma-separated values (RFC 4180), each with the number of its first line, counted from 1.
 
     Cells may be quoted, and then hold line breaks, which become spaces. Values that are separated by semicolons or tabs
@@ -179,7 +262,18 @@ def csv_rows(lines: Sequence[str | None], faults: Faults) -> Iterator[tuple[int,
         lines: None where one is not UTF-8.
         faults: gets the lines of rows that cannot be read.
     """
-    reader = csv.reader([f"{line or ''}\n" for line in lines], delimiter=_delimiter(lines), strict=True)
+    lines = iter(lines)
+    first = list(itertools.islice(lines, 30))
+    last_undecoded = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal last_undecoded
+        for at, line in enumerate(itertools.chain(first, lines), 1):
+            if line is None:
+                last_undecoded = at
+            yield f"{line or ''}\n"
+
+    reader = csv.reader(texts(), delimiter=_delimiter(first), strict=True)
     number = 1
     while True:
         try:
@@ -190,7 +284,7 @@ def csv_rows(lines: Sequence[str | None], faults: Faults) -> Iterator[tuple[int,
             # Such as a quote that is not closed, which takes the following lines into its cell.
             faults.add(f"no CSV: {error}", [number])
         else:
-            if any(line is None for line in lines[number - 1 : reader.line_num]):
+            if last_undecoded >= number:
                 faults.add(NOT_UTF8, [number])
             else:
                 yield number, [" ".join(cell.split()) for cell in cells]

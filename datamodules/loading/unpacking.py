@@ -1,14 +1,15 @@
 """Compressed files unpacked within bounds: a few megabytes of DEFLATE may stand for gigabytes."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 from datamodules.errors import UserError
 
-__all__ = ["MOST_PIXELS", "MOST_UNPACKED", "check_pixels", "read_bounded", "refusal", "unpacked_limit"]
+__all__ = ["MOST_PIXELS", "MOST_UNPACKED", "Readable", "bounded_blocks", "check_pixels", "refusal", "unpacked_limit"]
 
 MOST_UNPACKED = 1 << 29
-"""Bytes that a compressed file of text unpacks to at most."""
+"""Bytes that a compressed file that is held at once unpacks to at most."""
 
 MOST_PIXELS = 89_478_485
 """Of an image that is decoded: where Pillow begins to warn of a decompression bomb, a quarter of a gibibyte in RGB."""
@@ -42,22 +43,25 @@ def refusal(path: Path, packed: int, found: str, limit: int) -> UserError:
     )
 
 
-class _Readable(Protocol):
-    def read(self, size: int, /) -> bytes: ...
+class Readable(Protocol):
+    """A stream of bytes."""
+
+    def read(self, size: int, /) -> bytes:
+        """At most that many bytes; none at the end."""
 
 
-def read_bounded(stream: _Readable, path: Path, packed: int, limit: int) -> bytearray:
-    """What a decompressing stream yields, read piece by piece and no further than its limit.
+def bounded_blocks(stream: Readable, path: Path, packed: int, limit: int) -> Iterator[bytes]:
+    """What a decompressing stream yields, piece by piece and no further than its limit.
 
     Raises:
         UserError: there is more.
     """
-    data = bytearray()
-    while piece := stream.read(min(_CHUNK, limit + 1 - len(data))):
-        data += piece
-        if len(data) > limit:
+    read = 0
+    while piece := stream.read(min(_CHUNK, limit + 1 - read)):
+        read += len(piece)
+        if read > limit:
             raise refusal(path, packed, f"more than {limit:,}", limit)
-    return data
+        yield piece
 
 
 def check_pixels(size: tuple[int, int], most: int = MOST_PIXELS) -> None:

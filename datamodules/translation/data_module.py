@@ -6,8 +6,9 @@ millisecond.
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from lightning.fabric.utilities.data import AttributeDict
@@ -18,14 +19,22 @@ from typing_extensions import override
 from datamodules.base import BaseDataModule
 from datamodules.contract import DataContract
 from datamodules.errors import UserError
-from datamodules.loading.text_files import Faults
-from datamodules.ranges import COUNT, FINITE, SHARE_ABOVE_0, check_ranges
+from datamodules.ranges import COUNT, FINITE, SHARE_ABOVE_0, Range, check_ranges
 from datamodules.translation.bundled_corpus import BUNDLED_TITLE, bundled_pairs
 from datamodules.translation.corpus import Choice, Corpus, CorpusFilter, CorpusInfo, prepare_corpus
-from datamodules.translation.loaders import SentenceEvaluationLoader, SentenceTrainLoader
+from datamodules.translation.corpus_cache import cached_corpus, corpus_key
+from datamodules.translation.loaders import DEFAULT_BUCKET, SentenceEvaluationLoader, SentenceTrainLoader
 from datamodules.translation.packed_sentences import PackedPairs, PackedSentences, TranslationBatch, pack
-from datamodules.translation.parallel_corpus import GivenSentence, SentencePairs, read_aligned, read_inputs, read_pairs
-from datamodules.translation.text import EOS, SOS, Normalisation, Vocabulary, normalise, normalise_lines
+from datamodules.translation.parallel_corpus import (
+    GivenSentence,
+    Pair,
+    SentencePairs,
+    read_aligned,
+    read_inputs,
+    read_pairs,
+)
+from datamodules.translation.subwords import AnyVocabulary, SubwordKind, spellings, vocabulary_from_state
+from datamodules.translation.text import EOS, SOS, Normalisation, normalise, normalise_lines
 
 __all__ = ["TranslationDataModule"]
 
@@ -33,58 +42,131 @@ log = logging.getLogger("lightning_recipes")
 _inform, _warn = rank_zero_only(log.info), rank_zero_only(log.warning)
 
 
+Files = list[str] | str | None
+
+_FILES = {
+    "train": ("data_file", "source_file", "target_file"),
+    "val": ("val_file", "val_source_file", "val_target_file"),
+    "test": ("test_file", "test_source_file", "test_target_file"),
+}
+"""The parameters of each part: files of pairs, or aligned files."""
+_FRACTIONS = {"val": 0.05, "test": 0.1}
+"""What is held out of the training files where a part has no files."""
+
+
 class TranslationDataParameters(AttributeDict):
     """The parameters of `TranslationDataModule`, as ``hparams`` holds them."""
 
-    data_file: str | None
-    source_file: str | None
-    target_file: str | None
+    data_file: Files
+    source_file: Files
+    target_file: Files
+    val_file: Files
+    val_source_file: Files
+    val_target_file: Files
+    test_file: Files
+    test_source_file: Files
+    test_target_file: Files
     columns: list[str] | None
     reverse: bool
     max_length: int | None
     prefixes: list[str] | str | None
     min_count: int
     max_vocab_size: int | None
-    val_fraction: float
-    test_fraction: float
+    val_fraction: float | None
+    test_fraction: float | None
     train_share: float
+    cache_dir: str | None
     eval_batch_size: int
     max_tokens: int | None
-    bucket: bool
+    bucket: bool | int
     on_bad_lines: Choice
     on_long_sentences: Choice
+    subwords: SubwordKind
+    vocab_size: int
+    joint_vocabulary: bool
     seed: int
     predict_inputs: Sequence[str] | None
+
+
+def _listed(files: Files) -> list[str]:
+    return [files] if isinstance(files, str) else list(files or ())
+
+
+def _paths(files: Files) -> Files:
+    """The files with ~ as the home directory; one of them as a text, as it may be given."""
+    names = [str(Path(name).expanduser()) for name in _listed(files)]
+    return names if len(names) > 1 else names[0] if names else None
+
+
+def _check_files(part: str, pairs: Files, source: Files, target: Files) -> None:
+    """Refuse files of pairs beside aligned ones, and aligned ones that are not as many on both sides."""
+    names = _FILES[part]
+    if (source is None) != (target is None):
+        given, other = (names[1], names[2]) if source else (names[2], names[1])
+        raise UserError(f"`{given}` needs the file of its translations; pass `{other}` too")
+    if pairs is not None and source is not None:
+        raise UserError(f"found both `{names[0]}` and `{names[1]}`; pass files of pairs, or aligned files")
+    if (a := len(_listed(source))) != (b := len(_listed(target))):
+        raise UserError(f"`{names[1]}` has {a} files and `{names[2]}` {b}; each file needs that of its translations")
+
+
+def _check_fraction(part: str, fraction: float | None, has_files: bool) -> None:
+    if fraction is not None and not 0 <= fraction <= 1:
+        raise UserError(f"{part}_fraction={fraction} is outside 0 to 1; pass {part}_fraction=0.1")
+    if fraction and has_files:
+        raise UserError(
+            f"found {part}_fraction={fraction} beside files of that part, `{part}_file` or `{part}_source_file`, which "
+            f"replace it; pass {part}_fraction=0"
+        )
 
 
 class TranslationDataModule(BaseDataModule):
     """Sentence pairs in batches of similar length, exact on any number of devices.
 
     Batches are `TranslationBatch`es of token numbers: PAD is 0, SOS 1, EOS 2, and UNK, any other token, 3.
-    Both vocabularies come from the training part and are saved in the checkpoint. No source sentence is in two parts.
+    Both vocabularies come from the training part and are saved in the checkpoint. What is held out of the training
+    files shares no source sentence with what is left of them. Published validation and test files are used whole.
 
     Args:
-        data_file: pairs, one per line with a tab between, or .csv, or .jsonl; also .gz or .zip. Without any file a
-            small artificial French-English corpus is generated.
-        source_file: source sentences, one per line; goes with `target_file` and replaces `data_file`.
+        data_file: pairs, one per line with a tab between, or .csv, or .jsonl; also .gz, .zip or .zst. Several files are
+            a list. Without any file a small artificial French-English corpus is generated.
+        source_file: source sentences, one per line; goes with `target_file` and replaces `data_file`. Several files are
+            a list, and the first belongs to the first of `target_file`.
         target_file: their translations, line by line.
-        columns: the columns or keys of source and target in `data_file`, by name or by number from 1, as in '[en, fr]';
-            by default what the first line names, or the first two.
+        val_file: pairs to validate on, as `data_file`; nothing is held out of the training files then. `max_length` and
+            `prefixes` do not apply to them.
+        val_source_file: in place of `val_file`, source sentences to validate on.
+        val_target_file: their translations, line by line.
+        test_file: pairs for the test, as `val_file`.
+        test_source_file: in place of `test_file`, source sentences for the test.
+        test_target_file: their translations, line by line.
+        columns: the columns or keys of source and target in files of pairs, by name or by number from 1, as in
+            '[en, fr]'; by default what the first line names, or the first two.
         reverse: translate from the second column into the first.
         max_length: longest sentence kept, in tokens with the end mark, on both sides.
         prefixes: keep pairs of which one side begins with one of these; "tutorial" means the English beginnings of
             PyTorch's translation tutorial.
         normalisation: "unicode" keeps every script and makes tokens of punctuation; "none" only splits at spaces;
-            "tutorial" and "tutorial-2017" leave a to z and some punctuation.
+            "tutorial" and "tutorial-2017" leave a to z and some punctuation. By default "unicode", and "none" with
+            `subwords`.
+        subwords: tokens are parts of words, learnt from the training part: "bpe" or "unigram". No word is unknown, and
+            translations are written as the text is, with capitals and punctuation. By default "bpe", and "none" where
+            `normalisation`, `prefixes`, `min_count` or `max_vocab_size` are for words, or no file is given.
+        vocab_size: subwords of each side at most.
+        joint_vocabulary: one vocabulary of subwords for both sides.
         min_count: how often a token has to occur in the training part to be in the vocabulary.
         max_vocab_size: tokens in each vocabulary at most, the most frequent ones; the special ones are not counted.
-        val_fraction: share of the source sentences held out for validation.
-        test_fraction: share of them held out for the test.
+        val_fraction: share of the source sentences held out for validation; by default 0.05, or 0 with files for it.
+        test_fraction: share of them held out for the test; by default 0.1, or 0 with files for it.
         train_share: share of the other source sentences to train on; smaller shares are subsets of larger ones.
+        cache_dir: folder for the packed corpus: the first run that needs it writes it, and later ones map it to memory
+            instead of reading the files, until a file or a setting changes. For corpora of millions of pairs.
         batch_size: sentences on one device in one forward pass.
         eval_batch_size: sentences in one forward pass of validation, test and prediction.
         max_tokens: tokens on one device in one forward pass, both sides and padding counted; replaces `batch_size`.
-        bucket: put sentences of similar length into a batch.
+        bucket: how many updates' sentences are sorted by length together, so that those of a batch are of similar
+            length; True sorts the whole epoch, which pads least and learns less well, and `max_tokens` always does;
+            False takes sentences of any length together.
         on_bad_lines: stop at lines without a tab, with an empty side or not in UTF-8, or skip them.
         on_long_sentences: skip pairs over `max_length`, or stop at them.
         seed: of the split and the shuffle order.
@@ -95,56 +177,74 @@ class TranslationDataModule(BaseDataModule):
         UserError: for files that are missing, damaged, faulty or leave nothing to train on.
     """
 
-    free_parameters = DataContract.free_parameters | {"max_tokens"}
+    free_parameters = DataContract.free_parameters | {"max_tokens", "cache_dir"}
     tokens_parameter = "max_tokens"
 
     hparams: TranslationDataParameters
 
     def __init__(
         self,
-        data_file: str | None = None,
-        source_file: str | None = None,
-        target_file: str | None = None,
+        data_file: Files = None,
+        source_file: Files = None,
+        target_file: Files = None,
+        val_file: Files = None,
+        val_source_file: Files = None,
+        val_target_file: Files = None,
+        test_file: Files = None,
+        test_source_file: Files = None,
+        test_target_file: Files = None,
         columns: list[str] | None = None,
         reverse: bool = False,
         max_length: int | None = None,
         prefixes: list[str] | str | None = None,
-        normalisation: Normalisation = "unicode",
+        normalisation: Normalisation | None = None,
+        subwords: SubwordKind | None = None,
+        vocab_size: int = 8000,
+        joint_vocabulary: bool = False,
         min_count: int = 1,
         max_vocab_size: int | None = None,
-        val_fraction: float = 0.05,
-        test_fraction: float = 0.1,
+        val_fraction: float | None = None,
+        test_fraction: float | None = None,
         train_share: float = 1.0,
+        cache_dir: str | None = None,
         batch_size: int = 64,
         eval_batch_size: int = 256,
         max_tokens: int | None = None,
-        bucket: bool = True,
+        bucket: bool | int = DEFAULT_BUCKET,
         on_bad_lines: Choice = "error",
         on_long_sentences: Choice = "skip",
         seed: int = 1,
         predict_inputs: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        if (source_file is None) != (target_file is None):
-            given, other = ("source", "target") if source_file else ("target", "source")
-            raise UserError(f"`{given}_file` needs the file of its translations; pass `{other}_file` too")
-        if data_file is not None and source_file is not None:
-            raise UserError("found both `data_file` and `source_file`; pass one file of pairs, or two aligned files")
+        data_file, source_file, target_file = map(_paths, (data_file, source_file, target_file))
+        val_file, val_source_file, val_target_file = map(_paths, (val_file, val_source_file, val_target_file))
+        test_file, test_source_file, test_target_file = map(_paths, (test_file, test_source_file, test_target_file))
+        of_parts = {
+            "train": (data_file, source_file, target_file),
+            "val": (val_file, val_source_file, val_target_file),
+            "test": (test_file, test_source_file, test_target_file),
+        }
+        for part, files in of_parts.items():
+            _check_files(part, *files)
+        for part, fraction in (("val", val_fraction), ("test", test_fraction)):
+            _check_fraction(part, fraction, any(of_parts[part]))
+        if any(of_parts["val"] + of_parts["test"]) and not any(of_parts["train"]):
+            raise UserError("found files to validate or to test on and none to train on; pass `data_file` too")
         if columns is not None:
             columns = [str(column) for column in columns]
-            if len(columns) != 2 or source_file is not None:
+            if len(columns) != 2 or not any(files[0] for files in of_parts.values()):
                 raise UserError(f"columns={columns}: expected the two of `data_file`, as in columns=['en', 'fr']")
-        for name, share in (("val", val_fraction), ("test", test_fraction)):
-            if not 0 <= share <= 1:
-                raise UserError(f"{name}_fraction={share} is outside 0 to 1; pass {name}_fraction=0.1")
         check_ranges(
             max_length=(max_length, FINITE),
             min_count=(min_count, COUNT),
             max_vocab_size=(max_vocab_size, COUNT),
+            vocab_size=(vocab_size, COUNT),
             batch_size=(batch_size, COUNT),
             eval_batch_size=(eval_batch_size, COUNT),
             max_tokens=(max_tokens, COUNT),
             train_share=(train_share, SHARE_ABOVE_0),
+            bucket=(bucket, Range(0, whole=True)),
         )
         if max_length is not None and max_length < 2:
             raise UserError(
@@ -154,16 +254,28 @@ class TranslationDataModule(BaseDataModule):
             raise UserError(
                 "`max_tokens` needs sentences of similar length in a batch; pass `batch_size` with bucket=False"
             )
+        asks_for_words = normalisation is not None or prefixes is not None or min_count != 1 or max_vocab_size
+        if subwords is None:
+            subwords = "none" if asks_for_words or not any(of_parts["train"]) else "bpe"
+        if subwords not in get_args(SubwordKind):
+            raise UserError(f"no subwords {subwords!r}; expected one of {', '.join(get_args(SubwordKind))}")
+        if subwords != "none" and (normalisation not in (None, "none") or min_count != 1 or max_vocab_size):
+            raise UserError(
+                f"subwords={subwords} are learnt from the text as it is: leave `normalisation`, `min_count` and"
+                " `max_vocab_size` out, and pass `vocab_size`"
+            )
+        if joint_vocabulary and subwords == "none":
+            raise UserError("`joint_vocabulary` is for subwords; pass subwords=bpe too")
+        if normalisation is None:
+            normalisation = "unicode" if subwords == "none" else "none"
         # Refuses an unknown name here.
         normalise("", normalisation)
-        data_file, source_file, target_file = (
-            str(Path(name).expanduser()) if name else None for name in (data_file, source_file, target_file)
-        )
+        cache_dir = str(Path(cache_dir).expanduser()) if cache_dir else None
         predict_inputs = list(predict_inputs) if predict_inputs else None
         self.save_hyperparameters()
         self.batch_size = batch_size
         self._corpus: Corpus | None = None
-        self._vocabularies: tuple[Vocabulary, Vocabulary] | None = None
+        self._vocabularies: tuple[AnyVocabulary, AnyVocabulary] | None = None
         self._pairs: PackedPairs | None = None
         self.normalisation: Normalisation = normalisation
         """The form of the sentences; a checkpoint's replaces that of the constructor."""
@@ -172,14 +284,30 @@ class TranslationDataModule(BaseDataModule):
     @property
     def info(self) -> CorpusInfo:
         """What the corpus is called, and its size once it has been read."""
-        options = self.hparams
-        name = options.data_file or (options.source_file and f"{options.source_file}, {options.target_file}")
-        return self._corpus.info if self._corpus else CorpusInfo(Path(name).name if name else BUNDLED_TITLE)
+        return self._corpus.info if self._corpus else CorpusInfo(self._title("train"))
 
     @property
     @override
     def title(self) -> str:
         return self.info.title
+
+    def _files(self, part: str) -> tuple[list[str], list[str], list[str]]:
+        """The files of pairs of a part, and those of both sides."""
+        pairs, source, target = (_listed(self.hparams[name]) for name in _FILES[part])
+        return pairs, source, target
+
+    def _has_files(self, part: str) -> bool:
+        return any(self._files(part))
+
+    def _title(self, part: str) -> str:
+        names = [Path(name).name for names in self._files(part) for name in names]
+        return ", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4) if names else BUNDLED_TITLE
+
+    def _fraction(self, part: str) -> float:
+        """What is held out of the training files."""
+        fraction: float | None = self.hparams[f"{part}_fraction"]
+        default = 0.0 if self._has_files(part) else _FRACTIONS[part]
+        return default if fraction is None else float(fraction)
 
     @property
     @override
@@ -190,13 +318,20 @@ class TranslationDataModule(BaseDataModule):
     @property
     @override
     def left_out(self) -> Mapping[str, int]:
-        """Lines of the corpus that are not used, by reason; with those that are kept they are all that were read."""
-        return self._corpus.info.left_out if self._corpus else {}
+        """Lines that are not used, by reason; with those that are kept they are all that were read.
+
+        The reasons of files to validate and to test on name their part, as in "blank in val".
+        """
+        if self._corpus is None:
+            return {}
+        held_out = self._corpus.held_out.items()
+        of_parts = {f"{why} in {part}": count for part, info in held_out for why, count in info.left_out.items()}
+        return dict(self._corpus.info.left_out) | of_parts
 
     @property
     @override
     def validates(self) -> bool:
-        return float(self.hparams.val_fraction) > 0
+        return self._has_files("val") or self._fraction("val") > 0
 
     @property
     def rows(self) -> dict[str, Tensor]:
@@ -204,31 +339,27 @@ class TranslationDataModule(BaseDataModule):
         return self._load().rows
 
     @property
-    def source_vocabulary(self) -> Vocabulary:
+    def source_vocabulary(self) -> AnyVocabulary:
         """The tokens of the source; before `setup`, this reads the corpus."""
         return self.vocabularies()[0]
 
     @property
-    def target_vocabulary(self) -> Vocabulary:
+    def target_vocabulary(self) -> AnyVocabulary:
         """The tokens of the target; before `setup`, this reads the corpus."""
         return self.vocabularies()[1]
 
-    def _read(self) -> SentencePairs:
-        options = self.hparams
-        if options.data_file:
-            pairs = read_pairs(Path(options.data_file), options.columns)
-        elif options.source_file and options.target_file:
-            pairs = read_aligned(Path(options.source_file), Path(options.target_file))
+    def _read(self, part: str) -> list[SentencePairs]:
+        """The files of a part, to be read."""
+        pairs, *aligned = self._files(part)
+        if pairs:
+            found = [read_pairs(Path(name), self.hparams.columns) for name in pairs]
+        elif aligned[0]:
+            found = [read_aligned(Path(a), Path(b)) for a, b in zip(*aligned, strict=True)]
         else:
-            _warn(f"note: `data_file` is not given: training on {len(bundled_pairs()):,} {BUNDLED_TITLE}")
             made = bundled_pairs()
-            numbers = list(range(1, len(made) + 1))
-            pairs = SentencePairs(
-                [a for a, _ in made], [b for _, b in made], numbers, len(made), BUNDLED_TITLE, Faults()
-            )
-        if options.reverse:
-            return pairs.reversed()
-        return pairs
+            _warn(f"note: `data_file` is not given: training on {len(made):,} {BUNDLED_TITLE}")
+            found = [SentencePairs(BUNDLED_TITLE, (Pair(number, a, b) for number, (a, b) in enumerate(made, 1)))]
+        return [one.reversed() for one in found] if self.hparams.reverse else found
 
     def _load(self) -> Corpus:
         """The corpus; kept, so it is read once."""
@@ -241,18 +372,34 @@ class TranslationDataModule(BaseDataModule):
                 options.on_bad_lines,
                 options.on_long_sentences,
             )
-            held_out = options.val_fraction, options.test_fraction
-            self._corpus = prepare_corpus(
-                self._read(), self.info.title, keep, *held_out, options.seed, options.train_share
-            )
+            parts = [part for part in _FILES if part == "train" or self._has_files(part)]
+            files = {part: self._files(part) for part in parts}
+            titles = {part: self._title(part) for part in parts}
+            split: dict[str, Any] = {"val": self._fraction("val"), "test": self._fraction("test")}
+            split |= {"seed": options.seed, "train_share": options.train_share}
+
+            def read() -> Corpus:
+                return prepare_corpus({part: self._read(part) for part in parts}, titles, keep, **split)
+
+            if options.cache_dir and self._has_files("train"):
+                how = asdict(keep) | split | {name: options[name] for name in ("columns", "reverse")}
+                names = [name for of_part in files.values() for side in of_part for name in side]
+                key = corpus_key(names, how | {"files": files})
+                self._corpus = cached_corpus(Path(options.cache_dir), key, read)
+            else:
+                self._corpus = read()
             for note in self._corpus.notes:
                 _warn(f"note: {note}")
         return self._corpus
 
-    def vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
+    def vocabularies(self) -> tuple[AnyVocabulary, AnyVocabulary]:
         """The vocabularies of source and target; before `setup`, this reads the corpus."""
         if self._vocabularies is None:
-            self._vocabularies = self._load().vocabularies(self.hparams.min_count, self.hparams.max_vocab_size)
+            corpus, options = self._load(), self.hparams
+            if options.subwords == "none":
+                self._vocabularies = corpus.vocabularies(options.min_count, options.max_vocab_size)
+            else:
+                self._vocabularies = corpus.subwords(options.subwords, options.vocab_size, options.joint_vocabulary)
         return self._vocabularies
 
     @property
@@ -269,8 +416,8 @@ class TranslationDataModule(BaseDataModule):
             return
         corpus = self._load()
         part = {"fit": "train", "validate": "val", "test": "test"}[stage]
-        wanted = {"train": 1, "val": self.hparams.val_fraction, "test": self.hparams.test_fraction}
-        if wanted[part] and not len(corpus.rows[part]):
+        wanted = part == "train" or self._fraction(part) > 0
+        if wanted and not len(corpus.rows[part]):
             raise UserError(
                 f"{corpus.info.title}: nothing is left for the {part} part of {corpus.info.kept:,} pairs: all pairs "
                 f"with the same source go into one part, and {corpus.info.sources:,} of these sentences are different; "
@@ -301,6 +448,8 @@ class TranslationDataModule(BaseDataModule):
             f"{corpus.info.describe()}; {source:,} source and {target:,} target tokens; "
             f"{share:.1%} of a batch is padding, {random_share:.1%} without sorting by length"
         )
+        for part, info in corpus.held_out.items():
+            _inform(f"{'validation' if part == 'val' else part}: {info.describe()}")
         if self.trainer is not None:
             for logger in self.trainer.loggers:
                 logger.log_metrics({"data/padding_share": share}, step=self.trainer.global_step)
@@ -314,12 +463,12 @@ class TranslationDataModule(BaseDataModule):
 
     @override
     def val_dataloader(self) -> SentenceEvaluationLoader | list[SentenceEvaluationLoader]:
-        """The part held out for validation; nothing when ``val_fraction`` is 0."""
+        """The pairs to validate on; nothing where there is no file of them and ``val_fraction`` is 0."""
         return self._evaluation_loader("val")
 
     @override
     def test_dataloader(self) -> SentenceEvaluationLoader | list[SentenceEvaluationLoader]:
-        """The part held out for the test; nothing when ``test_fraction`` is 0."""
+        """The pairs for the test; nothing where there is no file of them and ``test_fraction`` is 0."""
         return self._evaluation_loader("test")
 
     @override
@@ -366,7 +515,9 @@ class TranslationDataModule(BaseDataModule):
     def unclear_inputs(self) -> Mapping[int, str]:
         """The inputs of which normalisation leaves nothing."""
         note = f"unclear: nothing is left in {self.normalisation} normalisation"
-        return {i: note for i, text in enumerate(self._normalised_inputs if self._inputs else ()) if not text}
+        given = self._inputs or []
+        texts = self._normalised_inputs if given else []
+        return {i: note if given[i].text else "blank line" for i, text in enumerate(texts) if not text}
 
     @override
     def predict_dataloader(self) -> SentenceEvaluationLoader:
@@ -380,7 +531,7 @@ class TranslationDataModule(BaseDataModule):
         source, tokens = pack(sentences)
         count = len(sentences)
         target = PackedSentences(torch.tensor([SOS, EOS]).repeat(count).int(), torch.arange(count + 1) * 2)
-        pairs = PackedPairs(source.renumbered(self.source_vocabulary.ids_of(tokens)), target)
+        pairs = PackedPairs(source.spelt(spellings(self.source_vocabulary, tokens)), target)
         size = self.hparams.eval_batch_size
         return SentenceEvaluationLoader(pairs, torch.tensor(rows), size, self._rank, self._world_size, bucket=False)
 
@@ -400,15 +551,24 @@ class TranslationDataModule(BaseDataModule):
         """The translations to compare with; unknown words are not UNK, which a network could predict by chance."""
         return self._load().target_sentences(numbers)
 
+    def source_texts(self, numbers: Tensor) -> list[str]:
+        """The source sentences with these numbers as they were written; normalised ones of the training part."""
+        return self._load().source_texts(numbers)
+
+    def target_texts(self, numbers: Tensor) -> list[str]:
+        """Their translations as they were written."""
+        return self._load().target_texts(numbers)
+
     @override
     def state_dict(self) -> dict[str, Any]:
         """The vocabularies and the normalisation, so that the network translates without the corpus."""
         source, target = self.vocabularies()
-        return {"source_tokens": source.tokens, "target_tokens": target.tokens, "normalisation": self.normalisation}
+        return {"source_tokens": source.state, "target_tokens": target.state, "normalisation": self.normalisation}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = Vocabulary(state_dict["source_tokens"]), Vocabulary(state_dict["target_tokens"])
+        source, target = (vocabulary_from_state(state_dict[f"{side}_tokens"]) for side in ("source", "target"))
+        saved = source, target
         if self.normalisation != state_dict["normalisation"]:
             # Lightning calls `setup` before it reads the checkpoint: the corpus has to be normalised again.
             self.normalisation, self._corpus = state_dict["normalisation"], None

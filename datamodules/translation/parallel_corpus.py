@@ -1,46 +1,77 @@
-"""Sentence pairs from files, plain, .gz or .zip: a pair in each line, or two aligned files. Faulty lines are named."""
+"""Sentence pairs from files, also .gz, .zip or .zst: a pair in each line, or aligned files; faulty lines are named."""
 
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from datamodules.errors import UserError
-from datamodules.loading.text_files import NOT_UTF8, Faults, csv_rows, decoded_lines, read_lines, text_suffix
+from datamodules.loading.text_files import (
+    NOT_UTF8,
+    Faults,
+    csv_rows,
+    decoded_lines,
+    iter_lines,
+    read_lines,
+    text_suffix,
+)
+from datamodules.translation.alignment import find_line_separator, find_shift
 from datamodules.translation.columns import choose_columns, is_header
 
-__all__ = ["GivenSentence", "SentencePairs", "read_aligned", "read_inputs", "read_pairs"]
+__all__ = ["GivenSentence", "Pair", "SentencePairs", "read_aligned", "read_inputs", "read_pairs"]
 
 
-@dataclass(frozen=True)
-class SentencePairs:
-    """Both sides of a corpus, as written.
+class Pair(NamedTuple):
+    """A sentence and its translation, as written.
 
     Args:
-        source, target: the sentences.
-        numbers: the line of each pair in its file, from 1.
-        read: lines read, all of them.
-        where: what the corpus is called.
+        number: of its line, from 1.
+    """
+
+    number: int
+    source: str
+    target: str
+
+
+@dataclass
+class SentencePairs:
+    """The pairs of one place, which are read one after the other; once they are, the counts are complete.
+
+    Args:
+        where: what the place is called.
+        pairs: they are taken from it once.
         faults: lines that cannot be used.
         apart: lines that are no pairs and no faults, by reason: "header" and "blank".
         header: a remark on the header, for the user.
+        count: pairs that were read.
     """
 
-    source: list[str]
-    target: list[str]
-    numbers: list[int]
-    read: int
     where: str
-    faults: Faults
+    pairs: Iterable[Pair] = ()
+    faults: Faults = field(default_factory=Faults)
     apart: dict[str, int] = field(default_factory=dict)
     header: str = ""
+    count: int = 0
+
+    def __iter__(self) -> Iterator[Pair]:
+        for pair in self.pairs:
+            self.count += 1
+            yield pair
 
     def reversed(self) -> "SentencePairs":
         """The pairs with source and target exchanged."""
-        return replace(self, source=self.target, target=self.source)
+        pairs = self.pairs
+        self.pairs = (Pair(number, target, source) for number, source, target in pairs)
+        return self
+
+    @property
+    def read(self) -> int:
+        """Lines that were read, all of them."""
+        return self.count + len(self.faults) + sum(self.apart.values())
 
 
 _NO_TAB = "without a tab"
@@ -50,7 +81,7 @@ _EMPTY = "with an empty side"
 _JSON = (".jsonl", ".ndjson", ".json")
 
 
-def _tab_rows(lines: Sequence[str | None], faults: Faults) -> Iterator[tuple[int, list[str]]]:
+def _tab_rows(lines: Iterable[str | None], faults: Faults) -> Iterator[tuple[int, list[str]]]:
     for number, line in enumerate(lines, 1):
         if line is None:
             faults.add(NOT_UTF8, [number])
@@ -58,12 +89,15 @@ def _tab_rows(lines: Sequence[str | None], faults: Faults) -> Iterator[tuple[int
             yield number, line.split("\t")
 
 
-def _objects(lines: Sequence[str | None], faults: Faults) -> Iterator[tuple[int, dict[str, Any]]]:
+def _objects(lines: Iterable[str | None], where: str, faults: Faults) -> Iterator[tuple[int, dict[str, Any]]]:
     """JSON lines; of ``{"translation": {"en": ..., "fr": ...}}``, as data sets of Hugging Face are, what is in it."""
     for number, line in enumerate(lines, 1):
         if line is None:
             faults.add(NOT_UTF8, [number])
             continue
+        if number == 1 and line.lstrip().startswith("["):
+            form = "an object in each line, as jq -c '.[]' writes them"
+            raise UserError(f"{where} holds one JSON array; expected {form}")
         try:
             value = json.loads(line) if line.strip() else {}
         except (ValueError, RecursionError):
@@ -77,13 +111,11 @@ def _objects(lines: Sequence[str | None], faults: Faults) -> Iterator[tuple[int,
 
 
 def _json_rows(
-    lines: Sequence[str | None], columns: Sequence[str] | None, where: str, faults: Faults
+    lines: Iterable[str | None], columns: Sequence[str] | None, where: str, faults: Faults
 ) -> Iterator[tuple[int, list[str]]]:
     """Source and target of each object, by the keys that the first one has."""
-    if lines and (lines[0] or "").lstrip().startswith("["):
-        raise UserError(f"{where} holds one JSON array; expected an object in each line, as jq -c '.[]' writes them")
     keys: list[str] = []
-    for number, value in _objects(lines, faults):
+    for number, value in _objects(lines, where, faults):
         texts = [key for key, text in value.items() if isinstance(text, str)]
         if not value:
             yield number, []
@@ -105,15 +137,17 @@ def read_pairs(path: Path, columns: Sequence[str] | None = None) -> SentencePair
             are the first two. Where that line names columns, it is a header.
 
     Raises:
-        UserError: see `read_lines`; or there are no such columns.
+        UserError: while the pairs are read, see `iter_lines`; or there are no such columns.
     """
-    lines, kind, where, faults = read_lines(path), text_suffix(path), str(path), Faults()
-    source: list[str] = []
-    target: list[str] = []
-    numbers: list[int] = []
-    apart: dict[str, int] = {}
+    found = SentencePairs(str(path))
+    found.pairs = _pairs_in(path, columns, found)
+    return found
+
+
+def _pairs_in(path: Path, columns: Sequence[str] | None, found: SentencePairs) -> Iterator[Pair]:
+    """The pairs of a file; the rest of it is noted in `found`."""
+    lines, kind, where, faults, apart = iter_lines(path), text_suffix(path), str(path), found.faults, found.apart
     places: tuple[int, int] | None = None
-    header = ""
     if kind in _JSON:
         rows, places, short = _json_rows(lines, columns, where, faults), (0, 1), _NO_OBJECT
     elif kind == ".csv":
@@ -131,43 +165,58 @@ def read_pairs(path: Path, columns: Sequence[str] | None = None) -> SentencePair
                 places = places if columns else (0, 1)
             else:
                 a, b = (cells[place].strip() for place in places)
-                header = f"line {number} is a header and no pair: the source is {a!r}, the target {b!r}"
+                found.header = f"line {number} is a header and no pair: the source is {a!r}, the target {b!r}"
                 apart["header"] = 1
                 continue
         if len(cells) <= max(places):
             faults.add(short, [number])
         elif (left := cells[places[0]].strip()) and (right := cells[places[1]].strip()):
-            source.append(left)
-            target.append(right)
-            numbers.append(number)
+            yield Pair(number, left, right)
         else:
             faults.add(_EMPTY, [number])
-    read = len(numbers) + len(faults) + sum(apart.values())
-    return SentencePairs(source, target, numbers, read, where, faults, apart, header)
 
 
 def read_aligned(source_path: Path, target_path: Path) -> SentencePairs:
     """Two files whose lines belong together.
 
     Raises:
-        UserError: see `read_lines`.
+        UserError: while the pairs are read, see `iter_lines`; or one file has more lines.
     """
-    sides = read_lines(source_path), read_lines(target_path)
-    source, target, numbers, faults = [], [], [], Faults()
-    for number, (left, right) in enumerate(zip(*sides), 1):
-        if left is None or right is None:
+    found = SentencePairs(f"{source_path} and {target_path}")
+    found.pairs = _aligned_pairs(source_path, target_path, found.faults)
+    return found
+
+
+def _aligned_pairs(source_path: Path, target_path: Path, faults: Faults) -> Iterator[Pair]:
+    end = object()
+    sides = iter_lines(source_path), iter_lines(target_path)
+    for number, (left, right) in enumerate(zip_longest(*sides, fillvalue=end), 1):
+        if left is end or right is end:
+            rest = number + sum(1 for side in sides for _ in side)
+            paths = (target_path, source_path) if left is end else (source_path, target_path)
+            raise _unequal(*paths, rest, number - 1)
+        if not (isinstance(left, str) and isinstance(right, str)):
             faults.add(NOT_UTF8, [number])
         elif (left := left.strip()) and (right := right.strip()):
-            source.append(left)
-            target.append(right)
-            numbers.append(number)
+            yield Pair(number, left, right)
         else:
             faults.add(_EMPTY, [number])
-    counts = len(sides[0]), len(sides[1])
-    longer, other = (source_path, target_path) if counts[0] > counts[1] else (target_path, source_path)
-    surplus = range(min(counts) + 1, max(counts) + 1)
-    faults.add(f"in {longer} only, which has {max(counts):,} lines, and {other} {min(counts):,}", surplus)
-    return SentencePairs(source, target, numbers, max(counts), f"{source_path} and {target_path}", faults)
+
+
+def _unequal(longer: Path, shorter: Path, more: int, fewer: int) -> UserError:
+    """The error for aligned files of unequal lengths. None of their pairs can be trusted, so no setting skips it."""
+    hints = []
+    if longer.is_file() and shorter.is_file():
+        of_longer, of_shorter = read_lines(longer), read_lines(shorter)
+        widths = ([len(line or "") for line in lines] for lines in (of_shorter, of_longer))
+        if (place := find_shift(*widths)) is not None:
+            hints.append(f"by the lengths of their sentences they part near line {place + 1:,}")
+        if found := find_line_separator(of_shorter):
+            hints.append(f"line {found[0]:,} of {shorter} holds {found[1]}, at which some programs end a line")
+    return UserError(
+        f"{longer} has {more:,} lines and {shorter} {fewer:,}, so their lines do not belong together"
+        f"{''.join(f'; {hint}' for hint in hints)}; pass two files of which each line is the translation of the other's"
+    )
 
 
 class GivenSentence(NamedTuple):
@@ -188,8 +237,8 @@ def _sentences_of(where: str, lines: Sequence[str | None]) -> Iterator[GivenSent
         if line is None:
             problem = f"line {number} of {where} is not in UTF-8; save the file as UTF-8"
             yield GivenSentence(f"line {number} of {where}", "", problem)
-        elif line.strip():
-            yield GivenSentence(f"line {number} of {where}", line)
+        else:
+            yield GivenSentence(f"line {number} of {where}", line.strip())
 
 
 def _sentences_in(path: Path) -> list[GivenSentence]:
@@ -207,7 +256,7 @@ def _sentences_in(path: Path) -> list[GivenSentence]:
 
 
 def read_inputs(inputs: Sequence[str]) -> list[GivenSentence]:
-    """Sentences to translate, without blank lines of files; a file that cannot be read is one with a problem.
+    """Sentences to translate, also the blank lines of files; a file that cannot be read is one with a problem.
 
     Args:
         inputs: sentences; "-" for standard input; "@FILE", names of .txt files, and folders of such files.

@@ -6,11 +6,9 @@ expressions sentence by sentence.
 
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Literal, get_args
 
-import torch
-from torch import Tensor
 from typing_extensions import override
 
 from datamodules.errors import UserError
@@ -23,6 +21,7 @@ __all__ = [
     "UNK",
     "Normalisation",
     "Vocabulary",
+    "before_the_end",
     "build_vocabulary",
     "normalise",
     "normalise_lines",
@@ -102,7 +101,7 @@ def normalise_lines(lines: Sequence[str], how: Normalisation = "unicode") -> lis
     Args:
         lines: sentences, none with a line break.
         how: "unicode" keeps every script with its accents, in lower case (NFC), and makes tokens of punctuation;
-            "none" only splits at spaces, for text that is split already; "tutorial" leaves a to z, ! and ?, as
+            "none" only composes characters (NFC) and splits at spaces; "tutorial" leaves a to z, ! and ?, as
             PyTorch's translation tutorial does today, and "tutorial-2017" the full stop too, as it did before.
 
     Raises:
@@ -112,7 +111,7 @@ def normalise_lines(lines: Sequence[str], how: Normalisation = "unicode") -> lis
         raise UserError(f"no normalisation {how!r}; expected one of {', '.join(get_args(Normalisation))}")
     text = "\n".join(lines)
     if how == "none":
-        text = text.translate(_TABLES[how])
+        text = unicodedata.normalize("NFC", text.translate(_TABLES[how]))
     elif how == "unicode":
         # Composed last: characters that the table drops may have stood between a letter and its accent.
         text = _split_at_apostrophes(unicodedata.normalize("NFC", text.lower().translate(_TABLES[how])))
@@ -131,6 +130,11 @@ def normalise(sentence: str, how: Normalisation = "unicode") -> str:
         'ca va n est ce pas ?'
     """
     return normalise_lines([sentence.replace("\n", " ")], how)[0]
+
+
+def before_the_end(ids: Iterable[int]) -> list[int]:
+    """The numbers up to the first `EOS`, without padding and start marks."""
+    return [number for number in takewhile(EOS.__ne__, map(int, ids)) if number not in (PAD, SOS)]
 
 
 class Vocabulary:
@@ -176,27 +180,36 @@ class Vocabulary:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Vocabulary) and self.tokens == other.tokens
 
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def state(self) -> list[str]:
+        """What a checkpoint keeps."""
+        return list(self.tokens)
+
     def id_of(self, token: str) -> int:
         """The number of a token; `UNK` where it is outside the vocabulary."""
         return self._ids.get(token, UNK)
 
-    def ids_of(self, tokens: Sequence[str]) -> Tensor:
-        """The numbers of a list of tokens, special ones in front, as int64 of shape (len(tokens),)."""
-        return torch.tensor([*range(len(SPECIAL_TOKENS)), *map(self.id_of, tokens[len(SPECIAL_TOKENS) :])])
+    def spell(self, word: str) -> list[int]:
+        """The number of a word, as a list of one."""
+        return [self.id_of(word)]
 
     def encode(self, sentence: str) -> list[int]:
         """The numbers of a normalised sentence's tokens, and `EOS`."""
         return [*(self.id_of(token) for token in sentence.split()), EOS]
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def pieces(self, ids: Iterable[int]) -> list[str]:
         """The tokens of numbers up to the first `EOS`, without padding and start marks."""
-        tokens = []
-        for number in map(int, ids):
-            if number == EOS:
-                break
-            if number not in (PAD, SOS):
-                tokens.append(self.tokens[number])
-        return " ".join(tokens)
+        return [self.tokens[number] for number in before_the_end(ids)]
+
+    def split(self, sentence: str) -> list[str]:
+        """The tokens of a normalised sentence, unknown ones as they are."""
+        return sentence.split()
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The tokens of numbers up to the first `EOS`, with spaces between them."""
+        return " ".join(self.pieces(ids))
 
     def mark_unknown(self, sentence: str) -> str:
         """A normalised sentence with the tokens outside the vocabulary in square brackets.

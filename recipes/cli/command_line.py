@@ -334,7 +334,9 @@ class _CommandLine:
             return
         if namespace.format is not None:
             raise UserError(f"--format is for export; {command} chooses by the suffix of --output")
-        check_output(namespace.output)
+        check_output(
+            namespace.output, self.classes.recipe.prediction_files if command == "predict" else (".json", ".csv")
+        )
 
     def _print_help(self, everything: bool) -> None:
         width = help_width()

@@ -5,7 +5,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from recipes.export.exporter import export
 from recipes.failures.cause import first_line
 from recipes.failures.monitor import exit_run
 from recipes.failures.shared_folder import SharedFolder
-from recipes.files import write_rows
+from recipes.files import write_rows, write_text
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.launch.settings import Command
 from recipes.launch.streams import output_failure
@@ -269,7 +269,11 @@ def _evaluate(experiment: Experiment, program: str) -> None:
         raise UserError(f"there is nothing to {command}: the data have no such part, or it is empty")
     if not trainer.is_global_zero:
         return
-    problem = _write_output(Path(run.output), list(rows) if command == "predict" else rows[0]) if run.output else None
+    problem = None
+    if run.output and Path(run.output).suffix == ".txt":
+        problem = _written(write_text, Path(run.output), "".join(f"{line}\n" for line in recipe.prediction_lines(rows)))
+    elif run.output:
+        problem = _written(write_rows, Path(run.output), list(rows) if command == "predict" else rows[0])
     if command == "predict":
         print_rows(recipe.prediction_table(rows))
     else:
@@ -281,10 +285,10 @@ def _evaluate(experiment: Experiment, program: str) -> None:
         raise RunFailedError(f"{len(unreadable):,} of {total:,} inputs could not be read: {unreadable[0]}")
 
 
-def _write_output(path: Path, rows: Sequence[dict[str, object]] | dict[str, object]) -> str | None:
+def _written(write: Callable[[Path, Any], None], path: Path, content: Any) -> str | None:
     """Write the file of ``--output``; why it could not be written, if so."""
     try:
-        write_rows(path, rows)
+        write(path, content)
     except OSError as error:
         return error.strerror or str(error)
     return None
@@ -324,7 +328,7 @@ def _within_memory(trainer: pl.Trainer, experiment: Experiment) -> Iterator[None
         device = trainer.strategy.root_device
         left = f"{with_unit(peak_memory(device), 'B')} taken at most, {with_unit(available_memory(device), 'B')} left"
         asked = re.search(r"tried to allocate [\d.]+ \w+", str(error), re.IGNORECASE)
-        reason = asked[0].replace("T", "t") if asked else first_line(error)[:160]
+        reason = asked[0].replace("T", "t", 1) if asked else first_line(error)[:160]
         settings, size = experiment.settings, experiment.settings.data.get("batch_size")
         samples = f" with {size} samples on each device" if isinstance(size, int) and not evaluates else ""
         rank = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""

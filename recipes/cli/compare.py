@@ -4,11 +4,12 @@ It reads the small files of the runs' folders, also of unfinished and damaged on
 """
 
 import argparse
+import csv
 import glob
 import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,8 +36,9 @@ from recipes.results.page import Section, render
 from recipes.results.results_file import PARTS, RESULTS, Results, read_results
 from recipes.results.texts import duration, is_number, memory_text, score_text, time_text, value_text
 from recipes.resume.settings_file import read_settings
+from recipes.text_scores import TRANSLATIONS, Estimate, p_value, standard_metrics
 
-__all__ = ["compare", "find_runs", "names_of", "print_table", "read_runs"]
+__all__ = ["add_significance", "compare", "find_runs", "names_of", "print_table", "read_runs"]
 
 CONFIG = "config.yaml"
 _OUTPUTS = (".png", ".html", ".csv", ".json")
@@ -49,9 +51,10 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     "about": value_text,
     "settings": value_text,
     "scores": score_text,
+    "translations": value_text,
     "seconds": duration,
 }
-_ABOUT, _SETTINGS, _SCORES, _SECONDS = _TEXTS
+_ABOUT, _SETTINGS, _SCORES, _TRANSLATIONS, _SECONDS = _TEXTS
 _ALWAYS = {"state", "epochs", "best update", "samples/s", "peak memory"}
 """What is shown of runs where it is equal, too."""
 
@@ -67,6 +70,8 @@ class Run:
     monitor: str | None
     best: tuple[float, float] | None
     curves: Curves
+    tokenize: str
+    translations: Sequence[Mapping[str, str]]
 
 
 def _is_run(folder: Path) -> bool:
@@ -120,6 +125,17 @@ def _mapping(value: Any) -> dict[str, Any]:
     return {str(key): item for key, item in value.items()} if isinstance(value, dict) else {}
 
 
+def _read_translations(folder: Path) -> list[dict[str, str]]:
+    """The sentences of a run's test with their translations; none where there is no such file or it is damaged."""
+    try:
+        with (folder / TRANSLATIONS).open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error):
+        return []
+    columns = {"source", "translation", "reference"}
+    return rows if all(set(row) == columns and None not in row.values() for row in rows) else []
+
+
 def _read(folder: Path, name: str) -> Run:
     """Read what can be read."""
     curves, state = read_curves(folder), "unfinished"
@@ -157,8 +173,9 @@ def _read(folder: Path, name: str) -> Run:
     }
     sections: Sections = {
         _ABOUT: {key: value for key, value in about.items() if value not in (None, "")},
-        _SETTINGS: config,
+        _SETTINGS: dict(config),
         _SCORES: {key: value for key, value in scores.items() if "_class_" not in key},
+        _TRANSLATIONS: {},
         _SECONDS: {part.replace("_", " "): seconds[part] for part in (*PARTS, "total") if part in seconds},
     }
     changed = results.get("changed")
@@ -172,6 +189,9 @@ def _read(folder: Path, name: str) -> Run:
         monitor if isinstance(monitor, str) else None,
         mark,
         curves,
+        str(config.get("bleu_tokenize", "13a")),
+        # A run that trains on keeps the file of its last test, and no results.
+        _read_translations(folder) if results else (),
     )
 
 
@@ -195,6 +215,46 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
                 for run in runs:
                     run.sections[section].pop(name, None)
     return runs
+
+
+def _test_set(run: Run) -> list[tuple[str, str]]:
+    return [(row["source"], row["reference"]) for row in run.translations]
+
+
+def add_significance(runs: Sequence[Run]) -> list[str]:
+    """Add the scores of translators tested on the same sentences, and whether they differ from the first one's.
+
+    Returns:
+        Lines for the user: signatures, and which runs were tested on other sentences.
+    """
+    tested = [run for run in runs if run.translations]
+    if len(tested) < 2:
+        return []
+    first, *others = tested
+    same = [run for run in others if _test_set(run) == _test_set(first)]
+    lines = [
+        f"{run.name} and {first.name} were tested on different sentences, so their translations are not compared"
+        for run in others
+        if run not in same
+    ]
+    if not same:
+        return lines
+    references = [row["reference"] for row in first.translations]
+    for metric in standard_metrics(first.tokenize).values():
+        found = [
+            Estimate.of(metric, [row["translation"] for row in run.translations], references)
+            for run in tested
+            if run is first or run in same
+        ]
+        for run, estimate in zip([first, *same], found, strict=True):
+            section = run.sections[_TRANSLATIONS]
+            section["test sentences"] = len(references)
+            section[metric.title] = f"{estimate.score:.2f} ± {estimate.interval:.2f}"
+            if run is not first:
+                difference, p = estimate.score - found[0].score, p_value(found[0], estimate)
+                section[f"{metric.title} - {first.name}"] = f"{difference:+.2f}, p = {p:.3f}"
+        lines.append(f"{metric.title}: {metric.signature}")
+    return [*lines, "±: 95 % of the resamples; p: paired bootstrap resampling (Koehn, 2004)"]
 
 
 def table_of(runs: Sequence[Run]) -> dict[str, list[list[str]]]:
@@ -304,6 +364,8 @@ class _Parser(argparse.ArgumentParser):
 def compare(args: Sequence[str], program: str) -> None:
     """Carry out the command.
 
+    Translators that were tested on the same sentences are compared by paired bootstrap resampling.
+
     Args:
         args: what was typed after its name.
         program: what was typed before.
@@ -323,11 +385,14 @@ def compare(args: Sequence[str], program: str) -> None:
     if output is not None and not output.parent.is_dir():
         raise UserError(f"--output {output}: there is no folder {output.parent}")
     runs = read_runs(find_runs(typed.run))
+    lines = add_significance(runs)
     if output is not None:
         try:
             _write(output, runs)
         except OSError as error:
             raise RunFailedError(f"{output} could not be written: {error.strerror or error}") from error
     print_table(runs, terminal_width(sys.stdout))
+    for line in lines:
+        print(line)  # noqa: T201
     if output is not None:
         print(f"written: {output}")  # noqa: T201

@@ -25,6 +25,7 @@ from recipes.failures.monitor import RunConnection
 from recipes.failures.rendezvous import share
 from recipes.launch.plan import Launch
 from recipes.launch.rank_zero import rank_zero_print
+from recipes.optim import is_lbfgs
 from recipes.recipe import Recipe
 from recipes.results.weights_record import Interval
 from recipes.resume.rebatch import resumed_batch
@@ -263,6 +264,9 @@ def _build_recipe(settings: Settings, classes: Classes, data: pl.LightningDataMo
     }
     if not (settings.run.resume or settings.run.ckpt):
         options = _fill(options, classes.recipe.settings_from_data(data))
+        samples, epochs = data_contract(data).sizes.get("train"), settings.trainer.get("max_epochs")
+        if samples and epochs and epochs > 0 and not is_lbfgs(options.get("optimizer", "")):
+            options = _fill(options, {"lr": classes.recipe.rate_of_run(samples, epochs)})
     return classes.recipe(**options)
 
 

@@ -6,6 +6,7 @@ expect of a command line: dashes or underscores, switches without values, help o
 
 import difflib
 import inspect
+import json
 import re
 import shutil
 import sys
@@ -13,7 +14,7 @@ import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import yaml
@@ -105,6 +106,10 @@ def _type_name(annotation: Any, everything: bool = True) -> str:
 
 def _allows_bare(annotation: Any) -> bool:
     return annotation is bool or (get_origin(annotation) in (Union, types.UnionType) and bool in get_args(annotation))
+
+
+def _takes_list(annotation: Any) -> bool:
+    return any(get_origin(part) in (list, Sequence) for part in (annotation, *get_args(annotation)))
 
 
 def _switch_values(annotation: Any) -> set[str]:
@@ -245,8 +250,9 @@ class FlagParser(ArgumentParser):
         raise UserError(message)
 
     def _spell_out(self, args: Sequence[str]) -> list[str]:
-        """Underscores in names, values for bare switches, and an error for flags that do not exist."""
+        """Underscores in names, values for bare switches and lists, and an error for flags that do not exist."""
         spelled = []
+        args = self._join_lists(args)
         for i, arg in enumerate(args):
             if re.match(r"-[A-Za-z]\w", arg):
                 raise UserError(f"flags begin with two dashes; did you mean -{arg}?")
@@ -273,6 +279,18 @@ class FlagParser(ArgumentParser):
         for i in reversed(files):
             spelled[:0] = [spelled.pop(i), spelled.pop(i)]
         return spelled
+
+    def _join_lists(self, args: Sequence[str]) -> list[str]:
+        """Several values behind the flag of a list as one, as a shell writes them for ``--source-file corpus.*.de``."""
+        joined: list[str] = []
+        if any(not action.option_strings for action in self._actions):
+            return list(args)  # Which values are arguments of the command is not known.
+        for of_value, values in groupby(args, key=lambda arg: not re.match(r"--\w", arg)):
+            given = list(values)
+            name = joined[-1].removeprefix("--").replace("-", "_") if joined else ""
+            several = of_value and len(given) > 1 and name in self._flags and _takes_list(self._type(name))
+            joined += [json.dumps(given)] if several else given
+        return joined
 
     def parse(self, args: Sequence[str]) -> Namespace:
         """Read a command line."""

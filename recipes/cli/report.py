@@ -22,6 +22,7 @@ from callbacks.step_summary import StepSummary, with_unit
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from recipes.cli.experiment import Experiment, takes_inputs
+from recipes.files import write_rows
 from recipes.launch.settings import Command
 from recipes.launch.streams import print_error, unwritten_streams
 from recipes.results.html_report import REPORT, write_report
@@ -95,10 +96,10 @@ def print_rows(rows: Sequence[Mapping[str, str]]) -> None:
     _print_lines([f"[bold]{first}[/]", *others])
 
 
-def check_output(output: str | None) -> None:
+def check_output(output: str | None, endings: Sequence[str]) -> None:
     """Refuse a file that could not be written, before anything is computed."""
-    if output is not None and Path(output).suffix not in (".json", ".csv"):
-        raise UserError(f"--output {output}: expected a name that ends in .json or .csv")
+    if output is not None and Path(output).suffix not in endings:
+        raise UserError(f"--output {output}: expected a name that ends in {' or '.join(endings)}")
     if output is not None and not Path(output).parent.is_dir():
         raise UserError(f"--output {output}: there is no folder {Path(output).parent}")
 
@@ -218,6 +219,9 @@ def report(
     # Before anything is printed: a terminal may have gone.
     with best_effort(RESULTS):
         write_results(folder, results)
+        for name, table in recipe.result_tables().items():
+            with best_effort(name):
+                write_rows(folder / name, table)
         if experiment.settings.run.report:
             with best_effort(REPORT):
                 rows["report"] = shown(write_report(folder))

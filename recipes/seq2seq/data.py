@@ -4,9 +4,10 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from datamodules.translation.text import Normalisation, Vocabulary
+from datamodules.translation.subwords import AnyVocabulary
+from datamodules.translation.text import Normalisation
 
-__all__ = ["SentenceData", "VocabularyData"]
+__all__ = ["SentenceData", "TextData", "VocabularyData"]
 
 
 @runtime_checkable
@@ -15,7 +16,7 @@ class VocabularyData(Protocol):
 
     normalisation: Normalisation
 
-    def vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
+    def vocabularies(self) -> tuple[AnyVocabulary, AnyVocabulary]:
         """Of the source and of the target."""
 
 
@@ -27,4 +28,15 @@ class SentenceData(Protocol):
         """The source sentences with these numbers, int64 of shape (batch,)."""
 
     def target_sentences(self, numbers: Tensor) -> list[str]:
+        """Their translations, to compare with."""
+
+
+@runtime_checkable
+class TextData(Protocol):
+    """A data module that keeps its sentences as they were written, for scores of detokenised text."""
+
+    def source_texts(self, rows: Tensor) -> list[str]:
+        """The source sentences with these numbers, int64 of shape (batch,)."""
+
+    def target_texts(self, rows: Tensor) -> list[str]:
         """Their translations, to compare with."""

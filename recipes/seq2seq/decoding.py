@@ -4,6 +4,7 @@ Rows are hypotheses, of all sentences together. A hypothesis that ends with EOS 
 so that the work shrinks as hypotheses end, and a sentence whose last hypothesis has ended takes no more work.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from datamodules.translation.text import EOS, PAD, SOS
 from recipes.seq2seq.network import Seq2SeqNet
 
-__all__ = ["Translations", "attention_weights", "beam_search", "length_limits", "length_penalty"]
+__all__ = ["Translations", "attended_positions", "attention_weights", "beam_search", "length_limits", "length_penalty"]
 
 
 class Translations(NamedTuple):
@@ -42,11 +43,11 @@ def length_limits(source_lengths: Tensor) -> Tensor:
     return 2 * source_lengths + 10
 
 
-def _log_probabilities(network: Seq2SeqNet, readouts: Tensor, last: Tensor) -> Tensor:
-    """Of the next token: never PAD or SOS, and nothing but EOS where `last` is True. Shape (rows, vocabulary)."""
+def _log_probabilities(network: Seq2SeqNet, readouts: Tensor, last: Tensor, never: Iterable[int]) -> Tensor:
+    """Of the next token: none of `never`, and nothing but EOS where `last` is True. Shape (rows, vocabulary)."""
     logits = network.logits(readouts)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    for token in (PAD, SOS):  # Not by a list, which is an index that the device would wait for.
+    for token in never:  # Not by a list, which is an index that the device would wait for.
         logits[:, token] = -torch.inf
     log_probabilities = logits.log_softmax(1)
     log_probabilities[:, :EOS].masked_fill_(last.unsqueeze(1), -torch.inf)
@@ -63,6 +64,7 @@ def beam_search(
     nbest: int = 1,
     alpha: float = 0.6,
     limits: Tensor | None = None,
+    never: Iterable[int] = (PAD, SOS),
 ) -> Translations:
     """Translate a batch; the network has to be in evaluation mode.
 
@@ -76,6 +78,7 @@ def beam_search(
         nbest: translations of each sentence, at most `beam`.
         alpha: of `length_penalty`, which ranks the finished translations.
         limits: tokens that each translation may have, EOS counted, of shape (batch,).
+        never: tokens that no translation has.
     """
     device, batch = source.device, len(source)
     limits = length_limits(lengths) if limits is None else limits
@@ -97,7 +100,7 @@ def beam_search(
     rows_encoded = encoded
     for time in range(longest):
         readouts, state, _ = network.step(tokens, state, rows_encoded)
-        log_probabilities = _log_probabilities(network, readouts, last=limits[sentence] == time + 1)
+        log_probabilities = _log_probabilities(network, readouts, limits[sentence] == time + 1, never)
         # The best of a sentence are among the best of its rows.
         values, choices = (total.unsqueeze(1) + log_probabilities).topk(min(beam, log_probabilities.shape[1]))
         table = values.new_full((batch, beam, values.shape[1]), -torch.inf)
@@ -155,3 +158,18 @@ def attention_weights(network: Seq2SeqNet, source: Tensor, lengths: Tensor, toke
             return None
         weights.append(step_weights)
     return torch.stack(weights, 1)
+
+
+def attended_positions(network: Seq2SeqNet, source: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
+    """The source token, its EOS left out, that each token of a translation attends to most.
+
+    Args:
+        source, lengths, tokens: as of `attention_weights`; the network has attention.
+
+    Returns:
+        int64 of shape (batch, time).
+    """
+    weights = attention_weights(network, source, lengths, tokens)
+    assert weights is not None
+    outside = torch.arange(source.shape[1], device=source.device) >= lengths.to(source.device).unsqueeze(1) - 1
+    return weights.masked_fill(outside.unsqueeze(1), -1.0).argmax(2)

@@ -1,4 +1,4 @@
-"""Translates with an exported encoder and decoder; needs onnxruntime and numpy, and nothing else.
+"""Translates with an exported encoder and decoder; needs onnxruntime and numpy, and sentencepiece for subwords.
 
 Run it in its folder with sentences, or without any to read them from standard input, one a line:
 
@@ -6,6 +6,7 @@ Run it in its folder with sentences, or without any to read them from standard i
 """
 
 import argparse
+import base64
 import json
 import sys
 import unicodedata
@@ -40,6 +41,8 @@ def tokens_of(sentence: str, how: str) -> list[str]:
     if how.startswith("tutorial"):
         sentence = unicodedata.normalize("NFD", sentence.lower())
     text = "".join(_character(char, how) for char in (sentence if how != "unicode" else sentence.lower()))
+    if how == "none":
+        text = unicodedata.normalize("NFC", text)
     if how != "unicode":
         return text.split()
     # An apostrophe ends its token, or is a token where none precedes it.
@@ -47,6 +50,13 @@ def tokens_of(sentence: str, how: str) -> list[str]:
     for piece in rest:
         first += f"' {piece}" if first[-1:].strip() else f" ' {piece}"
     return first.split()
+
+
+def _subwords(model: str) -> Any:
+    """Sentencepiece's model of one side."""
+    from sentencepiece import SentencePieceProcessor
+
+    return SentencePieceProcessor(model_proto=base64.b64decode(model))
 
 
 class Translator:
@@ -59,8 +69,13 @@ class Translator:
         metadata = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
         source, self.target = metadata["source_vocabulary"], metadata["target_vocabulary"]
         self.ids = {token: number for number, token in enumerate(source) if number > UNK}
+        self.subwords = [
+            _subwords(metadata[f"{side}_subwords"]) for side in ("source", "target") if f"{side}_subwords" in metadata
+        ]
         self.normalisation = metadata["normalisation"]
         self.beam = metadata["hyper_parameters"]["beam"]
+        self.unknown_words = metadata["hyper_parameters"].get("unknown_words", "keep")
+        self.never = [PAD, SOS, UNK] if self.unknown_words == "never" else [PAD, SOS]
         self.length_penalty = metadata["hyper_parameters"]["length_penalty"]
         self.encoder, self.decoder = (
             onnxruntime.InferenceSession(folder / f"{name}.onnx", providers=["CPUExecutionProvider"])
@@ -72,22 +87,33 @@ class Translator:
         tokens = tokens_of(sentence, self.normalisation)
         if not tokens:
             return ""
-        found = self.search([self.ids.get(token, UNK) for token in tokens] + [EOS], beam or self.beam)
-        return " ".join(self.target[number] for number in found)
+        if self.subwords:
+            numbers = [number for token in tokens for number in self.subwords[0].encode(token)]
+        else:
+            numbers = [self.ids.get(token, UNK) for token in tokens]
+        found, places = self.search([*numbers, EOS], beam or self.beam)
+        if self.subwords:
+            return " ".join(self.subwords[1].decode([number for number in found if number != UNK]).split())
+        copies = self.unknown_words == "copy"
+        return " ".join(
+            tokens[place] if copies and number == UNK else self.target[number] for number, place in zip(found, places)
+        )
 
-    def search(self, source: list[int], beam: int) -> list[int]:
-        """The best translation that a beam search finds, without the end mark."""
+    def search(self, source: list[int], beam: int) -> tuple[list[int], list[int]]:
+        """The best translation that a beam search finds, without the end mark, and what its tokens attend to most."""
         state, memory, keys, mask = self.encoder.run(None, {"source": np.array([source])})
-        hypotheses: list[list[int]] = [[]]
+        hypotheses: list[list[tuple[int, int]]] = [[]]
+        outputs = ["logits", "next_state", *(["attention"] if self.unknown_words == "copy" else [])]
         totals, last = np.zeros(1, np.float32), np.array([SOS])
-        finished: list[tuple[float, list[int]]] = []
+        finished: list[tuple[float, list[tuple[int, int]]]] = []
         limit = 2 * len(source) + 10
         for length in range(1, limit + 1):
             feeds: dict[str, Any] = {"memory": memory, "keys": keys, "mask": mask}
             feeds = {name: np.repeat(value, len(last), 0) for name, value in feeds.items()}
             feeds |= {"tokens": last, "state": state}
-            logits, state = self.decoder.run(["logits", "next_state"], feeds)
-            logits[:, [PAD, SOS]] = -np.inf
+            logits, state, *weights = self.decoder.run(outputs, feeds)
+            places = weights[0][:, : len(source) - 1].argmax(1) if weights else np.zeros(len(last), np.int64)
+            logits[:, self.never] = -np.inf
             logits -= logits.max(1, keepdims=True)
             scores = totals[:, None] + logits - np.log(np.exp(logits).sum(1, keepdims=True))
             if length == limit:  # Nothing but the end.
@@ -103,11 +129,12 @@ class Translator:
             beam -= int(ends.sum())
             goes_on = ~ends & (totals > -np.inf)
             rows, last, totals = rows[goes_on], last[goes_on], totals[goes_on]
-            hypotheses = [[*hypotheses[row], int(token)] for row, token in zip(rows, last)]
+            hypotheses = [[*hypotheses[row], (int(token), int(places[row]))] for row, token in zip(rows, last)]
             state = state[rows]
             if not len(rows):
                 break
-        return max(finished, key=lambda pair: pair[0])[1]
+        found = max(finished, key=lambda pair: pair[0])[1]
+        return [token for token, _ in found], [place for _, place in found]
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from callbacks.drawing.translation_samples import Translation, attention_figure
 from datamodules.errors import UserError
+from datamodules.translation.subwords import AnyVocabulary
 from recipes.seq2seq.attention import AttentionName
 
 __all__ = ["MOST_PANELS", "check_image_file", "draw_attention", "translation_rows"]
@@ -43,19 +44,29 @@ def _by_sentence(outputs: Iterable[dict[str, Any]]) -> list[tuple[int, dict[str,
 
 
 def translation_rows(
-    outputs: Iterable[dict[str, Any]], names: Sequence[str], decode: Callable[[list[int]], str]
+    outputs: Iterable[dict[str, Any]],
+    names: Sequence[str],
+    decode: Callable[[list[int], str, list[int] | None], str],
 ) -> list[dict[str, Any]]:
     """A row for each translation, in the order of the sentences, the best translation first.
 
     Args:
         outputs: of `Seq2SeqTranslator.predict_step`.
         names: the sentences, by number.
-        decode: makes text of token numbers.
+        decode: makes text of token numbers, the sentence, and the positions in it that unknown words are copied from.
     """
     return [
-        {"sentence": names[number], "rank": rank, "translation": decode(tokens), "score": score, "note": None}
+        {
+            "sentence": names[number],
+            "rank": rank,
+            "translation": decode(tokens, names[number], positions),
+            "score": score,
+            "note": None,
+        }
         for number, found in _by_sentence(outputs)
-        for rank, (tokens, score) in enumerate(zip(found["tokens"].tolist(), found["scores"].tolist()), 1)
+        for rank, (tokens, positions, score) in enumerate(
+            zip(found["tokens"].tolist(), found["positions"], found["scores"].tolist(), strict=True), 1
+        )
         # Where there are fewer translations than were asked for.
         if score > -math.inf
     ]
@@ -63,15 +74,16 @@ def translation_rows(
 
 @rank_zero_only
 def draw_attention(
-    file: str, outputs: Iterable[dict[str, Any]], names: Sequence[str], decode: Callable[[list[int]], str]
+    file: str, outputs: Iterable[dict[str, Any]], names: Sequence[str], source: AnyVocabulary, target: AnyVocabulary
 ) -> None:
-    """Draw the attention weights of the best translations; arguments as in `translation_rows`."""
+    """Draw the attention weights of the best translations; `outputs` and `names` as in `translation_rows`."""
     sentences = _by_sentence(outputs)
-    samples = [
-        Translation(names[number], decode(found["tokens"][0].tolist()), None, found["attention"])
-        for number, found in sentences[:MOST_PANELS]
-        if found["attention"] is not None
-    ]
+    samples = []
+    for number, found in sentences[:MOST_PANELS]:
+        if found["attention"] is not None:
+            best = found["tokens"][0].tolist()
+            tokens = source.split(names[number]), target.pieces(best)
+            samples.append(Translation(names[number], target.decode(best), None, found["attention"], tokens))
     if len(sentences) > MOST_PANELS:
         log.warning("%s shows the first %d of %d sentences", file, MOST_PANELS, len(sentences))
     if samples:

@@ -58,6 +58,8 @@ class Seq2SeqTranslator(Translator):
         )
         if attention_type == "none" and kwargs.get("attention") is not None:
             raise UserError(f"attention={kwargs['attention']!r}: a decoder without attention has no weights to draw")
+        if attention_type == "none" and kwargs.get("unknown_words") == "copy":
+            raise UserError('unknown_words="copy": a decoder without attention does not tell which word to copy')
         super().__init__(**kwargs)
 
     @override

@@ -40,13 +40,15 @@ MAY_IMPORT = {
     "recipes.pretrained": "datamodules.errors datamodules.loading recipes.weights",
     "recipes.labels": f"{_DATA} datamodules.loading",
     "recipes.losses": "",
-    "recipes.batch_size_finder": _CALLBACKS,
-    "recipes.lr_finder": _CALLBACKS,
+    "recipes.batch_size_finder": f"{_CALLBACKS} recipes.copied_fit",
+    "recipes.copied_fit": _CALLBACKS,
+    "recipes.lr_finder": f"{_CALLBACKS} recipes.copied_fit",
     "recipes.optim": "datamodules.errors",
     "recipes.parameter_groups": "",
     "recipes.curves": "",
     "recipes.schedules": f"{_CALLBACKS} recipes.curves",
     "recipes.graphs": "",
+    "recipes.text_scores": "datamodules.errors",
     "recipes.compilation": "datamodules.errors callbacks.lib",
     "recipes.step_capture": _CALLBACKS,
     "recipes.recipe": f"{_CALLBACKS} datamodules.loading recipes.compilation recipes.graphs "
@@ -61,10 +63,10 @@ MAY_IMPORT = {
     "recipes.resume": f"{_CALLBACKS} callbacks.checkpointing recipes.launch recipes.results",
     "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing recipes.batch_size_finder recipes.failures recipes.files "
     "recipes.export recipes.graphs recipes.launch recipes.lr_finder recipes.optim recipes.recipe recipes.results "
-    "recipes.resume recipes.version recipes.weights",
+    "recipes.resume recipes.text_scores recipes.version recipes.weights",
     "recipes.NAME": f"{_CALLBACKS} callbacks.drawing datamodules.NAME datamodules.images datamodules.loading "
     "datamodules.mnist datamodules.translation recipes.classification recipes.graphs recipes.optim "
-    "recipes.parameter_groups recipes.pretrained recipes.recipe recipes.weights",
+    "recipes.parameter_groups recipes.pretrained recipes.recipe recipes.text_scores recipes.weights",
     "recipes.NAME.__main__": "datamodules recipes recipes.cli",
 }
 """``callbacks.*`` are the modules beside the rooms, which may import each other; ``recipes.NAME`` is a recipe, and

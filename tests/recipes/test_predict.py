@@ -252,10 +252,11 @@ def test_a_translator_predicts_sentences_and_reads_folders_of_text_files(tmp_pat
     predictor = pl.Trainer(enable_progress_bar=False, **QUIET)
     outputs = predictor.predict(recipe, data, ckpt_path=str(tmp_path / "a.ckpt"), weights_only=True)
     rows = recipe.all_rows(outputs, data)
-    assert [row["translation"] is None for row in rows] == [False, False, True, False, False, True]
-    assert rows[2]["sentence"] == f"line 1 of {texts / 'b.txt'}"
-    assert rows[2]["note"] == "is not in UTF-8; save the file as UTF-8"
-    assert "missing.txt" in rows[5]["note"]
+    assert [row["translation"] is None for row in rows] == [False, True, False, True, False, False, True]
+    assert rows[1]["note"] == "blank line"
+    assert rows[3]["sentence"] == f"line 1 of {texts / 'b.txt'}"
+    assert rows[3]["note"] == "is not in UTF-8; save the file as UTF-8"
+    assert "missing.txt" in rows[6]["note"]
 
 
 @pytest.mark.slow

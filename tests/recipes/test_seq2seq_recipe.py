@@ -8,6 +8,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
@@ -17,13 +19,16 @@ from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
-from datamodules.translation.text import Vocabulary
+from datamodules.translation.text import UNK, Vocabulary
+from recipes.seq2seq.decoding import attention_weights
 from recipes.seq2seq.network import Seq2SeqNet
 from recipes.seq2seq.recipe import Seq2SeqTranslator
 from recipes.seq2seq.translator import teacher_forcing_share
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, on_ranks, silence
 
+OF_WORDS = {"val_fraction": 0.1, "test_fraction": 0.1, "eval_batch_size": 3, "subwords": "none"}
+SUBWORDS: dict[str, Any] = {"subwords": "bpe", "vocab_size": 290}
 TINY: dict[str, Any] = {"hidden_size": 16, "embedding_size": 12, "lr": 0.01}
 SUBJECTS = [("je", "i"), ("tu", "you"), ("il", "he"), ("elle", "she"), ("nous", "we")]
 VERBS = [("vois", "see"), ("veux", "want"), ("mange", "eat")]
@@ -45,7 +50,7 @@ def corpus(folder: Path) -> str:
 
 
 def data(file: str, **options: Any) -> TranslationDataModule:
-    return TranslationDataModule(file, **({"val_fraction": 0.1, "test_fraction": 0.1, "eval_batch_size": 3} | options))
+    return TranslationDataModule(file, **(OF_WORDS | options))
 
 
 def translator(module: TranslationDataModule, **options: Any) -> Seq2SeqTranslator:
@@ -62,10 +67,12 @@ def weights(module: pl.LightningModule) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in module.network.state_dict().items()}
 
 
-def trained(file: str, world_size: int, micro_batches: int, options: dict[str, Any]) -> dict[str, Any]:
+def trained(
+    file: str, world_size: int, micro_batches: int, options: dict[str, Any], data_options: dict[str, Any]
+) -> dict[str, Any]:
     """Three epochs of updates of 12 sentences, in float64; the weights and the scores at the end."""
     seeds = SeedControl(seed=1)
-    module = data(file, batch_size=12 // world_size // micro_batches)
+    module = data(file, batch_size=12 // world_size // micro_batches, **data_options)
     recipe = translator(module, dropout=0.0, val_sentences=4, **options)
     run = trainer(GradientAccumulation(micro_batches), seeds, world_size=world_size, max_epochs=3, precision="64-true")
     run.fit(recipe, module)
@@ -76,13 +83,20 @@ def trained(file: str, world_size: int, micro_batches: int, options: dict[str, A
 
 # 49 sentences are four updates of 12, and one that leaves a rank of two without any.
 @pytest.mark.parametrize(
-    "options", [{}, {"teacher_forcing": 0.3, "cell": "lstm", "attention_type": "additive"}], ids=["whole", "sampled"]
+    ("options", "data_options"),
+    [
+        ({}, {}),
+        ({"teacher_forcing": 0.3, "cell": "lstm", "attention_type": "additive", "word_dropout": 0.2}, {}),
+        ({}, SUBWORDS),
+    ],
+    ids=["whole", "sampled", "subwords"],
 )
-def test_two_processes_and_accumulation_learn_what_one_process_learns(options, tmp_path):
+def test_two_processes_and_accumulation_learn_what_one_process_learns(options, data_options, tmp_path):
     file = corpus(tmp_path)
-    expected = trained(file, 1, 1, options)
+    expected = trained(file, 1, 1, options, data_options)
     assert expected["updates"] == 15
-    for found in [trained(file, 1, 3, options), *run_ranks(trained, 2, file, 2, 2, options)]:
+    others = [trained(file, 1, 3, options, data_options), *run_ranks(trained, 2, file, 2, 2, options, data_options)]
+    for found in others:
         assert found["updates"] == expected["updates"]
         for name, weight in found["weights"].items():
             torch.testing.assert_close(weight, expected["weights"][name], atol=1e-9, rtol=0, msg=name)
@@ -98,22 +112,25 @@ class Stop(pl.Callback):
             raise RuntimeError("stopped")
 
 
-def exact_run(file: str, folder: Path, *callbacks: pl.Callback, ckpt: Path | None = None) -> dict[str, torch.Tensor]:
+def exact_run(
+    file: str, folder: Path, options: dict[str, Any], *callbacks: pl.Callback, ckpt: Path | None = None
+) -> dict[str, torch.Tensor]:
     seeds = SeedControl(seed=1)
-    module = data(file, batch_size=4)
-    recipe = translator(module, dropout=0.3, teacher_forcing=0.5, num_layers=2)
+    module = data(file, batch_size=4, **options)
+    recipe = translator(module, dropout=0.3, teacher_forcing=0.5, num_layers=2, word_dropout=0.2)
     saves = ExactCheckpoint(folder, save_last=True, every_n_train_steps=1)
     run = trainer(GradientAccumulation(2), seeds, saves, *callbacks, max_epochs=2, enable_checkpointing=True)
     run.fit(recipe, module, ckpt_path=str(ckpt) if ckpt else None, weights_only=True)
     return weights(recipe)
 
 
-def test_a_run_resumed_in_the_middle_of_an_epoch_ends_with_the_bits_of_one_that_was_not_stopped(tmp_path):
+@pytest.mark.parametrize("options", [{}, SUBWORDS], ids=["words", "subwords"])
+def test_a_run_resumed_in_the_middle_of_an_epoch_ends_with_the_bits_of_one_that_was_not_stopped(options, tmp_path):
     file = corpus(tmp_path)
-    expected = exact_run(file, tmp_path / "whole")
+    expected = exact_run(file, tmp_path / "whole", options)
     with pytest.raises(RuntimeError, match="stopped"):
-        exact_run(file, tmp_path / "cut", Stop())
-    found = exact_run(file, tmp_path / "cut", ckpt=tmp_path / "cut" / "last.ckpt")
+        exact_run(file, tmp_path / "cut", options, Stop())
+    found = exact_run(file, tmp_path / "cut", options, ckpt=tmp_path / "cut" / "last.ckpt")
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
@@ -158,8 +175,33 @@ def test_scores_are_equal_on_one_and_three_processes_to_the_last_digit(learned):
     assert 0 < alone[0]["val/bleu"] < 100
     assert 0 < alone[1]["test/bleu"] < 100
     assert alone[0]["val/perplexity"] == pytest.approx(torch.tensor(alone[0]["val/loss"]).exp().item(), rel=1e-5)
+    assert 0 < alone[1]["test/sacrebleu_lower"] < 100
+    assert alone[1]["test/sacrebleu_interval"] > 0
     for found in run_ranks(evaluated, 3, str(free), str(folder / "a.ckpt"), 3):
         assert found == alone
+
+
+def test_standard_scores_compare_with_the_references_as_written(learned, tmp_path):
+    file, folder, _ = learned
+    text = Path(file).read_text()
+    cased = tmp_path / "cased.tsv"
+    cased.write_text("".join(f"{source}\t{target.title()}!\n" for source, target in map(_sides, text.splitlines())))
+    module = data(str(cased), test_fraction=0.3)
+    recipe = translator(data(file), hidden_size=32, embedding_size=24)
+    scores = trainer().test(recipe, module, ckpt_path=str(folder / "a.ckpt"), weights_only=True, verbose=False)[0]
+    ((name, rows),) = recipe.result_tables().items()
+    assert name == "test_translations.csv"
+    assert [row["reference"] for row in rows] == module.target_texts(module.rows["test"])
+    assert all(row["reference"].istitle() and row["reference"].endswith("!") for row in rows)
+    hypotheses, references = [row["translation"] for row in rows], [row["reference"] for row in rows]
+    for key, metric in (("sacrebleu", BLEU()), ("sacrebleu_lower", BLEU(lowercase=True)), ("sacrebleu_chrf", CHRF())):
+        expected = metric.corpus_score(hypotheses, [references]).score
+        assert scores[f"test/{key}"] == pytest.approx(expected, rel=1e-6)
+    assert scores["test/sacrebleu_lower"] > scores["test/sacrebleu"]
+
+
+def _sides(line: str) -> list[str]:
+    return line.split("\t")
 
 
 def test_a_bare_checkpoint_translates_typed_sentences(learned):
@@ -216,6 +258,82 @@ def test_predict_gives_the_best_translations_in_order_marks_unknown_words_and_dr
         assert rows[i]["score"] > rows[i + 1]["score"] > rows[i + 2]["score"]
         assert len({row["translation"] for row in rows[i : i + 3]}) == 3
     assert image.read_bytes().startswith(b"\x89PNG")
+
+
+def test_subwords_translate_any_text_line_by_line_as_it_is_written(tmp_path):
+    pairs = [("Ein Hund läuft.", "A dog doesn't sleep."), ("Zwei Hunde laufen, ja!", "Two dogs run, yes!")]
+    file, image = tmp_path / "pairs.tsv", tmp_path / "out.png"
+    file.write_text("".join(f"{a}\t{b}\n" for a, b in pairs * 6), encoding="utf-8")
+    module = data(str(file), val_fraction=0, test_fraction=0, batch_size=4, subwords="bpe")
+    recipe = translator(module, dropout=0.0, lr=0.02, hidden_size=32, embedding_size=24)
+    run = trainer(max_epochs=60, limit_val_batches=0)
+    run.fit(recipe, module)
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    lines = tmp_path / "lines.txt"
+    lines.write_text("Zwei Hunde laufen, ja!\n\n你好 🙂\nEin Hund läuft.\n", encoding="utf-8")
+    asked = data("missing.tsv", predict_inputs=[str(lines)], subwords="bpe")
+    other = translator(module, hidden_size=32, embedding_size=24, attention=str(image))
+    outputs = trainer().predict(other, asked, ckpt_path=str(tmp_path / "a.ckpt"), weights_only=True)
+    rows = other.all_rows(outputs, asked)
+    assert [row["sentence"] for row in rows][::3] == ["Zwei Hunde laufen, ja!", "Ein Hund läuft."]
+    assert rows[1] == {"sentence": f"line 2 of {lines}", "rank": None, "translation": None, "score": None} | {
+        "note": "blank line"
+    }
+    found = other.prediction_lines(rows)
+    assert (found[0], found[1], found[3]) == ("Two dogs run, yes!", "", "A dog doesn't sleep.")
+    assert len(found) == 4
+    assert image.read_bytes().startswith(b"\x89PNG")
+    other.hparams.tokens = True
+    pieces = other.all_rows(outputs, asked)[0]["translation"]
+    assert pieces.startswith("▁T")
+    assert pieces.replace(" ", "").replace("▁", " ").strip() == "Two dogs run, yes!"
+    bare = Seq2SeqTranslator.load_from_checkpoint(tmp_path / "a.ckpt", map_location="cpu", weights_only=True)
+    assert bare.translate(["Ein Hund läuft."]) == ["A dog doesn't sleep."]
+
+
+def test_unknown_words_are_never_written_or_copied_from_the_source_or_kept(learned):
+    file, folder, _ = learned
+    sentences = ["elle mange du pain bleu", "je vois le chien", "nous veux cela", "tu"]
+    found, predicted = {}, {}
+    for how in ("never", "copy", "keep"):
+        recipe = Seq2SeqTranslator.load_from_checkpoint(folder / "a.ckpt", beam=3, unknown_words=how, weights_only=True)
+        recipe.network.output.bias.data[UNK] += 30
+        found[how] = recipe.translate(sentences)
+        predicted[how] = [row["translation"] for row in recipe.predict(sentences)]
+    assert found == predicted
+    assert "<unk>" not in " ".join(found["never"] + found["copy"])
+    assert "<unk>" in found["keep"][0]
+    source, target = recipe.eval().vocabularies
+    for sentence, kept, copied in zip(sentences, found["keep"], found["copy"], strict=True):
+        numbers = torch.tensor([source.encode(sentence)])
+        tokens = torch.tensor([target.encode(kept)])
+        weights = attention_weights(recipe.network, numbers, torch.tensor([numbers.shape[1]]), tokens)
+        words = sentence.split()
+        attended = [words[i] for i in weights[0, :, : len(words)].argmax(1).tolist()]
+        expected = [word if word != "<unk>" else attended[i] for i, word in enumerate(kept.split())]
+        assert copied.split() == expected
+    module = data(file, test_fraction=0.3)
+    scores = trainer().test(recipe, module, verbose=False)[0]
+    recipe.hparams.unknown_words = "copy"
+    assert trainer().test(recipe, module, verbose=False)[0] != scores
+    assert "<unk>" not in " ".join(row["translation"] for row in recipe.result_tables()["test_translations.csv"])
+
+
+def test_dropped_words_are_a_function_of_epoch_and_sentence_and_leave_the_end_marks(learned):
+    module = data(learned[0])
+    module.setup("fit")
+    recipe = translator(module, word_dropout=0.4)
+    recipe.trainer = trainer()
+    recipe.trainer.datamodule = module
+    rows = module.rows["train"][:20]
+    batch = module.encoded_pairs.batch(rows)
+    dropped = recipe._with_unknown_words(batch).source
+    known = batch.source > UNK
+    assert torch.equal(dropped[~known], batch.source[~known])
+    assert 0.2 < (dropped[known] == UNK).float().mean() < 0.6
+    alone = recipe._with_unknown_words(module.encoded_pairs.batch(rows[7:8])).source
+    assert torch.equal(alone, dropped[7:8, : alone.shape[1]])
+    assert torch.equal(recipe._with_unknown_words(batch).target, batch.target)
 
 
 def test_tensorboard_shows_texts_and_attention(learned):
@@ -286,6 +404,8 @@ SIZES = {"source_vocab_size": 9, "target_vocab_size": 9}
         (SIZES | {"beam": 2, "nbest": 3}, "pass beam=3 nbest=3"),
         (SIZES | {"attention": "dot"}, 'attention_type="dot"'),
         (SIZES | {"attention": "out.png", "attention_type": "none"}, "without attention has no weights to draw"),
+        (SIZES | {"unknown_words": "copy", "attention_type": "none"}, "does not tell which word to copy"),
+        (SIZES | {"unknown_words": "drop"}, "expected one of never, copy, keep"),
         (SIZES | {"positions": 0}, "positions=0: expected"),
         (SIZES | {"attention": "out.txt"}, "ends in .png"),
         (SIZES | {"attention": "nowhere/out.png"}, "no folder nowhere"),

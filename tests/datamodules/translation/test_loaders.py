@@ -1,5 +1,6 @@
 import pickle
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from datamodules.errors import UserError
 from datamodules.loading.randomness import random_bits
+from datamodules.loading.sampling import epoch_order
 from datamodules.translation.loaders import SentenceEvaluationLoader, SentenceTrainLoader, shuffle_units
 from datamodules.translation.packed_sentences import PackedPairs, PackedSentences, TranslationBatch, pack, padding_share
 
@@ -113,7 +115,7 @@ def test_the_short_unit_is_not_always_the_longest_sentences() -> None:
 )
 def test_any_split_of_a_global_batch_sees_the_same_sentences_per_update(split: tuple[int, int, int]) -> None:
     batch_size, world_size, micro_batches = split
-    for bucket in (True, False):
+    for bucket in (True, False, 1, 2, 100):
         whole = _updates(1, 1, batch_size=24, bucket=bucket)
         assert _updates(world_size, micro_batches, batch_size=batch_size, bucket=bucket) == whole
         assert whole[: len(whole) // 2] != whole[len(whole) // 2 :]
@@ -143,19 +145,44 @@ def test_a_batch_by_tokens_never_exceeds_them_and_could_not_take_another_sentenc
 
 
 def test_similar_lengths_are_together_and_the_epochs_differ() -> None:
-    loader = _loader(batch_size=6)
+    loader = _loader(batch_size=6, bucket=True)
     epochs = [_numbers(loader) for _ in range(3)]
     assert len({str(epoch) for epoch in epochs}) == 3
     for batches in epochs:
         spread = [int(PAIRS.source.lengths[batch].max() - PAIRS.source.lengths[batch].min()) for batch in batches]
         assert sum(spread) / len(spread) < 2.5
-    assert _numbers(_loader(batch_size=6)) == epochs[0] != _numbers(_loader(batch_size=6, seed=2))
+    assert _numbers(_loader(batch_size=6, bucket=True)) == epochs[0] != _numbers(_loader(batch_size=6, seed=2))
+
+
+@given(unit=st.sampled_from([3, 5, 12]), pool=st.integers(1, 20), epoch=st.integers(0, 2))
+def test_a_pool_is_a_part_of_the_shuffled_epoch_and_its_updates_are_neighbours_by_length(
+    unit: int, pool: int, epoch: int
+) -> None:
+    loader = _loader(unit, bucket=pool)
+    updates = [_numbers(loader) for _ in range(epoch + 1)][epoch]
+    order = ROWS[epoch_order(len(ROWS), 1, epoch)].tolist()
+    whole = len(order) - len(order) % unit
+    for start in range(0, whole, pool * unit):
+        of_pool = set(order[start : min(start + pool * unit, whole)])
+        units = [update for update in updates if of_pool.issuperset(update)]
+        assert sorted(sum(units, [])) == sorted(of_pool)
+        longest = torch.maximum(PAIRS.source.lengths, PAIRS.target.lengths)
+        spans = sorted((int(longest[update].min()), int(longest[update].max())) for update in units)
+        assert all(before[1] <= after[0] for before, after in pairwise(spans))
+    if whole < len(order):
+        assert updates[-1] == order[whole:]
+
+
+def test_larger_pools_leave_less_padding() -> None:
+    shares = [_loader(3, bucket=bucket).padding_share for bucket in (False, 2, 6, 17)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] < 0.7 * shares[0]
 
 
 def test_sentences_of_the_same_length_are_grouped_anew_in_each_epoch() -> None:
     # Without a short unit, whose place would move the others.
     pairs = PackedPairs(_sentences("source", 2), _sentences("target", 2))
-    loader = SentenceTrainLoader(pairs, torch.arange(96), 6, seed=1)
+    loader = SentenceTrainLoader(pairs, torch.arange(96), 6, seed=1, bucket=True)
     first, second = ({frozenset(batch) for batch in _numbers(loader)} for _ in range(2))
     assert len(first & second) < len(first) / 2
 
@@ -166,7 +193,7 @@ def test_without_shuffling_each_epoch_has_the_order_of_the_first() -> None:
 
 
 def test_padding_shares_are_what_counting_finds() -> None:
-    for options in ({"batch_size": 8}, {"max_tokens": 120}, {"batch_size": 8, "bucket": False}):
+    for options in ({"batch_size": 4}, {"max_tokens": 120}, {"batch_size": 8, "bucket": False}):
         loaders = [_loader(rank=rank, world_size=3, **options) for rank in range(3)]
         batches = [batch for loader in loaders for batch in loader]
         places = sum(batch.source.numel() + batch.target.numel() for batch in batches if len(batch.source))
@@ -183,6 +210,8 @@ OPTIONS = st.sampled_from(
     [
         {"batch_size": 4, "world_size": 1},
         {"batch_size": 3, "world_size": 2, "micro_batches": lambda: 2},
+        {"batch_size": 4, "world_size": 1, "bucket": True},
+        {"batch_size": 2, "world_size": 2, "bucket": 3},
         {"max_tokens": 90, "world_size": 1, "micro_batches": lambda: 3},
         {"max_tokens": 90, "world_size": 2},
         {"batch_size": 5, "world_size": 1, "bucket": False},

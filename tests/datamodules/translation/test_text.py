@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datamodules.errors import UserError
+from datamodules.translation.subwords import spellings
 from datamodules.translation.text import (
     EOS,
     PAD,
@@ -91,7 +92,7 @@ def test_a_vocabulary_numbers_the_special_tokens_first_and_maps_others_to_unk() 
     assert (len(vocabulary), PAD, SOS, EOS, UNK) == (6, 0, 1, 2, 3)
     assert vocabulary.encode("le chien chat") == [4, UNK, 5, EOS]
     assert vocabulary.decode(torch.tensor([SOS, 4, UNK, 5, EOS, 5, PAD])) == "le <unk> chat"
-    assert vocabulary.ids_of([*SPECIAL_TOKENS, "chat", "chien"]).tolist() == [0, 1, 2, 3, 5, 3]
+    assert spellings(vocabulary, [*SPECIAL_TOKENS, "chat", "chien"]) == [[0], [1], [2], [3], [5], [3]]
     assert vocabulary.mark_unknown("le chien") == "le [chien]"
     assert "chat" in vocabulary
     assert vocabulary == Vocabulary(vocabulary.tokens)
@@ -101,7 +102,7 @@ def test_a_vocabulary_numbers_the_special_tokens_first_and_maps_others_to_unk() 
 def test_a_special_token_in_a_text_is_an_ordinary_word() -> None:
     vocabulary = Vocabulary.of(["le", "chat", "<pad>"])
     assert vocabulary.encode("<pad> chat <eos>") == [UNK, 5, UNK, EOS]
-    assert vocabulary.ids_of([*SPECIAL_TOKENS, "<sos>", "le"]).tolist() == [0, 1, 2, 3, UNK, 4]
+    assert spellings(vocabulary, [*SPECIAL_TOKENS, "<sos>", "le"]) == [[0], [1], [2], [3], [UNK], [4]]
     assert vocabulary.mark_unknown("<eos> le") == "[<eos>] le"
 
 

@@ -3,6 +3,7 @@ import gzip
 import io
 import json
 import logging
+import sys
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from callbacks.gradient_accumulation import GradientAccumulation
 from datamodules.errors import UserError
 from datamodules.translation.bundled_corpus import bundled_pairs
-from datamodules.translation.corpus import split_by_source
+from datamodules.translation.corpus import hash_sources, split_by_source
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.loaders import TranslationBatch
 from datamodules.translation.text import SPECIAL_TOKENS, UNK, normalise
@@ -45,7 +46,9 @@ def _file(folder: Path, *lines: str, name: str = "pairs.tsv") -> str:
 
 
 def _data(folder: Path, *lines: str, **options: Any) -> TranslationDataModule:
-    data = TranslationDataModule(_file(folder, *(lines or _lines())), **{"batch_size": 4, **options})
+    data = TranslationDataModule(
+        _file(folder, *(lines or _lines())), **{"batch_size": 4, "subwords": "none", **options}
+    )
     data.setup("fit")
     return data
 
@@ -90,7 +93,13 @@ def test_the_tutorials_figures_come_out_of_the_real_file(
 
 
 def test_the_whole_real_file_is_read_and_hardly_padded(shared_data: Path) -> None:
-    data = TranslationDataModule(str(shared_data / "eng-fra" / "eng-fra.txt.zip"), max_length=20, batch_size=256)
+    data = TranslationDataModule(
+        str(shared_data / "eng-fra" / "eng-fra.txt.zip"),
+        max_length=20,
+        batch_size=256,
+        subwords="none",
+        bucket=True,
+    )
     data.setup("fit")
     assert (data.info.read, data.info.kept, sum(data.sizes.values())) == (135_842, 134_797, 134_797)
     loader = data.train_dataloader()
@@ -128,7 +137,7 @@ def _zipped(lines: list[str], *names: str) -> bytes:
 def test_a_file_is_read_however_it_is_written(tmp_path: Path, contents: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(contents)
-    data = TranslationDataModule(str(path))
+    data = TranslationDataModule(str(path), subwords="none")
     data.setup("test")
     assert _everything(data) == _everything(_data(tmp_path))
     assert data.info.read == 60 + sum(data.left_out.values())
@@ -139,7 +148,7 @@ def test_two_aligned_files_are_the_same_as_one_of_pairs_and_reverse_swaps_the_si
     whole = _data(tmp_path)
     columns = [[line.strip().split("\t")[side] + "\n" for line in _lines()] for side in (0, 1)]
     source, target = _file(tmp_path, *columns[0], name="a.fr"), _file(tmp_path, *columns[1], name="a.en")
-    aligned = TranslationDataModule(source_file=source, target_file=target)
+    aligned = TranslationDataModule(source_file=source, target_file=target, subwords="none")
     aligned.setup("fit")
     assert _everything(aligned) == _everything(whole)
     backwards = _data(tmp_path, reverse=True)
@@ -217,25 +226,169 @@ def test_lines_in_another_encoding_are_counted_and_the_first_are_named(tmp_path:
     with pytest.raises(
         UserError, match=r"7 of 67 .*: 7 not in UTF-8 \(lines 61, 62, 63, 64, 65, \.\.\.\); save the file"
     ):
-        TranslationDataModule(str(path)).setup("fit")
-    data = TranslationDataModule(str(path), on_bad_lines="skip")
+        TranslationDataModule(str(path), subwords="none").setup("fit")
+    data = TranslationDataModule(str(path), on_bad_lines="skip", subwords="none")
     data.setup("fit")
     assert data.info.kept == 60
 
 
-def test_unequal_line_counts_are_named_and_the_surplus_is_left_out_by_choice(tmp_path: Path) -> None:
-    source, target = (
-        _file(tmp_path, *("un\n", "deux\n") * 20, name="a"),
-        _file(tmp_path, *("one\n", "two\n") * 19, name="b"),
-    )
-    files = {"source_file": source, "target_file": target}
-    reason = f"2 in {source} only, which has 40 lines, and {target} 38 (lines 39, 40)"
+@pytest.mark.parametrize("choice", ["error", "skip"])
+def test_aligned_files_of_unequal_lengths_are_refused_with_the_line_near_which_they_part(
+    tmp_path: Path, choice: Any
+) -> None:
+    sides = [[line.strip().split("\t")[side] + "\n" for line in _lines(300)] for side in (0, 1)]
+    source = _file(tmp_path, *sides[0], name="a")
+    target = _file(tmp_path, *sides[1][:200], *sides[1][202:], name="b")
+    for one, other in ((source, target), (target, source)):
+        with pytest.raises(UserError) as refusal:
+            TranslationDataModule(source_file=one, target_file=other, on_bad_lines=choice, subwords="none").setup(
+                "test"
+            )
+        text = str(refusal.value)
+        assert f"{source} has 300 lines and {target} 298, so their lines do not belong together" in text
+        place = int(text.split("part near line ")[1].split(";")[0])
+        assert abs(place - 201) <= 2
+        assert "skip" not in text
+    # Not told by the lengths: nothing is claimed.
+    target = _file(tmp_path, *("one\u2028\n", "two\n") * 149, name="c")
     with pytest.raises(UserError) as refusal:
-        TranslationDataModule(**files).setup("test")
-    assert reason in str(refusal.value)
-    data = TranslationDataModule(**files, on_bad_lines="skip")
-    data.setup("test")
-    assert data.info.kept == 38
+        TranslationDataModule(source_file=source, target_file=target, subwords="none").setup("test")
+    assert f"{source} has 300 lines and {target} 298" in str(refusal.value)
+    assert f"line 1 of {target} holds U+2028, at which some programs end a line" in str(refusal.value)
+    assert "near" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("end", "mark"),
+    [(end, mark) for end in ("\n", "\r\n", "\r") for mark in ("\u2028", "\x85", "\x0b", "\r") if mark != end],
+)
+def test_only_line_breaks_end_a_line_so_that_aligned_files_stay_aligned(tmp_path: Path, end: str, mark: str) -> None:
+    source = _file(tmp_path, *(f"a{i}{mark}b{end}" for i in range(40)), name="a")
+    target = _file(tmp_path, "\ufeff", *(f"c{i}{end}" for i in range(40)), name="b")
+    data = TranslationDataModule(source_file=source, target_file=target, subwords="none")
+    data.setup("fit")
+    assert dict(_everything(data)) == {f"a{i} b": f"c{i}" for i in range(40)}
+
+
+# Files to validate and to test on
+
+
+def _write_parts(folder: Path, aligned: bool = False) -> dict[str, str]:
+    """Training files of 60 pairs, 7 to validate on, one of which has a source of the training file, and 5 to test."""
+    parts = {
+        "": _lines(60),
+        "val_": [*(f"dix {'x ' * i}\tten\n" for i in range(6)), _lines(1)[0]],
+        "test_": [f"neuf {'x ' * i}\tnine\n" for i in range(5)],
+    }
+    files = {}
+    for part, lines in parts.items():
+        for place, side in enumerate(("source", "target")):
+            texts = [line.strip().split("\t")[place] + "\n" for line in lines]
+            files[f"{part}{side}_file"] = _file(folder, *texts, name=f"{part}{side}.txt")
+    if aligned:
+        return files
+    return {f"{part or 'data_'}file": _file(folder, *lines, name=f"{part}pairs.tsv") for part, lines in parts.items()}
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_a_published_split_is_used_as_it_is(tmp_path: Path, aligned: bool, caplog: Any) -> None:
+    data = TranslationDataModule(**_write_parts(tmp_path, aligned), max_length=4, prefixes=["un"], subwords="none")
+    data.setup("fit")
+    assert (data.sizes["val"], data.sizes["test"]) == (7, 5)
+    alone = _data(tmp_path, val_fraction=0, test_fraction=0, max_length=4, prefixes=["un"])
+    assert _sentences(data, "train") == _sentences(alone, "train")
+    assert data.vocabularies() == alone.vocabularies()
+    assert "neuf" not in data.source_vocabulary
+    assert _sentences(data, "test") == [(f"neuf {'x ' * i}".strip(), "nine") for i in range(5)]
+    batches = data.test_dataloader()
+    assert sorted(sum((batch.numbers.tolist() for batch in batches), [])) == data.rows["test"].tolist()
+    assert data.validates
+    assert data.info.read == data.info.kept + sum(data.info.left_out.values())
+    assert data.left_out == alone.left_out
+
+
+def test_training_pairs_with_a_held_out_source_are_counted_and_kept(tmp_path: Path, caplog: Any) -> None:
+    data = TranslationDataModule(**_write_parts(tmp_path), subwords="none")
+    data.setup("fit")
+    assert data.sizes == {"train": 60, "val": 7, "test": 5}
+    assert "1 of 60 training pairs have a source sentence that is in the validation files, too" in caplog.text
+    assert "the test files, too" not in caplog.text
+
+
+def test_a_part_without_files_is_held_out_of_the_training_files(tmp_path: Path) -> None:
+    files = _write_parts(tmp_path)
+    data = TranslationDataModule(files["data_file"], val_file=files["val_file"], subwords="none")
+    assert len(data.rows["test"]) == 6
+    assert data.sizes == {"train": 54, "val": 7, "test": 6}
+    whole = TranslationDataModule(files["data_file"], val_fraction=0, subwords="none")
+    assert whole.rows["test"].tolist() == data.rows["test"].tolist()
+
+
+def test_the_counts_of_each_part_add_up_and_name_it(tmp_path: Path, caplog: Any) -> None:
+    files = _write_parts(tmp_path)
+    Path(files["val_file"]).write_text("fr\ten\nun\tone\n\nun\n", newline="\n")
+    data = TranslationDataModule(**files, on_bad_lines="skip", max_length=3, subwords="none")
+    data.setup("fit")
+    assert data.sizes["val"] == 1
+    over = data.left_out["over max_length=3"]
+    assert data.left_out == {
+        "over max_length=3": over,
+        "header in val": 1,
+        "blank in val": 1,
+        "without a tab in val": 1,
+    }
+    assert over + data.info.kept == 60
+    with caplog.at_level("INFO", "lightning_recipes"):
+        data.train_dataloader()
+    assert (
+        "validation: val_pairs.tsv: 4 lines read = 1 pairs kept + 1 header + 1 blank + 1 without a tab" in caplog.text
+    )
+    with pytest.raises(UserError, match=r"val_pairs.tsv: 1 of 4 lines cannot be used: 1 without a tab \(line 4\)"):
+        TranslationDataModule(**files, subwords="none").setup("fit")
+
+
+def test_several_files_of_a_side_are_read_in_turn_in_any_form(tmp_path: Path) -> None:
+    zstd = pytest.importorskip("backports.zstd")
+    sides = [[line.strip().split("\t")[side] + "\n" for line in _lines(60)] for side in (0, 1)]
+    source, target = [], []
+    for name, start, pack in (("1", 0, bytes), ("2.gz", 20, gzip.compress), ("3.zst", 40, zstd.compress)):
+        for side, names in ((0, source), (1, target)):
+            path = tmp_path / f"{side}.{name}"
+            path.write_bytes(pack("".join(sides[side][start : start + 20]).encode()))
+            names.append(str(path))
+    data = TranslationDataModule(source_file=source, target_file=target, subwords="none")
+    assert _everything(data) == _everything(_data(tmp_path))
+    assert data.info.title == "0.1, 0.2.gz, 0.3.zst, 1.1 and 2 more"
+    twice = TranslationDataModule([_file(tmp_path, *_lines())] * 2, subwords="none")
+    assert twice.rows["train"].shape[0] == 2 * data.rows["train"].shape[0]
+    Path(source[2]).write_bytes(Path(source[2]).read_bytes()[:-9])
+    with pytest.raises(UserError, match="0.3.zst is damaged"):
+        TranslationDataModule(source_file=source, target_file=target, subwords="none").setup("fit")
+
+
+def test_zst_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "a.zst").write_bytes(b"\x28\xb5\x2f\xfd" + bytes(9))
+    monkeypatch.setitem(sys.modules, "backports.zstd", None)
+    monkeypatch.setitem(sys.modules, "compression.zstd", None)
+    with pytest.raises(UserError, match=r"a.zst is compressed by zstd; run pip install 'lightning-recipes\[zst\]'"):
+        TranslationDataModule(str(tmp_path / "a.zst"), subwords="none").setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"val_source_file": "a"}, "`val_source_file` needs .*; pass `val_target_file` too"),
+        ({"test_target_file": "a"}, "`test_target_file` needs .*; pass `test_source_file` too"),
+        ({"val_file": "a", "val_source_file": "a", "val_target_file": "b"}, "found both `val_file` and `val_source_f"),
+        ({"val_file": "a", "val_fraction": 0.1}, "found val_fraction=0.1 beside .*; pass val_fraction=0"),
+        ({"test_file": "a", "test_fraction": 0.2}, "found test_fraction=0.2 beside files .*; pass test_fraction=0"),
+        ({"source_file": ["a", "b"], "target_file": ["c"], "data_file": None}, "has 2 files and `target_file` 1"),
+        ({"data_file": None, "val_file": "a"}, "none to train on; pass `data_file` too"),
+    ],
+)
+def test_files_that_do_not_go_together_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        TranslationDataModule(**{"data_file": "pairs.tsv", **options})
 
 
 def test_sentences_over_the_limit_are_skipped_with_a_count_or_refused(tmp_path: Path, caplog: Any) -> None:
@@ -277,7 +430,7 @@ def test_a_file_that_leaves_nothing_to_train_on_is_refused(
     path = tmp_path / "file"
     path.write_bytes(contents)
     with pytest.raises(UserError, match=reason):
-        TranslationDataModule(str(path), **options).setup("fit")
+        TranslationDataModule(str(path), **options, subwords="none").setup("fit")
 
 
 @pytest.mark.parametrize(
@@ -307,7 +460,7 @@ def test_prefixes_choose_pairs_by_either_side_and_a_space_ends_a_word(tmp_path: 
     lines = ["Il est là.\tHe’s here.\n", "Elle\tHer\n", "Hé\tHi\n", "I m a\tx\n", "ça va\tyou aren't\n", "a\tI’m\n"]
 
     def kept(prefixes: Any) -> list[str]:
-        data = TranslationDataModule(_file(tmp_path, *lines), prefixes=prefixes)
+        data = TranslationDataModule(_file(tmp_path, *lines), prefixes=prefixes, subwords="none")
         data.setup("test")
         return [target for _, target in _everything(data)]
 
@@ -324,7 +477,7 @@ def test_the_split_is_a_function_of_seed_and_sentence_and_keeps_equal_sources_to
     sources: list[str], seed: int
 ) -> None:
     def parts(order: list[str]) -> dict[str, list[str]]:
-        found = split_by_source(order, val=0.2, test=0.3, seed=seed)
+        found = split_by_source(hash_sources(order, seed), val=0.2, test=0.3)
         assert sorted(torch.cat(list(found.values())).tolist()) == list(range(len(order)))
         return {part: sorted(order[row] for row in rows) for part, rows in found.items()}
 
@@ -335,17 +488,17 @@ def test_the_split_is_a_function_of_seed_and_sentence_and_keeps_equal_sources_to
 
 def test_held_out_shares_are_exact_and_another_seed_holds_out_others() -> None:
     sources = [f"s{i}" for i in range(1000)]
-    first, second = (split_by_source(sources, 0.05, 0.1, seed) for seed in (1, 2))
+    first, second = (split_by_source(hash_sources(sources, seed), 0.05, 0.1) for seed in (1, 2))
     assert [len(rows) for rows in first.values()] == [850, 50, 100]
     assert len(set(first["test"].tolist()) & set(second["test"].tolist())) < 30
     # Adding sentences moves few of the others.
-    more = split_by_source(sources + [f"t{i}" for i in range(50)], 0.05, 0.1, 1)
+    more = split_by_source(hash_sources(sources + [f"t{i}" for i in range(50)], 1), 0.05, 0.1)
     assert len(set(first["test"].tolist()) & set(more["test"].tolist())) > 90
 
 
 def test_a_share_of_the_training_sentences_is_within_a_larger_one_and_what_is_held_out_stays() -> None:
     sources = [f"s{i // 2}" for i in range(200)]
-    whole, half, few = (split_by_source(sources, 0.1, 0.1, 1, share) for share in (1.0, 0.5, 0.001))
+    whole, half, few = (split_by_source(hash_sources(sources, 1), 0.1, 0.1, share) for share in (1.0, 0.5, 0.001))
     assert [len(parts["train"]) for parts in (whole, half, few)] == [160, 80, 2]
     assert set(few["train"].tolist()) < set(half["train"].tolist()) < set(whole["train"].tolist())
     assert all(torch.equal(whole[part], parts[part]) for parts in (half, few) for part in ("val", "test"))
@@ -413,7 +566,7 @@ class BagOfTokens(pl.LightningModule):
 def _train(
     file: str, world_size: int, micro_batches: int, batch_size: int, max_tokens: int | None, **trainer: Any
 ) -> tuple[list[tuple[int, int, list[int]]], Tensor]:
-    data = TranslationDataModule(file, batch_size=batch_size, max_tokens=max_tokens, val_fraction=0)
+    data = TranslationDataModule(file, batch_size=batch_size, max_tokens=max_tokens, val_fraction=0, subwords="none")
     model = BagOfTokens()
     ckpt_path = trainer.pop("ckpt_path", None)
     callbacks = [GradientAccumulation(micro_batches), *trainer.pop("callbacks", [])]
@@ -485,15 +638,17 @@ def test_typed_sentences_files_and_standard_input_are_predicted_in_their_order(
     )
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfsept\r\nhuit\r\n")))
     inputs = ["Un DEUX!", listed, f"@{other}", "-", "quatre"]
-    data = TranslationDataModule("missing.tsv", predict_inputs=inputs, eval_batch_size=2)
+    data = TranslationDataModule("missing.tsv", predict_inputs=inputs, eval_batch_size=2, subwords="none")
     data.setup("predict")
     data.load_state_dict(state)
-    names = ["un deux [!]", "trois", "cinq [zut]", "six", "sept", "huit", "quatre"]
+    names = ["un deux [!]", "trois", f"line 2 of {listed}", "cinq [zut]", "six", "sept", "huit", "quatre"]
     assert data.prediction_names == names
     batches = list(data.predict_dataloader())
-    assert torch.cat([batch.numbers for batch in batches]).tolist() == list(range(7))
+    assert torch.cat([batch.numbers for batch in batches]).tolist() == [0, 1, *range(3, 8)]
+    assert data.unclear_inputs == {2: "blank line"}
     spelt = [data.source_vocabulary.decode(row) for batch in batches for row in batch.source]
-    assert spelt == [name.replace("[!]", "<unk>").replace("[zut]", "<unk>") for name in names]
+    with_words = [name for name in names if not name.startswith("line")]
+    assert spelt == [name.replace("[!]", "<unk>").replace("[zut]", "<unk>") for name in with_words]
     assert all(batch.target.tolist() == [[1, 2]] * len(batch.source) for batch in batches)
 
 
@@ -506,7 +661,7 @@ def test_typed_sentences_files_and_standard_input_are_predicted_in_their_order(
     ],
 )
 def test_nothing_to_predict_is_refused(tmp_path: Path, inputs: list[str], reason: str) -> None:
-    data = TranslationDataModule("missing.tsv", predict_inputs=inputs)
+    data = TranslationDataModule("missing.tsv", predict_inputs=inputs, subwords="none")
     data.load_state_dict(_data(tmp_path).state_dict())
     with pytest.raises(UserError, match=reason):
         data.predict_dataloader()
@@ -516,7 +671,7 @@ def test_a_line_in_another_encoding_is_unreadable(tmp_path: Path, monkeypatch: p
     # As in the C locale, where Python lets every byte pass.
     lines = io.BytesIO("un\nsept été\n".encode("latin-1"))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(lines, encoding="utf-8", errors="surrogateescape"))
-    data = TranslationDataModule("missing.tsv", predict_inputs=["-"])
+    data = TranslationDataModule("missing.tsv", predict_inputs=["-"], subwords="none")
     data.load_state_dict(_data(tmp_path).state_dict())
     assert data.prediction_names == ["un", "line 2 of standard input"]
     assert data.unreadable_inputs == {1: "line 2 of standard input is not in UTF-8; save the file as UTF-8"}
@@ -532,7 +687,7 @@ def test_without_a_validation_part_validates_is_false(tmp_path: Path) -> None:
 def test_a_checkpoints_vocabularies_and_normalisation_replace_those_of_the_corpus(tmp_path: Path) -> None:
     old = _data(tmp_path, normalisation="tutorial")
     other = ["Un neuf!\tone nine\n", "deux.\ttwo\n", "six\tsix\n"]
-    new = TranslationDataModule(_file(tmp_path, *other), test_fraction=1)
+    new = TranslationDataModule(_file(tmp_path, *other), test_fraction=1, subwords="none")
     new.setup("test")
     new.load_state_dict(old.state_dict())
     assert new.source_vocabulary == old.source_vocabulary
@@ -583,10 +738,10 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_csv_json_lines_and_headers_are_read_as_the_pairs_they_hold(tmp_path: Path, name: str, caplog: Any) -> None:
     (tmp_path / name).write_text(FORMS[name])
-    data = TranslationDataModule(str(tmp_path / name))
+    data = TranslationDataModule(str(tmp_path / name), subwords="none")
     data.setup("test")
     (tmp_path / "expected.tsv").write_text(FORMS["pairs.tsv"])
-    expected = TranslationDataModule(str(tmp_path / "expected.tsv"))
+    expected = TranslationDataModule(str(tmp_path / "expected.tsv"), subwords="none")
     expected.setup("test")
     assert _everything(data) == _everything(expected)
     has_header = name in ("header.csv", "header.tsv", "many.csv", "turned.csv")
@@ -601,19 +756,19 @@ def test_columns_are_chosen_by_name_or_number(tmp_path: Path) -> None:
     (tmp_path / "b.tsv").write_text("".join(f"7\t{a}\tja\t{b}\n" for a, b in ROWS))
     (tmp_path / "c.jsonl").write_text(_as_json(ROWS, ("question", "answer")))
     (tmp_path / "pairs.tsv").write_text(FORMS["pairs.tsv"])
-    expected = TranslationDataModule(str(tmp_path / "pairs.tsv"))
+    expected = TranslationDataModule(str(tmp_path / "pairs.tsv"), subwords="none")
     chosen = {"a.csv": ["phrase", "Sentence"], "b.tsv": [2, 4], "c.jsonl": ["question", "answer"]}
     for name, columns in chosen.items():
-        data = TranslationDataModule(str(tmp_path / name), columns=columns)
+        data = TranslationDataModule(str(tmp_path / name), columns=columns, subwords="none")
         assert _everything(data) == _everything(expected)
         assert sum(data.left_out.values()) == (name == "a.csv")
     with pytest.raises(
         UserError, match="a.csv has no column 'satz 2'; its first line is 'id', 'Phrase'.* pass two names"
     ):
-        TranslationDataModule(str(tmp_path / "a.csv"), columns=["phrase", "satz 2"]).setup("fit")
+        TranslationDataModule(str(tmp_path / "a.csv"), columns=["phrase", "satz 2"], subwords="none").setup("fit")
     for columns in (["a"], ["a", "b", "c"]):
         with pytest.raises(UserError, match="expected the two of `data_file`"):
-            TranslationDataModule(str(tmp_path / "a.csv"), columns=columns)
+            TranslationDataModule(str(tmp_path / "a.csv"), columns=columns, subwords="none")
 
 
 def test_a_first_pair_of_words_is_no_header(tmp_path: Path) -> None:
@@ -637,7 +792,7 @@ def test_a_first_pair_of_words_is_no_header(tmp_path: Path) -> None:
 def test_wrong_lines_of_csv_and_json_are_named(tmp_path: Path, name: str, text: str, reason: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=reason):
-        TranslationDataModule(str(tmp_path / name)).setup("fit")
+        TranslationDataModule(str(tmp_path / name), subwords="none").setup("fit")
 
 
 def test_the_counts_of_what_each_filter_dropped_add_up_to_the_lines_of_the_file(tmp_path: Path, caplog: Any) -> None:
@@ -668,3 +823,17 @@ def test_the_counts_of_what_each_filter_dropped_add_up_to_the_lines_of_the_file(
     with caplog.at_level("INFO", "lightning_recipes"):
         data.train_dataloader()
     assert f"{len(lines)} lines read = 20 pairs kept + 1 header + 2 blank + 1 without a tab + 1 with an" in caplog.text
+
+
+def test_sentences_as_written_are_there_for_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datamodules.translation.corpus._CHUNK", 4)
+    lines = [f"Un {WORDS[i % 3]}!\tOne {ENGLISH[i % 3]}, {i}!\n" for i in range(40)]
+    for seed in range(20):
+        data = _data(tmp_path, *lines, seed=seed, test_fraction=0.05)
+        for rows in data.rows.values():
+            texts, sentences = data.source_texts(rows), data.source_sentences(rows)
+            assert [normalise(text) for text in texts] == sentences
+            assert [normalise(text) for text in data.target_texts(rows)] == data.target_sentences(rows)
+        written = data.source_texts(torch.arange(4))
+        held_out = torch.isin(torch.arange(4), data.rows["train"], invert=True).tolist()
+        assert all(text.endswith("!") and text[0] == "U" for text, held in zip(written, held_out) if held)

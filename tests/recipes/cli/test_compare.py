@@ -13,7 +13,9 @@ from PIL import Image
 
 from datamodules.errors import UserError
 from recipes.cli.compare import compare, find_runs, print_table, read_runs
+from recipes.files import write_rows
 from recipes.results.curves import read_curves
+from recipes.text_scores import TRANSLATIONS
 from tests.support.pages import read_page
 from tests.support.saved_runs import save_run
 
@@ -199,3 +201,50 @@ def test_curves_lie_at_the_epochs_completed(tmp_path: Path) -> None:
     several = few + "".join(f"{epoch},{10 * epoch + 9},,{epoch}\n" for epoch in (1, 2))
     assert read_curves(save_run(tmp_path / "few", few)).panels["loss"]["train"].values == [4.0, 2.0]
     assert read_curves(save_run(tmp_path / "several", several)).panels["loss"]["train"].values == [3.0, 1.0, 2.0]
+
+
+SENTENCES = [f"the {size} {animal} sees a house ." for size in ("big", "small", "old") for animal in ("dog", "cat")]
+
+
+def _translator(folder: Path, translations: list[str], references: list[str] = SENTENCES) -> None:
+    save_run(folder, scores={"test/bleu": 1.0}, config={"bleu_tokenize": "13a"})
+    rows = zip(map(str, range(len(references))), translations, references, strict=True)
+    write_rows(
+        folder / TRANSLATIONS, [dict(zip(("source", "translation", "reference"), row, strict=True)) for row in rows]
+    )
+
+
+def test_translators_are_compared_by_paired_bootstrap_on_the_same_test_sentences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _translator(tmp_path / "bad", [text.replace("sees a", "is") for text in SENTENCES])
+    _translator(tmp_path / "good", [*SENTENCES[:-1], "the old cat"])
+    _translator(tmp_path / "same", [text.replace("sees a", "is") for text in SENTENCES])
+    compare(["bad", "good", "same", "--output", "table.json"], "python -m recipes")
+    text = capsys.readouterr().out
+    rows = _rows(text)
+    assert rows["test sentences"] == ["6", "6", "6"]
+    assert rows["BLEU"][0] == rows["BLEU"][2] != rows["BLEU"][1]
+    assert rows["BLEU - bad"][1] == "+0.00, p = 1.000"
+    assert rows["BLEU - bad"][0].startswith("+")
+    assert rows["BLEU - bad"][0].endswith("p = 0.001")
+    assert "BLEU: nrefs:1|bs:1000|seed:12345|case:mixed|eff:no|tok:13a|smooth:exp|version:" in text
+    assert json.loads(Path("table.json").read_text())[1]["translations"]["BLEU"] == rows["BLEU"][1]
+
+
+def test_translators_of_different_test_sentences_are_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _translator(tmp_path / "one", SENTENCES)
+    _translator(tmp_path / "two", SENTENCES[1:], SENTENCES[1:])
+    _translator(tmp_path / "unfinished", SENTENCES)
+    (tmp_path / "unfinished/results.json").unlink()
+    (tmp_path / "unfinished/config.yaml").write_text("lr: 0.1\n")
+    _translator(tmp_path / "damaged", SENTENCES)
+    (tmp_path / "damaged" / TRANSLATIONS).write_text("source,translation\na\n")
+    compare(["one", "two", "unfinished", "damaged"], "python -m recipes")
+    text = capsys.readouterr().out
+    assert text.endswith("two and one were tested on different sentences, so their translations are not compared\n")
+    assert "test sentences" not in _rows(text)

@@ -39,6 +39,10 @@ class Points(pl.LightningDataModule, DataContract):
     def class_names(self) -> Sequence[str]:
         return ("a", "b", "c")
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"train": 24}
+
     def resolve(self) -> dict[str, Any]:
         return {"shade": "grey"}
 
@@ -59,6 +63,10 @@ class Points3(Classifier):
 
     def build_network(self) -> nn.Module:
         return nn.Linear(4, self.hparams.num_classes)
+
+    @classmethod
+    def rate_of_run(cls, samples: int, epochs: int) -> float:
+        return samples * epochs / 1000
 
 
 def _typed(args: list[str], folder: str) -> tuple[int, int]:
@@ -86,6 +94,20 @@ def test_what_recipe_and_data_share_is_saved_as_it_was_found_and_later_commands_
     assert checkpoint["datamodule_hyper_parameters"]["shade"] == "grey"
     assert run_ranks(_typed, 1, ["validate", "--ckpt", last], str(tmp_path))[0][0] == 0
     assert run_ranks(_typed, 1, ["--resume", last, "--max-epochs", "2", "--shade", "auto"], str(tmp_path))[0][0] == 0
+
+
+def test_the_rate_follows_the_length_of_the_run_unless_it_is_given_and_a_longer_resume_keeps_it(tmp_path: Path) -> None:
+    def rate(name: str, *args: str) -> float:
+        assert run_ranks(_typed, 1, ["--name", name, *args], str(tmp_path))[0][0] == 0
+        checkpoint = torch.load(tmp_path / f"runs/points/{name}/checkpoints/last.ckpt", weights_only=True)
+        assert checkpoint["config"]["lr"] == checkpoint["hyper_parameters"]["lr"]
+        return checkpoint["config"]["lr"]
+
+    assert rate("run", "--max-epochs", "2") == 0.048
+    assert rate("run", "--resume", "auto", "--max-epochs", "3") == 0.048
+    assert rate("given", "--lr", "0.5") == 0.5
+    assert rate("lbfgs", "--optimizer", "lbfgs") == 1
+    assert rate("steps", "--max-epochs", "-1", "--max-steps", "2") == Classifier.default_lr
 
 
 def test_a_random_seed_is_drawn_once_for_all_ranks_and_a_resume_keeps_it(tmp_path: Path) -> None:

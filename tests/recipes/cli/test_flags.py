@@ -228,3 +228,28 @@ def test_a_message_keeps_its_commands_and_loses_the_middle_of_long_values():
     assert one_line(f"type {command} or {command}") == f"type {command} or {command}"
     assert len(one_line(f"--lr {'9' * 10**6} is not a number; type {command}")) < len(command) + 600
     assert len(one_line("[1, 2], " * 10**6)) == 10_000
+
+
+@dataclass
+class Cargo:
+    """What is carried.
+
+    Args:
+        files: one or several.
+        weight: in kilograms.
+    """
+
+    files: list[str] | str | None = None
+    weight: str = "0"
+
+
+def test_a_list_takes_its_values_as_a_shell_expands_a_pattern():
+    parser = FlagParser([FlagGroup("Cargo", Cargo)], "prog")
+    assert parser.parse(["--files", "a b.de", "c.de", "--weight", "2"]).files == ["a b.de", "c.de"]
+    assert parser.parse(["--files", "[a.de, c.de]"]).files == ["a.de", "c.de"]
+    assert parser.parse(["--files", "a.de"]).files == "a.de"
+    with pytest.raises(UserError, match="c"):
+        parser.parse(["--weight", "2", "c"])
+    # With arguments of its own a command takes all but the first value.
+    parser.add_argument("inputs", nargs="*")
+    assert parser.parse(["--files", "a.de", "c.de"]).inputs == ["c.de"]

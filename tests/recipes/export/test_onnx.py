@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from datamodules import MNISTDataModule, TranslationDataModule
+from datamodules.translation.text import UNK
 from recipes import MNISTClassifier, Seq2SeqTranslator
 from recipes.export.exporter import export
 from recipes.recipe import Recipe
@@ -72,7 +73,9 @@ SENTENCES = ["", "Anne est fatiguée ?", "xyz mots inconnus", "L'ami n'est pas f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"cell": "lstm", "input_feeding": True, "attention_type": "general"}])
+@pytest.mark.parametrize(
+    "options", [{"unknown_words": "copy"}, {"cell": "lstm", "input_feeding": True, "attention_type": "general"}]
+)
 def test_the_exported_script_translates_as_the_recipe_does(options: dict, tmp_path: Path):
     data = TranslationDataModule(batch_size=64)
     data.prepare_data()
@@ -80,6 +83,8 @@ def test_the_exported_script_translates_as_the_recipe_does(options: dict, tmp_pa
     sizes = Seq2SeqTranslator.settings_from_data(data) | {"hidden_size": 32, "embedding_size": 32, "dropout": 0.0}
     recipe = Seq2SeqTranslator(**sizes, **options, lr=0.01)
     _, checkpoint = trained(recipe, data, tmp_path, limit_val_batches=0, max_epochs=-1, max_steps=250)
+    if options.get("unknown_words"):
+        _favour_unknown_words(recipe, checkpoint)
     folder = export(Seq2SeqTranslator(**sizes, **options), str(checkpoint), "onnx").path
     assert {file.name for file in folder.iterdir()} == {"encoder.onnx", "decoder.onnx", "metadata.json", "translate.py"}
     data.setup("test")
@@ -89,6 +94,15 @@ def test_the_exported_script_translates_as_the_recipe_does(options: dict, tmp_pa
         translations = recipe.translate(sentences)
         assert len(set(translations)) > 30
         assert translated(folder, sentences, beam) == translations
+
+
+def _favour_unknown_words(recipe: Seq2SeqTranslator, checkpoint: Path) -> None:
+    """Have some words of most translations unknown."""
+    saved = torch.load(checkpoint, weights_only=True)
+    bias = saved["state_dict"]["network.output.bias"]
+    bias[UNK] += 5
+    recipe.network.output.bias.data[UNK] = bias[UNK]
+    torch.save(saved, checkpoint)
 
 
 def translated(folder: Path, sentences: Sequence[str], beam: int) -> list[str]:

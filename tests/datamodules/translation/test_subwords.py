@@ -1,0 +1,155 @@
+"""Subwords: any text comes back, models are functions of the training part, and checkpoints hold them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datamodules.errors import UserError
+from datamodules.translation.data_module import TranslationDataModule
+from datamodules.translation.packed_sentences import PackedSentences
+from datamodules.translation.subwords import SubwordVocabulary, train_subwords
+from datamodules.translation.text import EOS, UNK, normalise
+
+WORDS = {"Der": 9, "Mann,": 5, "Männer": 4, "Mannschaft": 3, "don't": 2, "3.14": 2, "你好世界": 1}
+TEXTS = [
+    "Der Mann, den niemand kennt.",
+    "I don't pay 3.14!",
+    "你好，世界",
+    "สวัสดี ชาวโลก",
+    "🙂👩\u200d🚀",
+    "<unk> </s> <0x41>",
+]
+PAIRS = [(f"Der Hund Nr. {i} läuft.", f"Dog no. {i} runs, doesn't it?") for i in range(40)]
+
+
+def corpus(folder: Path, pairs: list[tuple[str, str]] = PAIRS) -> str:
+    file = folder / "pairs.tsv"
+    file.write_text("".join(f"{a}\t{b}\n" for a, b in pairs), encoding="utf-8")
+    return str(file)
+
+
+def data(file: str, **options: Any) -> TranslationDataModule:
+    return TranslationDataModule(file, **({"subwords": "bpe", "vocab_size": 320, "test_fraction": 0.2} | options))
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_any_text_comes_back_and_no_word_is_unknown(kind: Any) -> None:
+    vocabulary = train_subwords(WORDS, kind, 400)
+    for text in TEXTS:
+        ids = vocabulary.encode(text)
+        assert ids[-1] == EOS
+        assert UNK not in ids
+        assert vocabulary.decode(ids) == text
+        assert vocabulary.mark_unknown(text) == text
+        assert "".join(vocabulary.split(text)).count("▁") == len(text.split())
+
+
+VOCABULARY = train_subwords(WORDS, "bpe", 400)
+
+
+def test_bytes_of_a_line_feed_do_not_end_the_line_of_a_translation() -> None:
+    line_feed = VOCABULARY.tokens.index("<0x0A>")
+    man, dont = VOCABULARY.encode("Mann,")[:-1], VOCABULARY.encode("don't")[:-1]
+    assert VOCABULARY.decode([*man, line_feed, line_feed, *dont, line_feed]) == "Mann, don't"
+
+
+# Control characters and spaces are no part of a normalised sentence; U+2581 is sentencepiece's own mark.
+@given(st.text(st.characters(exclude_characters="▁", exclude_categories=("Cs",)), max_size=30))
+def test_any_normalised_text_comes_back(text: str) -> None:
+    sentence = normalise(text, "none")
+    assert VOCABULARY.decode(VOCABULARY.encode(sentence)) == sentence
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_model_is_the_same_bytes_each_time_and_in_any_order_of_the_words(kind: Any) -> None:
+    again = train_subwords(dict(reversed(WORDS.items())), kind, 400)
+    assert again.model == train_subwords(WORDS, kind, 400).model
+
+
+def test_a_text_with_few_words_has_fewer_subwords() -> None:
+    assert 256 < len(train_subwords({"a": 1}, "bpe", 8000)) < 300
+    with pytest.raises(UserError, match="vocab_size=40 is below the 2.. tokens for single bytes and the characters"):
+        train_subwords(WORDS, "bpe", 40)
+
+
+def test_bytes_that_are_no_model_are_refused() -> None:
+    with pytest.raises(UserError, match="found 3 bytes that are no model"):
+        len(SubwordVocabulary(b"abc"))
+
+
+@given(st.data())
+def test_spelling_packed_sentences_is_spelling_each_word(draw: st.DataObject) -> None:
+    numbers = draw.draw(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=5))
+    words = st.integers(0, len(numbers) - 1)
+    lines = draw.draw(st.lists(st.lists(words, min_size=1, max_size=6), min_size=1, max_size=6))
+    lengths = torch.tensor([0, *map(len, lines)]).cumsum(0)
+    packed = PackedSentences(torch.tensor(sum(lines, []), dtype=torch.int32), lengths).spelt(numbers)
+    expected = [sum((numbers[w] for w in line), []) for line in lines]
+    assert [packed[row] for row in range(len(packed))] == expected
+    padded, widths = packed.padded(torch.arange(len(packed)))
+    assert [row[:width].tolist() for row, width in zip(padded, widths.tolist())] == expected
+    assert int(padded.sum()) == sum(map(sum, expected))
+    assert packed.lengths.tolist() == widths.tolist() == list(map(len, expected))
+
+
+def test_subwords_come_from_the_training_part_only_and_batches_are_their_numbers(tmp_path: Path) -> None:
+    module = data(corpus(tmp_path))
+    module.setup("fit")
+    source, target = module.vocabularies()
+    rows = module.rows["train"]
+    words = " ".join(module.source_sentences(rows)).split()
+    assert source == train_subwords({word: words.count(word) for word in words}, "bpe", 320)
+    batch = next(iter(module.train_dataloader()))
+    assert batch.numbers is not None
+    assert [source.decode(row) for row in batch.source] == module.source_sentences(batch.numbers)
+    assert [target.decode(row) for row in batch.target] == module.target_sentences(batch.numbers)
+    assert "doesn't it?" in module.target_sentences(batch.numbers)[0]
+
+
+def test_one_vocabulary_may_serve_both_sides(tmp_path: Path) -> None:
+    source, target = data(corpus(tmp_path), joint_vocabulary=True).vocabularies()
+    assert source is target
+    assert {"▁Der", "▁Dog"} <= set(source.tokens)
+
+
+def test_a_data_modules_state_holds_the_models(tmp_path: Path) -> None:
+    old = data(corpus(tmp_path))
+    state = old.state_dict()
+    torch.save(state, tmp_path / "state.ckpt")
+    new = data(corpus(tmp_path, [("ein anderer Satz", "another sentence")] * 9))
+    new.load_state_dict(torch.load(tmp_path / "state.ckpt", weights_only=True))
+    assert new.vocabularies() == old.vocabularies()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"subwords": "wordpiece"}, "no subwords 'wordpiece'; expected one of bpe, unigram, none"),
+        ({"normalisation": "tutorial"}, "subwords=bpe are learnt from the text as it is: leave `normalisation`"),
+        ({"min_count": 2}, "leave `normalisation`, `min_count` and `max_vocab_size` out"),
+        ({"subwords": "none", "joint_vocabulary": True}, "`joint_vocabulary` is for subwords; pass subwords=bpe"),
+        ({"vocab_size": 0}, "vocab_size=0"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        data(corpus(tmp_path), **options)
+
+
+def test_files_as_published_are_learnt_in_subwords_and_settings_of_words_ask_for_words(tmp_path: Path) -> None:
+    file = corpus(tmp_path)
+    found = TranslationDataModule(file)
+    assert (found.hparams.subwords, found.normalisation) == ("bpe", "none")
+    for options in (
+        {"normalisation": "unicode"},
+        {"normalisation": "none"},
+        {"prefixes": "tutorial"},
+        {"min_count": 2},
+    ):
+        assert TranslationDataModule(file, **options).hparams.subwords == "none"
+    made = TranslationDataModule()
+    assert (made.hparams.subwords, made.normalisation) == ("none", "unicode")
