@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, takewhile
 from operator import itemgetter
 from pathlib import Path
@@ -298,7 +298,7 @@ class Recipe(pl.LightningModule):
         return {}
 
     @classmethod
-    def rate_of_run(cls, samples: int, epochs: int) -> float | None:  # noqa: ARG003
+    def rate_of_run(cls, samples: int, epochs: int, settings: Mapping[str, Any]) -> float | None:  # noqa: ARG003
         """The peak learning rate of a run of so many epochs where none is given; None is `default_lr`.
 
         The command line passes it on where the data module knows its sizes before training, except to LBFGS, and saves
@@ -306,6 +306,7 @@ class Recipe(pl.LightningModule):
 
         Args:
             samples: the size of the training set.
+            settings: the other arguments of the constructor, as far as they are given.
         """
         return None
 

@@ -266,7 +266,7 @@ def _build_recipe(settings: Settings, classes: Classes, data: pl.LightningDataMo
         options = _fill(options, classes.recipe.settings_from_data(data))
         samples, epochs = data_contract(data).sizes.get("train"), settings.trainer.get("max_epochs")
         if samples and epochs and epochs > 0 and not is_lbfgs(options.get("optimizer", "")):
-            options = _fill(options, {"lr": classes.recipe.rate_of_run(samples, epochs)})
+            options = _fill(options, {"lr": classes.recipe.rate_of_run(samples, epochs, options)})
     return classes.recipe(**options)
 
 

@@ -69,8 +69,9 @@ def _errors(graph: Graph, other: Callable[..., dict[str, Tensor]]) -> list[float
         inputs = graph.example(batch)
         expected, found = graph.module(*inputs), other(*inputs)
         for name, value in expected.items():
-            error = (value.double() - found[name].double()).abs().max() / value.double().abs().max().clamp(min=1e-6)
-            errors.append(error.item())
+            error = (value.double() - found[name].double()).abs()
+            if value.numel():  # A decoder's state may be empty before the first step.
+                errors.append((error.max() / value.double().abs().max().clamp(min=1e-6)).item())
     return errors
 
 

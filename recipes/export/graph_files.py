@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from datamodules.errors import UserError
 from recipes.export.weight_files import as_text
@@ -36,7 +36,12 @@ def _dynamic_shapes(graph: Graph) -> tuple[dict[int, Any], ...]:
 
 
 def _write_pt2(graph: Graph, path: Path, metadata: Mapping[str, Any]) -> GraphRunner:
-    program = torch.export.export(graph.module, graph.example(2), dynamic_shapes=_dynamic_shapes(graph))
+    try:
+        program = torch.export.export(graph.module, graph.example(2), dynamic_shapes=_dynamic_shapes(graph))
+    except Exception as error:
+        if any(isinstance(module, nn.RNNBase) for module in graph.module.modules()):
+            raise UserError("torch.export unrolls recurrent layers for one length; pass --format onnx") from error
+        raise
     with path.open("wb") as file:  # By name it has to end in .pt2.
         torch.export.save(program, file, extra_files={_METADATA_FILE: json.dumps(metadata)})
     with path.open("rb") as file:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from datamodules.translation.text import EOS, PAD, SOS
-from recipes.seq2seq.network import Seq2SeqNet
+from recipes.seq2seq.network import AnyNetwork
 
 __all__ = ["Translations", "attended_positions", "attention_weights", "beam_search", "length_limits", "length_penalty"]
 
@@ -43,21 +43,29 @@ def length_limits(source_lengths: Tensor) -> Tensor:
     return 2 * source_lengths + 10
 
 
-def _log_probabilities(network: Seq2SeqNet, readouts: Tensor, last: Tensor, never: Iterable[int]) -> Tensor:
-    """Of the next token: none of `never`, and nothing but EOS where `last` is True. Shape (rows, vocabulary)."""
+def _likeliest(
+    network: AnyNetwork, readouts: Tensor, last: Tensor, never: Iterable[int], count: int
+) -> tuple[Tensor, Tensor]:
+    """The likeliest next tokens of each row, none of `never`, and nothing but EOS where `last` is True.
+
+    Returns:
+        Log-probabilities and tokens, of shape (rows, count).
+    """
     logits = network.logits(readouts)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     for token in never:  # Not by a list, which is an index that the device would wait for.
         logits[:, token] = -torch.inf
     log_probabilities = logits.log_softmax(1)
-    log_probabilities[:, :EOS].masked_fill_(last.unsqueeze(1), -torch.inf)
-    log_probabilities[:, EOS + 1 :].masked_fill_(last.unsqueeze(1), -torch.inf)
-    return log_probabilities
+    values, tokens = log_probabilities.topk(min(count, logits.shape[1]))
+    ends = torch.full_like(values, -torch.inf)
+    ends[:, 0] = log_probabilities[:, EOS]
+    last = last.unsqueeze(1)
+    return torch.where(last, ends, values), tokens.masked_fill(last, EOS)
 
 
 @torch.no_grad()
 def beam_search(
-    network: Seq2SeqNet,
+    network: AnyNetwork,
     source: Tensor,
     lengths: Tensor,
     beam: int = 5,
@@ -100,9 +108,9 @@ def beam_search(
     rows_encoded = encoded
     for time in range(longest):
         readouts, state, _ = network.step(tokens, state, rows_encoded)
-        log_probabilities = _log_probabilities(network, readouts, limits[sentence] == time + 1, never)
         # The best of a sentence are among the best of its rows.
-        values, choices = (total.unsqueeze(1) + log_probabilities).topk(min(beam, log_probabilities.shape[1]))
+        values, choices = _likeliest(network, readouts, limits[sentence] == time + 1, never, beam)
+        values = total.unsqueeze(1) + values
         table = values.new_full((batch, beam, values.shape[1]), -torch.inf)
         table[sentence, place] = values
         values, best = table.flatten(1).topk(beam)
@@ -121,6 +129,7 @@ def beam_search(
         scores[of, slot] = values[of, rank] / length_penalty(torch.tensor(time + 1), alpha)
         done, places = done + ends.sum(1), places - ends.sum(1)
 
+        before = sentence
         sentence, place = (valid & ~ends).nonzero(as_tuple=True)
         if len(sentence) == 0:
             break
@@ -128,7 +137,8 @@ def beam_search(
         total, tokens = values[sentence, place], chosen[sentence, place]
         hypotheses, state = hypotheses[rows], state.select(rows)
         hypotheses[:, time] = tokens
-        rows_encoded = encoded.select(sentence)
+        if not torch.equal(sentence, before):
+            rows_encoded = encoded.select(sentence)
     scores, order = scores.topk(nbest)
     time = int((finished != PAD).sum(2).max())
     at = torch.arange(batch, device=device).unsqueeze(1)
@@ -136,7 +146,7 @@ def beam_search(
 
 
 @torch.no_grad()
-def attention_weights(network: Seq2SeqNet, source: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor | None:
+def attention_weights(network: AnyNetwork, source: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor | None:
     """The attention weights of each token of a translation; the network has to be in evaluation mode.
 
     A search that kept the weights of all its hypotheses would take gigabytes beside one long sentence.
@@ -160,7 +170,7 @@ def attention_weights(network: Seq2SeqNet, source: Tensor, lengths: Tensor, toke
     return torch.stack(weights, 1)
 
 
-def attended_positions(network: Seq2SeqNet, source: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
+def attended_positions(network: AnyNetwork, source: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
     """The source token, its EOS left out, that each token of a translation attends to most.
 
     Args:

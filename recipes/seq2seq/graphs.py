@@ -9,33 +9,13 @@ from typing_extensions import override
 
 from datamodules.translation.text import PAD
 from recipes.graphs import Graph, GraphInput
-from recipes.seq2seq.network import Encoded, Seq2SeqNet, State
+from recipes.seq2seq.network import AnyNetwork, DecoderState, Encoded
 
 __all__ = ["translation_graphs"]
 
 
-def _flat(state: State) -> Tensor:
-    """All parts of a decoder's state as one tensor of shape (batch, state)."""
-    layers = [part.transpose(0, 1).flatten(1) for part in (state.hidden, state.cell) if part is not None]
-    return torch.cat(layers if state.readout is None else [*layers, state.readout], 1)
-
-
-def _parts(flat: Tensor, like: State) -> State:
-    """The inverse of `_flat`, with the parts and sizes of another state."""
-    layers, _, hidden = like.hidden.shape
-    size = layers * hidden
-
-    def part(number: int) -> Tensor:
-        columns = flat[:, number * size : (number + 1) * size]
-        return columns.view(-1, layers, hidden).transpose(0, 1)
-
-    cell = None if like.cell is None else part(1)
-    readout = None if like.readout is None else flat[:, -like.readout.shape[1] :]
-    return State(part(0), cell, readout)
-
-
 class _Encoder(nn.Module):
-    def __init__(self, network: Seq2SeqNet) -> None:
+    def __init__(self, network: AnyNetwork) -> None:
         super().__init__()
         self.network = network
         self.eval()
@@ -43,29 +23,31 @@ class _Encoder(nn.Module):
     @override
     def forward(self, source: Tensor) -> dict[str, Tensor]:
         encoded, state = self.network.encode(source, (source != PAD).sum(1))
-        return {"state": _flat(state), **encoded._asdict()}
+        return {"state": state.packed(), **encoded._asdict()}
 
 
 class _DecoderStep(nn.Module):
-    def __init__(self, network: Seq2SeqNet, like: State) -> None:
+    def __init__(self, network: AnyNetwork, like: DecoderState) -> None:
         super().__init__()
-        self.network, self.like = network, like
+        self.network, self.like = network, like  # A state of the same parts.
         self.eval()
 
     @override
     def forward(self, tokens: Tensor, state: Tensor, memory: Tensor, keys: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        readouts, after, weights = self.network.step(tokens, _parts(state, self.like), Encoded(memory, keys, mask))
-        outputs = {"logits": self.network.logits(readouts), "next_state": _flat(after)}
+        readouts, after, weights = self.network.step(tokens, self.like.unpacked(state), Encoded(memory, keys, mask))
+        outputs = {"logits": self.network.logits(readouts), "next_state": after.packed()}
         return outputs if weights is None else outputs | {"attention": weights}
 
 
-def translation_graphs(network: Seq2SeqNet, source_tokens: int, target_tokens: int) -> list[Graph]:
+def translation_graphs(network: AnyNetwork, source_tokens: int, target_tokens: int) -> list[Graph]:
     """The graphs ``encoder`` and ``decoder``, for any number of sentences of any length.
 
     The decoder takes the encoder's outputs under their names, and its ``next_state`` is the ``state`` of the next step.
     """
     generator = torch.Generator().manual_seed(1)
     encoder = _Encoder(network)
+    _, start = network.encode(torch.tensor([[PAD + 1]]), torch.tensor([1]))
+    decoder = _DecoderStep(network, start)
 
     def source(batch: int) -> tuple[Tensor]:
         tokens = torch.randint(PAD + 1, source_tokens, (batch, batch + 2), generator=generator)
@@ -73,20 +55,30 @@ def translation_graphs(network: Seq2SeqNet, source_tokens: int, target_tokens: i
         return (tokens,)
 
     def step(batch: int) -> tuple[Tensor, ...]:
-        tokens = torch.randint(PAD + 1, target_tokens, (batch,), generator=generator)
-        return (tokens, *encoder(*source(batch)).values())
+        """The inputs of the fourth step."""
+        encoded = encoder(*source(batch))
+        for _ in range(4):
+            tokens = torch.randint(PAD + 1, target_tokens, (batch,), generator=generator)
+            inputs = tokens, *encoded.values()
+            encoded["state"] = decoder(*inputs)["next_state"]
+        return inputs
 
+    grows = start.packed().dim() == 3
+    layout, dims = (
+        ("of shape (batch, tokens, state)", {0: "batch", 1: "time"})
+        if grows
+        else ("of shape (batch, state)", {0: "batch"})
+    )
     one, sequence = {0: "batch"}, {0: "batch", 1: "length"}
     sentences = GraphInput("source", "int64 of shape (batch, length): tokens with <eos>, then padding with 0", sequence)
     inputs = (
         GraphInput("tokens", "int64 of shape (batch,): the last token of each translation, at first <sos>", one),
-        GraphInput("state", "of shape (batch, state): the encoder's, then next_state of the step before", one),
+        GraphInput("state", f"{layout}: the encoder's, then next_state of the step before", dims),
         GraphInput("memory", "of shape (batch, length, hidden): the encoder's", sequence),
         GraphInput("keys", "of shape (batch, length, keys): the encoder's", sequence),
         GraphInput("mask", "bool of shape (batch, length): the encoder's, true where the source has a token", sequence),
     )
-    _, like = network.encode(*source(2), torch.tensor([4, 2]))
     return [
         Graph(encoder, (sentences,), source, "encoder"),
-        Graph(_DecoderStep(network, like), inputs, step, "decoder"),
+        Graph(decoder, inputs, step, "decoder"),
     ]

@@ -1,25 +1,12 @@
-"""A bidirectional encoder, and a decoder with attention (Luong et al., 2015) or without (Sutskever et al., 2014).
+"""What a translation network offers: an encoder, and a decoder that works on whole sequences and step by step."""
 
-Attention comes after the decoder's recurrent layer, so with the target known in advance all of its positions are
-computed at once: one recurrent call, one batched attention, one projection. Where a token depends on the step before
-(input feeding, scheduled sampling, translating) the same modules run step by step; both ways give the same numbers.
-"""
-
-from typing import Literal, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from callbacks.lib.stateless_dropout import StatelessDropout
-from callbacks.lib.stateless_rnn import StatelessGRU, StatelessLSTM
-from recipes.seq2seq.attention import AttentionName, build_attention
-from recipes.seq2seq.encoder import Encoder
-
-__all__ = ["CellName", "Encoded", "Seq2SeqNet", "State", "position_mask", "target_positions"]
-
-CellName = Literal["gru", "lstm"]
-_CELLS: dict[str, type[nn.GRU] | type[nn.LSTM]] = {"gru": StatelessGRU, "lstm": StatelessLSTM}
+__all__ = ["AnyNetwork", "DecoderState", "Encoded", "TranslationNetwork", "position_mask", "target_positions"]
 
 
 def position_mask(lengths: Tensor, time: int) -> Tensor:
@@ -38,32 +25,25 @@ def target_positions(target: Tensor, target_lengths: Tensor) -> Tensor:
     return mask.flatten().nonzero().squeeze(1).to(target.device, non_blocking=True)
 
 
-class State(NamedTuple):
-    """The state of the decoder for each sentence.
+class DecoderState(Protocol):
+    """The state of a decoder between two tokens, for each sentence."""
 
-    Args:
-        hidden: of shape (layers, batch, hidden).
-        cell: the same of an LSTM.
-        readout: the last attentional vector, of shape (batch, readout), for input feeding.
-    """
-
-    hidden: Tensor
-    cell: Tensor | None
-    readout: Tensor | None
-
-    def select(self, rows: Tensor) -> "State":
+    def select(self, rows: Tensor) -> Self:
         """The state of these sentences, which may repeat."""
-        cell = None if self.cell is None else self.cell[:, rows]
-        readout = None if self.readout is None else self.readout[rows]
-        return State(self.hidden[:, rows], cell, readout)
+
+    def packed(self) -> Tensor:
+        """The state as one tensor, of shape (batch, ...)."""
+
+    def unpacked(self, tensor: Tensor) -> Self:
+        """The inverse of `packed`, for any number of sentences."""
 
 
 class Encoded(NamedTuple):
     """The encoder's output, which the decoder attends to.
 
     Args:
-        memory: the encoder's states, of shape (batch, source, hidden).
-        keys: what the attention compares queries with.
+        memory: what the attention takes means of, of shape (batch, source, hidden): states, or values of all layers.
+        keys: what it compares queries with, of shape (batch, source, any).
         mask: True where there is a token, of shape (batch, source).
     """
 
@@ -76,115 +56,29 @@ class Encoded(NamedTuple):
         return Encoded(self.memory[rows], self.keys[rows], self.mask[rows])
 
 
-class Seq2SeqNet(nn.Module):
-    """Bidirectional encoder, recurrent decoder, attention.
+StateT = TypeVar("StateT", bound=DecoderState)
 
-    Args:
-        source_vocab_size: tokens in the source vocabulary.
-        target_vocab_size: tokens in the target vocabulary.
-        hidden_size: width of the decoder, and of the encoder's two directions together; even.
-        embedding_size: width of the token embeddings.
-        num_layers: recurrent layers of encoder and decoder.
-        cell: kind of the recurrent layers.
-        attention_type: additive (Bahdanau et al., 2015), general, dot or location (Luong et al., 2015), or none.
-        positions: places of the source that location attention weighs; it ignores the tokens after them.
-        dropout: share of the inputs and outputs of the recurrent layers that is dropped.
-        tie_embeddings: the output layer shares its weights with the target embedding (Press and Wolf, 2017).
-        input_feeding: the decoder's input includes its last attentional vector (Luong et al., 2015), which takes a step
-            per token.
 
-    Example:
-        >>> network = Seq2SeqNet(source_vocab_size=9, target_vocab_size=7, hidden_size=8, embedding_size=4)
-        >>> source, lengths = torch.tensor([[4, 5, 2], [6, 2, 0]]), torch.tensor([3, 2])
-        >>> target, positions = torch.tensor([[1, 4, 2], [1, 2, 0]]), torch.tensor([0, 1, 2])
-        >>> network(source, lengths, target, positions).shape  # a row for each token to predict: "4 2" and "2"
-        torch.Size([3, 7])
+class TranslationNetwork(nn.Module, Generic[StateT]):
+    """The base of translation networks, whose decoders work on whole sequences and step by step, with equal results.
+
+    A subclass has the output layer `output`, and defines `encode`, `step` and `decode`.
     """
 
-    def __init__(
-        self,
-        source_vocab_size: int,
-        target_vocab_size: int,
-        hidden_size: int = 256,
-        embedding_size: int = 256,
-        num_layers: int = 1,
-        cell: CellName = "gru",
-        attention_type: AttentionName = "dot",
-        positions: int = 50,
-        dropout: float = 0.3,
-        tie_embeddings: bool = True,
-        input_feeding: bool = False,
-    ) -> None:
-        super().__init__()
-        readout = embedding_size if tie_embeddings else hidden_size
-        recurrent, between = _CELLS[cell], dropout if num_layers > 1 else 0.0
-        self.input_feeding = input_feeding
-        self.dropout = StatelessDropout(dropout)
-        self.source_embedding = nn.Embedding(source_vocab_size, embedding_size)
-        self.target_embedding = nn.Embedding(target_vocab_size, embedding_size)
-        self.encoder = Encoder(recurrent, embedding_size, hidden_size, num_layers, dropout)
-        self.bridge = nn.Linear(hidden_size, hidden_size)
-        self.cell_bridge = nn.Linear(hidden_size, hidden_size) if cell == "lstm" else None
-        self.decoder = recurrent(
-            embedding_size + (readout if input_feeding else 0),
-            hidden_size,
-            num_layers,
-            batch_first=True,
-            dropout=between,
-        )
-        self.attention = build_attention(attention_type, hidden_size, positions)
-        self.combine = nn.Linear(hidden_size if self.attention is None else 2 * hidden_size, readout)
-        self.output = nn.Linear(readout, target_vocab_size)
-        for embedding in (self.source_embedding, self.target_embedding):
-            nn.init.normal_(embedding.weight, std=embedding_size**-0.5)
-        if tie_embeddings:
-            self.output.weight = self.target_embedding.weight
+    output: nn.Linear
+    by_step = False
+    """Whether the input of a token includes the readout of the one before, so that `decode` cannot be used."""
 
-    def encode(self, source: Tensor, lengths: Tensor) -> tuple[Encoded, State]:
+    def encode(self, source: Tensor, lengths: Tensor) -> tuple[Encoded, StateT]:
         """The encoder's output, and the state in which the decoder starts.
 
         Args:
             source: tokens of shape (batch, source), then padding.
             lengths: tokens of each sentence, of shape (batch,), on any device.
         """
-        lengths = lengths.to(source.device, non_blocking=True)
-        memory, ends = self.encoder(self.dropout(self.source_embedding(source)), lengths)
-        memory = self.dropout(memory)
-        start = State(
-            torch.tanh(self.bridge(ends)),
-            self.cell_bridge(ends) if self.cell_bridge is not None else None,
-            memory.new_zeros(source.shape[0], self.combine.out_features) if self.input_feeding else None,
-        )
-        keys = memory if self.attention is None else self.attention.keys(memory)
-        return Encoded(memory, keys, position_mask(lengths, source.shape[1])), start
+        raise NotImplementedError
 
-    def _recur(self, inputs: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The decoder's recurrent layers over inputs of shape (batch, time, size)."""
-        hidden, cell = state.hidden.to(inputs.dtype), state.cell
-        if cell is None:
-            outputs, hidden = self.decoder(inputs, hidden.contiguous())
-        else:
-            outputs, (hidden, cell) = self.decoder(inputs, (hidden.contiguous(), cell.to(inputs.dtype).contiguous()))
-        return outputs, hidden, cell
-
-    def _attend(self, outputs: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor | None]:
-        """The decoder's outputs, of shape (batch, time, hidden), with their contexts; and the attention weights."""
-        if self.attention is None:
-            return outputs, None
-        contexts, weights = self.attention(outputs, encoded.keys, encoded.memory, encoded.mask)
-        return torch.cat((outputs, contexts), 2), weights
-
-    def _read_out(self, attended: Tensor, rows: Tensor | None = None, time: int = 1) -> Tensor:
-        """Attentional vectors; `rows` and `time` as in `StatelessDropout`."""
-        readouts: Tensor = self.dropout(torch.tanh(self.combine(attended)), rows, time)
-        return readouts
-
-    def logits(self, readouts: Tensor) -> Tensor:
-        """The output layer: readouts of shape (..., readout) to logits of shape (..., target_vocab_size)."""
-        logits: Tensor = self.output(readouts)
-        return logits
-
-    def step(self, tokens: Tensor, state: State, encoded: Encoded) -> tuple[Tensor, State, Tensor | None]:
+    def step(self, tokens: Tensor, state: StateT, encoded: Encoded) -> tuple[Tensor, StateT, Tensor | None]:
         """Decode one token.
 
         Args:
@@ -194,14 +88,24 @@ class Seq2SeqNet(nn.Module):
             The readouts of the next token, of shape (batch, readout), for `logits`; the state after it; and the
             attention weights, of shape (batch, source), or None without attention.
         """
-        inputs = self.dropout(self.target_embedding(tokens))
-        if state.readout is not None:
-            inputs = torch.cat((inputs, state.readout.to(inputs.dtype)), 1)
-        outputs, hidden, cell = self._recur(inputs.unsqueeze(1), state)
-        attended, weights = self._attend(outputs, encoded)
-        readout = self._read_out(attended.squeeze(1))
-        after = State(hidden, cell, readout if self.input_feeding else None)
-        return readout, after, None if weights is None else weights.squeeze(1)
+        raise NotImplementedError
+
+    def decode(self, inputs: Tensor, state: StateT, encoded: Encoded, positions: Tensor) -> Tensor:
+        """The readouts of whole sequences.
+
+        Args:
+            inputs: tokens of shape (batch, time).
+            positions: of the flattened inputs, those to return the readouts of; of shape (tokens,).
+
+        Returns:
+            Of shape (tokens, readout).
+        """
+        raise NotImplementedError
+
+    def logits(self, readouts: Tensor) -> Tensor:
+        """The output layer: readouts of shape (..., readout) to logits of shape (..., target_vocab_size)."""
+        logits: Tensor = self.output(readouts)
+        return logits
 
     @override
     def forward(
@@ -228,10 +132,8 @@ class Seq2SeqNet(nn.Module):
         """
         encoded, state = self.encode(source, source_lengths)
         inputs = target[:, :-1]
-        if teacher_forced is None and not self.input_feeding:
-            outputs, _, _ = self._recur(self.dropout(self.target_embedding(inputs)), state)
-            attended = self._attend(outputs, encoded)[0].flatten(0, 1)[target_positions]
-            return self.logits(self._read_out(attended, target_positions, inputs.shape[1]))
+        if teacher_forced is None and not self.by_step:
+            return self.logits(self.decode(inputs, state, encoded, target_positions))
         readouts: list[Tensor] = []
         tokens = inputs[:, 0]
         for position in range(inputs.shape[1]):
@@ -244,3 +146,6 @@ class Seq2SeqNet(nn.Module):
             readout, state, _ = self.step(tokens, state, encoded)
             readouts.append(readout)
         return self.logits(torch.stack(readouts, 1).flatten(0, 1)[target_positions])
+
+
+AnyNetwork = TranslationNetwork[Any]

@@ -1,34 +1,50 @@
 """The translation recipe as a LightningModule."""
 
 import inspect
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, get_args
 
 from typing_extensions import override
 
 from datamodules.errors import UserError
 from datamodules.ranges import SIZE, Range, check_ranges
 from recipes.seq2seq.attention import AttentionName
-from recipes.seq2seq.network import CellName, Seq2SeqNet
+from recipes.seq2seq.network import AnyNetwork
+from recipes.seq2seq.recurrent import CellName, Seq2SeqNet
+from recipes.seq2seq.transformer import TransformerNet
 from recipes.seq2seq.translator import Translator
 
 __all__ = ["Seq2SeqTranslator"]
 
+NetworkName = Literal["rnn", "transformer"]
+_NETWORKS: dict[str, type[AnyNetwork]] = {"rnn": Seq2SeqNet, "transformer": TransformerNet}
+
+
+def _parameters(network: str) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(_NETWORKS[network]).parameters
+
 
 class Seq2SeqTranslator(Translator):
-    """Translates with a recurrent encoder and decoder, and attention; override `build_network` to train your own.
+    """Translates with a recurrent network or a Transformer; override `build_network` to train your own.
 
     Args:
-        hidden_size: width of the decoder, and of the encoder's two directions together; must be even.
-        embedding_size: width of the token embeddings.
-        num_layers: recurrent layers of encoder and decoder.
-        cell: kind of the recurrent layers.
+        network: "rnn" is a recurrent encoder and decoder with attention (Luong et al., 2015), "transformer" has layers
+            of attention (Vaswani et al., 2017), pre-norm, and a peak learning rate of 0.001 by default.
+        hidden_size: width of the decoder, and of the encoder's two directions together, even; or that of a
+            Transformer's embeddings and layers, a multiple of `heads`.
+        embedding_size: width of the token embeddings (rnn).
+        num_layers: layers of encoder and decoder; by default 1 (rnn) or 3 (transformer).
+        cell: kind of the recurrent layers (rnn).
         attention_type: additive (Bahdanau et al., 2015), general, dot or location (Luong et al., 2015), or none
-            (Sutskever et al., 2014).
-        positions: tokens of a sentence that location attention weighs; it ignores those after them.
-        dropout: share of the inputs and outputs of the recurrent layers that is dropped in training.
+            (Sutskever et al., 2014) (rnn).
+        positions: tokens of a sentence that location attention weighs; it ignores those after them (rnn).
+        heads: attention heads of a layer (transformer).
+        feedforward_size: width inside the feed-forward networks (transformer).
+        dropout: share of the inputs and outputs of the recurrent layers, or of what a Transformer's layer adds, that is
+            dropped in training.
         tie_embeddings: the output layer shares its weights with the target embedding (Press and Wolf, 2017).
         input_feeding: the decoder's input includes its last attentional vector (Luong et al., 2015); it takes a step
-            per token, so it is slower.
+            per token, so it is slower (rnn).
     """
 
     title = "seq2seq"
@@ -36,33 +52,54 @@ class Seq2SeqTranslator(Translator):
 
     def __init__(
         self,
+        network: NetworkName = "rnn",
         hidden_size: int = 256,
         embedding_size: int = 256,
-        num_layers: int = 1,
+        num_layers: int | None = None,
         cell: CellName = "gru",
         attention_type: AttentionName = "dot",
         positions: int = 50,
+        heads: int = 4,
+        feedforward_size: int = 512,
         dropout: float = 0.3,
         tie_embeddings: bool = True,
         input_feeding: bool = False,
         **kwargs: Any,
     ) -> None:
-        if hidden_size < 2 or hidden_size % 2:
+        if network not in _NETWORKS:
+            raise UserError(f"no network={network!r}; expected one of {', '.join(get_args(NetworkName))}")
+        given, of_others = dict(locals()), {name for other in _NETWORKS for name in _parameters(other)}
+        for name in of_others - set(_parameters(network)):
+            default = inspect.signature(Seq2SeqTranslator).parameters[name].default
+            if given[name] != default:
+                raise UserError(f"{name}={given[name]!r}: network={network!r} has no {name}; leave it at {default!r}")
+        if network == "rnn" and (hidden_size < 2 or hidden_size % 2):
             raise UserError(f"hidden_size={hidden_size} cannot be halved between two directions; pass an even number")
         check_ranges(
             hidden_size=(hidden_size, SIZE),
             embedding_size=(embedding_size, SIZE),
-            num_layers=(num_layers, Range(1, 100, whole=True)),
             positions=(positions, SIZE),
+            heads=(heads, SIZE),
+            feedforward_size=(feedforward_size, SIZE),
             dropout=(dropout, Range(0, 1, below=True)),
         )
+        if num_layers is not None:
+            check_ranges(num_layers=(num_layers, Range(1, 100, whole=True)))
         if attention_type == "none" and kwargs.get("attention") is not None:
             raise UserError(f"attention={kwargs['attention']!r}: a decoder without attention has no weights to draw")
         if attention_type == "none" and kwargs.get("unknown_words") == "copy":
             raise UserError('unknown_words="copy": a decoder without attention does not tell which word to copy')
         super().__init__(**kwargs)
 
+    @classmethod
     @override
-    def build_network(self) -> Seq2SeqNet:
+    def rate_of_run(cls, samples: int, epochs: int, settings: Mapping[str, Any]) -> float:
+        if settings.get("network") == "transformer":
+            return 0.001
+        return super().rate_of_run(samples, epochs, settings)
+
+    @override
+    def build_network(self) -> AnyNetwork:
         """Returns the network, whose parameters are those of the recipe of the same names."""
-        return Seq2SeqNet(**{name: self.hparams[name] for name in inspect.signature(Seq2SeqNet).parameters})
+        settings = {name: self.hparams[name] for name in _parameters(self.hparams.network)}
+        return _NETWORKS[self.hparams.network](**{name: value for name, value in settings.items() if value is not None})

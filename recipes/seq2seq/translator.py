@@ -2,7 +2,7 @@
 
 import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -27,7 +27,7 @@ from recipes.recipe import Recipe, RecipeParameters
 from recipes.seq2seq.data import SentenceData, TextData, VocabularyData
 from recipes.seq2seq.decoding import Translations, attended_positions, attention_weights, beam_search
 from recipes.seq2seq.graphs import translation_graphs
-from recipes.seq2seq.network import Seq2SeqNet, target_positions
+from recipes.seq2seq.network import AnyNetwork, target_positions
 from recipes.seq2seq.predictions import MOST_PANELS, check_image_file, draw_attention, translation_rows
 from recipes.seq2seq.scores import TranslationScores
 from recipes.text_scores import TRANSLATIONS, BleuTokenizer, Estimate, check_tokenizer, standard_metrics, tokenizer
@@ -74,7 +74,7 @@ class TranslatorParameters(RecipeParameters):
 
 
 class Translator(Recipe):
-    """The base of the translation recipes: override `build_network`, which returns what `Seq2SeqNet` offers.
+    """The base of the translation recipes: override `build_network`, which returns a `TranslationNetwork`.
 
     Batches are `TranslationBatch`es. Validation translates greedily, the test and `predict` by beam search.
 
@@ -116,7 +116,7 @@ class Translator(Recipe):
     prediction_files: ClassVar[tuple[str, ...]] = (*Recipe.prediction_files, ".txt")
 
     hparams: TranslatorParameters
-    network: Seq2SeqNet
+    network: AnyNetwork
 
     def __init__(
         self,
@@ -185,14 +185,14 @@ class Translator(Recipe):
 
     @classmethod
     @override
-    def rate_of_run(cls, samples: int, epochs: int) -> float:
+    def rate_of_run(cls, samples: int, epochs: int, settings: Mapping[str, Any]) -> float:
         """0.2 over the square root of the updates that the run would make in batches of 64; 0.006 at most.
 
         Adam moves the vectors of rare tokens at random, by the rate times the square root of the updates. Where that
         product was 0.2 to 0.3 on the tutorial's pairs, BLEU was best; at 0.4 and 0.5 it was 10 to 20 lower.
 
         Example:
-            >>> [Translator.rate_of_run(9_724, epochs) for epochs in (1, 7, 24)]
+            >>> [Translator.rate_of_run(9_724, epochs, {}) for epochs in (1, 7, 24)]
             [0.006, 0.006, 0.0033]
         """
         return min(0.006, float(f"{0.2 / math.sqrt(samples * epochs / cls.base_batch_size):.2g}"))

@@ -21,7 +21,9 @@ from datamodules.loading.loaders import TrainLoader
 from datamodules.translation.loaders import SentenceTrainLoader
 from datamodules.translation.packed_sentences import PackedPairs, TranslationBatch, pack
 from recipes.mnist.network import ClassicNet
-from recipes.seq2seq.network import Seq2SeqNet, target_positions
+from recipes.seq2seq.network import target_positions
+from recipes.seq2seq.recurrent import Seq2SeqNet
+from recipes.seq2seq.transformer import TransformerNet
 from tests.support.ranks import run_ranks
 from tests.support.tables import CLASSES, QUIET, Tiny, noisy_images, on_ranks, silence
 
@@ -65,9 +67,10 @@ class Sentences(pl.LightningModule):
     def __init__(self, **settings: Any) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.network = Seq2SeqNet(
-            40, 40, hidden_size=8, embedding_size=6, num_layers=2, dropout=0.3, **settings
-        ).double()
+        self.network = self.build(**settings).double()
+
+    def build(self, **settings: Any) -> nn.Module:
+        return Seq2SeqNet(40, 40, hidden_size=8, embedding_size=6, num_layers=2, dropout=0.3, **settings)
 
     def training_step(self, batch: TranslationBatch, batch_idx: int) -> Any:
         if not len(batch.source):
@@ -79,6 +82,13 @@ class Sentences(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), **SGD)
+
+
+class Attentive(Sentences):
+    """The Transformer, with dropout on embeddings and in each layer."""
+
+    def build(self) -> nn.Module:
+        return TransformerNet(40, 40, hidden_size=8, num_layers=2, heads=2, feedforward_size=12, dropout=0.3)
 
 
 def pairs(n: int) -> PackedPairs:
@@ -133,6 +143,7 @@ class Task(NamedTuple):
 TASKS = {
     "seq2seq": Task(Sentences, translations),
     "seq2seq, step by step": Task(lambda: Sentences(input_feeding=True, cell="lstm"), translations),
+    "seq2seq, Transformer": Task(Attentive, translations),
     "MNIST, classic": Task(lambda: tiny(classic(), Digits), images(37)),
     "a user's network": Task(lambda: tiny(own()), images(69)),
     "a user's network, DataLoader": Task(lambda: tiny(own()), stock),

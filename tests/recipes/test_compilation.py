@@ -35,7 +35,9 @@ from recipes.mnist.network import ClassicNet, MNISTNet
 from recipes.resnet import ResNetFineTuner
 from recipes.resnet.network import build_resnet
 from recipes.seq2seq import Seq2SeqTranslator
-from recipes.seq2seq.network import Seq2SeqNet, target_positions
+from recipes.seq2seq.network import target_positions
+from recipes.seq2seq.recurrent import Seq2SeqNet
+from recipes.seq2seq.transformer import TransformerNet
 from tests.support.command_lines import typed
 from tests.support.ranks import run_ranks
 from tests.support.tables import CLASSES, QUIET, noisy_images
@@ -69,6 +71,7 @@ CASES: dict[str, Any] = {
     "resnet": lambda: (build_resnet("resnet18", 4, small_images=True), 1, images(32, 3, 4, 3, 2)),
     "translation, gru": lambda: (Seq2SeqNet(20, 20, 16, 8), 2, sentences(*LENGTHS)),
     "translation, lstm": lambda: (Seq2SeqNet(20, 20, 16, 8, num_layers=2, cell="lstm"), 2, sentences(*LENGTHS)),
+    "translation, transformer": lambda: (TransformerNet(20, 20, 16, 2), 2, sentences(*LENGTHS)),
 }
 
 

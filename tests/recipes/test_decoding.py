@@ -12,23 +12,27 @@ from torchmetrics.text import BLEUScore
 from datamodules.translation.bundled_corpus import bundled_pairs
 from datamodules.translation.text import EOS, PAD, SOS
 from recipes.seq2seq.decoding import attention_weights, beam_search, length_limits, length_penalty
-from recipes.seq2seq.network import Seq2SeqNet
+from recipes.seq2seq.network import AnyNetwork
+from recipes.seq2seq.recurrent import Seq2SeqNet
 from recipes.seq2seq.scores import TextScores
+from recipes.seq2seq.transformer import TransformerNet
 from tests.support.ranks import run_ranks
 
 SETTINGS: list[dict[str, Any]] = [
     {"cell": "gru", "attention_type": "dot"},
     {"cell": "lstm", "attention_type": "additive", "num_layers": 2, "tie_embeddings": False},
     {"cell": "gru", "attention_type": "general", "input_feeding": True},
+    {"network": "transformer", "heads": 2, "num_layers": 2, "feedforward_size": 12},
     {"cell": "gru", "attention_type": "location", "positions": 5},
     {"cell": "gru", "attention_type": "none"},
 ]
 
 
-def network(target_vocab_size: int, **settings: Any) -> Seq2SeqNet:
+def network(target_vocab_size: int, network: str = "rnn", **settings: Any) -> Any:
     """A network whose weights are large enough that its output depends on the source."""
     torch.manual_seed(5)
-    net = Seq2SeqNet(12, target_vocab_size, **({"hidden_size": 8, "embedding_size": 6} | settings)).double().eval()
+    kind, sizes = (Seq2SeqNet, {"embedding_size": 6}) if network == "rnn" else (TransformerNet, {})
+    net = kind(12, target_vocab_size, hidden_size=8, **(sizes | settings)).double().eval()
     for parameter in net.parameters():
         parameter.data.mul_(2.5)
     return net
@@ -42,7 +46,7 @@ def sources(n: int, longest: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens.masked_fill(torch.arange(longest) >= lengths[:, None], PAD)[:, : int(lengths.max())], lengths
 
 
-def log_probability(net: Seq2SeqNet, source: torch.Tensor, tokens: tuple[int, ...]) -> float:
+def log_probability(net: AnyNetwork, source: torch.Tensor, tokens: tuple[int, ...]) -> float:
     """Of these tokens, by teacher forcing; PAD and SOS are never predicted."""
     target = torch.tensor([[SOS, *tokens]])
     logits = net(source, torch.tensor([source.shape[1]]), target, torch.arange(len(tokens)))
@@ -90,7 +94,7 @@ def test_a_beam_of_one_takes_the_likeliest_token_each_time(settings):
     assert len({len(tokens) for tokens in translated}) > 2, "sentences have to end at different times"
 
 
-@pytest.mark.parametrize("settings", SETTINGS[:3])
+@pytest.mark.parametrize("settings", SETTINGS[:4])
 def test_a_wider_beam_never_finds_less_likely_first_translations_than_a_greedy_one(settings):
     net, (source, lengths) = network(15, **settings), sources(9)
     greedy = beam_search(net, source, lengths, beam=1, alpha=0.0)
@@ -114,7 +118,7 @@ def test_translations_do_not_depend_on_what_else_is_in_the_batch(settings):
         torch.testing.assert_close(together.scores[i], alone.scores[0], atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("settings", SETTINGS[:4])
+@pytest.mark.parametrize("settings", SETTINGS[:5])
 def test_each_token_has_attention_that_sums_to_one_and_does_not_depend_on_the_batch(settings):
     net, (source, lengths) = network(15, **settings), sources(9)
     tokens = beam_search(net, source, lengths, beam=3).tokens[:, 0]

@@ -10,7 +10,9 @@ from torch import Tensor
 from datamodules.translation.text import EOS, PAD, SOS
 from recipes.seq2seq.attention import LocationAttention
 from recipes.seq2seq.decoding import beam_search
-from recipes.seq2seq.network import Seq2SeqNet, position_mask, target_positions
+from recipes.seq2seq.network import AnyNetwork, position_mask, target_positions
+from recipes.seq2seq.recurrent import Seq2SeqNet
+from recipes.seq2seq.transformer import TransformerNet, sinusoids
 
 EVERY_KIND: list[dict[str, Any]] = [
     {"cell": cell, "attention_type": attention, **more}
@@ -18,13 +20,17 @@ EVERY_KIND: list[dict[str, Any]] = [
     for attention in ("additive", "general", "dot", "location", "none")
     for more in ({}, {"num_layers": 2, "tie_embeddings": False}, {"input_feeding": True})
 ]
+TRANSFORMER: dict[str, Any] = {"network": "transformer", "heads": 2, "num_layers": 2, "feedforward_size": 12}
+EVERY_KIND += [TRANSFORMER, TRANSFORMER | {"tie_embeddings": False}]
 NAMES = ["-".join(map(str, settings.values())) for settings in EVERY_KIND]
 # Sources and targets of 1 to 6 tokens with their ends; the last sentence is the longest on neither side.
 LENGTHS = [(2, 5), (6, 2), (1, 3), (4, 6), (3, 4)]
 
 
-def network(**settings: Any) -> Seq2SeqNet:
+def network(network: str = "rnn", **settings: Any) -> Any:
     torch.manual_seed(7)
+    if network == "transformer":
+        return TransformerNet(11, 13, hidden_size=8, **({"dropout": 0.0} | settings)).double()
     return Seq2SeqNet(11, 13, hidden_size=8, embedding_size=6, **({"dropout": 0.0, "positions": 4} | settings)).double()
 
 
@@ -45,7 +51,7 @@ def batch(numbers: list[int], padding: int = 0) -> tuple[Tensor, Tensor, Tensor,
 
 
 def loss_and_gradients(
-    net: Seq2SeqNet, source: Tensor, source_lengths: Tensor, target: Tensor, target_lengths: Tensor, **more: Any
+    net: AnyNetwork, source: Tensor, source_lengths: Tensor, target: Tensor, target_lengths: Tensor, **more: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The summed loss of a batch, and its gradient for each parameter."""
     positions = target_positions(target, target_lengths)
@@ -93,7 +99,7 @@ def test_the_whole_sequence_at_once_gives_what_step_by_step_gives(settings):
         torch.testing.assert_close(gradient, steps[1][name], atol=1e-10, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("settings", [{"cell": "gru"}, {"cell": "lstm", "input_feeding": True}], ids=str)
+@pytest.mark.parametrize("settings", [{"cell": "gru"}, {"cell": "lstm", "input_feeding": True}, TRANSFORMER], ids=str)
 def test_tokens_that_are_not_teacher_forced_are_the_decoders_own(settings):
     net = network(**settings)
     source, lengths, target, _ = batch([3])
@@ -108,7 +114,7 @@ def test_tokens_that_are_not_teacher_forced_are_the_decoders_own(settings):
 
 
 def test_attention_never_falls_on_padding_and_sums_to_one():
-    for settings in [kind for kind in EVERY_KIND if kind["attention_type"] != "none"]:
+    for settings in [kind for kind in EVERY_KIND if kind.get("attention_type") != "none"]:
         net = network(**settings)
         source, lengths, _, _ = batch(list(range(len(LENGTHS))), padding=2)
         encoded, state = net.encode(source, lengths)
@@ -164,3 +170,26 @@ def test_tied_embeddings_share_the_weights_of_the_output_layer_and_others_do_not
     assert tied.output.weight is tied.target_embedding.weight
     assert untied.output.weight is not untied.target_embedding.weight
     assert untied.output.weight.shape == (13, 8)
+
+
+def test_positions_are_the_sinusoids_of_vaswani_et_al_wherever_decoding_has_come_to():
+    like = torch.zeros(1, 6, dtype=torch.float64)
+    found = sinusoids(0, 40, like)
+    for position in (0, 1, 17, 39):
+        angles = torch.tensor([position / 10_000 ** (2 * i / 6) for i in range(3)])
+        expected = torch.cat((angles.sin(), angles.cos())).double()
+        torch.testing.assert_close(found[position], expected, atol=1e-5, rtol=0)
+        assert torch.equal(sinusoids(position, 1, like)[0], found[position])
+    assert sinusoids(0, 2, torch.zeros(1, 5)).shape == (2, 5)
+
+
+def test_explicit_attention_in_bf16_gives_what_torch_gives():
+    net = network(**TRANSFORMER)
+    generator = torch.Generator().manual_seed(3)
+    x = [torch.randn(3, 5, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
+    mask = position_mask(torch.tensor([5, 2, 3]), 5)
+    for options in ({"mask": mask}, {"causal": True}, {}):
+        expected = net.heads.attend(*x, **options)
+        found = net.heads.attend(*(each.bfloat16() for each in x), **options)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.double(), expected, atol=0.03, rtol=0)

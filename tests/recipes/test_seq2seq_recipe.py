@@ -21,15 +21,16 @@ from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.text import UNK, Vocabulary
 from recipes.seq2seq.decoding import attention_weights
-from recipes.seq2seq.network import Seq2SeqNet
 from recipes.seq2seq.recipe import Seq2SeqTranslator
+from recipes.seq2seq.recurrent import Seq2SeqNet
+from recipes.seq2seq.transformer import TransformerNet
 from recipes.seq2seq.translator import teacher_forcing_share
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, on_ranks, silence
 
 OF_WORDS = {"val_fraction": 0.1, "test_fraction": 0.1, "eval_batch_size": 3, "subwords": "none"}
 SUBWORDS: dict[str, Any] = {"subwords": "bpe", "vocab_size": 290}
-TINY: dict[str, Any] = {"hidden_size": 16, "embedding_size": 12, "lr": 0.01}
+TINY: dict[str, Any] = {"hidden_size": 16, "lr": 0.01}
 SUBJECTS = [("je", "i"), ("tu", "you"), ("il", "he"), ("elle", "she"), ("nous", "we")]
 VERBS = [("vois", "see"), ("veux", "want"), ("mange", "eat")]
 OBJECTS = [
@@ -54,7 +55,8 @@ def data(file: str, **options: Any) -> TranslationDataModule:
 
 
 def translator(module: TranslationDataModule, **options: Any) -> Seq2SeqTranslator:
-    return Seq2SeqTranslator(**Seq2SeqTranslator.settings_from_data(module), **(TINY | options))
+    sizes = {} if options.get("network") == "transformer" else {"embedding_size": 12}
+    return Seq2SeqTranslator(**Seq2SeqTranslator.settings_from_data(module), **(TINY | sizes | options))
 
 
 def trainer(*callbacks: pl.Callback, world_size: int = 1, **options: Any) -> pl.Trainer:
@@ -88,8 +90,9 @@ def trained(
         ({}, {}),
         ({"teacher_forcing": 0.3, "cell": "lstm", "attention_type": "additive", "word_dropout": 0.2}, {}),
         ({}, SUBWORDS),
+        ({"network": "transformer", "teacher_forcing": 0.5}, SUBWORDS),
     ],
-    ids=["whole", "sampled", "subwords"],
+    ids=["whole", "sampled", "subwords", "transformer"],
 )
 def test_two_processes_and_accumulation_learn_what_one_process_learns(options, data_options, tmp_path):
     file = corpus(tmp_path)
@@ -113,24 +116,30 @@ class Stop(pl.Callback):
 
 
 def exact_run(
-    file: str, folder: Path, options: dict[str, Any], *callbacks: pl.Callback, ckpt: Path | None = None
+    file: str, folder: Path, network: str, options: dict[str, Any], *callbacks: pl.Callback, ckpt: Path | None = None
 ) -> dict[str, torch.Tensor]:
     seeds = SeedControl(seed=1)
     module = data(file, batch_size=4, **options)
-    recipe = translator(module, dropout=0.3, teacher_forcing=0.5, num_layers=2, word_dropout=0.2)
+    recipe = translator(module, dropout=0.3, teacher_forcing=0.5, num_layers=2, word_dropout=0.2, network=network)
     saves = ExactCheckpoint(folder, save_last=True, every_n_train_steps=1)
     run = trainer(GradientAccumulation(2), seeds, saves, *callbacks, max_epochs=2, enable_checkpointing=True)
     run.fit(recipe, module, ckpt_path=str(ckpt) if ckpt else None, weights_only=True)
     return weights(recipe)
 
 
-@pytest.mark.parametrize("options", [{}, SUBWORDS], ids=["words", "subwords"])
-def test_a_run_resumed_in_the_middle_of_an_epoch_ends_with_the_bits_of_one_that_was_not_stopped(options, tmp_path):
+@pytest.mark.parametrize(
+    ("network", "options"),
+    [("rnn", {}), ("rnn", SUBWORDS), ("transformer", SUBWORDS)],
+    ids=["words", "subwords", "transformer"],
+)
+def test_a_run_resumed_in_the_middle_of_an_epoch_ends_with_the_bits_of_one_that_was_not_stopped(
+    network, options, tmp_path
+):
     file = corpus(tmp_path)
-    expected = exact_run(file, tmp_path / "whole", options)
+    expected = exact_run(file, tmp_path / "whole", network, options)
     with pytest.raises(RuntimeError, match="stopped"):
-        exact_run(file, tmp_path / "cut", options, Stop())
-    found = exact_run(file, tmp_path / "cut", options, ckpt=tmp_path / "cut" / "last.ckpt")
+        exact_run(file, tmp_path / "cut", network, options, Stop())
+    found = exact_run(file, tmp_path / "cut", network, options, ckpt=tmp_path / "cut" / "last.ckpt")
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
@@ -380,11 +389,15 @@ def test_a_batch_without_sentences_reaches_every_parameter_with_zero():
     assert all(p.grad is not None and not p.grad.any() for p in recipe.parameters())
 
 
-def test_the_recipe_and_its_network_have_the_same_parameters_and_defaults():
-    recipe = inspect.signature(Seq2SeqTranslator).parameters
-    network = dict(inspect.signature(Seq2SeqNet).parameters)
-    del network["source_vocab_size"], network["target_vocab_size"]  # Of the base, which takes them from the data.
-    assert {name: recipe[name] for name in recipe if name != "kwargs"} == network
+def test_the_recipe_and_its_networks_have_the_same_parameters_and_defaults():
+    recipe = dict(inspect.signature(Seq2SeqTranslator).parameters)
+    networks = [inspect.signature(kind).parameters for kind in (Seq2SeqNet, TransformerNet)]
+    of_base = {"source_vocab_size", "target_vocab_size"}  # It takes them from the data.
+    names = {name for parameters in networks for name in parameters} - of_base
+    assert set(recipe) - {"network", "kwargs"} == names
+    for parameters in networks:
+        for name in set(parameters) - of_base - {"num_layers"}:  # None is the network's own number.
+            assert recipe[name] == parameters[name]
 
 
 def test_teacher_forcing_falls_to_its_final_share_over_the_run():
@@ -407,6 +420,10 @@ SIZES = {"source_vocab_size": 9, "target_vocab_size": 9}
         (SIZES | {"unknown_words": "copy", "attention_type": "none"}, "does not tell which word to copy"),
         (SIZES | {"unknown_words": "drop"}, "expected one of never, copy, keep"),
         (SIZES | {"positions": 0}, "positions=0: expected"),
+        (SIZES | {"network": "gpt"}, "expected one of rnn, transformer"),
+        (SIZES | {"network": "transformer", "cell": "lstm"}, "cell='lstm': network='transformer' has no cell"),
+        (SIZES | {"heads": 8}, "heads=8: network='rnn' has no heads; leave it at 4"),
+        (SIZES | {"network": "transformer", "hidden_size": 30}, "hidden_size=30 cannot be split into heads=4"),
         (SIZES | {"attention": "out.txt"}, "ends in .png"),
         (SIZES | {"attention": "nowhere/out.png"}, "no folder nowhere"),
     ],

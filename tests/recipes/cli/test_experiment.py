@@ -1,6 +1,6 @@
 """Settings that were left open are completed from the data and the recipe, and saved as they were used."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class Points3(Classifier):
         return nn.Linear(4, self.hparams.num_classes)
 
     @classmethod
-    def rate_of_run(cls, samples: int, epochs: int) -> float:
+    def rate_of_run(cls, samples: int, epochs: int, settings: Mapping[str, Any]) -> float:  # noqa: ARG003
         return samples * epochs / 1000
 
 

@@ -199,7 +199,7 @@ def test_outputs_that_are_nan_for_one_batch_are_refused(saved):
         export(SometimesNaN(), str(saved[1]), "state-dict")
 
 
-SIZES = {"source_vocab_size": 11, "target_vocab_size": 12, "hidden_size": 8, "embedding_size": 8}
+SIZES = {"source_vocab_size": 11, "target_vocab_size": 12, "hidden_size": 8}
 
 
 class ChangingStep(nn.Module):
@@ -220,14 +220,25 @@ class ChangingTranslator(Seq2SeqTranslator):
         return [encoder, replace(decoder, module=ChangingStep())]
 
 
-@pytest.mark.parametrize("options", [{}, {"cell": "lstm", "num_layers": 2, "input_feeding": True}])
-def test_a_translator_is_exported_as_an_encoder_and_a_step_of_the_decoder(options: dict, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, "torchscript"),
+        ({"cell": "lstm", "num_layers": 2, "input_feeding": True}, "torchscript"),
+        ({"network": "transformer", "num_layers": 2}, "torchscript"),
+        ({"network": "transformer", "num_layers": 2}, "pt2"),
+    ],
+    ids=str,
+)
+def test_a_translator_is_exported_as_an_encoder_and_a_step_of_the_decoder(options: dict, kind: str, tmp_path: Path):
     recipe = Seq2SeqTranslator(**SIZES, **options)
     torch.save({"state_dict": recipe.state_dict()}, tmp_path / "best.ckpt")
-    folder = export(Seq2SeqTranslator(**SIZES, **options), str(tmp_path / "best.ckpt"), "torchscript").path
-    names = ["decoder.torchscript.pt", "encoder.torchscript.pt", "metadata.json"]
-    assert (folder.name, sorted(file.name for file in folder.iterdir())) == ("best-torchscript", names)
-    encoder, decoder = (torch.jit.load(str(folder / f"{name}.torchscript.pt")) for name in ("encoder", "decoder"))
+    folder = export(Seq2SeqTranslator(**SIZES, **options), str(tmp_path / "best.ckpt"), kind).path
+    ending = ".pt2" if kind == "pt2" else ".torchscript.pt"
+    names = [f"decoder{ending}", f"encoder{ending}", "metadata.json"]
+    assert (folder.name, sorted(file.name for file in folder.iterdir())) == (f"best-{kind}", names)
+    files = [str(folder / f"{name}{ending}") for name in ("encoder", "decoder")]
+    encoder, decoder = (torch.export.load(f).module() if kind == "pt2" else torch.jit.load(f) for f in files)
     source, lengths, target = (
         torch.tensor([[4, 5, 6, 2], [7, 2, 0, 0]]),
         torch.tensor([4, 2]),
@@ -243,6 +254,12 @@ def test_a_translator_is_exported_as_an_encoder_and_a_step_of_the_decoder(option
         following = torch.cat((target, torch.tensor([[2], [2]])), 1)
         expected = recipe.eval().network(source, lengths, following, torch.arange(4))
     assert torch.allclose(torch.stack(logits, 1).flatten(0, 1), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gru_is_not_written_as_pt2(tmp_path: Path):
+    torch.save({"state_dict": Seq2SeqTranslator(**SIZES).state_dict()}, tmp_path / "best.ckpt")
+    with pytest.raises(UserError, match="unrolls recurrent layers for one length; pass --format onnx"):
+        export(Seq2SeqTranslator(**SIZES), str(tmp_path / "best.ckpt"), "pt2")
 
 
 def test_of_an_export_of_several_files_all_are_written_or_none(tmp_path: Path):

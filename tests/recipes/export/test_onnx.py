@@ -74,13 +74,18 @@ SENTENCES = ["", "Anne est fatiguée ?", "xyz mots inconnus", "L'ami n'est pas f
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"unknown_words": "copy"}, {"cell": "lstm", "input_feeding": True, "attention_type": "general"}]
+    "options",
+    [
+        {"unknown_words": "copy"},
+        {"cell": "lstm", "input_feeding": True, "attention_type": "general"},
+        {"network": "transformer", "unknown_words": "copy"},
+    ],
 )
 def test_the_exported_script_translates_as_the_recipe_does(options: dict, tmp_path: Path):
     data = TranslationDataModule(batch_size=64)
     data.prepare_data()
     data.setup("fit")
-    sizes = Seq2SeqTranslator.settings_from_data(data) | {"hidden_size": 32, "embedding_size": 32, "dropout": 0.0}
+    sizes = Seq2SeqTranslator.settings_from_data(data) | {"hidden_size": 32, "dropout": 0.0}
     recipe = Seq2SeqTranslator(**sizes, **options, lr=0.01)
     _, checkpoint = trained(recipe, data, tmp_path, limit_val_batches=0, max_epochs=-1, max_steps=250)
     if options.get("unknown_words"):
