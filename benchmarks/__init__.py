@@ -18,6 +18,7 @@ SECTIONS = {
     "start_up": "seconds to the first step, by part, and of --help",
     "fine_tuning": "seconds of a step by what is frozen, and of an epoch with cached features",
     "seq2seq": "target tokens a second and BLEU of a translator in training",
+    "decoding": "sentences a second that a beam search translates",
     "multi30k": "BLEU of translators after 40 minutes of training each",
     "scaling": "throughput of more processes, and a prediction for many",
 }

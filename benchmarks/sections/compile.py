@@ -20,7 +20,8 @@ from recipes.mnist.network import MNISTNet
 from recipes.optim import build_optimizer
 from recipes.parameter_groups import parameter_groups
 from recipes.resnet.network import build_resnet
-from recipes.seq2seq.network import Seq2SeqNet, target_positions
+from recipes.seq2seq.network import target_positions
+from recipes.seq2seq.recurrent import Seq2SeqNet
 
 __all__ = ["run"]
 

@@ -25,15 +25,16 @@ from datamodules.loading.sampling import epoch_order
 from datamodules.translation.bundled_corpus import bundled_pairs
 from datamodules.translation.data_module import TranslationDataModule
 
-__all__ = ["find_multi30k", "run"]
+__all__ = ["find_multi30k", "multi30k_texts", "run"]
 
 MINUTES = 40.0
-RECURRENT = "recipe, recurrent"
+RECURRENT, TRANSFORMER = "recipe, recurrent", "recipe, Transformer"
 CLASSIC, PRESENT = "classic tutorial, token by token", "present tutorial, batches of 32"
-FLAGS = {RECURRENT: ("--subwords", "bpe")}
+FLAGS = {RECURRENT: (), TRANSFORMER: ("--network", "transformer")}
 """The flags of each row of the recipe: what differs from the defaults."""
-GOALS = {RECURRENT: 36}
-_TINY = ("--hidden-size", "32", "--embedding-size", "32", "--vocab-size", "400")
+GOALS = {RECURRENT: 36, TRANSFORMER: 38}
+_TINY = ("--hidden-size", "32", "--vocab-size", "400")
+_BUNDLED = "the bundled sentences; pass --data-dir FOLDER with multi30k in it"
 _PARTS = ("train", "val", "test_2016_flickr")
 # The tutorials fill each sentence up to a length.
 _LONGEST = 50
@@ -47,16 +48,27 @@ def find_multi30k(data_dir: str) -> Path | None:
     return None
 
 
+def _texts(source: Path | None, part: str) -> tuple[str, str]:
+    """Both sides of a part; without Multi30k some of the bundled sentences."""
+    if source is not None:
+        de, en = (gzip.decompress((source / f"{part}.{side}.gz").read_bytes()).decode() for side in ("de", "en"))
+        return de, en
+    pairs, start = bundled_pairs(), {"train": 0, "val": 2000, "test_2016_flickr": 2100}[part]
+    chosen = pairs[start : start + (2000 if part == "train" else 100)]
+    return "".join(f"{pair[0]}\n" for pair in chosen), "".join(f"{pair[1]}\n" for pair in chosen)
+
+
+def multi30k_texts(data_dir: str, part: str, count: int) -> tuple[str, tuple[list[str], list[str]]]:
+    """What the sentences are, and the first ones of a part: sources and targets."""
+    source = find_multi30k(data_dir)
+    sides = tuple(text.splitlines()[:count] for text in _texts(source, part))
+    return "Multi30k" if source else _BUNDLED, (sides[0], sides[1])
+
+
 def _write_texts(source: Path | None, folder: Path) -> None:
-    """The six files as plain text; without Multi30k some of the bundled sentences."""
-    pairs = bundled_pairs()
-    parts = dict(zip(_PARTS, (pairs[:2000], pairs[2000:2100], pairs[2100:2200])))
-    for part, bundled in parts.items():
-        for number, side in enumerate(("de", "en")):
-            if source is None:
-                text = "".join(f"{pair[number]}\n" for pair in bundled)
-            else:
-                text = gzip.decompress((source / f"{part}.{side}.gz").read_bytes()).decode()
+    """The six files as plain text."""
+    for part in _PARTS:
+        for side, text in zip(("de", "en"), _texts(source, part), strict=True):
             (folder / f"{part}.{side}").write_text(text, encoding="utf-8")
 
 
@@ -157,11 +169,11 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     return Section(
         title="multi30k: German to English, test_2016_flickr",
         header={
-            "data": "Multi30k" if source else "the bundled sentences; pass --data-dir FOLDER with multi30k in it",
+            "data": "Multi30k" if source else _BUNDLED,
             "threads": f"{cores} of torch",
             "precision": "as the command line chooses it for the recipe, float32 for the tutorials",
             "time": f"{minutes:g} minutes of training each, validation apart",
-            "flags": "; ".join(f"{row}: {' '.join(flags)}" for row, flags in FLAGS.items()),
+            "flags": "; ".join(f"{row}: {' '.join(flags) or 'none'}" for row, flags in FLAGS.items()),
         },
         columns=[
             Column("minutes of training", ".1f"),

@@ -42,6 +42,7 @@ from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import SpeltSentences, TranslationBatch
 from recipes.launch.precision import resolve_precision
 from recipes.seq2seq.recipe import Seq2SeqTranslator
+from recipes.seq2seq.recurrent import Seq2SeqNet
 from recipes.text_scores import bleu, word_counts
 
 __all__ = ["run"]
@@ -113,7 +114,7 @@ def fit(
 def make_recipe(data: TranslationDataModule, hidden: int, epochs: int = EPOCHS) -> Seq2SeqTranslator:
     """The recipe with the defaults of a run of so many epochs, but greedy."""
     settings = Seq2SeqTranslator.settings_from_data(data)
-    lr = Seq2SeqTranslator.rate_of_run(len(data.rows["train"]), epochs)
+    lr = Seq2SeqTranslator.rate_of_run(len(data.rows["train"]), epochs, {})
     return Seq2SeqTranslator(**settings, hidden_size=hidden, embedding_size=hidden, beam=1, lr=lr)
 
 
@@ -127,6 +128,7 @@ def peak_memory() -> float:
 def training_flops(recipe: Seq2SeqTranslator, data: TranslationDataModule) -> float:
     """Floating-point operations of the matrix products behind a target token, forward and backward: 6 for a weight."""
     network, pairs, rows = recipe.network, data.encoded_pairs, data.rows["train"]
+    assert isinstance(network, Seq2SeqNet)
     sources = float(pairs.source.lengths[rows].sum()) / float((pairs.target.lengths[rows] - 1).sum())
     sides = {network.encoder: sources, network.decoder: 1.0, network.combine: 1.0, network.output: 1.0}
     return 6 * sum(times * p.numel() for part, times in sides.items() for p in part.parameters() if p.dim() > 1)
