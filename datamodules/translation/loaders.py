@@ -5,6 +5,7 @@ per batch: ranks and micro-batches share a group, so an update has the same sent
 """
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from datamodules.loading.randomness import permutation
 from datamodules.loading.resumable import ResumableLoader, Spans
 from datamodules.loading.sampling import epoch_order, evaluation_spans, training_spans
 from datamodules.translation.packed_sentences import PackedPairs, TranslationBatch, padding_share
+
+_STEPS_FOR_PADDING = 1000
 
 __all__ = ["DEFAULT_BUCKET", "SentenceEvaluationLoader", "SentenceTrainLoader", "TranslationBatch"]
 
@@ -148,14 +151,23 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         super().__init__(items, items_at_once, rank, world_size)
         self._unit = 0
         self._item_starts = torch.arange(items + 1)
+        self._last_plan: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
 
     def _unit_size(self) -> int:
         """Items in one update of all ranks, at present."""
         return self._items_at_once * self.world_size * self.micro_batches()
 
     def _plan(self, epoch: int, unit: int) -> tuple[Tensor, Tensor]:
-        """The order of an epoch as positions in `rows`, and where each item begins in it, the end included."""
-        epoch = epoch if self.shuffle else 0
+        """The order of an epoch as positions in `rows`, and where each item begins in it, the end included.
+
+        The last one is kept: for ten million pairs it takes seconds.
+        """
+        key = epoch if self.shuffle else 0, unit
+        if self._last_plan is None or self._last_plan[0] != key:
+            self._last_plan = key, self._make_plan(*key)
+        return self._last_plan[1]
+
+    def _make_plan(self, epoch: int, unit: int) -> tuple[Tensor, Tensor]:
         count = len(self.rows)
         order, lengths = epoch_order(count, self.seed, epoch), (self._source_lengths, self._target_lengths)
         if not self.bucket:
@@ -216,14 +228,17 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         spans = [
             span
             for rank in range(self.world_size)
-            for span in training_spans(self._items, self._items_at_once, rank, self.world_size)
+            for span in islice(
+                training_spans(self._items, self._items_at_once, rank, self.world_size), _STEPS_FOR_PADDING
+            )
         ]
         starts = sorted(int(bounds[start]) for start, stop in spans if stop > start)
-        return padding_share(self.pairs, self.rows[order], starts)
+        end = int(bounds[max(stop for _, stop in spans)])
+        return padding_share(self.pairs, self.rows[order[:end]], starts)
 
     @property
     def padding_share(self) -> float:
-        """The share of padding in the batches of the first epoch, over all ranks."""
+        """The share of padding in the first 1,000 steps of the first epoch, over all ranks."""
         return self._padding_of(*self._plan(0, self._unit_size()))
 
     @property
