@@ -42,7 +42,7 @@ __all__ = ["add_significance", "compare", "find_runs", "names_of", "print_table"
 
 CONFIG = "config.yaml"
 _OUTPUTS = (".png", ".html", ".csv", ".json")
-_WIDEST_NAME, _WIDEST_CELL = 28, 30  # Columns of the terminal.
+_WIDEST_NAME, _WIDEST_CELL = 32, 30  # Columns of the terminal.
 
 Sections = dict[str, dict[str, Any]]
 """What there is to say of a run: by section and name."""
@@ -252,7 +252,7 @@ def add_significance(runs: Sequence[Run]) -> list[str]:
             section[metric.title] = f"{estimate.score:.2f} ± {estimate.interval:.2f}"
             if run is not first:
                 difference, p = estimate.score - found[0].score, p_value(found[0], estimate)
-                section[f"{metric.title} - {first.name}"] = f"{difference:+.2f}, p = {p:.3f}"
+                section[f"{metric.title} against {first.name}"] = f"{difference:+.2f}, p = {p:.3f}"
         lines.append(f"{metric.title}: {metric.signature}")
     return [*lines, "±: 95 % of the resamples; p: paired bootstrap resampling (Koehn, 2004)"]
 

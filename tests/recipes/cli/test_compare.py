@@ -226,9 +226,9 @@ def test_translators_are_compared_by_paired_bootstrap_on_the_same_test_sentences
     rows = _rows(text)
     assert rows["test sentences"] == ["6", "6", "6"]
     assert rows["BLEU"][0] == rows["BLEU"][2] != rows["BLEU"][1]
-    assert rows["BLEU - bad"][1] == "+0.00, p = 1.000"
-    assert rows["BLEU - bad"][0].startswith("+")
-    assert rows["BLEU - bad"][0].endswith("p = 0.001")
+    assert rows["BLEU against bad"][1] == "+0.00, p = 1.000"
+    assert rows["BLEU against bad"][0].startswith("+")
+    assert rows["BLEU against bad"][0].endswith("p = 0.001")
     assert "BLEU: nrefs:1|bs:1000|seed:12345|case:mixed|eff:no|tok:13a|smooth:exp|version:" in text
     assert json.loads(Path("table.json").read_text())[1]["translations"]["BLEU"] == rows["BLEU"][1]
 
