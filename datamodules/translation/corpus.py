@@ -384,7 +384,7 @@ def prepare_corpus(
 
     Args:
         files: of "train", which is split, and of "val" and "test", which are used whole: `max_length` and `prefixes`
-            of `keep` are not theirs.
+            of `keep` are not theirs. Without "train" there are no counts of tokens.
         titles: what each part is called.
         val, test, seed, train_share: of the split, see `split_by_source`.
     """
@@ -395,14 +395,16 @@ def prepare_corpus(
         for part, of_part in files.items()
     }
     hashes = dict(zip(infos, builder.hashes))
-    rows = split_by_source(hashes["train"], val, test, train_share)
-    start = infos["train"].kept
-    for part, info in list(infos.items())[1:]:
-        rows[part] = torch.arange(start, start := start + info.kept)
-    info = infos.pop("train")
+    rows = split_by_source(hashes.get("train", np.zeros(0, dtype=np.uint64)), val, test, train_share)
+    start = 0
+    for part, info in infos.items():
+        if part != "train":
+            rows[part] = torch.arange(start, start + info.kept)
+        start += info.kept
+    info = infos.pop("train", next(iter(infos.values())))
     (source, source_tokens), (target, target_tokens) = builder.source.packed(), builder.target.packed()
     counts = source.counts(rows["train"], len(source_tokens)), target.counts(rows["train"], len(target_tokens))
-    notes = builder.notes + _note_shared(hashes, rows["train"])
+    notes = builder.notes + (_note_shared(hashes, rows["train"]) if "train" in hashes else [])
     held_out = torch.cat((rows["val"], rows["test"])).tolist()
     texts = {row: builder.texts[row] for row in held_out if row in builder.texts}
     return Corpus(info, infos, source, target, source_tokens, target_tokens, counts, rows, texts, notes)

@@ -179,6 +179,7 @@ class TranslationDataModule(BaseDataModule):
 
     free_parameters = DataContract.free_parameters | {"max_tokens", "cache_dir"}
     tokens_parameter = "max_tokens"
+    restored_before_setup = True
 
     hparams: TranslationDataParameters
 
@@ -275,6 +276,8 @@ class TranslationDataModule(BaseDataModule):
         self.save_hyperparameters()
         self.batch_size = batch_size
         self._corpus: Corpus | None = None
+        # The part that has files of its own and is read without the training files.
+        self._alone: str | None = None
         self._vocabularies: tuple[AnyVocabulary, AnyVocabulary] | None = None
         self._pairs: PackedPairs | None = None
         self.normalisation: Normalisation = normalisation
@@ -372,7 +375,7 @@ class TranslationDataModule(BaseDataModule):
                 options.on_bad_lines,
                 options.on_long_sentences,
             )
-            parts = [part for part in _FILES if part == "train" or self._has_files(part)]
+            parts = [self._alone] if self._alone else [p for p in _FILES if p == "train" or self._has_files(p)]
             files = {part: self._files(part) for part in parts}
             titles = {part: self._title(part) for part in parts}
             split: dict[str, Any] = {"val": self._fraction("val"), "test": self._fraction("test")}
@@ -381,7 +384,7 @@ class TranslationDataModule(BaseDataModule):
             def read() -> Corpus:
                 return prepare_corpus({part: self._read(part) for part in parts}, titles, keep, **split)
 
-            if options.cache_dir and self._has_files("train"):
+            if options.cache_dir and self._has_files("train") and not self._alone:
                 how = asdict(keep) | split | {name: options[name] for name in ("columns", "reverse")}
                 names = [name for of_part in files.values() for side in of_part for name in side]
                 key = corpus_key(names, how | {"files": files})
@@ -411,11 +414,18 @@ class TranslationDataModule(BaseDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Read the corpus for "fit", "validate" and "test"; "predict" needs a checkpoint only."""
+        """Read the corpus for "fit", "validate" and "test"; "predict" needs a checkpoint only.
+
+        With the vocabularies of a checkpoint, a part that has files of its own is read without the training files.
+        """
         if stage == "predict":
             return
-        corpus = self._load()
         part = {"fit": "train", "validate": "val", "test": "test"}[stage]
+        can_be_alone = part != "train" and self._vocabularies is not None and self._has_files(part)
+        alone = part if can_be_alone and (self._corpus is None or self._alone) else None
+        if alone != self._alone:
+            self._alone, self._corpus, self._pairs = alone, None, None
+        corpus = self._load()
         wanted = part == "train" or self._fraction(part) > 0
         if wanted and not len(corpus.rows[part]):
             raise UserError(

@@ -315,6 +315,26 @@ def test_training_pairs_with_a_held_out_source_are_counted_and_kept(tmp_path: Pa
     assert "the test files, too" not in caplog.text
 
 
+def test_with_a_checkpoints_vocabularies_a_part_with_files_is_read_alone(tmp_path: Path) -> None:
+    held = _file(tmp_path, "un deux\tone two\n", "neuf\tnine\n", name="held.tsv")
+    trained = _data(tmp_path, test_file=held)
+    state = trained.state_dict()
+    data = TranslationDataModule(str(tmp_path / "missing.tsv"), test_file=held, subwords="none")
+    data.load_state_dict(state)
+    data.setup("test")
+    assert data.sizes == {"train": 0, "val": 0, "test": 2}
+    assert data.vocabularies() == trained.vocabularies()
+    found, expected = (list(each.test_dataloader()) for each in (data, trained))
+    assert torch.equal(found[0].source, expected[0].source)
+    assert torch.equal(found[0].target, expected[0].target)
+    assert data.target_texts(found[0].numbers) == trained.target_texts(expected[0].numbers)
+    with pytest.raises(UserError, match="there is no file"):
+        data.setup("validate")
+    _file(tmp_path, *_lines(), name="missing.tsv")
+    data.setup("fit")
+    assert data.sizes == trained.sizes
+
+
 def test_a_part_without_files_is_held_out_of_the_training_files(tmp_path: Path) -> None:
     files = _write_parts(tmp_path)
     data = TranslationDataModule(files["data_file"], val_file=files["val_file"], subwords="none")
