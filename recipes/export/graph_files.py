@@ -1,7 +1,8 @@
 """Files of a network with its computation: TorchScript, ONNX, and torch.export's pt2."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,34 @@ def _dynamic_shapes(graph: Graph) -> tuple[dict[int, Any], ...]:
     return tuple({axis: dims[name] for axis, name in put.dynamic.items()} for put in graph.inputs)
 
 
-def _write_pt2(graph: Graph, path: Path, metadata: Mapping[str, Any]) -> GraphRunner:
+@contextmanager
+def _loops_of_any_length() -> Iterator[None]:
+    """Trace GRU and LSTM layers for any length; torch.export's own loop over the tokens fixes that of the example.
+
+    The file holds whole layers, not these loops: they only tell torch.export the shapes.
+    """
+    from torch.export import _patches  # As torch.onnx does; no public name offers it.
+
+    def forget() -> None:
+        for op in (torch.ops.aten.gru.input, torch.ops.aten.lstm.input):
+            op._dispatch_cache.clear()  # Else what was traced first in a process is traced ever after.
+
     try:
-        program = torch.export.export(graph.module, graph.example(2), dynamic_shapes=_dynamic_shapes(graph))
+        with _patches.register_gru_while_loop_decomposition(), _patches.register_lstm_while_loop_decomposition():
+            forget()
+            yield
+    finally:
+        forget()
+
+
+def _write_pt2(graph: Graph, path: Path, metadata: Mapping[str, Any]) -> GraphRunner:
+    recurrent = any(isinstance(module, nn.RNNBase) for module in graph.module.modules())
+    try:
+        with _loops_of_any_length() if recurrent else nullcontext():
+            program = torch.export.export(graph.module, graph.example(2), dynamic_shapes=_dynamic_shapes(graph))
     except Exception as error:
-        if any(isinstance(module, nn.RNNBase) for module in graph.module.modules()):
-            raise UserError("torch.export unrolls recurrent layers for one length; pass --format onnx") from error
+        if recurrent:
+            raise UserError("this torch.export unrolls recurrent layers for one length; pass --format onnx") from error
         raise
     with path.open("wb") as file:  # By name it has to end in .pt2.
         torch.export.save(program, file, extra_files={_METADATA_FILE: json.dumps(metadata)})

@@ -1,7 +1,9 @@
 """Exports hold the network of the checkpoint: they compute the same, on batches of other sizes too."""
 
 import json
+import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -227,6 +229,8 @@ class ChangingTranslator(Seq2SeqTranslator):
         ({"cell": "lstm", "num_layers": 2, "input_feeding": True}, "torchscript"),
         ({"network": "transformer", "num_layers": 2}, "torchscript"),
         ({"network": "transformer", "num_layers": 2}, "pt2"),
+        ({}, "pt2"),
+        ({"cell": "lstm", "num_layers": 2, "input_feeding": True}, "pt2"),
     ],
     ids=str,
 )
@@ -256,10 +260,36 @@ def test_a_translator_is_exported_as_an_encoder_and_a_step_of_the_decoder(option
     assert torch.allclose(torch.stack(logits, 1).flatten(0, 1), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_gru_is_not_written_as_pt2(tmp_path: Path):
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_a_recurrent_encoder_in_pt2_takes_any_batch_and_length(cell: str, tmp_path: Path):
+    recipe = Seq2SeqTranslator(**SIZES, cell=cell).eval()
+    torch.save({"state_dict": recipe.state_dict()}, tmp_path / "best.ckpt")
+    folder = export(Seq2SeqTranslator(**SIZES, cell=cell), str(tmp_path / "best.ckpt"), "pt2").path
+    encoder, expected = torch.export.load(str(folder / "encoder.pt2")).module(), recipe.graphs()[0].module
+    with torch.no_grad():
+        for batch, length in [(1, 1), (1, 2), (5, 1), (2, 3), (3, 40)]:
+            source = torch.randint(4, 11, (batch, length))
+            source[-1, (length + 1) // 2 :] = 0
+            found = encoder(source)
+            for name, value in expected(source).items():
+                torch.testing.assert_close(found[name], value, msg=f"{name}, {batch} x {length}")
+
+
+def test_recurrent_layers_that_torch_fixes_to_one_length_are_refused_and_leave_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     torch.save({"state_dict": Seq2SeqTranslator(**SIZES).state_dict()}, tmp_path / "best.ckpt")
-    with pytest.raises(UserError, match="unrolls recurrent layers for one length; pass --format onnx"):
-        export(Seq2SeqTranslator(**SIZES), str(tmp_path / "best.ckpt"), "pt2")
+
+    def write() -> Path:
+        return export(Seq2SeqTranslator(**SIZES), str(tmp_path / "best.ckpt"), "pt2").path
+
+    shutil.rmtree(write())
+    with monkeypatch.context() as patch:
+        patch.setattr("recipes.export.graph_files._loops_of_any_length", nullcontext)
+        with pytest.raises(UserError, match="unrolls recurrent layers for one length; pass --format onnx"):
+            write()
+    assert [file.name for file in tmp_path.iterdir()] == ["best.ckpt"]
+    assert write().is_dir()  # After torch has traced the layers in its own way.
 
 
 def test_of_an_export_of_several_files_all_are_written_or_none(tmp_path: Path):
