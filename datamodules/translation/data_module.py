@@ -143,7 +143,8 @@ class TranslationDataModule(BaseDataModule):
         columns: the columns or keys of source and target in files of pairs, by name or by number from 1, as in
             '[en, fr]'; by default what the first line names, or the first two.
         reverse: translate from the second column into the first.
-        max_length: longest sentence kept, in tokens with the end mark, on both sides.
+        max_length: longest sentence kept, on both sides, in words with the end mark, also with `subwords`, which are
+            learnt from what is kept. `max_tokens` limits the tokens of a batch, and so its memory.
         prefixes: keep pairs of which one side begins with one of these; "tutorial" means the English beginnings of
             PyTorch's translation tutorial.
         normalisation: "unicode" keeps every script and makes tokens of punctuation; "none" only splits at spaces;

@@ -423,6 +423,15 @@ def test_sentences_over_the_limit_are_skipped_with_a_count_or_refused(tmp_path: 
         _data(tmp_path, *lines, max_length=3, on_long_sentences="error")
 
 
+def test_the_limit_counts_words_and_the_end_mark_and_not_subwords(tmp_path: Path) -> None:
+    words = ["abcdefghij", "klmnopqrst", "uvwxyzabcd", "zyxwvutsrq", "ponmlkjihg"]
+    kept = [f"{a} {b} {a[:n]}\t{b} {a}\n" for n in range(1, 9) for a in words for b in words]
+    data = _data(tmp_path, *kept, "a b c d\te\n", subwords="bpe", vocab_size=290, max_length=4)
+    assert data.left_out["over max_length=4"] == 1
+    assert data.info.kept == len(kept)
+    assert max(int(batch.source_lengths.max()) for batch in data.train_dataloader()) > 4
+
+
 @pytest.mark.parametrize(
     ("contents", "options", "reason"),
     [
