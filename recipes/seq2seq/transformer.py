@@ -224,8 +224,8 @@ class TransformerNet(TranslationNetwork[KeyValueCache]):
         encoded = Encoded(self.source_values(x), self.source_keys(x), mask)
         return encoded, KeyValueCache(encoded.keys.new_zeros(source.shape[0], 0, 2 * self.layers * self.width))
 
-    def _decode(self, tokens: Tensor, cache: Tensor | None, encoded: Encoded) -> tuple[Tensor, Tensor, Tensor]:
-        """Of tokens (batch, time): the decoder's output, their keys and values in all layers, the last queries."""
+    def _decode(self, tokens: Tensor, cache: Tensor | None, encoded: Encoded) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Of tokens (batch, time): the decoder's output, their keys and values in each layer, the last queries."""
         x = self._embed(self.target_embedding, tokens, 0 if cache is None else cache.shape[1])
         past = [None] * self.layers if cache is None else cache.chunk(self.layers, 2)
         sides = zip(encoded.memory.chunk(self.layers, 2), encoded.keys.chunk(self.layers, 2), strict=True)
@@ -233,7 +233,7 @@ class TransformerNet(TranslationNetwork[KeyValueCache]):
         for layer, before, (values, keys) in zip(self.decoder, past, sides, strict=True):
             x, own, queries = layer(x, before, Encoded(values, keys, encoded.mask))
             new.append(own)
-        return x, torch.cat(new, 2), queries
+        return x, new, queries
 
     @override
     def step(
@@ -241,7 +241,8 @@ class TransformerNet(TranslationNetwork[KeyValueCache]):
     ) -> tuple[Tensor, KeyValueCache, Tensor | None]:
         x, new, queries = self._decode(tokens.unsqueeze(1), state.cache, encoded)
         weights = self.heads.weights(queries, encoded.keys[:, :, -self.width :], encoded.mask)
-        after = KeyValueCache(torch.cat((state.cache.to(new.dtype), new), 1))
+        added = torch.cat(new, 2)
+        after = KeyValueCache(torch.cat((state.cache.to(added.dtype), added), 1))
         return self.decoder_norm(x).squeeze(1), after, weights.squeeze(1)
 
     @override
