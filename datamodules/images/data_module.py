@@ -347,9 +347,9 @@ class ImageFolderDataModule(ClassificationDataModule):
         fractions = {"test": self.hparams.test_fraction, "val": self.hparams.val_fraction}
         fractions = {held_out: share for held_out, share in fractions.items() if held_out not in own and share}
         rows = split_by_class(train.targets, self._info.classes, fractions, self.hparams.seed)
-        samples = train.select(rows[part]) if part in rows else Samples([], [])
+        samples = train.select(rows[part]) if part in rows else train.select(torch.empty(0, dtype=torch.int64))
         if part == "train" and (share := self.hparams.train_share) < 1:
-            samples = samples.select(share_of_each(torch.tensor(samples.targets), share, self.hparams.seed).tolist())
+            samples = samples.select(share_of_each(samples.targets, share, self.hparams.seed))
         return samples
 
     def _add(self, part: str, samples: Samples) -> None:
@@ -360,7 +360,7 @@ class ImageFolderDataModule(ClassificationDataModule):
             # Twice the side: a crop of a quarter of the area still has a pixel for each of the network's.
             budget = self._budget if part != "predict" else None
             images = ImageFiles(samples.images, 2 * self.image_size, budget, _cores() // self._processes_here or 1)
-        self._parts[part] = (images, torch.tensor(samples.targets, dtype=torch.int64))
+        self._parts[part] = (images, samples.targets)
 
     @override
     def setup(self, stage: str) -> None:
@@ -453,7 +453,7 @@ class ImageFolderDataModule(ClassificationDataModule):
         """The images named by ``predict_inputs`` and their numbers, without those that cannot be read."""
         # Not at set-up: a checkpoint that is read later may hold the size of the images.
         given = self._given
-        self._add("predict", Samples(given.contents, list(range(len(given)))))
+        self._add("predict", Samples(given.contents, torch.arange(len(given))))
         self._predict_loader = self._evaluation_loader("predict", self._rank, self._world_size)
         # They get a row each.
         self._predict_loader.warn_unreadable = False

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from datamodules.errors import UserError
+from datamodules.loading.file_table import FileTable
 from datamodules.loading.heic import prepare_to_read
 from datamodules.loading.unpacking import MOST_PIXELS, check_pixels
 
@@ -54,14 +57,27 @@ _TURNS = {
 }
 
 
-def _open(source: str | Path | Image.Image) -> AbstractContextManager[Image.Image]:
+class _File(NamedTuple):
+    """A file of a table."""
+
+    table: FileTable
+    row: int
+
+    def __str__(self) -> str:
+        return self.table[self.row]
+
+
+def _open(source: str | Path | Image.Image | _File) -> AbstractContextManager[Image.Image]:
     if isinstance(source, Image.Image):
         return nullcontext(source)
+    if isinstance(source, _File):
+        prepare_to_read(str(source))
+        return Image.open(BytesIO(source.table.read(source.row)))
     prepare_to_read(source)
     return Image.open(source)
 
 
-def _decode(source: str | Path | Image.Image, short_side: int, most_pixels: int) -> Tensor:
+def _decode(source: str | Path | Image.Image | _File, short_side: int, most_pixels: int) -> Tensor:
     with _open(source) as image:
         size = _reduced(image.size, short_side)
         if size != image.size:
@@ -83,7 +99,7 @@ def _decode(source: str | Path | Image.Image, short_side: int, most_pixels: int)
     return pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1)
 
 
-def load_image(path: str | Path | Image.Image, short_side: int, most_pixels: int = MOST_PIXELS) -> Tensor:
+def load_image(path: str | Path | Image.Image | _File, short_side: int, most_pixels: int = MOST_PIXELS) -> Tensor:
     """An image of any size and mode, upright, in colour and on white, its short side reduced to `short_side` at most.
 
     Args:
@@ -99,7 +115,7 @@ def load_image(path: str | Path | Image.Image, short_side: int, most_pixels: int
     try:
         return _decode(path, short_side, most_pixels)
     except UnidentifiedImageError:
-        empty = Path(str(path)).stat().st_size == 0
+        empty = (path.table.stamp(path.row)[0] if isinstance(path, _File) else Path(str(path)).stat().st_size) == 0
         reason = "the file is empty" if empty else "its content is not an image"
     except OSError as error:
         reason = error.strerror or str(error)
@@ -129,9 +145,13 @@ class ImageFiles:
     """
 
     def __init__(
-        self, files: Sequence[str | Image.Image], short_side: int, budget: MemoryBudget | None = None, threads: int = 1
+        self,
+        files: FileTable | Sequence[str | Image.Image],
+        short_side: int,
+        budget: MemoryBudget | None = None,
+        threads: int = 1,
     ) -> None:
-        self.files, self.short_side, self.budget, self.threads = list(files), short_side, budget, threads
+        self.files, self.short_side, self.budget, self.threads = files, short_side, budget, threads
         self.unreadable: dict[int, str] = {}
         self._kept = torch.empty(0, dtype=torch.uint8)
         self._places: dict[int, tuple[int, int, int]] = {}
@@ -151,7 +171,10 @@ class ImageFiles:
             return pixels.view(height, width, 3).permute(2, 0, 1)
         if row in self.unreadable:
             raise UnreadableImage(self.unreadable[row])
-        return load_image(self.files[row], self.short_side)
+        return load_image(self._source(row), self.short_side)
+
+    def _source(self, row: int) -> str | Image.Image | _File:
+        return _File(self.files, row) if isinstance(self.files, FileTable) else self.files[row]
 
     def prepare(self) -> None:
         """Decode what fits into the budget, the first time; the headers of the files say how much that is."""
@@ -159,9 +182,9 @@ class ImageFiles:
             return
         budget, self.budget = self.budget, None
         rows, starts, rooms, total = [], [], [], 0
-        for row, file in enumerate(self.files):
+        for row in range(len(self)):
             try:
-                with _open(file) as image:
+                with _open(self._source(row)) as image:
                     width, height = _reduced(image.size, self.short_side)
             except Exception:
                 # The error is reported when it is decoded.
@@ -191,7 +214,7 @@ class ImageFiles:
 
     def _keep(self, row: int, start: int, room: int) -> None:
         try:
-            pixels = load_image(self.files[row], self.short_side).permute(1, 2, 0)
+            pixels = load_image(self._source(row), self.short_side).permute(1, 2, 0)
         except UnreadableImage as error:
             self.unreadable[row] = str(error)
             return

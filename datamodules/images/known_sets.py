@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from datamodules.loading.file_table import FileTable
 from datamodules.mnist.data_module import load_digits
 
 __all__ = ["IMAGE_SETS", "ImageSetInfo", "Samples", "read_digits", "read_torchvision"]
@@ -61,15 +62,21 @@ IMAGE_SETS = {
 
 @dataclass(frozen=True)
 class Samples:
-    """A part of a set: paths or images in memory, or uint8 images of shape (n, 3, height, width), and their classes."""
+    """A part of a set.
 
-    images: Sequence[str | Image.Image] | Tensor
-    targets: list[int]
+    Attributes:
+        images: files, images in memory, or uint8 of shape (n, 3, height, width).
+        targets: the classes' numbers, int64 of shape (n,).
+    """
 
-    def select(self, rows: list[int]) -> "Samples":
+    images: FileTable | Sequence[str | Image.Image] | Tensor
+    targets: Tensor
+
+    def select(self, rows: Tensor) -> "Samples":
+        """Those of some numbers, int64 of shape (m,)."""
         images = self.images
-        chosen = images[torch.tensor(rows)] if isinstance(images, Tensor) else [images[row] for row in rows]
-        return Samples(chosen, [self.targets[row] for row in rows])
+        assert isinstance(images, (FileTable, Tensor))
+        return Samples(images[rows] if isinstance(images, Tensor) else images.select(rows), self.targets[rows])
 
 
 def read_torchvision(name: str, part: str, data_dir: str, download: bool) -> tuple[Samples, tuple[str, ...]]:
@@ -82,12 +89,12 @@ def read_torchvision(name: str, part: str, data_dir: str, download: bool) -> tup
     arguments = dict(info.splits)[part]
     found = source(data_dir, download=download, **arguments)
     if name.startswith("cifar"):
-        samples = Samples(torch.from_numpy(found.data).permute(0, 3, 1, 2), list(found.targets))
+        samples = Samples(torch.from_numpy(found.data).permute(0, 3, 1, 2), torch.tensor(found.targets))
     elif name == "pets":
         samples = _read_pets(Path(data_dir).expanduser(), arguments["split"])
     else:
         files, labels = zip(*(found[row] for row in range(len(found))))
-        samples = Samples(list(files), list(labels))
+        samples = Samples(FileTable(files), torch.tensor(labels))
     return samples, tuple(found.classes)
 
 
@@ -95,11 +102,12 @@ def _read_pets(data_dir: Path, split: str) -> Samples:
     """Files and classes from the set's own lists: torchvision's class would decode every image to tell its class."""
     folder = data_dir / "oxford-iiit-pet"
     rows = [line.split() for line in (folder / "annotations" / f"{split}.txt").read_text().splitlines()]
-    return Samples([str(folder / "images" / f"{row[0]}.jpg") for row in rows], [int(row[1]) - 1 for row in rows])
+    files = FileTable((f"{row[0]}.jpg" for row in rows), root=str(folder / "images") + "/")
+    return Samples(files, torch.tensor([int(row[1]) - 1 for row in rows]))
 
 
 def read_digits(part: str) -> Samples:
     """The bundled digits as small colour images, most of their empty margin cut off."""
     images, labels = load_digits()[part]
     large = F.interpolate(images[:, None, 2:26, 2:26].float(), size=(32, 32), mode="bilinear", align_corners=False)
-    return Samples(large.round().to(torch.uint8).expand(-1, 3, -1, -1), labels.tolist())
+    return Samples(large.round().to(torch.uint8).expand(-1, 3, -1, -1), labels.long())

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from datamodules.errors import UserError
+from datamodules.loading.file_table import FileTable
 from datamodules.loading.heic import HEIC
 from datamodules.loading.image_tree import PARTS, ImageTree, has_part_folders, images_below, is_image, scan_tree
 from datamodules.loading.text_files import NOT_UTF8, Faults, csv_rows, read_lines, text_suffix
@@ -164,7 +167,8 @@ def read_lists(files: dict[str, Path], on_faults: Literal["error", "skip"] | Non
                 f" {unknown[0][0]}; expected only {', '.join(classes[:10])}{', ...' * (len(classes) > 10)}"
             )
         if of_part:
-            parts[part] = ([file for _, file, _ in of_part], [numbers[label] for _, _, label in of_part])
+            targets = torch.tensor([numbers[label] for _, _, label in of_part])
+            parts[part] = (FileTable(file for _, file, _ in of_part), targets)
     for part in ("val", "test"):
         if both := set(parts["train"][0]) & set(parts.get(part, ((), ()))[0]):
             notes.append(f"{len(both):,} files are in train and in {part}, such as {min(both)}")

@@ -6,7 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from datamodules.errors import UserError
+from datamodules.loading.file_table import FileTable
 from datamodules.loading.heic import HEIC, reads_heic
 from datamodules.loading.randomness import permutation
 
@@ -33,13 +37,14 @@ class ImageTree:
 
     Attributes:
         classes: names of the classes that have images to train on, sorted.
-        parts: the files, sorted, and their classes' numbers: of "train", and of "val" and "test" where they exist.
+        parts: the files, sorted, and their classes' numbers, int64 of shape (n,): of "train", and of "val" and "test"
+            where they exist.
         notes: remarks for the user, a line each.
         left_out: how many files or rows are not used, by reason.
     """
 
     classes: tuple[str, ...]
-    parts: dict[str, tuple[list[str], list[int]]]
+    parts: dict[str, tuple[FileTable, Tensor]]
     notes: list[str]
     left_out: dict[str, int] = field(default_factory=dict)
 
@@ -186,28 +191,32 @@ def scan_tree(folder: str | Path) -> ImageTree:
     parts = {}
     for part, by_class in found.items():
         pairs = [(file, number) for number, name in enumerate(classes) for file in by_class.get(name, ())]
-        parts[part] = ([file for file, _ in pairs], [number for _, number in pairs])
+        parts[part] = (FileTable(file for file, _ in pairs), torch.tensor([number for _, number in pairs]))
     return ImageTree(classes, parts, notes, left_out_by_ending(ignored))
 
 
 def split_by_class(
-    targets: Sequence[int], classes: Sequence[str], fractions: dict[str, float], seed: int
-) -> dict[str, list[int]]:
+    targets: Tensor, classes: Sequence[str], fractions: dict[str, float], seed: int
+) -> dict[str, Tensor]:
     """Sorted sample numbers of "train" and of each part in `fractions`, which takes its share of every class.
 
     A function of the seed, the classes' names and the order of their samples. A class with two samples or more is in
     each part, as far as they suffice; training keeps one at least.
+
+    Args:
+        targets: the classes' numbers, int64 of shape (n,).
+
+    Returns:
+        int64 of shape (samples,) by part.
     """
-    parts: dict[str, list[int]] = {"train": [], **{part: [] for part in fractions}}
-    members: dict[int, list[int]] = {}
-    for row, target in enumerate(targets):
-        members.setdefault(target, []).append(row)
-    for target, rows in members.items():
-        order = [rows[i] for i in permutation(len(rows), seed, f"split {classes[target]}").tolist()]
+    parts: dict[str, list[Tensor]] = {"train": [], **{part: [] for part in fractions}}
+    numbers, counts = targets.unique(return_counts=True)
+    for number, rows in zip(numbers.tolist(), targets.argsort(stable=True).split(counts.tolist())):
+        order = rows[permutation(len(rows), seed, f"split {classes[number]}")]
         for part, fraction in fractions.items():
             wanted = max(round(len(rows) * fraction), 1) if fraction else 0
             held_out = min(wanted, len(order) - 1)
-            parts[part] += order[:held_out]
+            parts[part].append(order[:held_out])
             order = order[held_out:]
-        parts["train"] += order
-    return {part: sorted(rows) for part, rows in parts.items()}
+        parts["train"].append(order)
+    return {part: torch.cat(rows).sort().values for part, rows in parts.items()}

@@ -480,7 +480,7 @@ class MNISTDataModule(ClassificationDataModule):
         own = self._own_images()
         fractions = {"test": self.hparams.test_fraction, "val": self.hparams.val_fraction}
         fractions = {part: share for part, share in fractions.items() if part not in own.labels and share}
-        split = split_by_class(own.labels["train"].tolist(), own.classes, fractions, self.hparams.seed)
+        split = split_by_class(own.labels["train"], own.classes, fractions, self.hparams.seed)
         for part in wanted:
             source = part if part in own.labels else "train"
             if source not in self._parts:
@@ -488,7 +488,7 @@ class MNISTDataModule(ClassificationDataModule):
             if part == source != "train":
                 self._rows[part] = torch.arange(len(own.labels[part]))
             else:
-                rows = torch.tensor(split.get(part, ()), dtype=torch.int64)
+                rows = split.get(part, torch.empty(0, dtype=torch.int64))
                 self._rows[part] = self._share_of(rows, own.labels["train"]) if part == "train" else rows
 
     def _share_of(self, rows: Tensor, labels: Tensor) -> Tensor:

@@ -364,6 +364,6 @@ def read_own_images(place: str | Path) -> OwnImages:
         place.resolve().name,
         found.classes,
         {part: _Files(files) for part, (files, _) in found.parts.items()},
-        {part: torch.tensor(labels) for part, (_, labels) in found.parts.items()},
+        {part: labels for part, (_, labels) in found.parts.items()},
         found.left_out,
     )

@@ -1,3 +1,4 @@
+import hashlib
 import logging
 import multiprocessing
 import os
@@ -17,7 +18,10 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.images.data_module import ImageFolderDataModule, _normalise
 from datamodules.images.files import ImageFiles, MemoryBudget, UnreadableImage, load_image
+from datamodules.images.known_sets import Samples
+from datamodules.loading.file_table import FileTable
 from datamodules.loading.image_tree import scan_tree, split_by_class
+from datamodules.loading.sampling import share_of_each
 from datamodules.loading.worker_loaders import BatchRequest
 from tests.support.ranks import run_ranks
 
@@ -301,7 +305,7 @@ def test_a_folder_of_class_folders_is_split_by_class_and_seed(tree, tmp_path):
     def parts(**options: Any) -> dict[str, list[str]]:
         data = _data(folder, val_fraction=0.2, **options)
         data.setup("test")
-        return {part: images.files for part, (images, targets) in data._parts.items() if len(targets)}
+        return {part: list(images.files) for part, (images, targets) in data._parts.items() if len(targets)}
 
     found = parts(test_fraction=0.1)
     assert {part: len(files) for part, files in found.items()} == {"train": 21, "val": 6, "test": 3}
@@ -314,13 +318,28 @@ def test_a_folder_of_class_folders_is_split_by_class_and_seed(tree, tmp_path):
 
 
 def test_a_class_of_few_images_keeps_one_to_train_on():
-    classes, targets = ("a", "b", "c"), [0, 1, 1, 2, 2, 2]
+    classes, targets = ("a", "b", "c"), torch.tensor([0, 1, 1, 2, 2, 2])
     rows = split_by_class(targets, classes, {"test": 0.5, "val": 0.4}, seed=1)
-    assert sorted(sum(rows.values(), [])) == list(range(6))
-    assert {targets[row] for row in rows["train"]} == {0, 1, 2}
+    assert sorted(torch.cat(list(rows.values())).tolist()) == list(range(6))
+    assert set(targets[rows["train"]].tolist()) == {0, 1, 2}
     # Which ones does not depend on other classes.
-    again = split_by_class([0, 0, *targets[1:]], classes, {"test": 0.5, "val": 0.4}, seed=1)
-    assert [row - 1 for row in again["val"] if row > 1] == [row for row in rows["val"] if row > 0]
+    again = split_by_class(torch.tensor([0, 0, 1, 1, 2, 2, 2]), classes, {"test": 0.5, "val": 0.4}, seed=1)
+    assert [row - 1 for row in again["val"].tolist() if row > 1] == [row for row in rows["val"].tolist() if row > 0]
+
+
+def test_splits_are_those_of_earlier_versions_sample_by_sample():
+    targets = torch.tensor([(i * i * 7 + i // 5) % 4 for i in range(60)])
+    rows = split_by_class(targets, ("ant", "bee", "cow", "dog"), {"test": 0.1, "val": 0.25}, 3)
+    assert rows["test"].tolist() == [7, 15, 35, 38, 44, 51]
+    assert rows["val"].tolist() == [6, 11, 14, 16, 19, 21, 22, 25, 27, 40, 48, 54, 58, 59]
+    assert sorted(torch.cat(list(rows.values())).tolist()) == list(range(60))
+    targets = torch.tensor([(i * i * 7 + i // 3) % 37 % 11 for i in range(5000)])
+    rows = split_by_class(targets, [f"c{i}" for i in range(11)], {"test": 0.07, "val": 0.13}, 5)
+    few = Samples(FileTable(map(str, range(5000))), targets).select(rows["train"])
+    few = few.select(share_of_each(few.targets, 0.3, 5))
+    found = [[int(file) for file in few.images], *(rows[part].tolist() for part in ("train", "test", "val"))]
+    hashes = [hashlib.sha256(repr(numbers).encode()).hexdigest()[:16] for numbers in found]
+    assert hashes == ["1f551395bef2aa83", "486045a78134100e", "d6083b20ce8fabed", "8cf07f080ea5313c"]
 
 
 @pytest.mark.parametrize("spelling", ["valid", "validation", "Val"])

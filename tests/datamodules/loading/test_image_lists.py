@@ -67,7 +67,8 @@ def test_lists_of_paths_and_labels_are_read_however_they_are_written(pictures: P
     assert holds_images(pictures / place)
     found = find_images(pictures / place)
     assert found.classes == (("0", "1") if kind == "numbers in txt" else NAMES)
-    assert found.parts == {"train": _expected(pictures, "train"), "val": _expected(pictures, "val")}
+    listed = {part: (list(files), targets.tolist()) for part, (files, targets) in found.parts.items()}
+    assert listed == {"train": _expected(pictures, "train"), "val": _expected(pictures, "val")}
     assert (found.notes, found.left_out) == ([], {})
 
 

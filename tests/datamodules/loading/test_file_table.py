@@ -1,0 +1,59 @@
+"""The names of many files in a few tensors."""
+
+import pickle
+import sys
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import pytest
+import torch
+
+from datamodules.loading.file_table import FileTable
+
+NAMES = ["b/\u00e4 \U0001f41c.jpg", "a/1.jpg", "odd \udcff.png", "", "a/10.jpg"]
+
+
+def test_names_come_back_whatever_letters_they_have():
+    table = FileTable(NAMES, root="x/")
+    assert list(table) == [f"x/{name}" for name in NAMES]
+    assert [table[row] for row in range(-5, 5)] == [f"x/{name}" for name in NAMES] * 2
+    assert (len(table), list(table[1:4:2]), "x/a/10.jpg" in table) == (5, ["x/a/1.jpg", "x/"], True)
+    for row in (5, -6):
+        with pytest.raises(IndexError):
+            table[row]
+    assert (list(FileTable()), FileTable().digest()) == ([], FileTable(NAMES)[:0].digest())
+
+
+def test_selections_share_the_names_and_survive_pickling():
+    table = FileTable(NAMES)
+    chosen = table.select(torch.tensor([4, 0, 0])).select(torch.tensor([1, 0]))
+    assert list(chosen) == [NAMES[0], NAMES[4]]
+    assert chosen._bytes.data_ptr() == table._bytes.data_ptr()
+    for again in (pickle.loads(pickle.dumps(chosen)), pickle.loads(bytes(ForkingPickler.dumps(chosen)))):
+        assert list(again) == list(chosen)
+
+
+def test_equal_names_have_the_same_digest_and_others_do_not():
+    table = FileTable(["1", "2", "3"], root="a/")
+    assert table.digest() == FileTable(["/1", "/2", "/3"], root="a").digest()
+    assert table[:2].digest() == FileTable(["a/1", "a/2"]).digest()
+    others = [FileTable(["a/1", "a/23"]), FileTable(["a/2", "a/1"]), FileTable(["a/1", "a/2", ""]), table]
+    assert len({other.digest() for other in others} | {table[:2].digest()}) == 5
+
+
+def test_files_are_read_and_stamped_as_they_are_now(tmp_path: Path):
+    table = FileTable(["1", "2"], root=f"{tmp_path}/")
+    (tmp_path / "1").write_bytes(b"one")
+    before = table.stamp(0)
+    assert (table.read(0), before[0]) == (b"one", 3)
+    (tmp_path / "1").write_bytes(b"two")
+    assert (table.read(0), table.stamp(0) != before) == (b"two", True)
+    with pytest.raises(FileNotFoundError):
+        table.read(1)
+
+
+def test_names_take_little_memory_and_no_objects():
+    table = FileTable((f"n{row // 1000:08}/{row:08}.JPEG" for row in range(10_000)), root="/data/train/")
+    held = sum(value.nbytes for value in vars(table).values() if isinstance(value, torch.Tensor))
+    assert held < 50 * len(table)
+    assert sum(sys.getsizeof(value) for value in vars(table).values() if not isinstance(value, torch.Tensor)) < 200
