@@ -1,20 +1,52 @@
-"""torchvision's ResNets, cut into the stages that freezing, learning rates per layer and cached features refer to."""
+"""The networks that ``arch`` names, and the stages that freezing, learning rates and cached features refer to."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torchvision.models
 from torch import Tensor, nn
 from torchvision.models import ResNet
 
 from datamodules.errors import UserError
+from recipes.resnet.cifar import CIFAR_DEPTHS, build_cifar_resnet
 
-__all__ = ["ARCHITECTURES", "Stage", "build_resnet", "resnet_stages", "run_stages"]
+__all__ = ["ARCHITECTURES", "SMALL_NETWORKS", "Stage", "build_network", "build_resnet", "resnet_stages", "run_stages"]
 
 Stage = tuple[str, Sequence[nn.Module]]
 """A name, and the modules that run one after the other."""
 
-ARCHITECTURES = tuple(name for name in torchvision.models.list_models() if name.startswith(("res", "wide")))
+RESNETS = tuple(name for name in torchvision.models.list_models() if name.startswith(("res", "wide")))
 """resnet18 to resnet152, resnext and wide_resnet."""
+
+SMALL_NETWORKS: dict[str, Callable[[int], nn.Module]] = {
+    **{f"resnet{depth}": partial(build_cifar_resnet, depth) for depth in CIFAR_DEPTHS},
+    **{f"resnet{depth}b": partial(build_cifar_resnet, depth, projections=True) for depth in CIFAR_DEPTHS},
+}
+"""Networks of our own for images of about 32 pixels, by name: each is built from the number of classes."""
+
+ARCHITECTURES = (*SMALL_NETWORKS, *RESNETS)
+"""What `build_network` takes."""
+
+
+def build_network(arch: str, num_classes: int, small_images: bool = False) -> nn.Module:
+    """A network with new weights, which maps images of shape (batch, 3, height, width) to logits.
+
+    Args:
+        arch: one of `ARCHITECTURES`.
+        num_classes: number of logits.
+        small_images: as for `build_resnet`; `SMALL_NETWORKS` are made for them already.
+
+    Raises:
+        UserError: there is no such architecture.
+    """
+    if arch in SMALL_NETWORKS:
+        return SMALL_NETWORKS[arch](num_classes)
+    if arch not in ARCHITECTURES:
+        close = difflib.get_close_matches(arch, ARCHITECTURES) or ARCHITECTURES
+        raise UserError(f"no architecture {arch!r}; did you mean {', '.join(close)}?")
+    network: nn.Module = build_resnet(arch, num_classes, small_images)
+    return network
 
 
 def build_resnet(arch: str, num_classes: int, small_images: bool = False) -> ResNet:
@@ -23,21 +55,16 @@ def build_resnet(arch: str, num_classes: int, small_images: bool = False) -> Res
     The last normalisation of each block begins at zero, so that a block begins as the identity (Goyal et al., 2017).
 
     Args:
-        arch: one of `ARCHITECTURES`.
+        arch: one of `RESNETS`.
         num_classes: number of logits.
         small_images: begin with a 3 x 3 convolution instead of one of 7 x 7 that skips pixels, and without pooling, as
             the authors do for CIFAR: 32 pixels come to 4 before the mean over positions, not to 1.
-
-    Raises:
-        UserError: there is no such architecture.
 
     Example:
         >>> import torch
         >>> build_resnet("resnet18", num_classes=2)(torch.zeros(1, 3, 64, 64)).shape
         torch.Size([1, 2])
     """
-    if arch not in ARCHITECTURES:
-        raise UserError(f"no architecture {arch!r}; expected one of {', '.join(ARCHITECTURES)}")
     network: ResNet = torchvision.models.get_model(arch, num_classes=num_classes, zero_init_residual=True)
     if small_images:
         network.conv1 = nn.Conv2d(3, network.conv1.out_channels, 3, padding=1, bias=False)
@@ -46,13 +73,17 @@ def build_resnet(arch: str, num_classes: int, small_images: bool = False) -> Res
     return network
 
 
-def resnet_stages(network: ResNet) -> list[Stage]:
+def resnet_stages(network: nn.Module) -> list[Stage]:
     """The network from the images to the logits: run one after the other they are its forward pass."""
+    children = dict(network.named_children())
+    layers = [name for name in children if name.startswith("layer")]
+    stem = list(children)[: list(children).index(layers[0])]
+    head = list(children)[-1]
     return [
-        ("stem", [network.conv1, network.bn1, network.relu, network.maxpool]),
-        *((name, [getattr(network, name)]) for name in ("layer1", "layer2", "layer3", "layer4")),
-        ("pool", [network.avgpool, nn.Flatten(1)]),
-        ("fc", [network.fc]),
+        ("stem", [children[name] for name in stem]),
+        *((name, [children[name]]) for name in layers),
+        ("pool", [children["avgpool"], nn.Flatten(1)]),
+        (head, [children[head]]),
     ]
 
 

@@ -21,7 +21,7 @@ from recipes.optim import default_rate
 from recipes.parameter_groups import layer_groups
 from recipes.pretrained import imagenet_weights
 from recipes.resnet.feature_cache import FeatureCache
-from recipes.resnet.network import Stage, build_resnet, resnet_stages, run_stages
+from recipes.resnet.network import SMALL_NETWORKS, Stage, build_network, resnet_stages, run_stages
 
 __all__ = ["ResNetFineTuner"]
 
@@ -49,7 +49,8 @@ class ResNetFineTuner(Classifier):
     or, mixed, probabilities of shape (batch, classes).
 
     Args:
-        arch: resnet18 to resnet152, resnext or wide_resnet, by torchvision's name.
+        arch: resnet18 to resnet152, resnext or wide_resnet, by torchvision's name; resnet20, 32, 44, 56 or 110 for
+            images of about 32 pixels, and resnet20b and so on, whose shortcuts are 1 x 1 convolutions.
         num_classes: labels are 0 to this less one; by default as many as the data has.
         image_size: side of the images in pixels; by default the data's.
         weights: imagenet, a file (.pt, .pth, .ckpt, .safetensors) or none; by default none for the bundled digits.
@@ -99,6 +100,8 @@ class ResNetFineTuner(Classifier):
         weights = weights or "imagenet"
         image_size = image_size or 224
         new = weights == "none"
+        if arch in SMALL_NETWORKS:
+            self.last_block = "layer3"
         if freeze_until == "auto":
             freeze_until = None if new else self.last_block
         elif freeze_until == "none":
@@ -135,8 +138,7 @@ class ResNetFineTuner(Classifier):
     def build_network(self) -> nn.Module:
         """Maps floats of shape (batch, 3, height, width) to logits of shape (batch, num_classes)."""
         options = self.hparams
-        network: nn.Module = build_resnet(options.arch, options.num_classes, options.small_images)
-        return network
+        return build_network(options.arch, options.num_classes, options.small_images)
 
     def stages(self) -> list[Stage]:
         """The network in parts, from the images to the head: the units of learning rates and cached features."""

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
 
@@ -21,8 +22,9 @@ from datamodules.images.data_module import ImageFolderDataModule
 from recipes.cli import console
 from recipes.parameter_groups import layer_groups
 from recipes.resnet.feature_cache import frozen_stages
-from recipes.resnet.network import ARCHITECTURES, build_resnet, resnet_stages, run_stages
+from recipes.resnet.network import ARCHITECTURES, build_network, build_resnet, resnet_stages, run_stages
 from recipes.resnet.recipe import ResNetFineTuner
+from recipes.weights import load_weights, read_weights
 from tests.support.command_lines import Typed, type_line
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, on_ranks
@@ -103,16 +105,83 @@ def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
     return max(float((x - y).abs().max()) for x, y in pairs)
 
 
-@pytest.mark.parametrize("arch", ["resnet18", "resnet50"])
+# He et al., 2016, table 6, in millions; exactly, as `akamaster/pytorch_resnet_cifar10` counts them.
+@pytest.mark.parametrize(
+    ("depth", "parameters"), [(20, 269722), (32, 464154), (44, 658586), (56, 853018), (110, 1727962)]
+)
+def test_resnets_for_small_images_have_the_papers_number_of_parameters(depth, parameters):
+    network = build_network(f"resnet{depth}", num_classes=10)
+    assert sum(parameter.numel() for parameter in network.parameters()) == parameters
+
+
+def _published(shortcut: bool, head: str, lead: str) -> dict[str, torch.Tensor]:
+    """A state dict of a ResNet of 20 layers, written down from the names and shapes in published files."""
+    state: dict[str, torch.Tensor] = {}
+
+    def layer(name: str, norm: str, *shape: int) -> None:
+        state[f"{lead}{name}.weight"] = 0.1 * torch.randn(shape)
+        for part in ("weight", "bias", "running_mean", "running_var"):
+            state[f"{lead}{norm}.{part}"] = torch.rand(shape[0])
+        state[f"{lead}{norm}.num_batches_tracked"] = torch.tensor(7)
+
+    layer("conv1", "bn1", 16, 3, 3, 3)
+    for number, width in ((1, 16), (2, 32), (3, 64)):
+        for block in range(3):
+            at, before = f"layer{number}.{block}", width // 2 if number > 1 and block == 0 else width
+            layer(f"{at}.conv1", f"{at}.bn1", width, before, 3, 3)
+            layer(f"{at}.conv2", f"{at}.bn2", width, width, 3, 3)
+            if shortcut and before < width:
+                layer(f"{at}.downsample.0", f"{at}.downsample.1", width, before, 1, 1)
+    state[f"{lead}{head}.weight"], state[f"{lead}{head}.bias"] = torch.randn(10, 64), torch.randn(10)
+    return state
+
+
+def _by_functions(state: dict[str, torch.Tensor], images: torch.Tensor, head: str) -> torch.Tensor:
+    """The logits of such a network, computed from the paper's description."""
+
+    def norm(values: torch.Tensor, name: str) -> torch.Tensor:
+        parts = (state[f"{name}.{part}"] for part in ("running_mean", "running_var", "weight", "bias"))
+        return F.batch_norm(values, *parts)
+
+    x = norm(F.conv2d(images, state["conv1.weight"], padding=1), "bn1").relu()
+    for number in (1, 2, 3):
+        for block in range(3):
+            at, stride = f"layer{number}.{block}", 2 if number > 1 and block == 0 else 1
+            y = norm(F.conv2d(x, state[f"{at}.conv1.weight"], stride=stride, padding=1), f"{at}.bn1").relu()
+            y = norm(F.conv2d(y, state[f"{at}.conv2.weight"], padding=1), f"{at}.bn2")
+            if f"{at}.downsample.0.weight" in state:
+                x = norm(F.conv2d(x, state[f"{at}.downsample.0.weight"], stride=2), f"{at}.downsample.1")
+            elif stride == 2:
+                empty = torch.zeros(len(x), x.shape[1] // 2, *y.shape[2:])
+                x = torch.cat((empty, x[:, :, ::2, ::2], empty), dim=1)
+            x = (x + y).relu()
+    return F.linear(x.mean((2, 3)), state[f"{head}.weight"], state[f"{head}.bias"])
+
+
+@pytest.mark.parametrize(
+    ("arch", "shortcut", "head", "lead"), [("resnet20", False, "linear", "module."), ("resnet20b", True, "fc", "")]
+)
+def test_published_weights_of_resnets_for_small_images_load_by_name(tmp_path, arch, shortcut, head, lead):
+    torch.manual_seed(1)
+    state, images = _published(shortcut, head, lead), torch.randn(2, 3, 32, 32)
+    torch.save({"state_dict": state, "best_prec1": 91.7}, tmp_path / "published.th")
+    network = build_network(arch, num_classes=10).eval()
+    report = load_weights(network, read_weights(tmp_path / "published.th"), "published.th")
+    assert (report.skipped, report.new) == ({}, [])
+    bare = {name.removeprefix(lead): value for name, value in state.items()}
+    torch.testing.assert_close(network(images), _by_functions(bare, images, head), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "resnet50", "resnet20", "resnet20b"])
 def test_the_stages_one_after_the_other_are_the_network(arch):
-    network = build_resnet(arch, num_classes=3).eval()
+    network = build_network(arch, num_classes=3).eval()
     images = torch.randn(2, 3, 64, 64)
     assert torch.equal(network(images), run_stages(resnet_stages(network), images))
 
 
 def test_every_resnet_of_torchvision_is_offered_and_another_name_is_refused():
     assert {"resnet18", "resnet152", "resnext50_32x4d", "wide_resnet50_2"} <= set(ARCHITECTURES)
-    with pytest.raises(UserError, match=r"resnet19.*resnet18"):
+    with pytest.raises(UserError, match=r"resnet19.*mean.*resnet1"):
         ResNetFineTuner(arch="resnet19", num_classes=2)
 
 
