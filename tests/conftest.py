@@ -45,6 +45,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"{_NO_GPU}: no test marked cuda has run", yellow=True)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Caches on disk are those of the tests, in their processes, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def unpatched_loaders() -> Iterator[None]:
     """Lightning patches these classes while it asks for a loader, and leaves them so where that raises an error."""

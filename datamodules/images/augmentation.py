@@ -1,55 +1,81 @@
 """Augmentation by name, and MixUp and CutMix, as functions of (seed, epoch, sample) and of nothing else.
 
-torchvision's transforms draw from torch's global generator. Here it is seeded for each sample and put back afterwards,
-so that an image looks the same on any worker or rank, and the global generator does not change.
+The crop of an image is made where it is read: afterwards all images have one size. Flips, shifts, colours and mixtures
+then take a whole batch at a time, on the device. No step depends on which other samples share the batch.
 """
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from datamodules.errors import UserError
 from datamodules.images.files import UnreadableImage
-from datamodules.loading.randomness import derive_seed, derive_seed_at
+from datamodules.loading.normalise import Normalise
+from datamodules.loading.randomness import derive_seed, derive_seed_at, random_bits, uniform
 from datamodules.loading.worker_loaders import BatchRequest, LoadedBatch
 
 __all__ = [
     "AUGMENTATIONS",
-    "Augmentation",
+    "BatchAugmentation",
     "BatchReader",
+    "Crop",
     "Mixing",
-    "build_augmentation",
+    "adjust_colours",
     "centre_square",
+    "crop_box",
+    "decoded_side",
+    "is_small",
     "share_kept",
+    "shift_and_flip",
 ]
 
-Transform = Callable[[Tensor], Tensor]
+AUGMENTATIONS = ("none", "light", "standard", "randaugment")
 
 # Where every pixel counts, evaluation keeps the whole short side, and crops are mild.
 _SMALL = 64
 _KEPT = 7 / 8
+# The least share of the area that a random crop takes: the usual 0.08 is for runs of a hundred epochs.
+_LEAST_AREA = {"standard": 0.25, "randaugment": 0.08}
+_LEAST_AREA_SMALL = 0.64
+_COLOUR = 0.2
+_TRIES = 10
 
 
-def _resized_square(image: Tensor, top: int, left: int, side: int, size: int) -> Tensor:
-    from torchvision.transforms.v2.functional import resized_crop
-
-    resized: Tensor = resized_crop(image, top, left, side, side, [size, size], antialias=True)
-    return resized
+def is_small(size: int) -> bool:
+    """Whether images of `size` pixels are augmented as CIFAR's are, by shifts, and not by crops of photographs."""
+    return size < _SMALL
 
 
 def share_kept(size: int) -> float:
     """The share of an image's short side that evaluation keeps, for images of `size` pixels."""
-    return 1.0 if size < _SMALL else _KEPT
+    return 1.0 if is_small(size) else _KEPT
 
 
-def _side_kept(image: Tensor, size: int) -> int:
-    short = min(image.shape[-2:])
-    return max(1, round(short * share_kept(size)))
+def decoded_side(name: str, size: int) -> int:
+    """The short side, in pixels, to which larger images are reduced while they are decoded.
+
+    Evaluation and shifts take a fixed share of it, without scaling again; a random crop of a quarter of the area still
+    has a pixel for each of the network's.
+    """
+    return round(size / share_kept(size)) if name not in _LEAST_AREA else 2 * size
+
+
+def _resized(image: Tensor, top: int, left: int, height: int, width: int, size: int) -> Tensor:
+    """A part of an image, scaled to a square: uint8 of shape (3, size, size), in integers on any number of threads."""
+    part = image[:, top : top + height, left : left + width]
+    if part.shape[1:] == (size, size):
+        return part
+    return F.interpolate(part.unsqueeze(0), (size, size), mode="bilinear", antialias=True)[0]
+
+
+def _side_kept(height: int, width: int, size: int) -> int:
+    return max(1, round(min(height, width) * share_kept(size)))
 
 
 def centre_square(image: Tensor, size: int) -> Tensor:
@@ -64,121 +90,216 @@ def centre_square(image: Tensor, size: int) -> Tensor:
     Returns:
         uint8 of shape (3, size, size).
     """
-    side = _side_kept(image, size)
     height, width = image.shape[-2:]
-    return _resized_square(image, (height - side) // 2, (width - side) // 2, side, size)
+    side = _side_kept(height, width, size)
+    return _resized(image, (height - side) // 2, (width - side) // 2, side, side, size)
 
 
-def _shifted_square(image: Tensor, size: int) -> Tensor:
-    """A square as large as evaluation's, anywhere in the image."""
-    side = _side_kept(image, size)
-    height, width = image.shape[-2:]
-    top, left = (int(torch.randint(length - side + 1, ())) for length in (height, width))
-    return _resized_square(image, top, left, side, size)
+def _placed(draw: float, length: int, part: int) -> int:
+    return min(int(draw * (length - part + 1)), length - part)
 
 
-def _light(size: int) -> list[Transform]:
-    from torchvision.transforms import v2
-
-    if size < _SMALL:
-        pad = max(1, size // 8)
-        return [lambda image: centre_square(image, size), v2.RandomCrop(size, padding=pad, padding_mode="reflect")]
-    return [lambda image: _shifted_square(image, size)]
-
-
-def _random_resized_crop(size: int, least: float) -> Transform:
-    from torchvision.transforms import v2
-
-    scale = (max(least, 0.64) if size < _SMALL else least, 1.0)
-    crop: Transform = v2.RandomResizedCrop(size, scale=scale, antialias=True)
-    return crop
-
-
-def _standard(size: int) -> list[Transform]:
-    from torchvision.transforms import v2
-
-    # A quarter of the area at least: the usual 0.08 is for runs of a hundred epochs.
-    return [_random_resized_crop(size, 0.25), v2.ColorJitter(brightness=0.2, contrast=0.2, saturation=0.2)]
-
-
-def _randaugment(size: int) -> list[Transform]:
-    from torchvision.transforms import v2
-
-    return [_random_resized_crop(size, 0.08), v2.RandAugment(num_ops=2, magnitude=9)]
-
-
-_RECIPES: dict[str, Callable[[int], list[Transform]]] = {
-    "light": _light,
-    "standard": _standard,
-    "randaugment": _randaugment,
-}
-AUGMENTATIONS = ("none", *_RECIPES)
-
-
-def build_augmentation(name: str, size: int, flip: bool = True) -> Transform:
-    """A transform of uint8 images of shape (3, height, width) to (3, size, size) that draws from torch's generator.
+def crop_box(height: int, width: int, least_area: float, draws: Sequence[float]) -> tuple[int, int, int, int]:
+    """A random crop as torchvision's RandomResizedCrop draws it (Szegedy et al., 2015).
 
     Args:
-        name: "none" (the centre, as in evaluation), "light" (a shifted crop), "standard" (a random resized crop, and
-            brightness, contrast and saturation), or "randaugment" (a random resized crop and two operations of
-            RandAugment; Cubuk et al., 2019); all but "none" mirror half of the images.
-        flip: False mirrors none, as for digits and letters.
+        height: of the image, in pixels, as `width`.
+        least_area: the least share of the image's area; the greatest is 1.
+        draws: 22 numbers from 0 to 1: the place, and ten tries of area and ratio of the sides, 3/4 to 4/3.
+
+    Returns:
+        Top, left, height and width. Where no try fits, the largest part in the middle with a ratio in these limits.
     """
-    if name == "none":
-        return lambda image: centre_square(image, size)
-    from torchvision.transforms import v2
-
-    steps = _RECIPES[name](size)
-    if flip:
-        # Behind the crop, where there are fewer pixels to mirror.
-        steps.insert(1, v2.RandomHorizontalFlip())
-
-    def augment(image: Tensor) -> Tensor:
-        for step in steps:
-            image = step(image)
-        return image
-
-    return augment
+    least_ratio, greatest_ratio = math.log(3 / 4), math.log(4 / 3)
+    for i in range(2, 2 + 2 * _TRIES, 2):
+        area = height * width * (least_area + draws[i] * (1 - least_area))
+        ratio = math.exp(least_ratio + draws[i + 1] * (greatest_ratio - least_ratio))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return _placed(draws[0], height, h), _placed(draws[1], width, w), h, w
+    w, h = min(width, max(1, round(height * 4 / 3))), min(height, max(1, round(width * 4 / 3)))
+    return (height - h) // 2, (width - w) // 2, h, w
 
 
-@dataclass
-class Augmentation:
-    """A named augmentation whose random numbers are a function of (seed, epoch, sample).
+@dataclass(frozen=True)
+class Crop:
+    """The first part of a named augmentation: from a decoded image of any shape to the size of the network's inputs.
 
-    It seeds torch's global generator, so its caller restores that, as `BatchReader` does.
+    Args:
+        name: "none", and "light" for small images: the centre, as in evaluation. "light" otherwise: a square as large
+            as evaluation's, anywhere. "standard" and "randaugment": a random part, scaled (`crop_box`); the latter has
+            two random operations of RandAugment behind it (Cubuk et al., 2019).
+        size: of the square, in pixels.
+        seed: the run's.
     """
 
     name: str
     size: int
     seed: int
-    flip: bool = True
-    _transform: Transform | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.name not in AUGMENTATIONS:
             raise UserError(f"augment={self.name!r}: expected one of {', '.join(AUGMENTATIONS)}")
-        self._key = derive_seed(self.seed, "augmentation")
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_transform": None}
+    @property
+    def is_centre(self) -> bool:
+        """Whether the crop is that of evaluation, in every epoch."""
+        return self.name == "none" or (self.name == "light" and is_small(self.size))
 
-    def __call__(self, image: Tensor, number: int, epoch: int) -> Tensor:
+    def draws(self, numbers: Sequence[int], epoch: int) -> list[list[float]]:
+        """The random numbers of some samples."""
+        if self.is_centre or not numbers:
+            return [[] for _ in numbers]
+        index = torch.tensor(numbers, dtype=torch.int64)
+        found: list[list[float]] = uniform(self.seed, "crop", epoch, index, 2 + 2 * _TRIES).tolist()
+        return found
+
+    def __call__(self, image: Tensor, draws: Sequence[float], number: int, epoch: int) -> Tensor:
         """The image of sample `number` in an epoch: uint8 of shape (3, height, width) to (3, size, size)."""
-        if self._transform is None:
-            self._transform = build_augmentation(self.name, self.size, self.flip)
-        if self.name != "none":
-            torch.default_generator.manual_seed(derive_seed_at(self._key, epoch, number))
-        return self._transform(image)
+        if self.is_centre:
+            return centre_square(image, self.size)
+        height, width = image.shape[-2:]
+        if self.name == "light":
+            side = _side_kept(height, width, self.size)
+            top, left = _placed(draws[0], height, side), _placed(draws[1], width, side)
+            return _resized(image, top, left, side, side, self.size)
+        least = _LEAST_AREA[self.name]
+        box = crop_box(height, width, max(least, _LEAST_AREA_SMALL) if is_small(self.size) else least, draws)
+        image = _resized(image, *box, self.size)
+        return _randaugment(image, derive_seed_at(self._key, epoch, number)) if self.name == "randaugment" else image
+
+    @cached_property
+    def _key(self) -> int:
+        return derive_seed(self.seed, "randaugment")
 
 
-def _box(share: float, height: int, width: int, draw: random.Random) -> tuple[int, int, int, int]:
-    """Top, bottom, left and right of a rectangle around a random point with a share of the area, cut at the borders."""
-    side = share**0.5
-    y, x = draw.random() * height, draw.random() * width
-    half_height, half_width = side * height / 2, side * width / 2
-    top, bottom = max(0, round(y - half_height)), min(height, round(y + half_height))
-    left, right = max(0, round(x - half_width)), min(width, round(x + half_width))
-    return top, bottom, left, right
+def _randaugment(image: Tensor, seed: int) -> Tensor:
+    """Two operations that are drawn by a seed; torchvision draws from torch's global generator, which is restored."""
+    from torchvision.transforms import v2
+
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        augmented: Tensor = v2.RandAugment(num_ops=2, magnitude=9)(image)
+    finally:
+        torch.default_generator.set_state(state)
+    return augmented
+
+
+def shift_and_flip(images: Tensor, shifts: Tensor | None, flips: Tensor | None, most: int = 0) -> Tensor:
+    """Images moved by whole pixels, black where nothing comes in, and mirrored.
+
+    Args:
+        images: of shape (batch, channels, height, width).
+        shifts: int64 of shape (batch, 2): rows and columns, from 0 to twice `most`, where `most` is no shift.
+        flips: bool of shape (batch,).
+        most: pixels that an image is moved, each way.
+    """
+    if shifts is None:
+        return images if flips is None else torch.where(flips.view(-1, 1, 1, 1), images.flip(3), images)
+    height, width = images.shape[2:]
+    rows, columns = (torch.arange(length, device=images.device) for length in (height, width))
+    down = shifts[:, :1] + rows
+    right = shifts[:, 1:] + (columns if flips is None else torch.where(flips.unsqueeze(1), columns.flip(0), columns))
+    sample = torch.arange(len(images), device=images.device).view(-1, 1, 1)
+    padded = F.pad(images, (most, most, most, most))
+    return padded[sample, :, down.unsqueeze(2), right.unsqueeze(1)].permute(0, 3, 1, 2)
+
+
+def _grey(channels: Tensor) -> Tensor:
+    """The brightness that a colour appears to have: (batch, 3, ...) to (batch, 1, ...)."""
+    red, green, blue = channels.split(1, dim=1)
+    grey: Tensor = 0.299 * red + 0.587 * green + 0.114 * blue
+    return grey
+
+
+def adjust_colours(images: Tensor, factors: Tensor, normalise: Normalise) -> Tensor:
+    """Brightness, contrast and saturation of each image, as torchvision's ColorJitter has them, then normalised.
+
+    One affine map of the colours for each image: it is cut to the range of bytes once, at the end.
+
+    Args:
+        images: uint8 of shape (batch, 3, height, width).
+        factors: of shape (batch, 3), 1 leaves an image as it is.
+    """
+    brightness, contrast, saturation = (column.view(-1, 1, 1, 1) for column in factors.unbind(1))
+    # Of integers, whose sum does not depend on its order, and so not on the batch.
+    sums = images.sum((2, 3), dtype=torch.int64).float()
+    pixels = images.shape[2] * images.shape[3]
+    mean = _grey(sums).view(-1, 1, 1, 1) / pixels
+    grey = _grey(images)
+    both = brightness * contrast
+    shift = (1 - contrast) * brightness * mean * normalise.scale + normalise.shift
+    adjusted = torch.addcmul(shift, both * (1 - saturation) * normalise.scale, grey)
+    adjusted = adjusted.addcmul_(images.float(), both * saturation * normalise.scale)
+    return adjusted.clamp_(normalise.shift, 255 * normalise.scale + normalise.shift)
+
+
+@dataclass(frozen=True)
+class BatchAugmentation:
+    """The second part of a named augmentation, of a batch of images of the network's size, and its normalisation.
+
+    Small images are moved by an eighth of their side at most with "light", as usual for CIFAR. Colours vary with
+    "standard". Flips alternate, as in airbench (Jordan, 2024): half of the images are mirrored in the even epochs, and
+    the others in the odd ones, so that two epochs show both forms of each.
+
+    Args:
+        name: of the augmentation.
+        size: of the images, in pixels.
+        seed: the run's.
+        flip: False mirrors none, as for digits and letters.
+        normalise: bytes to floats; by device.
+    """
+
+    name: str
+    size: int
+    seed: int
+    flip: bool
+    normalise: Callable[[torch.device], Normalise]
+
+    def __call__(self, images: Tensor, numbers: Tensor, epoch: int) -> Tensor:
+        """Uint8 of shape (batch, 3, size, size) to normalised float32, given the sample numbers of shape (batch,)."""
+        most = max(1, self.size // 8) if self.name == "light" and is_small(self.size) else 0
+        shifts = None
+        if most:
+            shifts = (uniform(self.seed, "shift", epoch, numbers, 2) * (2 * most + 1)).long().clamp_(max=2 * most)
+        flips = None
+        if self.flip and self.name != "none":
+            flips = ((random_bits(self.seed, "flip", 0, numbers).squeeze(1) + epoch) & 1).bool()
+        images, normalise = shift_and_flip(images, shifts, flips, most), self.normalise(images.device)
+        if self.name == "standard":
+            factors = 1 + _COLOUR * (2 * uniform(self.seed, "colours", epoch, numbers, 3) - 1)
+            return adjust_colours(images, factors, normalise)
+        normalised: Tensor = normalise(images)
+        return normalised
+
+
+@lru_cache(maxsize=8)
+def _beta_quantiles(alpha: float, device: torch.device, steps: int = 4096) -> Tensor:
+    from scipy.stats import beta
+
+    with torch.inference_mode(False):
+        return torch.from_numpy(beta.ppf(torch.linspace(0, 1, steps + 1).double().numpy(), alpha, alpha)).to(device)
+
+
+def _beta(alpha: float, draws: Tensor) -> Tensor:
+    """Uniform numbers of shape (n,) to those of the beta distribution with both parameters `alpha`, interpolated."""
+    table = _beta_quantiles(alpha, draws.device)
+    at = draws.double() * (len(table) - 1)
+    below = at.long()
+    return torch.lerp(table[below], table[below + 1], at - below).float()
+
+
+def _boxes(share: Tensor, y: Tensor, x: Tensor, height: int, width: int) -> Tensor:
+    """Rectangles of the area 1 - share around random points, cut at the borders: bool (batch, height, width)."""
+    side = (1 - share).sqrt() / 2
+
+    def within(length: int, centre: Tensor) -> Tensor:
+        start, stop = ((length * (centre + sign * side)).round() for sign in (-1, 1))
+        places = torch.arange(length, device=share.device)
+        return (places >= start.unsqueeze(1)) & (places < stop.unsqueeze(1))
+
+    return within(height, y).unsqueeze(2) & within(width, x).unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -203,49 +324,32 @@ class Mixing:
     def __bool__(self) -> bool:
         return bool(self.mixup or self.cutmix)
 
-    def one_hot(self, target: int) -> Tensor:
-        """The target of a sample by itself: float32 of shape (classes,)."""
-        soft = torch.zeros(self.num_classes)
-        soft[target] = 1.0
-        return soft
-
     def __call__(
-        self, image: Tensor, target: int, partner: Tensor, partner_target: int, number: int, epoch: int
+        self, images: Tensor, targets: Tensor, partners: Tensor, partner_targets: Tensor, numbers: Tensor, epoch: int
     ) -> tuple[Tensor, Tensor]:
-        """The mixture of a sample with its partner.
+        """The mixtures of samples with their partners.
 
         Args:
-            image: uint8 of shape (3, size, size), as `partner`.
-            number: of the sample.
+            images: floats of shape (batch, 3, size, size), as `partners`.
+            targets: int64 of shape (batch,), as `partner_targets`.
+            numbers: of the samples, int64 of shape (batch,).
 
         Returns:
-            uint8 of shape (3, size, size), and the soft target, float32 of shape (classes,) with the sum 1.
+            Images, and the soft targets, float32 of shape (batch, classes) with the sum 1.
         """
-        draw = random.Random(derive_seed(self.seed, "mixing", epoch, number))
-        use_cutmix = bool(self.cutmix) and (not self.mixup or draw.random() < 0.5)
-        alpha = self.cutmix if use_cutmix else self.mixup
-        share = draw.betavariate(alpha, alpha)
-        if use_cutmix:
-            height, width = image.shape[-2:]
-            top, bottom, left, right = _box(1 - share, height, width, draw)
-            image = image.clone()
-            image[:, top:bottom, left:right] = partner[:, top:bottom, left:right]
-            share = 1 - (bottom - top) * (right - left) / (height * width)
-        else:
-            image = torch.lerp(partner.float(), image.float(), share).round_().to(torch.uint8)
-        return image, share * self.one_hot(target) + (1 - share) * self.one_hot(partner_target)
-
-
-@contextmanager
-def _like_a_worker() -> Iterator[None]:
-    """One thread, since sums in several parts may round differently, and the global generator restored afterwards."""
-    threads, state = torch.get_num_threads(), torch.default_generator.get_state()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.default_generator.set_state(state)
+        kind, amount, y, x = uniform(self.seed, "mixing", epoch, numbers, 4).unbind(1)
+        share = torch.ones_like(amount)
+        mixed = images
+        cut = kind < (0.5 if self.mixup else 1.0) if self.cutmix else torch.zeros_like(kind, dtype=torch.bool)
+        if self.mixup:
+            share = torch.where(cut, share, _beta(self.mixup, amount))
+            mixed = torch.lerp(partners, images, share.view(-1, 1, 1, 1))
+        if self.cutmix:
+            inside = _boxes(_beta(self.cutmix, amount), y, x, images.shape[2], images.shape[3]) & cut.view(-1, 1, 1)
+            mixed = torch.where(inside.unsqueeze(1), partners, mixed)
+            share = torch.where(cut, 1 - inside.sum((1, 2)) / (images.shape[2] * images.shape[3]), share)
+        own, other = (F.one_hot(labels, self.num_classes).float() for labels in (targets, partner_targets))
+        return mixed, torch.lerp(other, own, share.unsqueeze(1))
 
 
 class Images(Protocol):
@@ -257,58 +361,48 @@ class Images(Protocol):
 
 
 class BatchReader:
-    """Makes batches of images: read, augmented and mixed.
+    """Makes batches of images of one size: read and cropped.
 
     Args:
-        images: uint8 of shape (3, height, width) by sample number.
+        images: uint8 of shape (3, height, width) by sample number. A tensor of images that need no crop is indexed, on
+            the device that it is on.
         targets: int64 of shape (n,).
-        augmentation: applied to each image.
-        mixing: makes mixtures and soft targets of shape (batch, classes). A sample whose partner cannot be read stays
-            as it is.
+        crop: applied to each image.
     """
 
-    def __init__(
-        self, images: Images, targets: Tensor, augmentation: Augmentation, mixing: Mixing | None = None
-    ) -> None:
-        self.images, self.targets, self.augmentation = images, targets, augmentation
-        self.mixing = mixing or None
-        self.mixes = bool(mixing)
+    def __init__(self, images: Images, targets: Tensor, crop: Crop) -> None:
+        self.images, self.targets, self.crop = images, targets, crop
 
-    def prepare(self) -> None:
-        """Decode the images that are kept in memory."""
-        prepare = getattr(self.images, "prepare", None)
-        if prepare is not None:
-            prepare()
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether a batch is one indexing operation."""
+        ready = isinstance(self.images, Tensor) and self.images.shape[2:] == (self.crop.size, self.crop.size)
+        return ready and self.crop.is_centre
 
     def __getitem__(self, request: BatchRequest) -> LoadedBatch:
-        epoch, rows, partners = request
-        count = len(self.targets)
-        images: dict[int, Tensor] = {}
+        epoch, rows = request
+        count, size = len(self.targets), self.crop.size
+        if self.is_in_memory and isinstance(self.images, Tensor):
+            numbers = torch.tensor(rows, dtype=torch.int64)
+            index = numbers % count
+            inputs = self.images.index_select(0, index.to(self.images.device, non_blocking=True))
+            return LoadedBatch(inputs, self.targets[index], numbers, [])
         unreadable: list[tuple[int, str]] = []
-        with _like_a_worker():
-            for row in dict.fromkeys((*rows, *partners)):
+        kept: list[int] = []
+        # With the channels innermost, as decoders write them and scaling is fastest.
+        inputs = torch.empty((len(rows), size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+        # One thread, as in a worker: an image is too small for more.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            for row, draws in zip(rows, self.crop.draws(rows, epoch)):
                 try:
-                    images[row] = self.augmentation(self.images[row % count], row, epoch)
+                    inputs[len(kept)] = self.crop(self.images[row % count], draws, row, epoch)
                 except UnreadableImage as error:
                     unreadable.append((row % count, str(error)))
-            kept = [row for row in rows if row in images]
-            size = self.augmentation.size
-            inputs = torch.empty((len(kept), 3, size, size), dtype=torch.uint8)
-            index = torch.tensor(kept, dtype=torch.int64) % count
-            targets = self.targets[index]
-            if self.mixing is None:
-                for place, row in zip(inputs, kept):
-                    place.copy_(images[row])
-            else:
-                classes, soft = dict(zip(kept, targets.tolist())), []
-                partner_of = dict(zip(rows, partners))
-                for place, row in zip(inputs, kept):
-                    other = partner_of[row]
-                    image, target = images[row], self.mixing.one_hot(classes[row])
-                    if other in images:
-                        label = int(self.targets[other % count])
-                        image, target = self.mixing(image, classes[row], images[other], label, row, epoch)
-                    place.copy_(image)
-                    soft.append(target)
-                targets = torch.stack(soft) if soft else torch.zeros(0, self.mixing.num_classes)
-        return LoadedBatch(inputs, targets, index, unreadable)
+                else:
+                    kept.append(row)
+        finally:
+            torch.set_num_threads(threads)
+        numbers = torch.tensor(kept, dtype=torch.int64)
+        return LoadedBatch(inputs[: len(kept)], self.targets[numbers % count], numbers, unreadable)

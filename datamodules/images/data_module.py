@@ -8,6 +8,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -21,9 +22,29 @@ from typing_extensions import override
 from datamodules.base import ClassificationDataModule
 from datamodules.contract import DataContract
 from datamodules.errors import UserError
-from datamodules.images.augmentation import AUGMENTATIONS, Augmentation, BatchReader, Mixing
-from datamodules.images.files import ImageFiles, MemoryBudget
-from datamodules.images.known_sets import IMAGE_SETS, ImageSetInfo, Samples, read_digits, read_torchvision
+from datamodules.images.augmentation import (
+    AUGMENTATIONS,
+    BatchAugmentation,
+    BatchReader,
+    Crop,
+    Mixing,
+    centre_square,
+    decoded_side,
+    is_small,
+)
+from datamodules.images.files import ImageFiles, UnreadableImage
+from datamodules.images.known_sets import (
+    IMAGE_SETS,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    ImageSetInfo,
+    Samples,
+    read_digits,
+    read_torchvision,
+)
+from datamodules.images.pixel_cache import PixelCache, cache_folder, make_room
+from datamodules.images.statistics import pixel_statistics, usual_size
+from datamodules.loading.file_table import FileTable
 from datamodules.loading.given_images import GivenImages, given_images, save_seen
 from datamodules.loading.image_lists import find_images
 from datamodules.loading.image_tree import split_by_class
@@ -34,6 +55,8 @@ from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTra
 from datamodules.ranges import COUNT, NOT_NEGATIVE, SHARE_ABOVE_0, Range, check_choice, check_ranges
 
 __all__ = ["ImageFolderDataModule"]
+
+_MOST_IN_MEMORY = 2**32  # Bytes of small images, on a machine.
 
 log = logging.getLogger("lightning_recipes")
 _warn = rank_zero_only(log.warning)
@@ -50,6 +73,26 @@ def _normalise(means: tuple[float, ...], stds: tuple[float, ...], device: torch.
         return Normalise(means, stds).to(device)
 
 
+def _all_in_memory(images: ImageFiles | Tensor, size: int) -> Tensor | None:
+    """Images as evaluation sees them, uint8 of shape (n, 3, size, size); None where one cannot be read."""
+    if isinstance(images, Tensor) and images.shape[2:] == (size, size):
+        return images
+    # A validation, in inference mode, may be the first to need it.
+    with torch.inference_mode(False):
+        held = torch.empty((len(images), size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+
+    def read(row: int) -> None:
+        held[row] = centre_square(images[row], size)
+
+    try:
+        with ThreadPoolExecutor(_cores()) as pool:
+            for _ in pool.map(read, range(len(images))):
+                pass
+    except UnreadableImage:
+        return None
+    return held
+
+
 class ImageFolderDataModule(ClassificationDataModule):
     """Images in class folders, or one of some known sets, exact on any number of devices and workers.
 
@@ -62,7 +105,8 @@ class ImageFolderDataModule(ClassificationDataModule):
         dataset: which set; "auto" takes the folder where one is given, else the bundled digits.
         data_dir: folder with a folder of images for each class, or with lists of images (train.csv, train.txt), or such
             a list; where the known sets are, "data" by default.
-        image_size: side of the network's inputs in pixels; by default 224, for CIFAR and digits 32.
+        image_size: side of the network's inputs in pixels; by default 32 for CIFAR and digits, 224 for others, and the
+            size of a folder's files where they are smaller.
         batch_size: samples on one device in one forward pass.
         eval_batch_size: samples in one forward pass of validation, test and prediction.
         val_fraction: share of each class held out for validation, where there is no folder val.
@@ -70,12 +114,18 @@ class ImageFolderDataModule(ClassificationDataModule):
         train_share: share of each class of the training part to train on; smaller shares are subsets of larger ones.
         balance: what makes up for classes of unequal size: drawing each class equally often (sampling), weights in the
             training loss (loss), or nothing. An epoch stays as long as it is, and other losses and scores as they are.
-        augment: augmentation of training images: none, crops and mirroring, these and colours, or RandAugment.
+        augment: augmentation of training images: none; shifts and mirroring (light); random crops, mirroring and
+            colours (standard); or random crops, mirroring and RandAugment. By default light below 64 pixels, else
+            standard. Digits are never mirrored.
         mixup: alpha of MixUp (Zhang et al., 2018), such as 0.2; 0 is off.
         cutmix: alpha of CutMix (Yun et al., 2019), such as 1.0; 0 is off.
         num_workers: worker processes that read images; by default half the cores per device, 8 at most, and on a CPU
             none.
-        cache_gb: memory for decoded images, in GiB, shared by the processes on a machine.
+        cache_gb: disk space for decoded images, in GiB, from which later epochs and runs read them; 0 keeps none.
+        cache_dir: folder for them; by default ``lightning-recipes/images`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+        pixel_mean: what is subtracted from the pixels, which are from 0 to 1, by channel; by default that of the
+            pretrained weights, else the data set's; of a folder, ImageNet's, or measured below 64 pixels.
+        pixel_std: what they are divided by then.
         on_corrupt: what to do about a file that cannot be read, and about wrong lines of a list: end with an error, or
             skip them with a warning.
         seed: seed of the split, the shuffling and the augmentation.
@@ -88,9 +138,9 @@ class ImageFolderDataModule(ClassificationDataModule):
         UserError: for invalid parameters, and at set-up for a folder that cannot be trained on.
     """
 
-    free_parameters = DataContract.free_parameters | {"cache_gb", "download"}
+    free_parameters = DataContract.free_parameters | {"cache_gb", "cache_dir", "download"}
     call_parameters = DataContract.call_parameters | {"save_seen"}
-    rare_parameters = frozenset({"save_seen", "drop_last", "download"})
+    rare_parameters = frozenset({"save_seen", "drop_last", "download", "cache_dir", "pixel_mean", "pixel_std"})
 
     def __init__(
         self,
@@ -103,11 +153,14 @@ class ImageFolderDataModule(ClassificationDataModule):
         test_fraction: float = 0.0,
         train_share: float = 1.0,
         balance: Literal["none", "sampling", "loss"] = "none",
-        augment: Literal["none", "light", "standard", "randaugment"] = "standard",
+        augment: Literal["auto", "none", "light", "standard", "randaugment"] = "auto",
         mixup: float = 0.0,
         cutmix: float = 0.0,
         num_workers: int | None = None,
         cache_gb: float = 2.0,
+        cache_dir: str | None = None,
+        pixel_mean: Sequence[float] | None = None,
+        pixel_std: Sequence[float] | None = None,
         on_corrupt: Literal["error", "skip"] = "error",
         seed: int = 1,
         drop_last: bool = False,
@@ -118,7 +171,7 @@ class ImageFolderDataModule(ClassificationDataModule):
         super().__init__()
         for name, value, allowed in (
             ("dataset", dataset, ("auto", *IMAGE_SETS)),
-            ("augment", augment, AUGMENTATIONS),
+            ("augment", augment, ("auto", *AUGMENTATIONS)),
             ("on_corrupt", on_corrupt, ("error", "skip")),
             ("balance", balance, BALANCE),
         ):
@@ -138,8 +191,13 @@ class ImageFolderDataModule(ClassificationDataModule):
             num_workers=(num_workers, Range(0, 1024, whole=True)),
             cache_gb=(cache_gb, Range(0, 2**20)),
         )
+        for name, numbers, least in (("pixel_mean", pixel_mean, 0), ("pixel_std", pixel_std, 1e-6)):
+            if numbers is not None and (len(numbers) != 3 or not all(least <= number <= 1 for number in numbers)):
+                raise UserError(f"{name}={numbers}: expected three numbers from 0 to 1, such as [0.485, 0.456, 0.406]")
         # A Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
         data_dir = str(Path(data_dir).expanduser()) if data_dir is not None else None
+        cache_dir = str(Path(cache_dir).expanduser()) if cache_dir is not None else None
+        pixel_mean, pixel_std = (list(numbers) if numbers is not None else None for numbers in (pixel_mean, pixel_std))
         predict_inputs = [str(name) for name in predict_inputs] if predict_inputs is not None else None
         self.save_hyperparameters()
         self.batch_size = batch_size
@@ -151,7 +209,7 @@ class ImageFolderDataModule(ClassificationDataModule):
         self._predict_loader: WorkerEvaluationLoader | None = None
         self._no_download: Exception | None = None
         self._fallback_noted = False
-        self._budget = MemoryBudget(0)
+        self._restored: dict[str, Any] = {}
         # Weak: a loader that is no longer used, as where each epoch makes a new one, ends its workers by itself.
         self._loaders: weakref.WeakSet[WorkerTrainLoader | WorkerEvaluationLoader] = weakref.WeakSet()
 
@@ -182,7 +240,7 @@ class ImageFolderDataModule(ClassificationDataModule):
     @property
     @override
     def photographs(self) -> bool:
-        return self.dataset != "digits"
+        return self.dataset != "digits" and not is_small(self.image_size)
 
     @property
     @override
@@ -199,8 +257,35 @@ class ImageFolderDataModule(ClassificationDataModule):
     @property
     @override
     def image_size(self) -> int:
-        """The side of the network's inputs, in pixels."""
-        return int(self.hparams.image_size or self._info.image_size)
+        """The side of the network's inputs, in pixels; where it is open, some of a folder's files are looked at."""
+        given = self.hparams.image_size or self._restored.get("image_size")
+        return int(given or self._size_of_files or self._info.image_size)
+
+    @cached_property
+    def _size_of_files(self) -> int | None:
+        """The size that follows from a folder's files; None where they are large, or the data set is known."""
+        if self.dataset != "folder" or self.hparams.data_dir is None:
+            return None
+        files = self._source("train").images
+        return usual_size(files) if isinstance(files, FileTable) else None
+
+    @property
+    def augment(self) -> str:
+        """The name of the augmentation of training images."""
+        name: str = self.hparams.augment
+        return name if name != "auto" else "light" if is_small(self.image_size) else "standard"
+
+    @cached_property
+    def pixel_statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The mean and the standard deviation of each channel that images are normalised with."""
+        given = self.hparams.pixel_mean, self.hparams.pixel_std
+        known = self._restored.get("statistics") or (self._info.mean, self._info.std)
+        if None in given and not self._restored and self.dataset == "folder" and is_small(self.image_size):
+            files = self._source("train").images
+            if isinstance(files, FileTable):
+                known = pixel_statistics(files, self.image_size)
+        mean, std = (tuple(mine or found) for mine, found in zip(given, known))
+        return mean, std
 
     @property
     @override
@@ -217,7 +302,7 @@ class ImageFolderDataModule(ClassificationDataModule):
     @property
     def augments(self) -> bool:
         """Whether the images of an epoch differ from those of another."""
-        return self.hparams.augment != "none" or self._mixing
+        return self.augment != "none" or self._mixing
 
     @property
     @override
@@ -232,10 +317,29 @@ class ImageFolderDataModule(ClassificationDataModule):
 
     @override
     def resolve(self) -> dict[str, Any]:
-        """Which set ``dataset="auto"`` stands for, and its ``image_size``; nothing is read for that."""
+        """The set, the size of its images, their augmentation and statistics; of a folder some files are looked at."""
         self._note_fallback()
-        found = {"dataset": self.dataset, "image_size": self.image_size}
+        mean, std = self.pixel_statistics
+        found = {"dataset": self.dataset, "image_size": self.image_size, "augment": self.augment}
+        found |= {"pixel_mean": list(mean), "pixel_std": list(std)}
+        self._note_choices()
         return {name: value for name, value in found.items() if self.hparams[name] in (None, "auto")}
+
+    def _note_choices(self) -> None:
+        """Log in a line what was chosen by the data, and why."""
+        options, chosen = self.hparams, []
+        if options.image_size is None:
+            why = " as the files have" if self.dataset == "folder" and self._size_of_files else ""
+            chosen.append(f"images of {self.image_size} pixels{why}")
+        if options.augment == "auto":
+            flips = " and mirroring" if self._info.flip else ", no mirroring"
+            how = f"shifts{flips}" if self.augment == "light" else f"random crops{flips}, colours"
+            chosen.append(f"augment={self.augment!r} ({how})")
+        if options.pixel_mean is None:
+            mean = ", ".join(f"{value:.3f}" for value in self.pixel_statistics[0])
+            chosen.append(f"pixels normalised by their mean ({mean})")
+        if chosen:
+            self._note(f"{self.title}: {', '.join(chosen)}")
 
     def _note_fallback(self) -> None:
         """Log once that the bundled digits are used."""
@@ -246,15 +350,18 @@ class ImageFolderDataModule(ClassificationDataModule):
                 "images; pass data_dir='FOLDER' for your own",
             )
 
+    def _normaliser(self, device: torch.device) -> Normalise:
+        return _normalise(*self.pixel_statistics, device)
+
     def normalise(self, images: Tensor) -> Tensor:
         """Bytes of shape (batch, 3, height, width) to floats of about mean 0 and standard deviation 1."""
-        normalised: Tensor = _normalise(self._info.mean, self._info.std, images.device)(images)
+        normalised: Tensor = self._normaliser(images.device)(images)
         return normalised
 
     @override
     def preprocessing(self) -> Normalise:
         """Maps uint8 of shape (batch, 3, height, width) to floats of about mean 0 and standard deviation 1."""
-        return Normalise(self._info.mean, self._info.std)
+        return Normalise(*self.pixel_statistics)
 
     def numbered_batches(
         self, part: str, rank: int = 0, world_size: int = 1
@@ -352,26 +459,54 @@ class ImageFolderDataModule(ClassificationDataModule):
             samples = samples.select(share_of_each(samples.targets, share, self.hparams.seed))
         return samples
 
+    def _source(self, part: str) -> Samples:
+        """A part of the set as it is published."""
+        if self.dataset == "folder" and not self._sources:
+            self._scan()
+        return self._read(part)
+
     def _add(self, part: str, samples: Samples) -> None:
         images: ImageFiles | Tensor
         if isinstance(samples.images, Tensor):
             images = samples.images
         else:
-            # Twice the side: a crop of a quarter of the area still has a pixel for each of the network's.
-            budget = self._budget if part != "predict" else None
-            images = ImageFiles(samples.images, 2 * self.image_size, budget, _cores() // self._processes_here or 1)
+            side = decoded_side(self.augment if part == "train" else "none", self.image_size)
+            images = ImageFiles(samples.images, side, self._cache(samples.images, side))
         self._parts[part] = (images, samples.targets)
+
+    def _cache(self, files: Sequence[Any], side: int) -> PixelCache | None:
+        """Decoded images on disk: of files, where they are too large for memory."""
+        limit = int(self.hparams.cache_gb * 2**30)
+        if not limit or not isinstance(files, FileTable) or is_small(self.image_size):
+            return None
+        folder = Path(self.hparams.cache_dir) if self.hparams.cache_dir else cache_folder("images")
+        whole = files.whole()
+        name = f"{whole.digest()[:24]}-{side}"
+        # A photograph has a half more pixels than a square.
+        make_room(folder, min(limit, int(4.5 * side * side) * len(whole)), limit, keep=name)
+        return PixelCache(folder / name, len(whole), limit)
 
     @override
     def setup(self, stage: str) -> None:
         """List what `stage` needs: "fit", "validate" or "test"; images are read by the loaders."""
         if stage == "predict":
             return
-        if not self._parts:
-            self._budget = MemoryBudget(int(self.hparams.cache_gb * 2**30) // self._processes_here)
         for part in {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}[stage]:
             if part not in self._parts:
                 self._add(part, self._samples(part))
+        if self._size_of_files and self.hparams.image_size is None:
+            self._note_choices()
+
+    def _reader(self, part: str, augment: str) -> BatchReader:
+        """Reads a part's images; small ones are held in memory, all of one size, and those of a GPU on it."""
+        images, targets = self._parts[part]
+        crop = Crop(augment, self.image_size, self.hparams.seed)
+        room = 3 * self.image_size**2 * len(targets) * self._processes_here
+        fits = part != "predict" and is_small(self.image_size) and room <= _MOST_IN_MEMORY
+        if fits and crop.is_centre and (held := _all_in_memory(images, self.image_size)) is not None:
+            images = held.to(self._device)
+            self._parts[part] = (images, targets)
+        return BatchReader(images, targets, crop)
 
     @override
     def take_inputs(self, inputs: Any) -> None:
@@ -392,19 +527,21 @@ class ImageFolderDataModule(ClassificationDataModule):
             return 0
         return min(8, _cores() // self._processes_here // 2)
 
-    def _options(self) -> dict[str, Any]:
-        return {"num_workers": self._workers, "pin_memory": self._device.type == "cuda"}
+    def _options(self, reader: BatchReader) -> dict[str, Any]:
+        workers = 0 if reader.is_in_memory else self._workers
+        return {"num_workers": workers, "pin_memory": self._device.type == "cuda", "device": self._device}
+
+    def _transform(self, name: str) -> BatchAugmentation:
+        return BatchAugmentation(name, self.image_size, self.hparams.seed, self._info.flip, self._normaliser)
 
     @override
     def train_dataloader(self) -> WorkerTrainLoader:
-        options = self.hparams
-        images, targets = self._parts["train"]
+        options, reader = self.hparams, self._reader("train", self.augment)
         self._note_share()
         self._note_balance()
-        mixing = Mixing(options.mixup, options.cutmix, self.num_classes, options.seed)
         loader = WorkerTrainLoader(
-            BatchReader(images, targets, self._augmentation(options.augment), mixing),
-            torch.arange(len(targets)),
+            reader,
+            torch.arange(len(reader.targets)),
             self.batch_size,
             options.seed,
             self._rank,
@@ -412,28 +549,33 @@ class ImageFolderDataModule(ClassificationDataModule):
             skip_unreadable=options.on_corrupt == "skip",
             drop_last=options.drop_last,
             shuffle=self._shuffles,
-            weights=self._sampling_weights(targets),
-            **self._options(),
+            weights=self._sampling_weights(reader.targets),
+            transform=self._transform(self.augment),
+            mix=Mixing(options.mixup, options.cutmix, self.num_classes, options.seed) if self._mixing else None,
+            **self._options(reader),
         )
         self._loaders.add(loader)
         return loader
 
-    def _augmentation(self, name: str) -> Augmentation:
-        return Augmentation(name, self.image_size, self.hparams.seed, self._info.flip)
-
     def _evaluation_loader(self, part: str, rank: int, world_size: int) -> WorkerEvaluationLoader:
-        images, targets = self._parts[part]
+        reader = self._reader(part, "none")
         loader = WorkerEvaluationLoader(
-            BatchReader(images, targets, self._augmentation("none")),
-            torch.arange(len(targets)),
+            reader,
+            torch.arange(len(reader.targets)),
             self.hparams.eval_batch_size,
             rank,
             world_size,
             skip_unreadable=part == "predict" or self.hparams.on_corrupt == "skip",
-            **self._options(),
+            transform=self._prediction_transform if part == "predict" else self._transform("none"),
+            **self._options(reader),
         )
         self._loaders.add(loader)
         return loader
+
+    def _prediction_transform(self, images: Tensor, numbers: Tensor, epoch: int) -> Tensor:
+        if self.hparams.save_seen:
+            save_seen(self.hparams.save_seen, images, numbers, self.prediction_names)
+        return self.normalise(images)
 
     def _part_loader(self, part: str) -> WorkerEvaluationLoader | list[WorkerEvaluationLoader]:
         return self._evaluation_loader(part, self._rank, self._world_size) if len(self._parts[part][1]) else []
@@ -459,18 +601,6 @@ class ImageFolderDataModule(ClassificationDataModule):
         self._predict_loader.warn_unreadable = False
         return self._predict_loader
 
-    @override
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Normalise images on the device; cached features are no bytes, and pass, as examples without labels do."""
-        if isinstance(batch, Tensor) or batch[0].dtype != torch.uint8:
-            return batch
-        images, targets = batch
-        if self.hparams.save_seen and self._predict_loader:
-            save_seen(self.hparams.save_seen, images, targets, self.prediction_names)
-        images = self.normalise(images)
-        # Lightning converts batches for 64-true and 16-true before it moves them, when images are bytes.
-        return self.trainer.precision_plugin.convert_input(images) if self.trainer else images, targets
-
     def _close(self) -> None:
         for loader in list(self._loaders):
             loader.close()
@@ -489,11 +619,16 @@ class ImageFolderDataModule(ClassificationDataModule):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The data set and its classes, so that a checkpoint is not resumed or tested on others."""
-        return {"dataset": self.dataset, "classes": list(self._info.classes)}
+        mean, std = self.pixel_statistics
+        names = {"dataset": self.dataset, "classes": list(self._info.classes)}
+        return {**names, "image_size": self.image_size, "statistics": [list(mean), list(std)]}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved, classes = state_dict["dataset"], tuple(state_dict["classes"])
+        self.__dict__.pop("pixel_statistics", None)
+        # Runs of before normalised all images like ImageNet's.
+        self._restored = {"statistics": (IMAGENET_MEAN, IMAGENET_STD), **state_dict}
         if not self._sources:
             # Prediction needs no data set: the class names and the size of an image are those of the run.
             self.dataset = saved

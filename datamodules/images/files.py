@@ -1,27 +1,24 @@
 """An image file as a tensor of bytes: the same whether it is decoded every time or kept in memory."""
 
-import logging
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from datamodules.errors import UserError
+from datamodules.images.pixel_cache import PixelCache, stamp_of
 from datamodules.loading.file_table import FileTable
 from datamodules.loading.heic import prepare_to_read
 from datamodules.loading.unpacking import MOST_PIXELS, check_pixels
 
-__all__ = ["ImageFiles", "MemoryBudget", "UnreadableImage", "load_image"]
+__all__ = ["ImageFiles", "UnreadableImage", "load_image"]
 
-log = logging.getLogger("lightning_recipes")
+Source = str | Path | bytes | Image.Image
 
 
 class UnreadableImage(UserError):
@@ -46,115 +43,105 @@ def _as_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+def _as_tensor(image: Image.Image) -> Tensor:
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return pixels.view(image.height, image.width, 3).permute(2, 0, 1)
 
 
-class _File(NamedTuple):
-    """A file of a table."""
+def _decode_jpeg(content: bytes) -> Tensor | None:
+    """All pixels of a JPEG file in colour, as Pillow decodes them, but faster; None for files that it fails on."""
+    from torchvision.io import ImageReadMode, decode_jpeg
 
-    table: FileTable
-    row: int
-
-    def __str__(self) -> str:
-        return self.table[self.row]
-
-
-def _open(source: str | Path | Image.Image | _File) -> AbstractContextManager[Image.Image]:
-    if isinstance(source, Image.Image):
-        return nullcontext(source)
-    if isinstance(source, _File):
-        prepare_to_read(str(source))
-        return Image.open(BytesIO(source.table.read(source.row)))
-    prepare_to_read(source)
-    return Image.open(source)
+    try:
+        pixels: Tensor = decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8), mode=ImageReadMode.RGB)
+    except RuntimeError:
+        return None
+    return pixels
 
 
-def _decode(source: str | Path | Image.Image | _File, short_side: int, most_pixels: int) -> Tensor:
-    with _open(source) as image:
-        size = _reduced(image.size, short_side)
-        if size != image.size:
+def _upright(pixels: Tensor, orientation: int) -> Tensor:
+    """Pixels turned and mirrored as EXIF's orientation says."""
+    if orientation in (5, 6, 7, 8):
+        pixels = pixels.transpose(1, 2)
+    mirrored = [axis for axis, which in ((1, (3, 4, 7, 8)), (2, (2, 3, 6, 7))) if orientation in which]
+    return pixels.flip(mirrored) if mirrored else pixels
+
+
+def _decode(source: Source, short_side: int, most_pixels: int, name: str) -> Tensor:
+    prepare_to_read(name)
+    content = Path(source).read_bytes() if isinstance(source, (str, Path)) else source
+    pixels = None
+    with Image.open(BytesIO(content)) if isinstance(content, bytes) else nullcontext(content) as image:
+        whole = image.size
+        size = _reduced(whole, short_side)
+        if size != whole:
             # JPEG decodes to an eighth, a quarter or half of its size in a fraction of the time.
             image.draft(None, size)
         check_pixels(image.size, most_pixels)
-        image.load()
+        if isinstance(content, bytes) and (image.format, image.size) == ("JPEG", whole) and image.mode in ("RGB", "L"):
+            pixels = _decode_jpeg(content)
+        if pixels is None:
+            image.load()
         # A broken orientation tag does not make an image unreadable.
         try:
             orientation = image.getexif().get(0x0112, 1)
         except Exception:
             orientation = 1
-        rgb = _as_rgb(image)
-        if rgb.size != size:
-            rgb = rgb.resize(size, Image.Resampling.BILINEAR)
-    if orientation in _TURNS:
-        rgb = rgb.transpose(_TURNS[orientation])
-    pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
-    return pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1)
+        if pixels is None:
+            pixels = _as_tensor(_as_rgb(image))
+    if pixels.shape[1:] != (size[1], size[0]):
+        pixels = F.interpolate(pixels.unsqueeze(0), (size[1], size[0]), mode="bilinear", antialias=True)[0]
+    return _upright(pixels, orientation)
 
 
-def load_image(path: str | Path | Image.Image | _File, short_side: int, most_pixels: int = MOST_PIXELS) -> Tensor:
+def load_image(source: Source, short_side: int, most_pixels: int = MOST_PIXELS, name: str = "") -> Tensor:
     """An image of any size and mode, upright, in colour and on white, its short side reduced to `short_side` at most.
 
     Args:
-        path: the file, or an image in memory.
+        source: a file, its content, or an image in memory.
         most_pixels: that are decoded; a JPEG is decoded at a fraction of its size.
+        name: of the image, in messages; by default the file's.
 
     Returns:
-        uint8 of shape (3, height, width), with the channels innermost in memory.
+        uint8 of shape (3, height, width).
 
     Raises:
         UnreadableImage: the file is missing, damaged, too large, or not an image.
     """
+    name = name or (str(source) if isinstance(source, (str, Path)) else "the image")
     try:
-        return _decode(path, short_side, most_pixels)
+        return _decode(source, short_side, most_pixels, name)
     except UnidentifiedImageError:
-        empty = (path.table.stamp(path.row)[0] if isinstance(path, _File) else Path(str(path)).stat().st_size) == 0
+        empty = not (source if isinstance(source, bytes) else Path(name).stat().st_size)
         reason = "the file is empty" if empty else "its content is not an image"
     except OSError as error:
         reason = error.strerror or str(error)
     # On damaged files Pillow's decoders raise exceptions of many kinds, from SyntaxError to zlib.error.
     except Exception as error:
         reason = str(error) or type(error).__name__
-    raise UnreadableImage(f"{path} cannot be read as an image: {reason}")
+    raise _unreadable(name, reason)
 
 
-@dataclass
-class MemoryBudget:
-    """How much memory decoded images may still take, in bytes; the parts of a data set share one."""
-
-    left: int
+def _unreadable(name: str, reason: str) -> UnreadableImage:
+    return UnreadableImage(f"{name} cannot be read as an image: {reason}")
 
 
 class ImageFiles:
-    """Image files as tensors of bytes: ``files[i]`` is ``load_image`` of the i-th, from memory where it is kept.
-
-    Workers forked from this process share its memory, and torch moves it to shared memory for those that are not.
+    """Image files as tensors of bytes: ``files[i]`` is `load_image` of the i-th, from a cache where it is kept.
 
     Args:
-        files: their paths, or images in memory.
+        files: a table of them, or paths and images in memory.
         short_side: of the decoded images, at most.
-        budget: memory for decoded images; without it each is decoded whenever it is read.
-        threads: how many decode at the same time.
+        cache: decoded images on disk, of the table's files; without it each is decoded whenever it is read.
     """
 
     def __init__(
         self,
         files: FileTable | Sequence[str | Image.Image],
         short_side: int,
-        budget: MemoryBudget | None = None,
-        threads: int = 1,
+        cache: PixelCache | None = None,
     ) -> None:
-        self.files, self.short_side, self.budget, self.threads = files, short_side, budget, threads
-        self.unreadable: dict[int, str] = {}
-        self._kept = torch.empty(0, dtype=torch.uint8)
-        self._places: dict[int, tuple[int, int, int]] = {}
+        self.files, self.short_side, self.cache = files, short_side, cache
 
     def __len__(self) -> int:
         return len(self.files)
@@ -165,67 +152,25 @@ class ImageFiles:
         Raises:
             UnreadableImage: with the file's name and the reason.
         """
-        if row in self._places:
-            start, height, width = self._places[row]
-            pixels = self._kept[start : start + 3 * height * width]
-            return pixels.view(height, width, 3).permute(2, 0, 1)
-        if row in self.unreadable:
-            raise UnreadableImage(self.unreadable[row])
-        return load_image(self._source(row), self.short_side)
-
-    def _source(self, row: int) -> str | Image.Image | _File:
-        return _File(self.files, row) if isinstance(self.files, FileTable) else self.files[row]
-
-    def prepare(self) -> None:
-        """Decode what fits into the budget, the first time; the headers of the files say how much that is."""
-        if self.budget is None:
-            return
-        budget, self.budget = self.budget, None
-        rows, starts, rooms, total = [], [], [], 0
-        for row in range(len(self)):
-            try:
-                with _open(self._source(row)) as image:
-                    width, height = _reduced(image.size, self.short_side)
-            except Exception:
-                # The error is reported when it is decoded.
-                width = height = 0
-            room = 3 * width * height
-            if total + room > budget.left:
-                break
-            rows.append(row)
-            starts.append(total)
-            rooms.append(room)
-            total += room
-        budget.left -= total
-        # The first call may come from a validation, in inference mode, whose tensors cannot be written to elsewhere.
-        with torch.inference_mode(False):
-            self._kept = torch.empty(total, dtype=torch.uint8)
-        began, logged = time.monotonic(), False
-        with ThreadPoolExecutor(self.threads) as pool:
-            try:
-                for _ in pool.map(self._keep, rows, starts, rooms):
-                    if not logged and time.monotonic() - began > 2:
-                        logged = True
-                        size = f"{total / 2**30:.2f} GiB; `cache_gb` is the limit"
-                        _log(f"keeping {len(rows):,} of {len(self):,} images decoded in memory ({size})")
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-
-    def _keep(self, row: int, start: int, room: int) -> None:
+        if not isinstance(self.files, FileTable):
+            return load_image(self.files[row], self.short_side)
+        if self.cache is None:
+            return self._read(self.files, row)
         try:
-            pixels = load_image(self._source(row), self.short_side).permute(1, 2, 0)
-        except UnreadableImage as error:
-            self.unreadable[row] = str(error)
-            return
-        # Some formats hold another size than their header says; such an image is not kept.
-        if pixels.numel() == room:
-            self._kept[start : start + room].view_as(pixels).copy_(pixels)
-            self._places[row] = (start, pixels.shape[0], pixels.shape[1])
+            stamp = stamp_of(*self.files.stamp(row))
+        except OSError:
+            return self._read(self.files, row)
+        place = self.files.place(row)
+        image = self.cache.get(place, stamp)
+        if image is None:
+            image = self._read(self.files, row)
+            self.cache.put(place, stamp, image)
+        return image
 
-
-def _log(message: str) -> None:
-    # Workers that are started afresh import this module, and would pay seconds for Lightning.
-    from lightning.pytorch.utilities import rank_zero_only
-
-    rank_zero_only(log.info)("%s", message)
+    def _read(self, files: FileTable, row: int) -> Tensor:
+        name = files[row]
+        try:
+            content = files.read(row)
+        except OSError as error:
+            raise _unreadable(name, error.strerror or str(error)) from error
+        return load_image(content, self.short_side, name=name)

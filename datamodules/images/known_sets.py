@@ -13,14 +13,16 @@ from torch import Tensor
 from datamodules.loading.file_table import FileTable
 from datamodules.mnist.data_module import load_digits
 
-__all__ = ["IMAGE_SETS", "ImageSetInfo", "Samples", "read_digits", "read_torchvision"]
+__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "IMAGE_SETS", "ImageSetInfo", "Samples", "read_digits", "read_torchvision"]
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
 class ImageSetInfo:
-    """The names of a set, and the statistics (0..1) that its images are normalised with.
+    """The names of a set, and the mean and standard deviation of its pixels (0..1), by channel.
 
-    The statistics are ImageNet's, which the published weights expect. `classes` is empty until the set has been read,
+    Of photographs they are ImageNet's, which published weights expect. `classes` is empty until the set has been read,
     save where the names are known.
     """
 
@@ -28,8 +30,8 @@ class ImageSetInfo:
     num_classes: int = 0
     classes: tuple[str, ...] = ()
     image_size: int = 224
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    std: tuple[float, float, float] = IMAGENET_STD
     flip: bool = True
     torchvision_name: str | None = None
     splits: tuple[tuple[str, dict[str, Any]], ...] = ()
@@ -39,8 +41,24 @@ class ImageSetInfo:
 _BY_TRAIN = (("train", {"train": True}), ("test", {"train": False}))
 IMAGE_SETS = {
     "folder": ImageSetInfo("images"),
-    "cifar10": ImageSetInfo("CIFAR-10", 10, image_size=32, torchvision_name="CIFAR10", splits=_BY_TRAIN),
-    "cifar100": ImageSetInfo("CIFAR-100", 100, image_size=32, torchvision_name="CIFAR100", splits=_BY_TRAIN),
+    "cifar10": ImageSetInfo(
+        "CIFAR-10",
+        10,
+        image_size=32,
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616),
+        torchvision_name="CIFAR10",
+        splits=_BY_TRAIN,
+    ),
+    "cifar100": ImageSetInfo(
+        "CIFAR-100",
+        100,
+        image_size=32,
+        mean=(0.5071, 0.4865, 0.4409),
+        std=(0.2673, 0.2564, 0.2762),
+        torchvision_name="CIFAR100",
+        splits=_BY_TRAIN,
+    ),
     "pets": ImageSetInfo(
         "Oxford-IIIT Pets",
         37,

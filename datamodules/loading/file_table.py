@@ -68,9 +68,20 @@ class FileTable(Sequence[str]):
 
     def select(self, rows: Tensor) -> "FileTable":
         """Some of the files, in the order of `rows`, int64 of shape (m,); the names are shared, not copied."""
+        return self._with_places(self._rows[rows])
+
+    def _with_places(self, places: Tensor) -> "FileTable":
         chosen = object.__new__(FileTable)
-        chosen.__dict__ = {**self.__dict__, "_rows": self._rows[rows]}
+        chosen.__dict__ = {**self.__dict__, "_rows": places}
         return chosen
+
+    def whole(self) -> "FileTable":
+        """The table that this one was selected from."""
+        return self._with_places(torch.arange(len(self._ends)))
+
+    def place(self, row: int) -> int:
+        """Where a file stands in the whole table."""
+        return int(self._rows[row])
 
     def read(self, row: int) -> bytes:
         """What a file holds.

@@ -5,13 +5,14 @@ workers or on how far they prefetch.
 """
 
 import errno
+import itertools
 import logging
 import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from datamodules.errors import RunFailedError, UserError, system_failure
-from datamodules.loading.loaders import EvaluationSampling, TrainSampling
+from datamodules.loading.loaders import EvaluationSampling, TrainSampling, Transform
 from datamodules.loading.resumable import Spans
 from datamodules.loading.worker_failures import (
     cannot_start,
@@ -34,7 +35,7 @@ from datamodules.loading.worker_failures import (
     too_many_workers,
 )
 
-__all__ = ["BatchRequest", "LoadedBatch", "SampleReader", "WorkerEvaluationLoader", "WorkerTrainLoader"]
+__all__ = ["BatchRequest", "LoadedBatch", "Mix", "SampleReader", "WorkerEvaluationLoader", "WorkerTrainLoader"]
 
 log = logging.getLogger("lightning_recipes")
 
@@ -52,8 +53,13 @@ class BatchRequest(NamedTuple):
     epoch: int
     rows: Sequence[int]
     """Sample numbers, which are larger by the number of all samples at each repeat within an epoch."""
-    partners: Sequence[int] = ()
-    """For each row the sample before it in the epoch's order, where the reader mixes samples."""
+
+
+Mix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""What turns (inputs, targets, those of each sample's partner, sample numbers, epoch) into inputs and targets.
+
+The partner of a sample is the one before it in the epoch's order, whichever batch or rank that is in.
+"""
 
 
 class LoadedBatch(NamedTuple):
@@ -62,8 +68,9 @@ class LoadedBatch(NamedTuple):
     inputs: Tensor
     targets: Tensor
     rows: Tensor
+    """The numbers of its samples, as they were requested."""
     unreadable: Sequence[tuple[int, str]]
-    """Sample numbers, and the message about each."""
+    """Which samples, and the message about each."""
 
 
 class SampleReader(Protocol):
@@ -71,11 +78,6 @@ class SampleReader(Protocol):
 
     targets: Tensor
     """Of all samples, of shape (n,)."""
-    mixes: bool
-    """Whether a sample needs a partner."""
-
-    def prepare(self) -> None:
-        """Called in the main process before each epoch, and before workers start."""
 
     def __getitem__(self, request: BatchRequest) -> LoadedBatch:
         """Make a batch, as a function of the request alone."""
@@ -154,9 +156,19 @@ class _Workers:
     warn_unreadable = True
     """Whether to log each sample that cannot be read; `unreadable` holds them, by number, with the message."""
 
-    def _set_reader(self, reader: SampleReader, num_workers: int, pin_memory: bool, skip_unreadable: bool) -> None:
+    def _set_reader(
+        self,
+        reader: SampleReader,
+        num_workers: int,
+        pin_memory: bool,
+        skip_unreadable: bool,
+        transform: Transform | None,
+        device: torch.device | None,
+        mix: Mix | None = None,
+    ) -> None:
         self.reader, self.num_workers = reader, num_workers
         self.pin_memory, self.skip_unreadable = pin_memory, skip_unreadable
+        self.transform, self.device, self.mix = transform, device, mix
         self._requests = _Requests()
         self._loader: DataLoader[LoadedBatch] | None = None
         self.unreadable: dict[int, str] = {}
@@ -198,8 +210,34 @@ class _Workers:
             self.close()
             yield from self._feature_batches(*self._features, order, spans)
             return
-        for batch in self._load_batches(epoch, order, spans):
-            yield batch.inputs, batch.targets
+        # One sample more for a mixture; the last one comes before the first.
+        ahead = [order[a - 1 :][: self.mix is not None] for a, _ in spans]
+        requests = [BatchRequest(epoch, torch.cat((lead, order[a:b])).tolist()) for lead, (a, b) in zip(ahead, spans)]
+        for request, batch in zip(requests, self._load_batches(requests, len(order))):
+            yield self._finish(batch, request)
+
+    def _finish(self, batch: LoadedBatch, request: BatchRequest) -> tuple[Tensor, Tensor]:
+        """Transform and mix a batch on the device."""
+        tensors = (batch.inputs, batch.targets, batch.rows)
+        if self.device is not None:
+            tensors = tuple(tensor.to(self.device, non_blocking=True) for tensor in tensors)  # type: ignore[assignment]
+        inputs, targets, numbers = tensors
+        if self.transform is not None:
+            inputs = self.transform(inputs, numbers, request.epoch)
+        if self.mix is None:
+            return inputs, targets
+        if not batch.unreadable:
+            return self.mix(inputs[1:], targets[1:], inputs[:-1], targets[:-1], numbers[1:], request.epoch)
+        # A sample whose partner cannot be read is mixed with itself, which leaves it as it is.
+        bad, count = {row for row, _ in batch.unreadable}, len(self.reader.targets)
+        good = [row % count not in bad for row in request.rows]
+        places = list(itertools.accumulate(good, initial=0))
+        own = [i for i in range(1, len(good)) if good[i]]
+        mine, others = (
+            torch.tensor([places[i] for i in rows], dtype=torch.int64, device=inputs.device)
+            for rows in (own, [i - good[i - 1] for i in own])
+        )
+        return self.mix(inputs[mine], targets[mine], inputs[others], targets[others], numbers[mine], request.epoch)
 
     def _feature_batches(
         self, features: Tensor, position: Tensor, order: Tensor, spans: Spans
@@ -214,13 +252,11 @@ class _Workers:
                 here, classes = here[known], classes[known]
             yield features.index_select(0, here), classes
 
-    def _load_batches(self, epoch: int, order: Tensor, spans: Spans) -> Iterator[LoadedBatch]:
-        self.reader.prepare()
-        before = order.roll(1) if self.reader.mixes else order[:0]
-        requests = [BatchRequest(epoch, order[a:b].tolist(), before[a:b].tolist()) for a, b in spans]
+    def _load_batches(self, requests: list[BatchRequest], count: int) -> Iterator[LoadedBatch]:
+        """Batches as the reader makes them, of a set of `count` samples."""
         for batch in self._in_workers(requests) if self.num_workers else map(self.reader.__getitem__, requests):
             for row, message in batch.unreadable:
-                self._handle_unreadable(row, message, len(order))
+                self._handle_unreadable(row, message, count)
             yield batch
 
     def _in_workers(self, requests: list[BatchRequest]) -> Iterator[LoadedBatch]:
@@ -340,6 +376,9 @@ class WorkerTrainLoader(_Workers, TrainSampling):
         drop_last: drop an incomplete last step.
         shuffle: False keeps the order of `rows` in every epoch; with `weights` it repeats the first epoch.
         weights: as of `TrainLoader`.
+        transform: makes the network's inputs of a batch, on `device`.
+        device: where batches go; by default where the reader makes them.
+        mix: mixes each sample with the one before it in the epoch's order, behind the transform.
 
     Raises:
         UserError: the set is empty, a batch is larger than the set, a sample cannot be read, workers cannot start, or
@@ -361,9 +400,12 @@ class WorkerTrainLoader(_Workers, TrainSampling):
         drop_last: bool = False,
         shuffle: bool = True,
         weights: Tensor | None = None,
+        transform: Transform | None = None,
+        device: torch.device | None = None,
+        mix: Mix | None = None,
     ) -> None:
         super().__init__(rows, batch_size, seed, rank, world_size, drop_last, shuffle, weights, reader.targets)
-        self._set_reader(reader, min(num_workers, len(self)), pin_memory, skip_unreadable)
+        self._set_reader(reader, min(num_workers, len(self)), pin_memory, skip_unreadable, transform, device, mix)
 
 
 class WorkerEvaluationLoader(_Workers, EvaluationSampling):
@@ -379,10 +421,13 @@ class WorkerEvaluationLoader(_Workers, EvaluationSampling):
         num_workers: int = 0,
         pin_memory: bool = False,
         skip_unreadable: bool = False,
+        transform: Transform | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__(rows, batch_size, rank, world_size)
-        self._set_reader(reader, min(num_workers, len(self)), pin_memory, skip_unreadable)
+        self._set_reader(reader, min(num_workers, len(self)), pin_memory, skip_unreadable, transform, device)
 
     def loaded_batches(self) -> Iterator[LoadedBatch]:
         """Its batches with their sample numbers, read again, whether there are features or not."""
-        yield from self._load_batches(0, self.rows, self._spans())
+        requests = [BatchRequest(0, self.rows[a:b].tolist()) for a, b in self._spans()]
+        yield from self._load_batches(requests, len(self.rows))

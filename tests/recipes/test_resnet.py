@@ -453,7 +453,7 @@ def test_predictions_carry_the_names_of_classes_without_the_data(trained, stripe
     folder, _, _ = trained
     status, _, err = type_in(
         folder,
-        *("predict", "--ckpt", "runs/resnet/first/checkpoints/last.ckpt", "--output", "predictions.json"),
+        *("predict", "--ckpt", "runs/resnet/first/checkpoints/best.ckpt", "--output", "predictions.json"),
         *("--data-dir", "nowhere"),
         *(str(stripes / "val"), str(stripes / "train" / "down" / "003.png")),
     )

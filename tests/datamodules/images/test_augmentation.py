@@ -6,13 +6,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
 
 from datamodules.errors import UserError
-from datamodules.images.augmentation import AUGMENTATIONS, Augmentation, BatchReader, Mixing, centre_square
+from datamodules.images.augmentation import (
+    AUGMENTATIONS,
+    BatchAugmentation,
+    BatchReader,
+    Crop,
+    Mixing,
+    adjust_colours,
+    centre_square,
+    crop_box,
+    shift_and_flip,
+)
+from datamodules.loading.normalise import Normalise
 from datamodules.loading.worker_loaders import BatchRequest
 
 RANDOM = [name for name in AUGMENTATIONS if name != "none"]
+PLAIN = Normalise([0.0] * 3, [1 / 255] * 3)
+"""Bytes to floats from 0 to 255."""
 
 
 def _image(height: int = 90, width: int = 120, seed: int = 0) -> Tensor:
@@ -26,72 +40,52 @@ IMAGES = torch.stack([_image(seed=seed) for seed in range(12)])
 TARGETS = torch.arange(12) % 3
 
 
-def _reader(name: str = "standard", mixing: Mixing | None = None, seed: int = 1, size: int = 64) -> BatchReader:
-    return BatchReader(IMAGES, TARGETS, Augmentation(name, size, seed), mixing)
+def _augmented(name: str, rows: list[int], epoch: int = 0, seed: int = 1, size: int = 64, flip: bool = True) -> Tensor:
+    """What the network gets of some images."""
+    batch = BatchReader(IMAGES, TARGETS, Crop(name, size, seed))[BatchRequest(epoch, rows)]
+    return BatchAugmentation(name, size, seed, flip, lambda _: PLAIN)(batch.inputs, batch.rows, epoch)
 
 
 @pytest.mark.parametrize("size", [32, 64])
 @pytest.mark.parametrize("name", RANDOM)
-def test_an_image_is_a_function_of_seed_epoch_and_sample(name, size):
-    def images(epoch: int, rows: list[int], seed: int = 1) -> Tensor:
-        return _reader(name, seed=seed, size=size)[BatchRequest(epoch, rows)].inputs
-
-    together = images(0, [3, 5, 7])
+def test_an_image_is_a_function_of_seed_epoch_and_sample_to_the_bit(name, size):
+    together = _augmented(name, [3, 5, 7], size=size)
     assert together.shape == (3, 3, size, size)
-    assert torch.equal(images(0, [7, 3])[[1, 0]], together[[0, 2]])
-    assert not torch.equal(images(1, [3, 5, 7]), together)
-    assert not torch.equal(images(0, [3, 5, 7], seed=2), together)
+    assert torch.equal(_augmented(name, [7, 3], size=size)[[1, 0]], together[[0, 2]])
+    assert torch.equal(_augmented(name, [5], size=size)[0], together[1])
+    assert not torch.equal(_augmented(name, [3, 5, 7], epoch=1, size=size), together)
+    assert not torch.equal(_augmented(name, [3, 5, 7], seed=2, size=size), together)
 
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
-def test_two_samples_with_the_same_pixels_are_augmented_differently(name):
-    reader = BatchReader(IMAGES[:1].expand(2, -1, -1, -1), TARGETS[:2], Augmentation(name, 64, 1))
-    first, second = reader[BatchRequest(0, [0, 1])].inputs
-    assert torch.equal(first, second) == (name == "none")
+def test_repeats_of_a_sample_are_augmented_differently(name):
+    images = _augmented(name, [3 + 12 * repeat for repeat in range(8)])
+    assert (len({image.numpy().tobytes() for image in images}) == 1) == (name == "none")
 
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
 def test_the_global_generators_neither_change_nor_matter(name):
     outcomes = []
+    mixing = Mixing(0.2, 1.0, 3, 1)
     for seed in (1, 2):
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
         before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1])
-        outcomes.append(_reader(name, Mixing(0.2, 1.0, 3, 1))[BatchRequest(0, [*range(12)], [*range(11, -1, -1)])])
+        images = _augmented(name, [*range(12)])
+        outcomes.append(mixing(images, TARGETS, images.roll(1, 0), TARGETS.roll(1), torch.arange(12), 0))
         assert torch.equal(torch.get_rng_state(), before[0])
         assert random.getstate() == before[1]
         assert (np.random.get_state()[1] == before[2]).all()
-    assert torch.equal(outcomes[0].inputs, outcomes[1].inputs)
-    assert torch.equal(outcomes[0].targets, outcomes[1].targets)
-
-
-def test_images_are_made_on_one_thread_as_in_a_worker_and_the_number_is_put_back():
-    # Sums in several parts may round differently.
-    seen = []
-
-    class Spy(Augmentation):
-        def __call__(self, image: Tensor, number: int, epoch: int) -> Tensor:
-            seen.append(torch.get_num_threads())
-            return super().__call__(image, number, epoch)
-
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        BatchReader(IMAGES, TARGETS, Spy("standard", 64, 1))[BatchRequest(0, [0, 1])]
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(threads)
-    assert seen == [1, 1]
+    assert all(torch.equal(first, second) for first, second in zip(*outcomes))
 
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
 @pytest.mark.parametrize("shape", [(1, 1), (1, 700), (500, 2), (17, 23)])
 @pytest.mark.parametrize("size", [32, 96])
 def test_an_image_of_any_shape_is_scaled_to_the_size(name, shape, size):
-    augmentation = Augmentation(name, size, 1)
-    with torch.random.fork_rng():
-        assert augmentation(_image(*shape), 0, 0).shape == (3, size, size)
+    crop = Crop(name, size, 1)
+    assert crop(_image(*shape), *crop.draws([0], 0), 0, 0).shape == (3, size, size)
 
 
 @pytest.mark.parametrize(("height", "width"), [(256, 256), (300, 500), (700, 400), (100, 80)])
@@ -106,28 +100,78 @@ def test_evaluation_of_small_images_keeps_every_pixel():
     assert torch.equal(centre_square(image, 32), image)
 
 
+def test_crops_have_the_areas_and_ratios_of_random_resized_crop():
+    draws = torch.rand(4000, 22, generator=torch.Generator().manual_seed(1)).tolist()
+    boxes = torch.tensor([crop_box(375, 500, 0.25, one) for one in draws]).double()
+    top, left, height, width = boxes.unbind(1)
+    assert ((top >= 0) & (left >= 0) & (top + height <= 375) & (left + width <= 500)).all()
+    area, ratio = height * width / (375 * 500), width / height
+    torch.manual_seed(1)
+    image = torch.zeros(3, 375, 500)
+    usual = torch.tensor(
+        [RandomResizedCrop.get_params(image, [0.25, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)]
+    ).double()
+    for mine, theirs in ((area, usual[:, 2] * usual[:, 3] / (375 * 500)), (ratio, usual[:, 3] / usual[:, 2])):
+        assert float(mine.mean()) == pytest.approx(float(theirs.mean()), abs=0.015)
+        assert float(mine.std()) == pytest.approx(float(theirs.std()), abs=0.01)
+    assert float((top / (375 - height).clamp(min=1)).mean()) == pytest.approx(0.5, abs=0.03)
+
+
+def test_shifts_fill_with_black_and_reach_all_places():
+    images = torch.arange(1, 10, dtype=torch.uint8).view(1, 1, 3, 3).expand(25, 3, 3, 3)
+    shifts = torch.cartesian_prod(torch.arange(5), torch.arange(5))
+    moved = shift_and_flip(images, shifts, None, most=2)
+    assert torch.equal(moved[12], images[12])
+    assert moved[0, 0].tolist() == [[0, 0, 0], [0, 0, 0], [0, 0, 1]]
+    assert moved[24, 0].tolist() == [[9, 0, 0], [0, 0, 0], [0, 0, 0]]
+    both = shift_and_flip(images, shifts, torch.ones(25, dtype=torch.bool), most=2)
+    assert torch.equal(both, moved.flip(3))
+
+
 @pytest.mark.parametrize("name", RANDOM)
 @pytest.mark.parametrize("size", [32, 96])
-def test_images_are_mirrored_unless_flipping_is_off(name, size):
-    ramp = torch.linspace(0, 255, 120).to(torch.uint8).expand(3, 120, 120)
+def test_two_epochs_show_an_image_and_its_mirror_image_unless_flipping_is_off(name, size):
+    ramp = torch.linspace(0, 255, size).to(torch.uint8).expand(40, 3, size, size)
 
-    def mirrored(flip: bool) -> int:
-        augmentation = Augmentation(name, size, 1, flip)
-        with torch.random.fork_rng():
-            images = torch.stack([augmentation(ramp, number, 0) for number in range(40)]).float()
-        # RandAugment may also invert the colours above a threshold; the outermost columns tell the direction apart.
-        return int((images[..., 0].mean((1, 2)) > images[..., -1].mean((1, 2)) + 10).sum())
+    def mirrored(epoch: int, flip: bool) -> Tensor:
+        images = BatchAugmentation(name, size, 1, flip, lambda _: PLAIN)(ramp, torch.arange(40), epoch)
+        left, right = (images[..., part].mean((1, 2, 3)) for part in (slice(8, 16), slice(-16, -8)))
+        return left > right
 
-    assert 8 <= mirrored(True) <= 32
-    assert mirrored(False) <= (10 if name == "randaugment" else 0)
+    first, second = mirrored(0, True), mirrored(1, True)
+    assert 10 <= int(first.sum()) <= 30
+    assert torch.equal(first, ~second)
+    assert torch.equal(first, mirrored(2, True))
+    assert not mirrored(0, False).any()
+
+
+def test_colours_are_those_of_torchvisions_operations_normalised():
+    images = (IMAGES // 2 + 60).contiguous()  # So that no operation leaves the range of bytes.
+    factors = torch.empty(12, 3).uniform_(0.85, 1.15, generator=torch.Generator().manual_seed(1))
+    normalise = Normalise((0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
+    found = adjust_colours(images, factors, normalise)
+    for image, (brightness, contrast, saturation), mine in zip(images, factors.tolist(), found):
+        usual = F.adjust_brightness(image.float() / 255, brightness)
+        usual = F.adjust_saturation(F.adjust_contrast(usual, contrast), saturation)
+        assert torch.allclose(mine, F.normalize(usual, normalise.mean, normalise.std), atol=2e-3)
+    unchanged = adjust_colours(IMAGES, torch.ones(12, 3), normalise)
+    assert torch.allclose(unchanged, normalise(IMAGES), atol=1e-5)
+    assert torch.equal(adjust_colours(images[4:5], factors[4:5], normalise)[0], found[4])
 
 
 def test_an_unknown_augmentation_is_refused():
     with pytest.raises(UserError, match="augment='heavy': expected one of none, light, standard"):
-        Augmentation("heavy", 64, 1)
+        Crop("heavy", 64, 1)
 
 
 # Mixing
+
+
+def _mixed(mixup: float, cutmix: float, numbers: list[int], classes: int = 2, epoch: int = 0) -> tuple[Tensor, Tensor]:
+    """Light images of class 0, mixed with dark ones of the last class."""
+    light, labels = torch.full((len(numbers), 3, 64, 64), 250.0), torch.zeros(len(numbers), dtype=torch.int64)
+    mixing = Mixing(mixup, cutmix, classes, 1)
+    return mixing(light, labels, torch.zeros_like(light), labels + classes - 1, torch.tensor(numbers), epoch)
 
 
 @given(
@@ -137,46 +181,44 @@ def test_an_unknown_augmentation_is_refused():
     epoch=st.integers(0, 3),
 )
 def test_soft_targets_are_the_shares_of_both_images(mixup, cutmix, number, epoch):
-    mixing = Mixing(mixup, cutmix, 3, 1)
-    if not mixing:
+    if not (mixup or cutmix):
         return
-    light, dark = torch.full((3, 64, 64), 250, dtype=torch.uint8), torch.zeros((3, 64, 64), dtype=torch.uint8)
-    image, target = mixing(light, 0, dark, 2, number, epoch)
+    (image, *_), (target, *_) = _mixed(mixup, cutmix, [number, 7, 9], 3, epoch)
     assert target.sum() == pytest.approx(1)
     assert target[1] == 0
-    assert image.dtype == torch.uint8
-    assert float(image.float().mean() / 250) == pytest.approx(float(target[0]), abs=0.003)
+    assert float(image.mean() / 250) == pytest.approx(float(target[0]), abs=1e-4)
+    alone = _mixed(mixup, cutmix, [number], 3, epoch)
+    assert torch.equal(alone[0][0], image)
+    assert torch.equal(alone[1][0], target)
 
 
 def test_mixup_blends_everywhere_and_cutmix_pastes_a_rectangle():
-    light, dark = torch.full((3, 64, 64), 250, dtype=torch.uint8), torch.zeros((3, 64, 64), dtype=torch.uint8)
-    for number in range(20):
-        blended, _ = Mixing(1.0, 0.0, 2, 1)(light, 0, dark, 1, number, 0)
-        assert len(blended.unique()) == 1
-        pasted, _ = Mixing(0.0, 1.0, 2, 1)(light, 0, dark, 1, number, 0)
-        assert set(pasted.unique().tolist()) <= {0, 250}
-        rows, columns = (pasted[0] == 0).nonzero().unbind(1)
+    blended, _ = _mixed(1.0, 0.0, [*range(20)])
+    assert all(len(image.unique()) == 1 for image in blended)
+    pasted, _ = _mixed(0.0, 1.0, [*range(20)])
+    assert set(pasted.unique().tolist()) == {0, 250}
+    for image in pasted:
+        rows, columns = (image[0] == 0).nonzero().unbind(1)
         if len(rows):
-            assert (pasted[:, rows.min() : rows.max() + 1, columns.min() : columns.max() + 1] == 0).all()
-    assert light.unique().tolist() == [250]
+            assert (image[:, rows.min() : rows.max() + 1, columns.min() : columns.max() + 1] == 0).all()
 
 
 def test_with_both_on_about_half_of_the_samples_take_each():
-    light, dark = torch.full((3, 64, 64), 250, dtype=torch.uint8), torch.zeros((3, 64, 64), dtype=torch.uint8)
-    mixing = Mixing(1.0, 1.0, 2, 1)
-    blended = sum(len(mixing(light, 0, dark, 1, number, 0)[0].unique()) == 1 for number in range(100))
-    assert 30 <= blended <= 70
+    images, _ = _mixed(1.0, 1.0, [*range(100)])
+    assert 30 <= sum(len(image.unique()) == 1 for image in images) <= 70
 
 
-def test_shares_follow_the_beta_distribution():
-    light, dark = torch.full((3, 8, 8), 250, dtype=torch.uint8), torch.zeros((3, 8, 8), dtype=torch.uint8)
-    shares = torch.stack([Mixing(0.2, 0, 2, 1)(light, 0, dark, 1, number, 0)[1][0] for number in range(2000)])
+@pytest.mark.parametrize("alpha", [0.2, 1.0])
+def test_shares_follow_the_beta_distribution(alpha):
+    shares = _mixed(alpha, 0.0, [*range(2000)])[1][:, 0]
     assert float(shares.mean()) == pytest.approx(0.5, abs=0.04)
-    assert float(shares.var()) == pytest.approx(0.25 / 1.4, abs=0.02)
+    assert float(shares.var()) == pytest.approx(0.25 / (2 * alpha + 1), abs=0.02)
 
 
 def test_an_empty_request_gives_an_empty_batch_of_the_right_shape():
-    answer = _reader()[BatchRequest(0, [])]
-    assert (answer.inputs.shape, answer.targets.shape) == ((0, 3, 64, 64), (0,))
-    answer = _reader(mixing=Mixing(0.2, 0.0, 3, 1))[BatchRequest(0, [], [])]
-    assert (answer.inputs.shape, answer.targets.shape) == ((0, 3, 64, 64), (0, 3))
+    for name in AUGMENTATIONS:
+        batch = BatchReader(IMAGES, TARGETS, Crop(name, 64, 1))[BatchRequest(0, [])]
+        assert (batch.inputs.shape, batch.targets.shape) == ((0, 3, 64, 64), (0,))
+        images = _augmented(name, [])
+        mixed, soft = Mixing(0.2, 1.0, 3, 1)(images, batch.targets, images, batch.targets, batch.rows, 0)
+        assert (mixed.shape, soft.shape) == ((0, 3, 64, 64), (0, 3))

@@ -3,6 +3,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import zipfile
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from datamodules.errors import UserError
 from datamodules.images.data_module import ImageFolderDataModule, _normalise
-from datamodules.images.files import ImageFiles, MemoryBudget, UnreadableImage, load_image
+from datamodules.images.files import UnreadableImage, load_image
 from datamodules.images.known_sets import Samples
 from datamodules.loading.file_table import FileTable
 from datamodules.loading.image_tree import scan_tree, split_by_class
@@ -52,7 +53,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def _data(folder: Path | None, stage: str = "fit", **options: Any) -> ImageFolderDataModule:
-    defaults = {"image_size": 24, "batch_size": 3, "eval_batch_size": 3, "num_workers": 0}
+    defaults = {"image_size": 64, "batch_size": 3, "eval_batch_size": 3, "num_workers": 0}
     data = ImageFolderDataModule(data_dir=str(folder) if folder else None, **(defaults | options))
     data.setup(stage)
     return data
@@ -118,13 +119,13 @@ def test_repeats_of_a_rare_class_are_augmented_differently_and_weights_of_classe
     assert torch.allclose(weights, torch.tensor([5.0, 5 / 9]))
 
 
-def test_a_cache_too_small_for_all_keeps_what_fits(tree):
+def test_a_cache_too_small_for_all_keeps_what_fits(tree, tmp_path):
     expected = _batches(_data(tree, cache_gb=0))
-    data = _data(tree, cache_gb=20_000 / 2**30)
+    data = _data(tree, cache_gb=20_000 / 2**30, cache_dir=str(tmp_path / "cache"))
     assert _equal(_batches(data), expected)
-    images = data._parts["train"][0]
-    assert 1 < len(images._places) < 13
-    assert images._kept.nbytes <= 20_000
+    kept = [file for file in tmp_path.rglob("pixels") if file.stat().st_size]
+    assert kept
+    assert all(file.stat().st_size <= 20_000 for file in kept)
 
 
 class Watcher(pl.LightningModule):
@@ -581,22 +582,10 @@ def test_an_unreadable_file_says_why(tmp_path):
         load_image(tmp_path, 10)
 
 
-def test_a_cached_image_is_the_decoded_one_and_files_can_be_pickled(tree):
-    files = scan_tree(tree).parts["train"][0]
-    plain, cached = ImageFiles(files, 20), ImageFiles(files, 20, MemoryBudget(1 << 30), threads=2)
-    cached.prepare()
-    assert len(cached._places) == 13
-    again = pickle.loads(pickle.dumps(cached))
-    for row in range(13):
-        assert torch.equal(plain[row], cached[row])
-        assert torch.equal(plain[row], again[row])
-
-
 def test_a_reader_can_be_sent_to_a_fresh_worker(tree):
     data = _data(tree, cache_gb=1, mixup=0.2)
     reader = data.train_dataloader().reader
-    reader.prepare()
-    request = BatchRequest(0, [3, 1], [5, 3])
+    request = BatchRequest(0, [3, 1])
     expected = reader[request]
     found = pickle.loads(pickle.dumps(reader))[request]
     assert torch.equal(found.inputs, expected.inputs)
@@ -615,15 +604,6 @@ def test_a_cache_that_validation_filled_serves_training(tree):
     assert pixels.grad is not None
 
 
-def test_parts_share_one_budget(tree):
-    data = _data(tree, cache_gb=1)
-    images = data._parts["train"][0]
-    images.prepare()
-    assert data._budget.left == 2**30 - images._kept.nbytes
-    data._parts["val"][0].prepare()
-    assert data._budget.left == 2**30 - images._kept.nbytes - data._parts["val"][0]._kept.nbytes
-
-
 # Sets known by name
 
 
@@ -640,20 +620,86 @@ def test_without_a_folder_the_bundled_digits_are_used_with_a_warning(notes):
     ]
     images, _ = next(iter(data.train_dataloader()))
     assert images.shape == (100, 3, 32, 32)
-    assert images.dtype == torch.uint8
+    assert images.dtype == torch.float32
     assert data.train_dataloader().num_workers == 0
     assert len(data.val_dataloader().reader.targets.unique()) == 10
     assert not ImageFolderDataModule(dataset="digits", augment="none").augments
 
 
-def test_what_was_left_open_is_resolved_to_what_is_used(tmp_path: Path, notes):
+def test_what_was_left_open_is_resolved_to_what_is_used(tmp_path: Path, tree, notes):
     data = ImageFolderDataModule()
-    assert data.resolve() == data.resolve() == {"dataset": "digits", "image_size": 32}
+    imagenet = {"pixel_mean": [0.485, 0.456, 0.406], "pixel_std": [0.229, 0.224, 0.225]}
+    digits = {"dataset": "digits", "image_size": 32, "augment": "light", **imagenet}
+    assert data.resolve() == data.resolve() == digits
     data.setup("fit")
-    assert len(_messages(notes)) == 1
-    assert ImageFolderDataModule(data_dir=str(tmp_path)).resolve() == {"dataset": "folder", "image_size": 224}
-    assert ImageFolderDataModule("pets", image_size=64).resolve() == {}
+    assert len(_messages(notes)) == 2
+    assert "augment='light' (shifts, no mirroring)" in _messages(notes)[1]
+    large = ImageFolderDataModule(data_dir=str(tree), image_size=224).resolve()
+    assert large == {"dataset": "folder", "augment": "standard", **imagenet}
+    assert ImageFolderDataModule("pets", image_size=64).resolve() == {"augment": "standard", **imagenet}
     assert ImageFolderDataModule(**data.resolve()).resolve() == {}
+
+
+def test_the_size_of_the_images_follows_a_folders_files_with_a_note_and_so_do_augmentation_and_statistics(tree, notes):
+    # The files' short sides are 28 to 36 pixels.
+    data = _data(tree, image_size=None)
+    assert data.image_size == 32
+    chosen = r"images of 32 pixels as the files have, augment='light' \(shifts and mirroring\), pixels normalised by"
+    assert re.fullmatch(rf".*: {chosen} their mean \(0.49\d, 0.50\d, 0.49\d\)", *_messages(notes))
+    every = torch.cat([images.flatten(2) for images, _ in _batches(_data(tree, image_size=32, augment="none"), 1)])
+    assert float(every.mean()) == pytest.approx(0, abs=0.02)
+    assert float(every.std()) == pytest.approx(1, abs=0.03)
+    # What is damaged is left to the loaders.
+    for file in (tree / "train" / "ant").iterdir():
+        file.write_bytes(b"no image")
+    assert _data(tree, image_size=None).image_size == 32
+
+
+def test_photographs_are_scaled_to_224_pixels(tmp_path):
+    for name in CLASSES[:2]:
+        (tmp_path / name).mkdir()
+        _noise(1, 300, 200).save(tmp_path / name / "1.png")
+        _noise(2, 200, 300).save(tmp_path / name / "2.png")
+    assert _data(tmp_path, image_size=None).image_size == 224
+
+
+def test_statistics_that_are_given_are_used_and_a_checkpoint_keeps_those_of_its_run(tree):
+    mine = _data(tree, image_size=32, pixel_mean=[0.5, 0.5, 0.5], pixel_std=[0.25, 0.25, 0.25])
+    white = torch.full((1, 3, 4, 4), 255, dtype=torch.uint8)
+    assert torch.equal(mine.normalise(white), torch.full((1, 3, 4, 4), 2.0))
+    again = ImageFolderDataModule()
+    again.load_state_dict(mine.state_dict())
+    assert torch.equal(again.normalise(white), mine.normalise(white))
+    # Runs of before had ImageNet's, and did not say so.
+    old = _data(tree, image_size=32)
+    old.load_state_dict({"dataset": "folder", "classes": list(CLASSES)})
+    assert old.preprocessing().mean == (0.485, 0.456, 0.406)
+    with pytest.raises(UserError, match=r"pixel_std=\[0, 1, 1\]: expected three numbers"):
+        ImageFolderDataModule(pixel_std=[0, 1, 1])
+
+
+@pytest.mark.parametrize("options", [{}, {"mixup": 0.2, "cutmix": 1.0}, {"balance": "sampling", "augment": "none"}])
+def test_small_images_in_memory_are_those_that_workers_read(tree, options, monkeypatch):
+    expected = _data(tree, image_size=32, **options)
+    reader = expected.train_dataloader().reader
+    assert reader.is_in_memory
+    monkeypatch.setattr("datamodules.images.data_module._MOST_IN_MEMORY", 0)
+    for num_workers in (0, 2):
+        data = _data(tree, image_size=32, num_workers=num_workers, **options)
+        assert not data.train_dataloader().reader.is_in_memory
+        assert _equal(_batches(data), _batches(expected))
+
+
+@pytest.mark.parametrize("on_corrupt", ["error", "skip"])
+def test_small_images_that_cannot_be_read_are_reported_as_others(tree, on_corrupt, notes):
+    bad = _damage(tree)
+    data = _data(tree, image_size=32, on_corrupt=on_corrupt)
+    if on_corrupt == "error":
+        with pytest.raises(UserError, match=r"cannot be read as an image.*; replace or remove the file, or pass"):
+            _batches(data)
+        return
+    assert sum(len(targets) for _, targets in _batches(data, 1)) == 13 - 4
+    assert all(any(name in line for line in _messages(notes)) for name in bad)
 
 
 def _write_cifar(folder: Path) -> None:
@@ -682,8 +728,11 @@ def test_cifar_is_read_from_torchvisions_files(tmp_path, monkeypatch):
     assert data.sizes == {"train": 20, "val": 10, "test": 10}
     assert data.info.classes[3] == "class 3"
     assert data.image_size == 32
+    mean, std = data.pixel_statistics
+    assert mean == (0.4914, 0.4822, 0.4465)
     for images, targets in data.train_dataloader():
-        assert torch.equal(images[:, 0, 0, 0] % 10, targets)
+        pixels = (images[:, 0, 0, 0] * std[0] + mean[0]) * 255
+        assert torch.equal(pixels.round().long() % 10, targets)
     data.teardown("fit")
 
 
@@ -707,7 +756,7 @@ def test_pets_are_read_from_torchvisions_files(tmp_path):
     assert data.sizes == {"train": 9, "val": 3, "test": 6}
     assert data.info.classes == ("Abyssinian", "Basset Hound", "Sphynx")
     assert data.test_dataloader().reader.targets.tolist() == [0, 0, 1, 1, 2, 2]
-    assert next(iter(data.test_dataloader()))[0].shape == (3, 3, 24, 24)
+    assert next(iter(data.test_dataloader()))[0].shape == (3, 3, 64, 64)
 
 
 def test_flowers_are_read_from_torchvisions_files(tmp_path, monkeypatch):
@@ -761,15 +810,15 @@ def test_a_checkpoint_of_other_classes_is_refused_and_prediction_takes_its_names
         _data(None).load_state_dict(state)
     data = _data(None, "predict", predict_inputs=[str(tree / "val")], image_size=None)
     data.load_state_dict(state)
-    assert (data.info.classes, data.num_classes, data.image_size) == (CLASSES, 3, 224)
-    assert next(iter(data.predict_dataloader()))[0].shape == (3, 3, 224, 224)
+    assert (data.info.classes, data.num_classes, data.image_size) == (CLASSES, 3, 64)
+    assert next(iter(data.predict_dataloader()))[0].shape == (3, 3, 64, 64)
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"dataset": "imagenet"}, "dataset='imagenet': expected one of auto, folder"),
-        ({"augment": "heavy"}, "augment='heavy': expected one of none, light"),
+        ({"augment": "heavy"}, "augment='heavy': expected one of auto, none, light"),
         ({"on_corrupt": "ignore"}, "on_corrupt='ignore': expected one of error, skip"),
         ({"val_fraction": 1.0}, "val_fraction=1.0 is outside"),
         ({"val_fraction": 0.5, "test_fraction": 0.5}, "leave nothing to train on"),

@@ -27,19 +27,13 @@ TARGETS = torch.arange(N)
 class Numbers:
     """A reader whose inputs tell the sample, the epoch and the process; some samples cannot be read."""
 
-    def __init__(self, mixes: bool = False, unreadable: tuple[int, ...] = (), delay: float = 0.0) -> None:
-        self.targets, self.mixes, self.unreadable, self.delay = TARGETS, mixes, unreadable, delay
-
-    def prepare(self) -> None:
-        pass
+    def __init__(self, unreadable: tuple[int, ...] = (), delay: float = 0.0) -> None:
+        self.targets, self.unreadable, self.delay = TARGETS, unreadable, delay
 
     def __getitem__(self, request: BatchRequest) -> LoadedBatch:
         time.sleep(self.delay)
         rows = [row for row in request.rows if row not in self.unreadable]
         inputs = torch.tensor([[row, request.epoch, os.getpid()] for row in rows]).reshape(-1, 3)
-        if self.mixes:
-            partner_of = dict(zip(request.rows, request.partners, strict=True))
-            inputs[:, 1] = torch.tensor([partner_of[row] for row in rows])
         bad = [(row, f"{row}.jpg cannot be read") for row in request.rows if row in self.unreadable]
         return LoadedBatch(inputs, TARGETS[rows], torch.tensor(rows, dtype=torch.int64), bad)
 
@@ -312,20 +306,36 @@ def test_a_loader_can_be_pickled_in_the_middle_of_an_epoch():
     loader.close()
 
 
-def test_partners_are_those_of_the_epochs_order_however_it_is_split():
-    def partners(batch_size: int, world_size: int = 1, consumed: int = 0) -> dict[int, int]:
-        found = {}
+@pytest.mark.parametrize("unreadable", [(), (7, 11)])
+def test_partners_are_those_of_the_epochs_order_however_it_is_split(unreadable):
+    def partners(batch_size: int, world_size: int = 1, consumed: int = 0, num_workers: int = 0) -> dict[int, int]:
+        found: dict[int, int] = {}
+
+        def mix(inputs: Tensor, targets: Tensor, others: Tensor, their: Tensor, numbers: Tensor, epoch: int):
+            assert torch.equal(inputs[:, 0], numbers)
+            assert torch.equal(TARGETS[numbers], targets)
+            assert torch.equal(TARGETS[others[:, 0]], their)
+            found.update(zip(numbers.tolist(), others[:, 0].tolist()))
+            return inputs, targets
+
         for rank in range(world_size):
-            loader = _loader(batch_size, Numbers(mixes=True), rank=rank, world_size=world_size)
+            options = {"rank": rank, "world_size": world_size, "num_workers": num_workers, "skip_unreadable": True}
+            loader = _loader(batch_size, Numbers(unreadable=unreadable), mix=mix, **options)
             loader.load_state_dict({"epoch": 0, "consumed": consumed})
-            found |= {int(row): int(partner) for inputs, _ in loader for row, partner, _ in inputs}
+            assert sum(len(inputs) for inputs, _ in loader) <= N
+            loader.close()
         return found
 
     order = epoch_order(N, 1, 0)
-    expected = dict(zip(order.tolist(), order.roll(1).tolist(), strict=True))
+    before = dict(zip(order.tolist(), order.roll(1).tolist(), strict=True))
+    assert all(row != partner for row, partner in before.items())
+    # A sample whose partner cannot be read stays as it is.
+    expected = {
+        row: row if partner in unreadable else partner for row, partner in before.items() if row not in unreadable
+    }
     assert partners(4) == partners(7) == partners(1) == partners(3, world_size=4) == expected
+    assert partners(4, num_workers=2) == expected
     assert partners(4, consumed=8).items() < expected.items()
-    assert all(row != partner for row, partner in expected.items())
 
 
 # Samples that cannot be read

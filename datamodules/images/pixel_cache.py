@@ -1,0 +1,219 @@
+"""Decoded images in a file on disk, mapped to memory, that processes and runs share.
+
+Each image is written by the process that decodes it first. What has not been written, was not written to its end, or
+belongs to a file that has changed since, is decoded again, so a crash or a second run at the same time costs work only.
+"""
+
+import contextlib
+import logging
+import mmap
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from datamodules.loading.randomness import derive_seed_at
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["PixelCache", "cache_folder", "make_room", "stamp_of"]
+
+log = logging.getLogger("lightning_recipes")
+
+# Where an image lies, its shape, which file it is of, the sum of its bytes, and the CRC-32 of what stands before.
+_ENTRY = np.dtype(
+    [("start", "<i8"), ("height", "<i4"), ("width", "<i4"), ("stamp", "<u8"), ("sum", "<u8"), ("crc", "<u4")]
+)
+_BEFORE_CRC = _ENTRY.itemsize - 4
+# Of the disk, left to others.
+_LEAST_FREE = 0.05
+
+
+def cache_folder(*names: str) -> Path:
+    """A folder of this package below the user's folder for caches: ``$XDG_CACHE_HOME``, ``~/.cache`` by default."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return home.expanduser().joinpath("lightning-recipes", *names)
+
+
+def _open_to_write(path: Path) -> BinaryIO:
+    """A file to read and write at any place, made where there is none, and not emptied where there is."""
+    return cast("BinaryIO", os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b"))
+
+
+def _sum(content: np.ndarray[Any, Any]) -> int:
+    """The sum of bytes in 64-bit words: at the speed of memory, where a CRC would cost as much as the decoding."""
+    words = len(content) // 8 * 8
+    total = np.add.reduce(content[:words].view("<u8"), dtype=np.uint64)
+    return (int(total) + int.from_bytes(content[words:].tobytes(), "little") + len(content)) % 2**64
+
+
+def stamp_of(*numbers: int) -> int:
+    """What a cache knows a file by, such as its size and the time of its last change: a number below 2^64.
+
+    Example:
+        >>> stamp_of(1024, 3) == stamp_of(1024, 3) != stamp_of(1024, 4)
+        True
+    """
+    return derive_seed_at(0, *numbers)
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def make_room(folder: Path, wanted: int, limit: int, keep: str) -> None:
+    """Delete the caches in a folder that were used least recently, until another of `wanted` bytes fits in the limit.
+
+    Caches that a process uses stay.
+
+    Args:
+        folder: with a folder for each cache.
+        keep: the name of the one that room is made for.
+    """
+    with contextlib.suppress(OSError):
+        others = [entry for entry in folder.iterdir() if entry.is_dir() and entry.name != keep]
+        others.sort(key=lambda entry: entry.stat().st_mtime)
+        total = wanted + sum(map(_size, others))
+        for entry in others:
+            if total <= limit:
+                return
+            with (entry / "used").open("ab") as file, contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                total -= _size(entry)
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+class PixelCache:
+    """Images of bytes by row, as far as they have been kept.
+
+    Args:
+        folder: of this cache; it is made where there is none.
+        rows: how many images there may be.
+        limit: bytes of images that are kept.
+
+    Copies in other processes, forked or not, open the files for themselves.
+    """
+
+    def __init__(self, folder: Path, rows: int, limit: int) -> None:
+        self.folder, self.rows, self.limit = folder, rows, limit
+        self._process = 0
+        self._files: contextlib.ExitStack | None = None
+        self._full = fcntl is None
+        # Where the image of a row lay when its bytes were last verified in this process.
+        self._verified = np.full(rows, -1, np.int64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        plain = {"folder", "rows", "limit", "_full", "_verified"}
+        return {**{name: self.__dict__[name] for name in plain}, "_process": 0, "_files": None}
+
+    def _open(self) -> bool:
+        """Whether the files are open in this process."""
+        if self._process == os.getpid():
+            return self._files is not None
+        # A lock belongs to an open file, which a forked process would share.
+        self._process, self._files = os.getpid(), None
+        if fcntl is None:
+            return False
+        stack = contextlib.ExitStack()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            os.utime(self.folder)
+            used, self._lock, self._pixels, index = (
+                stack.enter_context(_open_to_write(self.folder / name)) for name in ("used", "lock", "pixels", "index")
+            )
+            fcntl.flock(used, fcntl.LOCK_SH)
+            with self._locked():
+                if os.fstat(index.fileno()).st_size != self.rows * _ENTRY.itemsize:
+                    index.truncate(self.rows * _ENTRY.itemsize)
+            self._index = np.memmap(index, _ENTRY, "r+", shape=(self.rows,))
+            self._map: mmap.mmap | None = None
+        except (OSError, ValueError) as error:
+            stack.close()
+            log.info("decoded images are not kept: %s cannot be written (%s)", self.folder, error)
+            return False
+        self._files = stack
+        return True
+
+    def close(self) -> None:
+        """Close the files in this process; the next call opens them again."""
+        if self._process == os.getpid() and self._files is not None:
+            self._files.close()
+        self._process, self._files = 0, None
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def get(self, row: int, stamp: int) -> Tensor | None:
+        """The image of a row, uint8 of shape (3, height, width), not to be changed; None where it is not kept.
+
+        Args:
+            stamp: of the file now, below 2^64.
+        """
+        if not self._open():
+            return None
+        entry = self._index[row]
+        start, height, width = int(entry["start"]), int(entry["height"]), int(entry["width"])
+        size = 3 * height * width
+        if size <= 0 or int(entry["stamp"]) != stamp:
+            return None
+        verified = self._verified[row] == start
+        if not verified and zlib.crc32(entry.tobytes()[:_BEFORE_CRC]) != int(entry["crc"]):
+            return None
+        if self._map is None or start + size > len(self._map):
+            length = os.fstat(self._pixels.fileno()).st_size
+            if start + size > length:
+                return None
+            self._map = mmap.mmap(self._pixels.fileno(), length, access=mmap.ACCESS_COPY)
+        content = np.frombuffer(self._map, np.uint8, size, start)
+        if not verified:
+            if _sum(content) != int(entry["sum"]):
+                return None
+            self._verified[row] = start
+        return torch.from_numpy(content).view(height, width, 3).permute(2, 0, 1)
+
+    def put(self, row: int, stamp: int, image: Tensor) -> None:
+        """Keep the image of a row, where there is room for it.
+
+        Args:
+            image: uint8 of shape (3, height, width).
+        """
+        if self._full or not self._open():
+            return
+        _, height, width = image.shape
+        content = image.permute(1, 2, 0).contiguous().view(-1).numpy()
+        try:
+            with self._locked():
+                # Appended, so that two processes never write to the same place.
+                start = os.fstat(self._pixels.fileno()).st_size
+                self._full = start + len(content) > self.limit or self._disk_is_full(len(content))
+                if self._full:
+                    return
+                os.ftruncate(self._pixels.fileno(), start + len(content))
+            written = os.pwrite(self._pixels.fileno(), content.data, start)
+            if written != len(content):
+                return
+        except OSError as error:
+            self._full = True
+            log.info("no more decoded images are kept in %s: %s", self.folder, error.strerror or error)
+            return
+        entry = np.array((start, height, width, stamp, _sum(content), 0), _ENTRY)
+        entry["crc"] = zlib.crc32(entry.tobytes()[:_BEFORE_CRC])
+        self._index[row] = entry
+
+    def _disk_is_full(self, size: int) -> bool:
+        found = os.fstatvfs(self._pixels.fileno())
+        return found.f_bavail * found.f_frsize - size < _LEAST_FREE * found.f_blocks * found.f_frsize

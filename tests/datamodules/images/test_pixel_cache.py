@@ -1,0 +1,159 @@
+import multiprocessing
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from datamodules.images.files import ImageFiles, load_image
+from datamodules.images.pixel_cache import PixelCache, make_room
+from datamodules.loading.file_table import FileTable
+from tests.datamodules.images.test_images import write_class
+
+COUNT = 7
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> FileTable:
+    write_class(tmp_path / "files", COUNT)
+    return FileTable(sorted(str(file) for file in (tmp_path / "files").iterdir()))
+
+
+def _image(number: int, height: int = 5, width: int = 4) -> Tensor:
+    return torch.randint(256, (3, height, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
+
+
+def _cache(tmp_path: Path, limit: int = 1 << 20) -> PixelCache:
+    return PixelCache(tmp_path / "cache" / "one", COUNT, limit)
+
+
+def _count_decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    decoded: list[str] = []
+
+    def spy(*arguments, name: str = "", **options):
+        decoded.append(name)
+        return load_image(*arguments, name=name, **options)
+
+    monkeypatch.setattr("datamodules.images.files.load_image", spy)
+    return decoded
+
+
+def test_what_is_kept_is_the_decoded_image_also_of_a_part_and_in_a_pickled_copy(files, tmp_path, monkeypatch):
+    decoded = _count_decoded(monkeypatch)
+    plain = ImageFiles(files, 20)
+    cached = ImageFiles(files, 20, _cache(tmp_path))
+    part = ImageFiles(files.select(torch.tensor([5, 2])), 20, _cache(tmp_path))
+    for _ in range(2):
+        assert all(torch.equal(cached[row], plain[row]) for row in range(COUNT))
+    assert len(decoded) == 3 * COUNT
+    for again in (pickle.loads(pickle.dumps(part)), part):
+        assert torch.equal(again[0], plain[5])
+        assert torch.equal(again[1], plain[2])
+    # Only the ones without a cache were decoded again.
+    assert len(decoded) == 3 * COUNT + 4
+
+
+def test_a_file_that_has_changed_is_decoded_again(files, tmp_path):
+    cached = ImageFiles(files, 20, _cache(tmp_path))
+    before = cached[3].clone()
+    other = Path(files[4]).read_bytes()
+    Path(files[3]).write_bytes(other)
+    os.utime(files[3], ns=(1, 1))
+    for images in (cached, ImageFiles(files, 20, _cache(tmp_path))):
+        assert torch.equal(images[3], load_image(other, 20))
+        assert not torch.equal(images[3], before)
+
+
+@pytest.mark.parametrize("name", ["pixels", "index"])
+def test_damaged_and_shortened_caches_are_noticed(files, tmp_path, name):
+    first = ImageFiles(files, 20, _cache(tmp_path))
+    expected = [first[row].clone() for row in range(COUNT)]
+    for damage in ("flip", "cut"):
+        file = tmp_path / "cache" / "one" / name
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2 - 3] ^= 4
+        file.write_bytes(content if damage == "flip" else content[: len(content) // 2])
+        again = ImageFiles(files, 20, _cache(tmp_path))
+        assert all(torch.equal(again[row], image) for row, image in enumerate(expected))
+
+
+def test_a_cache_stays_within_its_limit(tmp_path):
+    cache = _cache(tmp_path, limit=130)
+    for row in range(COUNT):
+        cache.put(row, 1, _image(row))
+    kept = [row for row in range(COUNT) if cache.get(row, 1) is not None]
+    assert kept == [0, 1]
+    assert (tmp_path / "cache" / "one" / "pixels").stat().st_size == 120
+
+
+def _fill(folder: Path, start: "multiprocessing.synchronize.Barrier", failed: "multiprocessing.Queue[int]") -> None:
+    cache = PixelCache(folder, 200, 1 << 20)
+    start.wait()
+    for row in range(200):
+        found = cache.get(row, 7)
+        if found is None:
+            cache.put(row, 7, _image(row))
+        elif not torch.equal(found, _image(row)):
+            failed.put(row)
+
+
+def test_processes_that_fill_a_cache_at_once_leave_it_right(tmp_path):
+    context = multiprocessing.get_context("fork")
+    start, failed = context.Barrier(3), context.Queue()
+    processes = [context.Process(target=_fill, args=(tmp_path / "c", start, failed)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert failed.empty()
+    cache = PixelCache(tmp_path / "c", 200, 1 << 20)
+    assert all(torch.equal(cache.get(row, 7), _image(row)) for row in range(200))
+
+
+def test_a_forked_process_opens_the_files_for_itself(tmp_path):
+    cache = _cache(tmp_path)
+    cache.put(0, 1, _image(0))
+    process = multiprocessing.get_context("fork").Process(target=lambda: cache.put(1, 1, _image(1)))
+    process.start()
+    process.join()
+    assert torch.equal(cache.get(1, 1), _image(1))
+
+
+def test_a_folder_that_cannot_be_written_is_no_cache(tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    cache = _cache(tmp_path)
+    cache.put(0, 1, _image(0))
+    assert cache.get(0, 1) is None
+
+
+def test_a_full_disk_ends_the_caching_and_nothing_else(tmp_path, monkeypatch):
+    cache = _cache(tmp_path)
+    cache.put(0, 1, _image(0))
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        cache.put(1, 1, _image(1))
+    cache.put(2, 1, _image(2))
+    assert torch.equal(cache.get(0, 1), _image(0))
+    assert cache.get(1, 1) is None
+    assert cache.get(2, 1) is None
+
+
+def test_room_is_made_by_deleting_the_least_recently_used_caches_that_nobody_uses(tmp_path):
+    caches = {name: PixelCache(tmp_path / name, 1, 1000) for name in ("old", "used", "new")}
+    for place, (name, cache) in enumerate(caches.items()):
+        cache.put(0, 1, _image(place))
+        os.utime(tmp_path / name, (place, place))
+    for name in ("old", "new"):
+        caches[name].close()
+    make_room(tmp_path, wanted=100, limit=300, keep="mine")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "used"]
+    make_room(tmp_path, wanted=400, limit=400, keep="mine")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["used"]
+    make_room(tmp_path / "none", wanted=400, limit=400, keep="mine")
