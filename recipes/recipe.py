@@ -297,6 +297,13 @@ class Recipe(pl.LightningModule):
         """
         return {}
 
+    def settings_for_data(self) -> dict[str, Any]:
+        """The arguments of the data module that depend on the recipe's, such as the statistics that its weights expect.
+
+        The command line passes them on where the user has given no value, and saves them with the settings.
+        """
+        return {}
+
     @classmethod
     def rate_of_run(cls, samples: int, epochs: int, settings: Mapping[str, Any]) -> float | None:  # noqa: ARG003
         """The peak learning rate of a run of so many epochs where none is given; None is `default_lr`.

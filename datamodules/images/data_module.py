@@ -240,7 +240,7 @@ class ImageFolderDataModule(ClassificationDataModule):
     @property
     @override
     def photographs(self) -> bool:
-        return self.dataset != "digits" and not is_small(self.image_size)
+        return self.dataset != "digits"
 
     @property
     @override

@@ -278,9 +278,13 @@ def _build_data(data_class: type[pl.LightningDataModule], options: Mapping[str, 
 
 
 def _resolved_data(
-    settings: Settings, classes: Classes, data: pl.LightningDataModule, connection: RunConnection | None
+    settings: Settings,
+    classes: Classes,
+    data: pl.LightningDataModule,
+    recipe: Recipe,
+    connection: RunConnection | None,
 ) -> tuple[pl.LightningDataModule, Mapping[str, Any]]:
-    """The data module and its arguments, with those that were left open decided on rank 0."""
+    """The data module and its arguments, with those that were left open decided by the recipe, and on rank 0."""
     if settings.run.ckpt:
         return data, settings.data
     if settings.run.resume:
@@ -289,6 +293,8 @@ def _resolved_data(
         found = {name: value for name, value in saved.items() if name not in classes.free_parameters}
         asked = False
     else:
+        settings = replace(settings, data=_fill(settings.data, recipe.settings_for_data()))
+        _set_arguments(data, settings.data)
         resolve, wait = data_contract(data).resolve, settings.collective_timeout
         found = resolve() if connection is None else share(connection, "settings of the data", resolve, wait)
         asked = connection is None or settings.launch.rank == 0
@@ -298,9 +304,13 @@ def _resolved_data(
     if not asked:
         return _build_data(classes.data, resolved), resolved
     # It has read and decided that itself, and need not read again.
-    found = {name: value for name, value in resolved.items() if value != settings.data[name]}
-    data.hparams.update({name: value for name, value in found.items() if name in data.hparams})
+    _set_arguments(data, resolved)
     return data, resolved
+
+
+def _set_arguments(data: pl.LightningDataModule, values: Mapping[str, Any]) -> None:
+    """Change what a data module was built with, where it is open."""
+    data.hparams.update(_fill(data.hparams, values))
 
 
 def build_experiment(settings: Settings, classes: Classes, connection: RunConnection | None) -> Experiment:
@@ -319,7 +329,7 @@ def build_experiment(settings: Settings, classes: Classes, connection: RunConnec
         data = _build_data(classes.data, settings.data)
         # Before the data are read, so that wrong flags are refused before a download.
         recipe = _build_recipe(settings, classes, data)
-        data, resolved = _resolved_data(settings, classes, data, connection)
+        data, resolved = _resolved_data(settings, classes, data, recipe, connection)
         # The recipe's constructor computes defaults that depend on other parameters. It may share some with the data.
         config = MappingProxyType(_fill(_fill(settings.config, recipe.hparams), resolved))
         recipe.run_config = dict(config)

@@ -11,7 +11,16 @@ from torchvision.models import ResNet
 from datamodules.errors import UserError
 from recipes.resnet.cifar import CIFAR_DEPTHS, build_cifar_resnet
 
-__all__ = ["ARCHITECTURES", "SMALL_NETWORKS", "Stage", "build_network", "build_resnet", "resnet_stages", "run_stages"]
+__all__ = [
+    "ARCHITECTURES",
+    "SMALL_NETWORKS",
+    "Stage",
+    "build_network",
+    "build_resnet",
+    "resnet_stages",
+    "run_stages",
+    "weights_statistics",
+]
 
 Stage = tuple[str, Sequence[nn.Module]]
 """A name, and the modules that run one after the other."""
@@ -71,6 +80,18 @@ def build_resnet(arch: str, num_classes: int, small_images: bool = False) -> Res
         nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")
         network.maxpool = nn.Identity()
     return network
+
+
+def weights_statistics(arch: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """The mean and the standard deviation of pixels, from 0 to 1, that an architecture's ImageNet weights expect.
+
+    Returns:
+        Three numbers each; None where there are no such weights.
+    """
+    if arch not in torchvision.models.list_models():
+        return None
+    transforms = torchvision.models.get_model_weights(arch).DEFAULT.transforms()
+    return tuple(transforms.mean), tuple(transforms.std)
 
 
 def resnet_stages(network: nn.Module) -> list[Stage]:

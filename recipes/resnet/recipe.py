@@ -13,15 +13,24 @@ from callbacks.freezing import FreezeLayers
 from callbacks.parameter_group_table import ParameterGroupTable
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
-from datamodules.images.augmentation import share_kept
+from datamodules.images.augmentation import is_small, share_kept
 from datamodules.images.data_module import ImageFolderDataModule
+from datamodules.images.known_sets import IMAGENET_MEAN, IMAGENET_STD
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.classification import Classifier, ClassifierParameters
 from recipes.optim import default_rate
 from recipes.parameter_groups import layer_groups
 from recipes.pretrained import imagenet_weights
 from recipes.resnet.feature_cache import FeatureCache
-from recipes.resnet.network import SMALL_NETWORKS, Stage, build_network, resnet_stages, run_stages
+from recipes.resnet.network import (
+    SMALL_NETWORKS,
+    Stage,
+    build_network,
+    resnet_stages,
+    run_stages,
+    weights_statistics,
+)
+from recipes.weights import read_settings_beside
 
 __all__ = ["ResNetFineTuner"]
 
@@ -53,8 +62,10 @@ class ResNetFineTuner(Classifier):
             images of about 32 pixels, and resnet20b and so on, whose shortcuts are 1 x 1 convolutions.
         num_classes: labels are 0 to this less one; by default as many as the data has.
         image_size: side of the images in pixels; by default the data's.
-        weights: imagenet, a file (.pt, .pth, .ckpt, .safetensors) or none; by default none for the bundled digits.
-        small_images: no stride and no pooling in the first layer, for images of about 32 pixels.
+        weights: imagenet, a file (.pt, .pth, .ckpt, .safetensors) or none; by default imagenet for photographs of 64
+            pixels or more.
+        small_images: no stride and no pooling in the first layer of a ResNet, for images of about 32 pixels; by default
+            below 64 where there are no weights.
         freeze_until: freeze what comes before this layer, or none; by default layer4, and none without weights.
         freeze_patterns: freeze layers and parameters by name too, as in '["*.bn*"]'.
         unfreeze: when layers begin to train, as in '{layer4: "1 epochs", layer3: "3 epochs"}'.
@@ -84,7 +95,7 @@ class ResNetFineTuner(Classifier):
         num_classes: int | None = None,
         image_size: int | None = None,
         weights: str | None = None,
-        small_images: bool = False,
+        small_images: bool | None = None,
         freeze_until: str | None = "auto",
         freeze_patterns: Sequence[str] = (),
         unfreeze: dict[str, int | str] | None = None,
@@ -97,9 +108,11 @@ class ResNetFineTuner(Classifier):
         **kwargs: Any,
     ) -> None:
         # Resolved here, so that a checkpoint holds the values that were used.
-        weights = weights or "imagenet"
+        weights = weights or ("none" if arch in SMALL_NETWORKS else "imagenet")
         image_size = image_size or 224
         new = weights == "none"
+        if small_images is None:
+            small_images = new and is_small(image_size)
         if arch in SMALL_NETWORKS:
             self.last_block = "layer3"
         if freeze_until == "auto":
@@ -122,6 +135,7 @@ class ResNetFineTuner(Classifier):
         super().__init__(num_classes=num_classes, optimizer=optimizer, lr=lr, weights=weights, **kwargs)
         # A subclass passes its arguments on as they were.
         settled = {"weights": weights, "image_size": image_size, "freeze_until": freeze_until, "lr": lr}
+        settled |= {"small_images": small_images}
         self.hparams.update(settled | {"head_lr_factor": head_lr_factor})
         self.example_input_array = torch.zeros(1, 3, image_size, image_size)
         self.first_stage = 0
@@ -129,10 +143,26 @@ class ResNetFineTuner(Classifier):
     @classmethod
     @override
     def settings_from_data(cls, data: pl.LightningDataModule) -> dict[str, Any]:
-        """Beside the number of classes: the size of the images, and no weights where they are not photographs."""
+        """Beside the number of classes: the size of the images, and ImageNet's weights for large photographs only."""
         contract = data_contract(data)
+        small = contract.image_size is not None and is_small(contract.image_size)
         known = super().settings_from_data(data) | {"image_size": contract.image_size}
-        return known if contract.photographs else known | {"weights": "none"}
+        if not contract.photographs:
+            # What digits show is large.
+            known["small_images"] = False
+        return known if contract.photographs and not small else known | {"weights": "none"}
+
+    @override
+    def settings_for_data(self) -> dict[str, Any]:
+        """The mean and the standard deviation of pixels that the weights were trained with, where that is known."""
+        weights = self.hparams.weights
+        if weights == "imagenet":
+            known = weights_statistics(self.hparams.arch)
+            return {} if known is None else dict(zip(("pixel_mean", "pixel_std"), map(list, known)))
+        saved = read_settings_beside(weights) if weights != "none" else {}
+        # Runs of before had ImageNet's, and did not say so.
+        usual = {"pixel_mean": list(IMAGENET_MEAN), "pixel_std": list(IMAGENET_STD)} if "augment" in saved else {}
+        return {name: saved.get(name) or value for name, value in usual.items()}
 
     @override
     def build_network(self) -> nn.Module:

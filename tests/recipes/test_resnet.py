@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
 
@@ -464,6 +465,31 @@ def test_predictions_carry_the_names_of_classes_without_the_data(trained, stripe
     assert rows[-1]["file"].endswith("down/003.png")
     right = sum(row["class"] in Path(row["file"]).parts for row in rows)
     assert right >= 9
+
+
+def test_small_photographs_train_a_network_of_their_own_from_scratch_and_say_so(stripes, tmp_path):
+    folder = tmp_path / "small"
+    for file in stripes.rglob("*.png"):
+        place = folder / file.relative_to(stripes)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.open(file).resize((16, 16)).save(place)
+    args = ["--data-dir", str(folder), "--max-epochs", "1", "--batch-size", "8", "--arch", "resnet20", "--report=false"]
+    status, _, err = type_in(tmp_path, *args, "--name", "small")
+    assert status == 0, err
+    assert "images of 16 pixels as the files have, --augment light (shifts and mirroring), pixels normalised" in err
+    config = yaml.safe_load((tmp_path / "runs" / "resnet" / "small" / "config.yaml").read_text())
+    chosen = {name: config[name] for name in ("image_size", "augment", "weights", "small_images")}
+    assert chosen == {"image_size": 16, "augment": "light", "weights": "none", "small_images": True}
+    # Another run that begins with its weights normalises as it did, and the test of its checkpoint, too.
+    recipe = ResNetFineTuner("resnet20", 2, weights=str(tmp_path / "runs/resnet/small/checkpoints/best.ckpt"))
+    assert recipe.settings_for_data() == {name: config[name] for name in ("pixel_mean", "pixel_std")}
+    assert config["pixel_mean"] != [0.485, 0.456, 0.406]
+
+
+def test_pixels_are_normalised_as_the_weights_expect():
+    imagenet = {"pixel_mean": [0.485, 0.456, 0.406], "pixel_std": [0.229, 0.224, 0.225]}
+    assert ResNetFineTuner(num_classes=2, weights="imagenet").settings_for_data() == imagenet
+    assert ResNetFineTuner(num_classes=2, weights="none").settings_for_data() == {}
 
 
 def test_validation_of_a_checkpoint_gives_the_scores_of_its_run(trained):
