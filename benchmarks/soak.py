@@ -188,7 +188,8 @@ def _table(samples: Sequence[Sample]) -> Table:
 
 def _flags(folder: Path) -> list[str]:
     return [
-        *(*TINY_RECIPES["resnet"].flags, "--batch-size", "16"),
+        # Smaller images are held in memory, and no worker is needed.
+        *(*TINY_RECIPES["resnet"].flags, "--image-size", "64", "--batch-size", "16"),
         *("--limit-train-batches", "4", "--limit-val-batches", "2", "--num-workers", "1", "--log-every-n-steps", "2"),
         *("--max-epochs", "10000000", "--schedule", "constant", "--accelerator", "cpu", "--precision", "32-true"),
         *("--enable-progress-bar", "false", "--run-dir", str(folder), "--name", "soak"),
