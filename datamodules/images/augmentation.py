@@ -17,7 +17,7 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.images.files import UnreadableImage
 from datamodules.loading.normalise import Normalise
-from datamodules.loading.randomness import derive_seed, derive_seed_at, random_bits, uniform
+from datamodules.loading.randomness import alternating_flips, derive_seed, derive_seed_at, uniform
 from datamodules.loading.worker_loaders import BatchRequest, LoadedBatch
 
 __all__ = [
@@ -240,8 +240,7 @@ class BatchAugmentation:
     """The second part of a named augmentation, of a batch of images of the network's size, and its normalisation.
 
     Small images are moved by an eighth of their side at most with "light", as usual for CIFAR. Colours vary with
-    "standard". Flips alternate, as in airbench (Jordan, 2024): half of the images are mirrored in the even epochs, and
-    the others in the odd ones, so that two epochs show both forms of each.
+    "standard". Flips alternate from epoch to epoch.
 
     Args:
         name: of the augmentation.
@@ -265,7 +264,7 @@ class BatchAugmentation:
             shifts = (uniform(self.seed, "shift", epoch, numbers, 2) * (2 * most + 1)).long().clamp_(max=2 * most)
         flips = None
         if self.flip and self.name != "none":
-            flips = ((random_bits(self.seed, "flip", 0, numbers).squeeze(1) + epoch) & 1).bool()
+            flips = alternating_flips(self.seed, epoch, numbers)
         images, normalise = shift_and_flip(images, shifts, flips, most), self.normalise(images.device)
         if self.name == "standard":
             factors = 1 + _COLOUR * (2 * uniform(self.seed, "colours", epoch, numbers, 3) - 1)

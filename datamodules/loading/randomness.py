@@ -13,7 +13,16 @@ import operator
 import torch
 from torch import Tensor
 
-__all__ = ["derive_seed", "derive_seed_at", "normal", "permutation", "random_bits", "signed", "uniform"]
+__all__ = [
+    "alternating_flips",
+    "derive_seed",
+    "derive_seed_at",
+    "normal",
+    "permutation",
+    "random_bits",
+    "signed",
+    "uniform",
+]
 
 
 def signed(value: int, bits: int = 64) -> int:
@@ -116,3 +125,17 @@ def normal(seed: int, purpose: str, epoch: int, index: Tensor, draws: int = 1) -
 def permutation(n: int, seed: int, purpose: str, epoch: int = 0) -> Tensor:
     """The numbers 0..n-1 in random order, int64 of shape (n,): sorted by the random bits of each."""
     return torch.argsort(random_bits(seed, purpose, epoch, torch.arange(n)).squeeze(1), stable=True)
+
+
+def alternating_flips(seed: int, epoch: int, index: Tensor) -> Tensor:
+    """Which samples are mirrored: a random half in the even epochs, and the others in the odd ones.
+
+    Two epochs show both forms of each sample, as in airbench (Jordan, 2024).
+
+    Args:
+        index: sample numbers, int64 of shape (n,).
+
+    Returns:
+        bool of shape (n,).
+    """
+    return ((random_bits(seed, "flip", 0, index).squeeze(1) + epoch) & 1).bool()

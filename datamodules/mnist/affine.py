@@ -1,4 +1,4 @@
-"""Shift, rotate and scale a batch of images: one small affine map per sample, with counter-based random numbers."""
+"""Shift, rotate, scale and mirror images: one small affine map per sample, with counter-based random numbers."""
 
 import math
 from dataclasses import dataclass
@@ -8,13 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from datamodules.loading.randomness import uniform
+from datamodules.loading.randomness import alternating_flips, uniform
 
 __all__ = ["RandomAffine", "affine_matrices", "warp"]
 
 
 def affine_matrices(
-    seed: int, epoch: int, index: Tensor, shift: float, rotation: float, scale: float, size: int
+    seed: int,
+    epoch: int,
+    index: Tensor,
+    shift: float,
+    rotation: float,
+    scale: float,
+    size: int,
+    flip: bool = False,
 ) -> Tensor:
     """The map of each sample, from output to input positions, both in [-1, 1] over the image.
 
@@ -24,6 +31,7 @@ def affine_matrices(
         rotation: degrees at most, each way.
         scale: change of scale at most, as in 0.1 for 0.9 to 1.1.
         size: the image's side in pixels.
+        flip: mirror half of the samples in the even epochs, and the others in the odd ones.
 
     Returns:
         float32 of shape (n, 6): the rows (a, b, c, d, e, f) of x' = ax + by + c and y' = dx + ey + f.
@@ -33,16 +41,28 @@ def affine_matrices(
     zoom = 1 / (1 + signed[:, 1] * scale)
     cos, sin = torch.cos(angle) * zoom, torch.sin(angle) * zoom
     dx, dy = (signed[:, 2:] * (2 * shift / size)).unbind(1)
-    return torch.stack((cos, -sin, dx, sin, cos, dy), dim=1)
+    maps = torch.stack((cos, -sin, dx, sin, cos, dy), dim=1)
+    if flip:
+        # Positions in the output are mirrored first.
+        maps[:, 0::3] *= 1 - 2 * alternating_flips(seed, epoch, index).unsqueeze(1).float()
+    return maps
 
 
 @lru_cache(maxsize=2)
 def _epoch_matrices(
-    seed: int, epoch: int, count: int, shift: float, rotation: float, scale: float, size: int, device: torch.device
+    seed: int,
+    epoch: int,
+    count: int,
+    shift: float,
+    rotation: float,
+    scale: float,
+    size: int,
+    flip: bool,
+    device: torch.device,
 ) -> Tensor:
     """The maps of a whole set, in milliseconds; for each batch, dozens of small operations would cost more."""
     index = torch.arange(count, device=device)
-    return affine_matrices(seed, epoch, index, shift, rotation, scale, size)
+    return affine_matrices(seed, epoch, index, shift, rotation, scale, size, flip)
 
 
 @lru_cache(maxsize=8)
@@ -78,6 +98,7 @@ class RandomAffine:
         shift: pixels at most, each way.
         rotation: degrees at most, each way.
         scale: change of scale at most, as in 0.1 for 0.9 to 1.1.
+        flip: mirror half of the samples in the even epochs, and the others in the odd ones.
         count: samples in the set, whose maps are then made once per epoch; 0 makes those of each batch.
 
     Example:
@@ -92,14 +113,15 @@ class RandomAffine:
     shift: float
     rotation: float
     scale: float
+    flip: bool = False
     count: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.shift or self.rotation or self.scale)
+        return bool(self.shift or self.rotation or self.scale or self.flip)
 
     def __call__(self, images: Tensor, index: Tensor, epoch: int) -> Tensor:
         """Warp float images of shape (batch, channels, size, size), given their sample numbers of shape (batch,)."""
-        how = (self.shift, self.rotation, self.scale, images.shape[-1])
+        how = (self.shift, self.rotation, self.scale, images.shape[-1], self.flip)
         if self.count:
             matrices = _epoch_matrices(self.seed, epoch, self.count, *how, images.device).index_select(0, index)
         else:

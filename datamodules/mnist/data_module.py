@@ -43,6 +43,7 @@ __all__ = ["DATASETS", "DatasetInfo", "MNISTDataModule", "find_files", "load_dig
 
 log = logging.getLogger("lightning_recipes")
 _warn = rank_zero_only(log.warning)
+_note = rank_zero_only(log.info)
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ class DatasetInfo:
     mean: float
     std: float
     torchvision_name: str | None = None
+    flip: bool = False
+    """Whether its images may be mirrored."""
+    rotation: float = 10.0
+    """The usual augmentation, in degrees; `scale` as in 0.1 for 0.9 to 1.1."""
+    scale: float = 0.1
 
 
 _DIGITS = tuple("0123456789")
@@ -68,6 +74,10 @@ DATASETS = {
         0.2860,
         0.3530,
         "FashionMNIST",
+        # Clothing lies upright and fills the image.
+        flip=True,
+        rotation=0.0,
+        scale=0.0,
     ),
     "kmnist": DatasetInfo(
         "KMNIST", ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"), 0.1918, 0.3483, "KMNIST"
@@ -186,8 +196,9 @@ class MNISTDataModule(ClassificationDataModule):
             training loss (loss), or nothing. An epoch stays as long as it is, and other losses and scores as they are.
         num_classes: number of classes, by default the data's; labels are 0 to num_classes - 1.
         shift: augmentation: largest translation, in pixels.
-        rotation: augmentation: largest rotation, in degrees.
-        scale: augmentation: largest change of scale, as in 0.1 for 0.9 to 1.1.
+        rotation: augmentation: largest rotation, in degrees; by default 10, and 0 for Fashion-MNIST.
+        scale: augmentation: largest change of scale, as in 0.1 for 0.9 to 1.1; by default 0.1, and 0 for Fashion-MNIST.
+        flip: augmentation: mirror half of the images, and the others in the next epoch; by default for Fashion-MNIST.
         drop_last: drop the incomplete last batch of an epoch.
         seed: seed of the split, the shuffling and the augmentation.
         download: download missing files.
@@ -215,8 +226,9 @@ class MNISTDataModule(ClassificationDataModule):
         balance: Literal["none", "sampling", "loss"] = "none",
         num_classes: int | None = None,
         shift: float = 2.0,
-        rotation: float = 10.0,
-        scale: float = 0.1,
+        rotation: float | None = None,
+        scale: float | None = None,
+        flip: bool | None = None,
         drop_last: bool = False,
         seed: int = 1,
         download: bool = True,
@@ -386,7 +398,7 @@ class MNISTDataModule(ClassificationDataModule):
 
     @override
     def resolve(self) -> dict[str, Any]:
-        """What ``dataset="auto"`` stands for, after downloading what is missing, and the number of classes.
+        """What ``dataset="auto"`` stands for, after downloading what is missing, the number of classes, augmentation.
 
         Raises:
             UserError: ``data_dir`` was given and holds nothing to train on.
@@ -395,7 +407,34 @@ class MNISTDataModule(ClassificationDataModule):
             self.prepare_data()
             self._resolve_dataset()
         found = {"dataset": self.dataset} if self.hparams.dataset == "auto" else {}
-        return found | ({"num_classes": self.num_classes} if self._num_classes is None else {})
+        if chosen := {name: value for name, value in self._augmentation.items() if self.hparams[name] is None}:
+            _note(f"{self.title}: {self._describe_augmentation()}")
+        return found | chosen | ({"num_classes": self.num_classes} if self._num_classes is None else {})
+
+    @property
+    def _augmentation(self) -> dict[str, Any]:
+        """Rotation, scale and flip, which are the data set's where they are not given."""
+        names = ("rotation", "scale", "flip")
+        return {name: getattr(self.info, name) if self.hparams[name] is None else self.hparams[name] for name in names}
+
+    def _describe_augmentation(self) -> str:
+        """In a line.
+
+        >>> data = MNISTDataModule("fashion-mnist", shift=1)
+        >>> data._describe_augmentation()
+        'images are shifted by up to 1 pixel and mirrored'
+        """
+        options, parts = self._augmentation, []
+        if shift := self.hparams.shift:
+            parts.append(f"shifted by up to {shift:g} pixel{'s' * (shift != 1)}")
+        if options["rotation"]:
+            parts.append(f"rotated by {options['rotation']:g} degrees")
+        if options["scale"]:
+            parts.append(f"scaled by {options['scale']:g}")
+        if options["flip"]:
+            parts.append("mirrored")
+        *first, last = parts or ["not augmented"]
+        return f"images are {', '.join(first)}{' and ' * bool(first)}{last}"
 
     def _resolve_dataset(self) -> None:
         """Replace "auto", the same on every rank; rank 0 decides, since nodes may see different folders."""
@@ -510,7 +549,7 @@ class MNISTDataModule(ClassificationDataModule):
         options, count = self.hparams, len(self._parts["train"][1])
         # Repeated samples have larger numbers, whose maps are made for each batch.
         count = 0 if options.balance == "sampling" else count
-        augment = RandomAffine(options.seed, options.shift, options.rotation, options.scale, count)
+        augment = RandomAffine(options.seed, options.shift, **self._augmentation, count=count)
         normalise = self.preprocessing()
 
         def transform(images: Tensor, rows: Tensor, epoch: int) -> Tensor:

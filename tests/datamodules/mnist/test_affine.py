@@ -68,6 +68,20 @@ def test_each_setting_acts_alone(setting, changed):
     assert differs.nonzero().flatten().tolist() == list(changed)
 
 
+def test_flips_mirror_half_of_the_images_and_the_others_in_the_next_epoch():
+    images, index = _images(500), torch.arange(500)
+    even, odd, later = (RandomAffine(1, 0, 0, 0, flip=True)(images, index, epoch) for epoch in (0, 1, 2))
+    mirrored = torch.tensor([torch.allclose(a, b.flip(2), atol=0.1) for a, b in zip(even, images)])
+    assert 200 < int(mirrored.sum()) < 300
+    flips = mirrored.view(-1, 1, 1, 1)
+    assert torch.allclose(even, torch.where(flips, images.flip(3), images), atol=0.1)
+    assert torch.allclose(odd, torch.where(flips, images, images.flip(3)), atol=0.1)
+    assert torch.equal(even, later)
+    # Where both are random, an image is mirrored around its own middle, and moved as it would be.
+    moved, both = (RandomAffine(1, 2, 0, 0, flip=flip)(images[:20], index[:20], 0) for flip in (False, True))
+    assert torch.allclose(both, torch.where(flips[:20], moved.flip(3), moved), atol=0.1)
+
+
 @settings(max_examples=30)
 @given(
     rows=st.lists(st.integers(0, 59_999), min_size=1, max_size=67, unique=True),

@@ -339,6 +339,24 @@ def test_only_training_batches_are_augmented_and_anew_in_each_epoch(tiny: Path):
         assert torch.equal(a[0], b[0])
 
 
+def test_clothing_is_shifted_and_mirrored_and_digits_are_rotated_and_scaled(tiny: Path, caplog):
+    caplog.set_level("INFO", "lightning_recipes")
+    images = torch.randint(256, (20, 1, 28, 28), dtype=torch.uint8)
+    clothing = _data(tiny, dataset="fashion-mnist", shift=0)
+    assert clothing.resolve() == {"rotation": 0.0, "scale": 0.0, "flip": True, "num_classes": 10}
+    assert "Fashion-MNIST: images are mirrored" in caplog.text
+    clothing.setup("fit")
+    clothing._parts["train"] = (images, clothing._parts["train"][1][:20])
+    seen = clothing._training_transform()(images, torch.arange(20), 0)
+    plain = clothing.normalise(images)
+    flips = torch.tensor([not torch.allclose(a, b, atol=1e-3) for a, b in zip(seen, plain)]).view(-1, 1, 1, 1)
+    assert flips.any()
+    assert torch.allclose(seen, torch.where(flips, plain.flip(3), plain), atol=1e-3)
+    assert _data(tiny, shift=1).resolve() == {"rotation": 10.0, "scale": 0.1, "flip": False, "num_classes": 10}
+    assert "MNIST: images are shifted by up to 1 pixel, rotated by 10 degrees and scaled by 0.1" in caplog.text
+    assert _data(tiny, flip=True, rotation=3, scale=0).resolve() == {"num_classes": 10}
+
+
 def test_augmentation_fills_with_background(tiny: Path):
     data = _data(tiny, shift=6)
     data.setup("fit")
@@ -579,10 +597,12 @@ def test_resolving_auto_is_idempotent(here: Path, caplog: pytest.LogCaptureFixtu
     write_set(here / "other")
     for folder, found in ((None, "digits"), (here / "other", "mnist")):
         data = _data(folder, dataset="auto") if folder else _default()
-        assert data.resolve() == data.resolve() == {"dataset": found, "num_classes": 10}
+        resolved = {"dataset": found, "rotation": 10.0, "scale": 0.1, "flip": False, "num_classes": 10}
+        assert data.resolve() == data.resolve() == resolved
         write_set(here / "data")
         data.setup("fit")
-        assert data.resolve() == {"dataset": data.dataset, "num_classes": 10} == {"dataset": found, "num_classes": 10}
+        assert data.resolve() == resolved
+        assert data.dataset == found
         assert _default(dataset=found, num_classes=10).resolve() == {}
     assert len(caplog.records) == 1
 
