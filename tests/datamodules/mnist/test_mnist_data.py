@@ -603,7 +603,7 @@ def test_resolving_auto_is_idempotent(here: Path, caplog: pytest.LogCaptureFixtu
         data.setup("fit")
         assert data.resolve() == resolved
         assert data.dataset == found
-        assert _default(dataset=found, num_classes=10).resolve() == {}
+        assert _default(**resolved).resolve() == {}
     assert len(caplog.records) == 1
 
 
