@@ -196,7 +196,11 @@ def shift_and_flip(images: Tensor, shifts: Tensor | None, flips: Tensor | None, 
         most: pixels that an image is moved, each way.
     """
     if shifts is None:
-        return images if flips is None else torch.where(flips.view(-1, 1, 1, 1), images.flip(3), images)
+        if flips is None:
+            return images
+        if flips.device.type == "cpu" and len(flips) == 1:
+            return images.flip(3) if flips else images
+        return torch.where(flips.view(-1, 1, 1, 1), images.flip(3), images)
     height, width = images.shape[2:]
     rows, columns = (torch.arange(length, device=images.device) for length in (height, width))
     down = shifts[:, :1] + rows
@@ -223,16 +227,15 @@ def adjust_colours(images: Tensor, factors: Tensor, normalise: Normalise) -> Ten
         factors: of shape (batch, 3), 1 leaves an image as it is.
     """
     brightness, contrast, saturation = (column.view(-1, 1, 1, 1) for column in factors.unbind(1))
-    # Of integers, whose sum does not depend on its order, and so not on the batch.
-    sums = images.sum((2, 3), dtype=torch.int64).float()
-    pixels = images.shape[2] * images.shape[3]
-    mean = _grey(sums).view(-1, 1, 1, 1) / pixels
-    grey = _grey(images)
+    # Of integers, which floats hold: the sum does not depend on its order, and so not on the batch.
+    sums = images.sum(3, dtype=torch.float32).sum(2, dtype=torch.float64).float()
+    mean = _grey(sums).view(-1, 1, 1, 1) / (images.shape[2] * images.shape[3])
     both = brightness * contrast
-    shift = (1 - contrast) * brightness * mean * normalise.scale + normalise.shift
-    adjusted = torch.addcmul(shift, both * (1 - saturation) * normalise.scale, grey)
-    adjusted = adjusted.addcmul_(images.float(), both * saturation * normalise.scale)
-    return adjusted.clamp_(normalise.shift, 255 * normalise.scale + normalise.shift)
+    # Channel by channel, where a number that belongs to a channel costs no time.
+    pixels = images.to(torch.float32, memory_format=torch.contiguous_format)
+    grey = _grey(pixels).mul_(both * (1 - saturation)).add_((1 - contrast) * brightness * mean)
+    pixels = pixels.mul_(both * saturation).add_(grey).clamp_(0, 255)
+    return pixels.mul_(normalise.scale).add_(normalise.shift)
 
 
 @dataclass(frozen=True)
@@ -265,12 +268,21 @@ class BatchAugmentation:
         flips = None
         if self.flip and self.name != "none":
             flips = alternating_flips(self.seed, epoch, numbers)
-        images, normalise = shift_and_flip(images, shifts, flips, most), self.normalise(images.device)
+        factors = None
         if self.name == "standard":
             factors = 1 + _COLOUR * (2 * uniform(self.seed, "colours", epoch, numbers, 3) - 1)
-            return adjust_colours(images, factors, normalise)
-        normalised: Tensor = normalise(images)
-        return normalised
+        normalise = self.normalise(images.device)
+
+        def augmented(part: slice) -> Tensor:
+            shift, flip, factor = (None if draws is None else draws[part] for draws in (shifts, flips, factors))
+            moved = shift_and_flip(images[part], shift, flip, most)
+            done: Tensor = normalise(moved) if factor is None else adjust_colours(moved, factor, normalise)
+            return done
+
+        if images.device.type != "cpu" or is_small(self.size) or not len(images):
+            return augmented(slice(None))
+        # The cache of a core holds a large image, and not a batch of them.
+        return torch.cat([augmented(slice(i, i + 1)) for i in range(len(images))])
 
 
 @lru_cache(maxsize=8)

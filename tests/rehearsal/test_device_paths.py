@@ -146,7 +146,7 @@ def test_batches_of_workers_are_pinned_for_a_gpu_only_and_copied_without_waiting
     assert found["waits"] == [0, 3, 0, 3], "only a copy that is not `non_blocking` waits"
     assert all(found["equal"])
     for kind, expected in ((_OnGPU, True), (ImageFolderDataModule, False)):
-        data = kind("digits", batch_size=4)
+        data = kind("digits", batch_size=4, augment="standard")
         data.setup("fit")
         assert data.train_dataloader().pin_memory == expected
 

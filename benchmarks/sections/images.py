@@ -1,0 +1,147 @@
+"""Photographs a second on a core: read, decoded, cropped, augmented and normalised, at 224 pixels.
+
+All read the same JPEG files, which the operating system holds in memory, without worker processes. What is timed is one
+pass over a training loader with nothing done in between; the bare decoder has the files' bytes in memory and does
+nothing with their pixels. Every loader makes a random crop, flips, and varies brightness, contrast and saturation.
+"""
+
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchvision import datasets
+from torchvision.io import ImageReadMode, decode_jpeg
+from torchvision.transforms import v2
+
+from benchmarks.harness.measurements import (
+    Column,
+    Goal,
+    Options,
+    Progress,
+    Section,
+    Spread,
+    Timings,
+    alternate,
+    pin_threads,
+    stopwatch,
+)
+from benchmarks.sections.fine_tuning import count_photographs, find_photographs, write_photographs
+from benchmarks.sections.input_pipeline import one_epoch
+from datamodules import ImageFolderDataModule
+from datamodules.images.known_sets import IMAGENET_MEAN, IMAGENET_STD
+
+__all__ = ["run"]
+
+SIZE, BATCH_SIZE = 224, 32
+STOCK = "torchvision, ImageFolder and DataLoader"
+DECODER = "torchvision's decoder alone"
+FIRST, LATER, UNCACHED = "first epoch", "later epochs, from the cache", "without a cache"
+TIMES_STOCK, OF_DECODER = 3.0, 1.3
+
+
+def stock_loader(folder: Path, size: int = SIZE) -> Iterable[tuple[Tensor, Tensor]]:
+    """The loader of the usual examples, with the augmentation of ours."""
+    steps = [
+        v2.RandomResizedCrop(size, scale=(0.25, 1.0)),
+        v2.RandomHorizontalFlip(),
+        v2.ColorJitter(0.2, 0.2, 0.2),
+        v2.PILToTensor(),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize(IMAGENET_MEAN, IMAGENET_STD),
+    ]
+    return DataLoader(datasets.ImageFolder(str(folder / "train"), v2.Compose(steps)), BATCH_SIZE, shuffle=True)
+
+
+def our_loader(folder: Path, cache: Path | None, size: int = SIZE) -> Iterable[tuple[Tensor, Tensor]]:
+    """The recipe's training loader over all images, as plain training code gets it; without workers."""
+    options: dict[str, Any] = {"cache_gb": 2, "cache_dir": str(cache)} if cache else {"cache_gb": 0}
+    data = ImageFolderDataModule(
+        data_dir=str(folder), image_size=size, batch_size=BATCH_SIZE, val_fraction=0.0, num_workers=0, **options
+    )
+    data.setup("fit")
+    return data.train_dataloader()
+
+
+def decode_all(folder: Path) -> Callable[[], None]:
+    """A pass of the decoder over the files' bytes."""
+    files = [path for path in sorted((folder / "train").rglob("*")) if path.is_file()]
+    contents = [torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8) for path in files]
+
+    def decode() -> None:
+        for content in contents:
+            decode_jpeg(content, mode=ImageReadMode.RGB)
+
+    return decode
+
+
+def goals(timings: Timings) -> list[Goal]:
+    """How many times faster than the usual loader, and how near to the decoder's speed."""
+    found = []
+    for name in (FIRST, LATER):
+        faster = timings.ratio(STOCK, name)
+        text = f"{faster.median:.2f} times ({faster.low:.2f} to {faster.high:.2f})"
+        found.append(Goal(f"{name}: {TIMES_STOCK:g} times the speed of {STOCK}", text, faster.median >= TIMES_STOCK))
+    over = timings.ratio(FIRST, DECODER)
+    text = f"{over.median:.2f} times ({over.low:.2f} to {over.high:.2f})"
+    found.append(Goal(f"{FIRST}: within {OF_DECODER} times {DECODER}", text, over.median <= OF_DECODER))
+    return found
+
+
+def run(options: Options, progress: Progress | None = None) -> Section:
+    """Measures the loaders and the decoder in turn."""
+    threads = pin_threads(1)
+    repeats = options.repeats or (3 if options.quick else 7)
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as temporary, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        folder = find_photographs(options.data_dir)
+        found = folder is not None and not options.quick
+        if folder is None or options.quick:
+            folder = Path(temporary) / "photographs"
+            write_photographs(folder, 12 if options.quick else 244, (500, 375))
+        count, fresh, kept = count_photographs(folder), Path(temporary) / "fresh", Path(temporary) / "kept"
+
+        def first_epoch() -> float:
+            shutil.rmtree(fresh, ignore_errors=True)
+            return stopwatch(one_epoch(our_loader(folder, fresh), count))()
+
+        contenders = {
+            STOCK: stopwatch(one_epoch(stock_loader(folder), count)),
+            DECODER: stopwatch(decode_all(folder)),
+            UNCACHED: stopwatch(one_epoch(our_loader(folder, None), count)),
+            FIRST: first_epoch,
+            LATER: stopwatch(one_epoch(our_loader(folder, kept), count)),
+        }
+        timings = alternate(contenders, repeats, progress=progress)
+    source = "hymenoptera" if found else "SYNTHETIC images; pass --data-dir FOLDER with hymenoptera's train folder"
+    rows = {
+        name: [
+            Spread(tuple(count / seconds for seconds in timings.seconds[name])),
+            None if name == STOCK else timings.ratio(STOCK, name),
+            None if name == DECODER else timings.ratio(name, DECODER),
+        ]
+        for name in contenders
+    }
+    return Section(
+        title=f"images: photographs at {SIZE} pixels on one core",
+        header={
+            "data": f"{source}; {count} JPEG files an epoch, batch {BATCH_SIZE}, shuffled, augmented",
+            "threads": f"{threads}; no workers",
+            "precision": "float32",
+            "repeats": f"{timings.rounds} rounds in turn after 1 that does not count",
+        },
+        columns=[
+            Column("images a second", ",.0f"),
+            Column("times faster than ImageFolder", ".2f"),
+            Column("time of the decoder", ".2f"),
+        ],
+        rows=rows,
+        goals=goals(timings),
+        ours=[UNCACHED, FIRST, LATER],
+        interrupted=timings.interrupted,
+    )
