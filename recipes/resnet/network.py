@@ -10,6 +10,7 @@ from torchvision.models import ResNet
 
 from datamodules.errors import UserError
 from recipes.resnet.cifar import CIFAR_DEPTHS, build_cifar_resnet
+from recipes.resnet.cifarnet import build_cifarnet
 
 __all__ = [
     "ARCHITECTURES",
@@ -31,6 +32,7 @@ RESNETS = tuple(name for name in torchvision.models.list_models() if name.starts
 SMALL_NETWORKS: dict[str, Callable[[int], nn.Module]] = {
     **{f"resnet{depth}": partial(build_cifar_resnet, depth) for depth in CIFAR_DEPTHS},
     **{f"resnet{depth}b": partial(build_cifar_resnet, depth, projections=True) for depth in CIFAR_DEPTHS},
+    "cifarnet": build_cifarnet,
 }
 """Networks of our own for images of about 32 pixels, by name: each is built from the number of classes."""
 

@@ -173,7 +173,23 @@ def test_published_weights_of_resnets_for_small_images_load_by_name(tmp_path, ar
     torch.testing.assert_close(network(images), _by_functions(bare, images, head), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("arch", ["resnet18", "resnet50", "resnet20", "resnet20b"])
+def test_cifarnet_begins_with_uncorrelated_filters_identities_and_small_logits():
+    network = build_network("cifarnet", num_classes=10).eval()
+    filters = network.conv1.weight.detach().flatten(1)
+    assert torch.equal(filters[:12], -filters[12:])
+    angles = F.normalize(filters[:12]) @ F.normalize(filters[:12]).T
+    torch.testing.assert_close(angles, torch.eye(12))
+    # Smooth images: what they vary in most is weakened.
+    images = F.interpolate(torch.randn(64, 3, 8, 8), (32, 32), mode="bicubic")
+    images = (images.mean(1, keepdim=True) * 2 + images * 0.3) / 1.3
+    deviations = F.conv2d(images, network.conv1.weight[:12]).std((0, 2, 3))
+    assert deviations[0] < 2 * deviations[1] < 20 * deviations[0]
+    inputs = torch.randn(2, 24, 16, 16)
+    assert torch.equal(network.layer1.conv1(inputs)[:, :24], inputs)
+    assert network(images).abs().max() < 1
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "resnet50", "resnet20", "resnet20b", "cifarnet"])
 def test_the_stages_one_after_the_other_are_the_network(arch):
     network = build_network(arch, num_classes=3).eval()
     images = torch.randn(2, 3, 64, 64)
