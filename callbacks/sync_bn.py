@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from callbacks.lib.batch_norm import average_statistics, exempt_from_broadcast, restore_batchnorm, sync_batchnorm
+from callbacks.lib.batch_norm import (
+    average_statistics,
+    check_batchnorm,
+    exempt_from_broadcast,
+    restore_batchnorm,
+    sync_batchnorm,
+)
 from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
 from datamodules.errors import UserError
 from datamodules.ranges import COUNT, check_ranges
@@ -48,10 +54,10 @@ class SyncBN(pl.Callback):
     """Normalises batches over the processes of a run, so that splitting a batch over devices changes nothing.
 
     Every BatchNorm1d, 2d and 3d computes mean and variance over the samples of all ranks (or of each group of ranks):
-    torch's SyncBatchNorm on accelerators, our own on CPUs. Ranks may hold different numbers of samples, and none.
-    Frozen layers (in evaluation mode) stay frozen. State-dict keys do not change, and after the fit, or an exception
-    in it, each layer has its class back, so the weights load into plain batch normalisation. Alone on one process it
-    does nothing.
+    torch's SyncBatchNorm on accelerators, our own on CPUs. So does timm's BatchNormAct2d. Ranks may hold different
+    numbers of samples, and none. Frozen layers (in evaluation mode) stay frozen. State-dict keys do not change, and
+    after the fit, or an exception in it, each layer has its class back, so the weights load into plain batch
+    normalisation. Alone on one process it does nothing.
 
     With groups smaller than the run each group has running statistics of its own. They are averaged over the ranks
     before every validation, at every epoch's end and before saving. ``SyncBN(group_size=1)`` is plain batch
@@ -65,8 +71,8 @@ class SyncBN(pl.Callback):
         group_size: how many consecutive ranks share statistics; all of them if None.
 
     Raises:
-        UserError: at set-up, if `group_size` does not divide the number of processes, or the strategy splits layers.
-        TypeError: a subclass of BatchNorm normalises in a `forward` of its own.
+        UserError: at set-up, if `group_size` does not divide the number of processes, the strategy splits layers, or a
+            subclass of BatchNorm normalises in a `forward` of its own.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[SyncBN(group_size=8)], logger=False, accelerator="cpu")
@@ -82,6 +88,8 @@ class SyncBN(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.group_size is not None:
             check_group_size(self.group_size, trainer.world_size)
+        if trainer.world_size > 1:
+            check_batchnorm(pl_module)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

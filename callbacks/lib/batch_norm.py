@@ -17,8 +17,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from datamodules.errors import UserError
+
 __all__ = [
     "average_statistics",
+    "check_batchnorm",
     "combine_moments",
     "exempt_from_broadcast",
     "is_synchronised",
@@ -182,15 +185,39 @@ class _Synchronised(_BatchNorm):
         return object.__new__, (self.original,), *reduced[2:]
 
 
+def _normalise_drop_activate(layer: Any, inputs: Tensor) -> Tensor:
+    """The forward pass of timm's BatchNormAct2d, which repeats that of BatchNorm2d and does not call it."""
+    outputs: Tensor = layer.act(layer.drop(_Synchronised.forward(layer, inputs)))
+    return outputs
+
+
 def _synchronised_class(cls: type[_BatchNorm], process_group: dist.ProcessGroup | None) -> type[_BatchNorm]:
-    if cls.forward is not _BatchNorm.forward and "__class__" not in cls.forward.__code__.co_freevars:
-        raise TypeError(
-            f"{cls.__name__}.forward normalises by itself, so it cannot be synchronised: "
-            "let it call super().forward(input), or use torch's class"
+    attributes: dict[str, Any] = {"original": cls, "process_group": process_group}
+    forward = cls.forward
+    if (forward.__module__, forward.__qualname__) == ("timm.layers.norm_act", "BatchNormAct2d.forward"):
+        attributes["forward"] = _normalise_drop_activate
+    elif forward is not _BatchNorm.forward and "__class__" not in forward.__code__.co_freevars:
+        raise UserError(
+            f"{cls.__name__}.forward normalises by itself, so SyncBN cannot synchronise it: let it call"
+            " super().forward(input), use torch's class, or remove SyncBN"
         )
     # Ours comes behind the user's class and before _BatchNorm, where forward() and super().forward() end.
-    attributes = {"original": cls, "process_group": process_group}
     return type(f"Synchronised{cls.__name__}", (cls, _Synchronised), attributes)
+
+
+def check_batchnorm(module: nn.Module) -> None:
+    """Refuses layers that `sync_batchnorm` could not change.
+
+    Raises:
+        UserError: a subclass normalises in a `forward` of its own.
+    """
+    for layer in _changeable(module):
+        _synchronised_class(type(layer), None)
+
+
+def _changeable(module: nn.Module) -> list[_BatchNorm]:
+    done = (_Synchronised, nn.SyncBatchNorm)
+    return [m for m in module.modules() if isinstance(m, _BatchNorm) and not isinstance(m, done)]
 
 
 def sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
@@ -198,13 +225,13 @@ def sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = 
 
     `restore_batchnorm` undoes it. CUDA and other accelerators run torch's kernels, the CPU ours. Batch sizes may differ
     between processes and be zero on some. Layers in evaluation mode keep using their running statistics. Each process
-    must call the layers in the same order.
+    must call the layers in the same order. Layers with an activation inside, timm's BatchNormAct2d, are changed, too.
 
     Args:
         process_group: all processes if None.
 
     Raises:
-        TypeError: a subclass normalises in a `forward` of its own.
+        UserError: a subclass normalises in a `forward` of its own.
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm2d(3))
@@ -215,8 +242,7 @@ def sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = 
         >>> type(net[0]).__name__
         'BatchNorm2d'
     """
-    done = (_Synchronised, nn.SyncBatchNorm)
-    layers = [m for m in module.modules() if isinstance(m, _BatchNorm) and not isinstance(m, done)]
+    layers = _changeable(module)
     classes = {cls: _synchronised_class(cls, process_group) for cls in {type(layer) for layer in layers}}
     for layer in layers:
         untyped: Any = layer

@@ -15,6 +15,7 @@ from callbacks.checkpointing.guard import LastCheckpoint
 from callbacks.finite_weights import FiniteWeights
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lean_loop import LeanLoop
+from callbacks.lib.batch_norm import check_batchnorm
 from callbacks.lib.rate_factor import Kind
 from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
@@ -200,6 +201,7 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
     if settings.training_monitor:
         callbacks.append(TrainingMonitor(settings.training_monitor == "groups", settings.histogram_every))
     if settings.sync_bn:
+        check_batchnorm(recipe)  # Before other processes start.
         callbacks.append(SyncBN(None if settings.sync_bn is True else settings.sync_bn))
     average = {name: getattr(settings, name) for name in ("ema", "swa", "lawa", "average_from", "average_every")}
     if any(value is not None and value is not False for value in average.values()):

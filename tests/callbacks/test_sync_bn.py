@@ -15,8 +15,15 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks.lib.batch_norm import average_statistics, combine_moments, restore_batchnorm, sync_batchnorm
+from callbacks.lib.batch_norm import (
+    average_statistics,
+    check_batchnorm,
+    combine_moments,
+    restore_batchnorm,
+    sync_batchnorm,
+)
 from callbacks.sync_bn import SyncBN, check_group_size
+from datamodules.errors import UserError
 from tests.support.ranks import run_ranks
 
 QUIET: dict[str, Any] = {
@@ -351,8 +358,37 @@ def test_a_users_subclass_keeps_its_forward_or_is_refused():
     x = torch.arange(8.0).view(1, 2, 2, 2)
     expected = nn.BatchNorm2d(2)(torch.cat([x, x + 10])).relu()
     torch.testing.assert_close(torch.cat(run_ranks(_subclass_output, 2)), expected)
-    with pytest.raises(TypeError, match=r"_Inlined.forward normalises by itself"):
+    with pytest.raises(UserError, match=r"_Inlined.forward normalises by itself"):
         sync_batchnorm(nn.Sequential(_Inlined(2)))
+
+
+def test_what_cannot_be_synchronised_is_refused_before_other_processes_start():
+    net = nn.Sequential(_Inlined(2))
+    with pytest.raises(UserError, match=r"_Inlined.forward normalises by itself.*remove SyncBN"):
+        check_batchnorm(net)
+    assert type(net[0]) is _Inlined
+
+
+def _timms_gaps() -> dict[str, float]:
+    norm_act = pytest.importorskip("timm.layers.norm_act")
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    layer = norm_act.BatchNormAct2d(4, drop_layer=nn.Hardtanh, act_layer="silu").double()
+    nn.init.uniform_(layer.weight, 0.5, 2.0)
+    x, upstream = torch.randn(2, 7, 4, 3, 3, dtype=torch.float64)
+    gaps = _gaps_to_whole_batch(layer, x, upstream, (5, 2), None)
+    synchronised = copy.deepcopy(layer)
+    sync_batchnorm(synchronised)
+    gaps["evaluation"] = _gap(synchronised.eval()(x), layer.eval()(x))
+    restore_batchnorm(synchronised)
+    assert type(synchronised) is type(layer)
+    return gaps
+
+
+def test_batchnorm_with_an_activation_inside_is_that_of_the_whole_batch():
+    pytest.importorskip("timm")
+    for gaps in run_ranks(_timms_gaps, 2):
+        assert max(gaps.values()) < 1e-12, gaps
 
 
 def test_copies_and_pickles_of_synchronised_layers_are_plain():
