@@ -32,17 +32,19 @@ def _imagenet_url(arch: str) -> str:
     return str(weights.url)
 
 
-def download_weights(url: str, timeout: float = 30.0) -> Path:
+def download_weights(url: str, timeout: float = 30.0, name: str | None = None) -> Path:
     """A file of weights in torch hub's cache, downloaded where it is not there yet, by one process at a time.
 
     Args:
-        url: it ends in ``-<first digits of the SHA-256>.pth``, as torchvision's do; the file has to have that digest.
+        url: where it ends in ``-<first digits of the SHA-256>.pth``, as torchvision's do, the file has to have that
+            digest.
         timeout: seconds without an answer or without data before the download fails.
+        name: of the file in the cache; by default the last part of `url`.
 
     Raises:
         UserError: the download failed, or the file in the cache does not have the digest in its name.
     """
-    path = Path(torch.hub.get_dir(), "checkpoints", Path(urlsplit(url).path).name)
+    path = Path(torch.hub.get_dir(), "checkpoints", name or Path(urlsplit(url).path).name)
     named = re.search(r"-([0-9a-f]{8,64})\.", path.name)
     digest = named[1] if named else None
     if not path.exists():
@@ -51,7 +53,8 @@ def download_weights(url: str, timeout: float = 30.0) -> Path:
             download([url], path, digest, timeout, "sha256")
         except (DownloadError, OSError) as error:
             raise UserError(
-                f"{error}; pass weights='FILE', or weights='none' to train everything from scratch"
+                f"{error}; download it elsewhere and copy it to {path}, or pass weights='FILE', or weights='none' to"
+                " train everything from scratch"
             ) from error
     if digest and not (found := digest_of(path, "sha256")).startswith(digest):
         raise UserError(

@@ -11,8 +11,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from typing_extensions import override
 
@@ -21,7 +20,7 @@ from callbacks.lib.durations import Duration
 from callbacks.lib.trainer_attributes import callbacks_of, datamodule_of
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
-from recipes.resnet.network import Stage, run_stages
+from recipes.resnet.stages import Stage, run_stages
 
 __all__ = ["FeatureCache", "FeatureLoader", "NumberedImages", "frozen_stages", "gather_rows"]
 
@@ -52,12 +51,17 @@ class FeatureLoader(Protocol):
         """Yield the rows of `features` for the samples with these numbers; with None images again."""
 
 
+def _may_differ(layer: nn.Module) -> bool:
+    """Whether a layer computes otherwise now than in evaluation, as far as is known: BatchNorm, dropout, and others."""
+    plain = type(layer).__module__.startswith("torch.nn.") and not isinstance(layer, _DropoutNd)
+    return layer.training and (not plain or next(layer.parameters(), None) is not None)
+
+
 def frozen_stages(stages: Sequence[Stage]) -> int:
     """The number of leading stages whose output for an image stays the same until a layer is unfrozen."""
     for number, (_, modules) in enumerate(stages):
-        layers = [layer for module in modules for layer in module.modules()]
         trains = any(p.requires_grad for module in modules for p in module.parameters())
-        if trains or any(layer.training and isinstance(layer, (_BatchNorm, _DropoutNd)) for layer in layers):
+        if trains or any(_may_differ(layer) for module in modules for layer in module.modules()):
             return number
     return len(stages)
 
@@ -96,7 +100,7 @@ class FeatureCache(pl.Callback):
 
     Example:
         >>> from torch import nn
-        >>> stages = [("trunk", [nn.Linear(2, 2).requires_grad_(False), nn.ReLU()]), ("head", [nn.Linear(2, 2)])]
+        >>> stages = [("trunk", [nn.Linear(2, 2).requires_grad_(False).eval(), nn.ReLU()]), ("head", [nn.Linear(2, 2)])]
         >>> frozen_stages(stages)
         1
     """

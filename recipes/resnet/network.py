@@ -1,33 +1,30 @@
-"""The networks that ``arch`` names, and the stages that freezing, learning rates and cached features refer to."""
+"""The networks that ``arch`` names: torchvision's, timm's, and small ones of our own; and their published weights."""
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torchvision.models
 from torch import Tensor, nn
 from torchvision.models import ResNet
+from torchvision.models.vision_transformer import interpolate_embeddings
 
 from datamodules.errors import UserError
+from recipes.pretrained import download_weights, imagenet_weights
 from recipes.resnet.cifar import CIFAR_DEPTHS, build_cifar_resnet
 from recipes.resnet.cifarnet import build_cifarnet
+from recipes.weights import read_weights
 
 __all__ = [
     "ARCHITECTURES",
+    "RESNETS",
     "SMALL_NETWORKS",
-    "Stage",
     "build_network",
     "build_resnet",
-    "resnet_stages",
-    "run_stages",
+    "published_weights",
     "weights_statistics",
 ]
-
-Stage = tuple[str, Sequence[nn.Module]]
-"""A name, and the modules that run one after the other."""
-
-RESNETS = tuple(name for name in torchvision.models.list_models() if name.startswith(("res", "wide")))
-"""resnet18 to resnet152, resnext and wide_resnet."""
 
 SMALL_NETWORKS: dict[str, Callable[[int], nn.Module]] = {
     **{f"resnet{depth}": partial(build_cifar_resnet, depth) for depth in CIFAR_DEPTHS},
@@ -36,27 +33,44 @@ SMALL_NETWORKS: dict[str, Callable[[int], nn.Module]] = {
 }
 """Networks of our own for images of about 32 pixels, by name: each is built from the number of classes."""
 
-ARCHITECTURES = (*SMALL_NETWORKS, *RESNETS)
-"""What `build_network` takes."""
+_TORCHVISION = torchvision.models.list_models(module=torchvision.models)
+_TIMM = "timm:"
+
+RESNETS = tuple(name for name in _TORCHVISION if name.startswith(("res", "wide")))
+"""resnet18 to resnet152, resnext and wide_resnet."""
+
+ARCHITECTURES = (*SMALL_NETWORKS, *_TORCHVISION)
+"""What `build_network` takes, beside timm's."""
 
 
-def build_network(arch: str, num_classes: int, small_images: bool = False) -> nn.Module:
-    """A network with new weights, which maps images of shape (batch, 3, height, width) to logits.
-
-    Args:
-        arch: one of `ARCHITECTURES`.
-        num_classes: number of logits.
-        small_images: as for `build_resnet`; `SMALL_NETWORKS` are made for them already.
+def _timm_config(name: str) -> Any:
+    """What timm says of the weights that belong to a name.
 
     Raises:
-        UserError: there is no such architecture.
+        UserError: timm is not installed, or has no such model.
     """
-    if arch in SMALL_NETWORKS:
-        return SMALL_NETWORKS[arch](num_classes)
-    if arch not in ARCHITECTURES:
-        close = difflib.get_close_matches(arch, ARCHITECTURES) or ARCHITECTURES
-        raise UserError(f"no architecture {arch!r}; did you mean {', '.join(close)}?")
-    network: nn.Module = build_resnet(arch, num_classes, small_images)
+    try:
+        import timm
+    except ImportError as error:
+        raise UserError(f"arch='timm:{name}' needs timm; run pip install 'lightning-recipes[timm]'") from error
+    names = {*timm.list_models(), *timm.list_pretrained()}
+    if name not in names:
+        raise UserError(f"timm {timm.__version__} has no model {name!r}; {_did_you_mean(name, names, _TIMM)}")
+    return timm.get_pretrained_cfg(name)
+
+
+def _did_you_mean(name: str, names: Any, lead: str = "") -> str:
+    close = difflib.get_close_matches(name, names) or sorted(names)[:3]
+    return f"did you mean {', '.join(lead + each for each in close)}?"
+
+
+def _build_timm(name: str, image_size: int, **options: Any) -> nn.Module:
+    """A model of timm's; those whose weights depend on the size of the images are built for it."""
+    if _timm_config(name).fixed_input_size:
+        options["img_size"] = image_size
+    import timm
+
+    network: nn.Module = timm.create_model(name, **options)
     return network
 
 
@@ -66,7 +80,7 @@ def build_resnet(arch: str, num_classes: int, small_images: bool = False) -> Res
     The last normalisation of each block begins at zero, so that a block begins as the identity (Goyal et al., 2017).
 
     Args:
-        arch: one of `RESNETS`.
+        arch: resnet18 to resnet152, resnext or wide_resnet, by torchvision's name.
         num_classes: number of logits.
         small_images: begin with a 3 x 3 convolution instead of one of 7 x 7 that skips pixels, and without pooling, as
             the authors do for CIFAR: 32 pixels come to 4 before the mean over positions, not to 1.
@@ -84,35 +98,112 @@ def build_resnet(arch: str, num_classes: int, small_images: bool = False) -> Res
     return network
 
 
-def weights_statistics(arch: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """The mean and the standard deviation of pixels, from 0 to 1, that an architecture's ImageNet weights expect.
+def _build_torchvision(arch: str, num_classes: int, image_size: int) -> nn.Module:
+    options: dict[str, Any] = {}
+    if arch.startswith("vit_"):
+        options["image_size"] = image_size
+    elif arch.startswith("maxvit"):
+        options["input_size"] = (image_size, image_size)
+    elif arch in ("googlenet", "inception_v3"):
+        # Their further outputs in training are for losses of their own. Published weights expect another normalisation,
+        # which `transform_input` makes of the usual one.
+        options = {"aux_logits": False, "init_weights": True, "transform_input": True}
+    network: nn.Module = torchvision.models.get_model(arch, num_classes=num_classes, **options)
+    return network
 
-    Returns:
-        Three numbers each; None where there are no such weights.
+
+def build_network(arch: str, num_classes: int, image_size: int = 224, small_images: bool = False) -> nn.Module:
+    """A network with new weights, which maps images of shape (batch, 3, height, width) to logits.
+
+    Args:
+        arch: one of `ARCHITECTURES`, or "timm:" and the name of a model of timm's.
+        num_classes: number of logits.
+        image_size: side of the images in pixels, for networks whose weights depend on it.
+        small_images: as for `build_resnet`; `SMALL_NETWORKS` are made for them already.
+
+    Raises:
+        UserError: there is no such architecture, or not for images of that size.
+
+    Example:
+        >>> import torch
+        >>> build_network("mobilenet_v3_small", num_classes=2)(torch.zeros(2, 3, 64, 64)).shape
+        torch.Size([2, 2])
     """
-    if arch not in torchvision.models.list_models():
+    if arch in SMALL_NETWORKS:
+        return SMALL_NETWORKS[arch](num_classes)
+    if small_images and arch not in RESNETS:
+        raise UserError(
+            f"small_images=True changes the first layer of torchvision's ResNets, and {arch} is none of them; pass"
+            " small_images=False, or arch='resnet20', which is made for small images"
+        )
+    try:
+        if arch.startswith(_TIMM):
+            return _build_timm(arch.removeprefix(_TIMM), image_size, num_classes=num_classes)
+        if arch in RESNETS:
+            resnet: nn.Module = build_resnet(arch, num_classes, small_images)
+            return resnet
+        if arch in _TORCHVISION:
+            return _build_torchvision(arch, num_classes, image_size)
+    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"{arch} cannot be built for images of {image_size} pixels ({str(error) or type(error).__name__}); pass"
+            " another `image_size`"
+        ) from error
+    raise UserError(f"no architecture {arch!r}; {_did_you_mean(arch, ARCHITECTURES)} Those of timm are timm:NAME")
+
+
+def published_weights(arch: str, image_size: int = 224) -> dict[str, Tensor]:
+    """The ImageNet weights of an architecture, from the cache or the network, under the names of `build_network`.
+
+    Args:
+        image_size: embeddings of positions are interpolated to it.
+
+    Raises:
+        UserError: there are none, or they could not be downloaded.
+    """
+    if arch in SMALL_NETWORKS:
+        raise UserError(f"{arch} has no ImageNet weights; pass weights='FILE', or weights='none'")
+    if arch.startswith(_TIMM):
+        return _timm_weights(arch.removeprefix(_TIMM), image_size)
+    state = imagenet_weights(arch)
+    if arch.startswith("vit_"):
+        state = dict(interpolate_embeddings(image_size, int(arch.rpartition("_")[2]), state))
+    return state
+
+
+def _timm_weights(name: str, image_size: int) -> dict[str, Tensor]:
+    config = _timm_config(name)
+    if not config.has_weights:
+        raise UserError(f"timm has no weights for {name}; pass weights='FILE', or weights='none'")
+    url, path, file = config.url, None, None
+    if config.hf_hub_id:
+        from huggingface_hub import hf_hub_url, try_to_load_from_cache
+
+        hub = config.hf_hub_id, config.hf_hub_filename or "model.safetensors"
+        url, path = hf_hub_url(*hub), try_to_load_from_cache(*hub)
+        file = f"{config.hf_hub_id.replace('/', '--')}--{hub[1]}"
+    if not isinstance(path, str):
+        # timm's own download tries for a minute where there is no network, and in each process.
+        path = str(download_weights(url, name=file))
+    loaded = _build_timm(name, image_size, pretrained=True, pretrained_cfg_overlay={"state_dict": read_weights(path)})
+    return dict(loaded.state_dict())
+
+
+def weights_statistics(arch: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Mean and standard deviation of pixels from 0 to 1 by which the published weights of an architecture normalise.
+
+    None where there are no such weights.
+
+    >>> weights_statistics("resnet18")
+    ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    """
+    if arch.startswith(_TIMM):
+        config = _timm_config(arch.removeprefix(_TIMM))
+        return (tuple(config.mean), tuple(config.std)) if config.has_weights else None
+    weights = getattr(torchvision.models.get_model_weights(arch), "DEFAULT", None) if arch in _TORCHVISION else None
+    if weights is None:
         return None
-    transforms = torchvision.models.get_model_weights(arch).DEFAULT.transforms()
+    transforms: Any = weights.transforms()
     return tuple(transforms.mean), tuple(transforms.std)
-
-
-def resnet_stages(network: nn.Module) -> list[Stage]:
-    """The network from the images to the logits: run one after the other they are its forward pass."""
-    children = dict(network.named_children())
-    layers = [name for name in children if name.startswith("layer")]
-    stem = list(children)[: list(children).index(layers[0])]
-    head = list(children)[-1]
-    return [
-        ("stem", [children[name] for name in stem]),
-        *((name, [children[name]]) for name in layers),
-        ("pool", [children["avgpool"], nn.Flatten(1)]),
-        (head, [children[head]]),
-    ]
-
-
-def run_stages(stages: Sequence[Stage], inputs: Tensor) -> Tensor:
-    """Pass a batch through stages."""
-    for _, modules in stages:
-        for module in modules:
-            inputs = module(inputs)
-    return inputs

@@ -1,10 +1,12 @@
 """The ResNet fine-tuning recipe as a LightningModule."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -20,19 +22,17 @@ from datamodules.ranges import RATE, Range, check_ranges
 from recipes.classification import Classifier, ClassifierParameters
 from recipes.optim import default_rate
 from recipes.parameter_groups import layer_groups
-from recipes.pretrained import imagenet_weights
 from recipes.resnet.feature_cache import FeatureCache
-from recipes.resnet.network import (
-    SMALL_NETWORKS,
-    Stage,
-    build_network,
-    resnet_stages,
-    run_stages,
-    weights_statistics,
-)
+from recipes.resnet.network import RESNETS, SMALL_NETWORKS, build_network, published_weights, weights_statistics
+from recipes.resnet.stages import NetworkStages, Stage, run_stages, stages_of
 from recipes.weights import read_settings_beside
 
 __all__ = ["ResNetFineTuner"]
+
+log = logging.getLogger("lightning_recipes")
+
+_IMAGE_SIZE = 224
+"""The default side of the images in pixels, where the data has none."""
 
 
 class ResNetParameters(ClassifierParameters):
@@ -52,25 +52,29 @@ class ResNetParameters(ClassifierParameters):
 
 
 class ResNetFineTuner(Classifier):
-    """Fine-tunes a torchvision ResNet on images; override `build_network` for another network.
+    """Fine-tunes a network of torchvision, of timm or your own on images; override `build_network` for the last.
+
+    Layers are frozen and have learning rates by the stages of the network, which `stages_of` finds.
 
     Batches are ``(images, labels)``: normalised floats of shape (batch, 3, height, width), and int64 of shape (batch,)
     or, mixed, probabilities of shape (batch, classes).
 
     Args:
-        arch: resnet18 to resnet152, resnext or wide_resnet, by torchvision's name; resnet20, 32, 44, 56 or 110 for
-            images of about 32 pixels, and resnet20b and so on, whose shortcuts are 1 x 1 convolutions.
+        arch: a classification model of torchvision, such as resnet18, convnext_tiny or vit_b_16; timm:NAME where timm
+            is installed; or resnet20, 32, 44, 56 or 110 for images of about 32 pixels, and resnet20b and so on with 1 x
+            1 convolutions in the shortcuts.
         num_classes: labels are 0 to this less one; by default as many as the data has.
         image_size: side of the images in pixels; by default the data's.
         weights: imagenet, a file (.pt, .pth, .ckpt, .safetensors) or none; by default imagenet for photographs of 64
-            pixels or more.
+            pixels or more, where there are such weights.
         small_images: no stride and no pooling in the first layer of a ResNet, for images of about 32 pixels; by default
             below 64 where there are no weights.
-        freeze_until: freeze what comes before this layer, or none; by default layer4, and none without weights.
+        freeze_until: freeze what comes before this layer, or none; by default the last block, such as layer4, and none
+            without weights.
         freeze_patterns: freeze layers and parameters by name too, as in '["*.bn*"]'.
         unfreeze: when layers begin to train, as in '{layer4: "1 epochs", layer3: "3 epochs"}'.
         bn: BatchNorm of layers that train: by the batch (train), or by fixed statistics (eval).
-        lr: peak learning rate of layer4; by default 0.0003, 0.001 without weights, and 1 for lbfgs.
+        lr: peak learning rate of the last block; by default 0.0003, 0.001 without weights, and 1 for lbfgs.
         head_lr_factor: how much faster the head learns; by default 10, and 1 without weights.
         layer_lr_decay: how much slower each layer learns than the one above it, as in 0.5.
         cache_features: compute the output of the frozen layers once, and train on that; needs ``augment="none"``.
@@ -83,8 +87,8 @@ class ResNetFineTuner(Classifier):
     predict_example = "IMAGE.jpg FOLDER"
     free_parameters: ClassVar[frozenset[str]] = Classifier.free_parameters | {"cache_features"}
 
-    last_block = "layer4"
-    """The block that trains beside the head by default, and whose activations Grad-CAM shows."""
+    last_block: str | None = None
+    """The block that trains beside the head by default, and whose activations Grad-CAM shows; by default found."""
 
     hparams: ResNetParameters
     example_input_array: Tensor
@@ -109,16 +113,10 @@ class ResNetFineTuner(Classifier):
     ) -> None:
         # Resolved here, so that a checkpoint holds the values that were used.
         weights = weights or ("none" if arch in SMALL_NETWORKS else "imagenet")
-        image_size = image_size or 224
+        image_size = image_size or _IMAGE_SIZE
         new = weights == "none"
         if small_images is None:
-            small_images = new and is_small(image_size)
-        if arch in SMALL_NETWORKS:
-            self.last_block = "layer3"
-        if freeze_until == "auto":
-            freeze_until = None if new else self.last_block
-        elif freeze_until == "none":
-            freeze_until = None
+            small_images = new and is_small(image_size) and arch in (*RESNETS, *SMALL_NETWORKS)
         if lr is None:
             lr = default_rate(optimizer, 0.001 if new else 0.0003)
         head_lr_factor = head_lr_factor if head_lr_factor is not None else (1.0 if new else 10.0)
@@ -133,12 +131,22 @@ class ResNetFineTuner(Classifier):
                 " compile=False"
             )
         super().__init__(num_classes=num_classes, optimizer=optimizer, lr=lr, weights=weights, **kwargs)
+        self.example_input_array = torch.zeros(1, 3, image_size, image_size)
+        self.first_stage = 0
+        self._found: NetworkStages | None = None
+        if freeze_until == "auto":
+            freeze_until = None if new else self._block
+        elif freeze_until == "none":
+            freeze_until = None
+        if cache_features and not self._has_own_stages and (obstacle := self.found_stages.obstacle):
+            raise UserError(
+                f"cache_features=True: the forward pass of {arch} cannot be continued behind its frozen layers, because"
+                f" {obstacle}; pass cache_features=False"
+            )
         # A subclass passes its arguments on as they were.
         settled = {"weights": weights, "image_size": image_size, "freeze_until": freeze_until, "lr": lr}
         settled |= {"small_images": small_images}
         self.hparams.update(settled | {"head_lr_factor": head_lr_factor})
-        self.example_input_array = torch.zeros(1, 3, image_size, image_size)
-        self.first_stage = 0
 
     @classmethod
     @override
@@ -168,11 +176,30 @@ class ResNetFineTuner(Classifier):
     def build_network(self) -> nn.Module:
         """Maps floats of shape (batch, 3, height, width) to logits of shape (batch, num_classes)."""
         options = self.hparams
-        return build_network(options.arch, options.num_classes, options.small_images)
+        return build_network(options.arch, options.num_classes, options.image_size or _IMAGE_SIZE, options.small_images)
+
+    @property
+    def found_stages(self) -> NetworkStages:
+        """What `stages_of` finds in the network; it looks once."""
+        if self._found is None:
+            self._found = stages_of(self.network, self.example_input_array)
+        return self._found
+
+    @property
+    def _has_own_stages(self) -> bool:
+        return type(self).stages is not ResNetFineTuner.stages
+
+    @property
+    def _block(self) -> str:
+        return self.last_block or self.found_stages.last_block
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_found": None}  # A copy has stages of its own.
 
     def stages(self) -> list[Stage]:
         """The network in parts, from the images to the head: the units of learning rates and cached features."""
-        return resnet_stages(self.network)
+        return self.found_stages.stages
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
@@ -190,16 +217,22 @@ class ResNetFineTuner(Classifier):
             if "1 value per channel" not in str(error):
                 raise
             raise UserError(
-                f"a batch of {len(batch[0])} image on a device has one pixel in {self.last_block}, and BatchNorm cannot"
+                f"a batch of {len(batch[0])} image on a device has one pixel in {self._block}, and BatchNorm cannot"
                 " train on a single value; pass another `batch_size`, drop_last=True, small_images=True, a larger"
                 ' `image_size`, or bn="eval"'
             ) from error
 
     @override
     def parameter_groups(self) -> list[dict[str, Any]]:
-        options = self.hparams
+        options, stages = self.hparams, self.stages()
+        owners: dict[nn.Parameter, str] = {}
+        for name, modules in [*stages, (stages[0][0], [self])]:
+            for parameter in (p for module in modules for p in module.parameters()):
+                owners.setdefault(parameter, name)  # What several stages share is in the first; what none has, too.
+        names = dict.fromkeys(name for name, _ in stages)
+        layers = [(name, [nn.ParameterList(p for p in owners if owners[p] == name)]) for name in names]
         return layer_groups(
-            self.stages(),
+            layers,
             options.weight_decay,
             options.lr,
             options.layer_lr_decay,
@@ -223,11 +256,19 @@ class ResNetFineTuner(Classifier):
             )
         if options.cache_features:
             callbacks.append(FeatureCache())
-        return [*callbacks, ParameterGroupTable(), GradCAM(self.last_block)]
+        drawn = self.last_block or self.found_stages.has_maps
+        return [*callbacks, ParameterGroupTable(), *([GradCAM(self._block)] if drawn else [])]
+
+    @override
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        if not self._has_own_stages:
+            rank_zero_only(log.info)(self.found_stages.line())
 
     @override
     def pretrained_weights(self, weights: str) -> tuple[dict[str, Tensor], str]:
-        """Those of torchvision, too: "imagenet"."""
+        """Those of torchvision and timm, too: "imagenet"."""
         if weights == "imagenet":
-            return imagenet_weights(self.hparams.arch), f"ImageNet ({self.hparams.arch})"
+            options = self.hparams
+            return published_weights(options.arch, options.image_size), f"ImageNet ({options.arch})"
         return super().pretrained_weights(weights)

@@ -23,8 +23,9 @@ from datamodules.images.data_module import ImageFolderDataModule
 from recipes.cli import console
 from recipes.parameter_groups import layer_groups
 from recipes.resnet.feature_cache import frozen_stages
-from recipes.resnet.network import ARCHITECTURES, build_network, build_resnet, resnet_stages, run_stages
+from recipes.resnet.network import ARCHITECTURES, build_network, build_resnet
 from recipes.resnet.recipe import ResNetFineTuner
+from recipes.resnet.stages import run_stages, stages_of
 from recipes.weights import load_weights, read_weights
 from tests.support.command_lines import Typed, type_line
 from tests.support.ranks import run_ranks
@@ -189,13 +190,6 @@ def test_cifarnet_begins_with_uncorrelated_filters_identities_and_small_logits()
     assert network(images).abs().max() < 1
 
 
-@pytest.mark.parametrize("arch", ["resnet18", "resnet50", "resnet20", "resnet20b", "cifarnet"])
-def test_the_stages_one_after_the_other_are_the_network(arch):
-    network = build_network(arch, num_classes=3).eval()
-    images = torch.randn(2, 3, 64, 64)
-    assert torch.equal(network(images), run_stages(resnet_stages(network), images))
-
-
 def test_every_resnet_of_torchvision_is_offered_and_another_name_is_refused():
     assert {"resnet18", "resnet152", "resnext50_32x4d", "wide_resnet50_2"} <= set(ARCHITECTURES)
     with pytest.raises(UserError, match=r"resnet19.*mean.*resnet1"):
@@ -203,7 +197,8 @@ def test_every_resnet_of_torchvision_is_offered_and_another_name_is_refused():
 
 
 def test_small_images_keep_their_pixels():
-    trunk = resnet_stages(build_resnet("resnet18", num_classes=2, small_images=True))[:5]
+    network = build_resnet("resnet18", num_classes=2, small_images=True)
+    trunk = stages_of(network, torch.zeros(1, 3, 32, 32)).stages[:5]
     assert run_stages(trunk, torch.zeros(1, 3, 32, 32)).shape == (1, 512, 4, 4)
 
 
@@ -238,7 +233,7 @@ def test_a_table_of_groups_counts_what_trains():
 
 
 def test_stages_count_as_frozen_only_where_batchnorm_is_in_evaluation_too():
-    stages = resnet_stages(build_resnet("resnet18", num_classes=2))
+    stages = stages_of(build_resnet("resnet18", num_classes=2), torch.zeros(1, 3, 64, 64)).stages
     for _, modules in stages[:3]:
         for module in modules:
             module.requires_grad_(False)

@@ -1,0 +1,270 @@
+"""Networks that `arch` names: how they are built, cut into stages, trained and saved."""
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from datamodules.errors import UserError
+from recipes.pretrained import download_weights
+from recipes.resnet import network as networks
+from recipes.resnet.network import build_network, published_weights, weights_statistics
+from recipes.resnet.recipe import ResNetFineTuner
+from recipes.resnet.stages import NetworkStages, run_stages, stages_of
+from tests.recipes.export.test_readmes import program
+from tests.recipes.test_resnet import distance, draw, fit, type_in
+from tests.support.ranks import free_port, run_ranks
+
+# A small member of each family of torchvision: side of the images, the last block, and whether it gives maps.
+FAMILIES = {
+    "alexnet": (96, "features.10", True),
+    "convnext_tiny": (64, "features.7", True),
+    "densenet121": (64, "features.denseblock4", True),
+    "efficientnet_b0": (64, "features.8", True),
+    "efficientnet_v2_s": (64, "features.7", True),
+    "googlenet": (64, "inception5b", True),
+    "inception_v3": (96, "Mixed_7c", True),
+    "maxvit_t": (224, "blocks.3", True),
+    "mnasnet0_5": (64, "layers.14", True),
+    "mobilenet_v2": (64, "features.18", True),
+    "mobilenet_v3_small": (64, "features.12", True),
+    "regnet_y_400mf": (64, "trunk_output.block4", True),
+    "resnet18": (64, "layer4", True),
+    "resnext50_32x4d": (64, "layer4", True),
+    "shufflenet_v2_x0_5": (64, "conv5", True),
+    "squeezenet1_1": (64, "features.12", True),
+    "swin_t": (64, "features.7", False),
+    "swin_v2_t": (64, "features.7", False),
+    "vgg11_bn": (64, "features.25", True),
+    "vit_b_32": (64, "encoder.layers.encoder_layer_11", False),
+    "wide_resnet50_2": (64, "layer4", True),
+}
+QUICK = ("mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "googlenet", "resnet18")
+SMALL = {"resnet20": (32, "layer3", True), "resnet20b": (32, "layer3", True), "cifarnet": (32, "layer3", True)}
+
+
+def _assert_cut(network: nn.Module, size: int) -> NetworkStages:
+    """The stages of a network, which are its forward pass to the bit, hold each parameter once, and change nothing."""
+    images, state = torch.randn(2, 3, size, size), copy.deepcopy(network.state_dict())
+    found = stages_of(network, torch.zeros(1, 3, size, size))
+    assert all(layer.training for layer in network.modules())
+    assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
+    assert found.obstacle == ""
+    held = [p for _, modules in found.stages for module in modules for p in module.parameters()]
+    assert sorted(map(id, held)) == sorted(map(id, network.parameters()))
+    network.eval()
+    with torch.no_grad():
+        assert torch.equal(run_stages(found.stages, images), network(images))
+    return found
+
+
+@pytest.mark.parametrize(
+    "arch", [*SMALL, *QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in QUICK)]
+)
+def test_the_stages_one_after_the_other_are_the_network(arch: str):
+    size, block, has_maps = (SMALL | FAMILIES)[arch]
+    found = _assert_cut(build_network(arch, 3, size), size)
+    assert (found.last_block, found.has_maps) == (block, has_maps)
+    assert len(found.stages) > 4
+
+
+def test_stages_of_resnets_have_the_names_of_their_layers():
+    found = stages_of(build_network("resnet18", 2), torch.zeros(1, 3, 64, 64))
+    assert found.line() == "stages of the network: stem, layer1, layer2, layer3, layer4, pool, fc"
+    assert [name for name, _ in stages_of(build_network("resnet20", 2), torch.zeros(1, 3, 32, 32)).stages] == [
+        *("stem", "layer1", "layer2", "layer3", "pool", "linear")
+    ]
+
+
+class _Branches(nn.Module):
+    """Two ways from the images to the head, a shared layer, a parameter of its own and one that may be unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 3, padding=1)
+        self.shared = nn.Conv2d(4, 4, 3, padding=1)
+        self.scale = nn.Parameter(torch.ones(1, 4, 1, 1))
+        self.register_buffer("shift", torch.zeros(1, 4, 1, 1))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        both = self.shared(self.first(images) + self.second(images)) * self.scale + self.shift
+        return self.head(self.shared(both).mean((2, 3)))
+
+
+class _Decides(nn.Module):
+    """A network that torch.fx cannot follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        maps = self.conv(images)
+        return self.head((maps if maps.sum() > 0 else -maps).mean((2, 3)))
+
+
+class _Own(ResNetFineTuner):
+    kind: type[nn.Module] = _Branches
+
+    def build_network(self) -> nn.Module:
+        return self.kind()
+
+
+class _OwnDecides(_Own):
+    kind = _Decides
+
+
+def test_build_network_alone_is_enough_for_freezing_and_rates():
+    recipe = _Own(num_classes=2, image_size=16, weights="some.pt", lr=1.0, layer_lr_decay=0.5)
+    assert recipe.hparams.freeze_until == "shared"
+    groups = recipe.parameter_groups()
+    held = [id(p) for group in groups for p in group["params"]]
+    assert sorted(held) == sorted(map(id, recipe.parameters()))
+    assert [group["lr"] for group in groups if group["name"].startswith("head")] == [10.0, 10.0]
+    # Buffers that a network replaces are those that its stages use.
+    recipe.stages()
+    recipe.network.double().shift.fill_(1.0)
+    images = torch.randn(1, 3, 16, 16, dtype=torch.double)
+    assert torch.equal(run_stages(recipe.stages(), images), recipe.network(images))
+
+
+def test_features_are_not_cached_where_the_forward_pass_cannot_be_cut():
+    recipe = _OwnDecides(num_classes=2, image_size=16, weights="none")
+    assert [name for name, _ in recipe.stages()] == ["conv", "head"]
+    assert "modules in their order, because torch.fx cannot follow" in recipe.found_stages.line()
+    with pytest.raises(UserError, match=r"cannot be continued.*torch.fx cannot follow.*pass cache_features=False"):
+        _OwnDecides(num_classes=2, image_size=16, weights="none", cache_features=True)
+
+
+@pytest.mark.parametrize(
+    ("arch", "message"),
+    [
+        ("convnet_tiny", r"no architecture 'convnet_tiny'; did you mean convnext_tiny.*timm:NAME"),
+        ("timm:resnet181", r"timm .* has no model 'resnet181'; did you mean timm:resnet18"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_those_that_are_like_it(arch: str, message: str):
+    if arch.startswith("timm:"):
+        pytest.importorskip("timm")
+    with pytest.raises(UserError, match=message):
+        ResNetFineTuner(arch, 2, weights="none")
+
+
+def test_a_model_of_timm_without_timm_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(UserError, match=r"needs timm; run pip install 'lightning-recipes\[timm\]'"):
+        ResNetFineTuner("timm:resnet18", 2, weights="none")
+
+
+@pytest.mark.parametrize("arch", ["googlenet", "inception_v3"])
+def test_networks_with_further_outputs_give_logits_in_training_and_take_published_tensors(arch: str):
+    import torchvision
+
+    network = build_network(arch, 2).train()
+    assert network(torch.randn(2, 3, 96, 96)).shape == (2, 2)
+    with torch.device("meta"):
+        published = set(torchvision.models.get_model(arch, aux_logits=True).state_dict())
+    assert set(network.state_dict()) <= published
+
+
+def test_a_transformer_is_built_for_the_size_of_the_images(monkeypatch: pytest.MonkeyPatch):
+    published = build_network("vit_b_32", 2, 224).state_dict()
+    monkeypatch.setattr(networks, "imagenet_weights", lambda _: dict(published))
+    build_network("vit_b_32", 2, 64).load_state_dict(published_weights("vit_b_32", 64))
+    with pytest.raises(UserError, match=r"vit_b_32 .*images of 100 pixels.*another `image_size`"):
+        build_network("vit_b_32", 2, 100)
+
+
+def test_a_size_that_a_network_cannot_take_is_refused_before_training():
+    with pytest.raises(UserError, match=r"cannot take images of 16 x 16 pixels .*another `image_size`"):
+        ResNetFineTuner("alexnet", 2, image_size=16, weights="some.pt")
+    with pytest.raises(UserError, match=r"small_images=True.*shufflenet_v2_x0_5 is none"):
+        ResNetFineTuner("shufflenet_v2_x0_5", 2, weights="none", small_images=True)
+
+
+@pytest.mark.parametrize("arch", ["test_resnet", "test_efficientnet"])
+def test_models_of_timm_are_cut_exactly(arch: str):
+    pytest.importorskip("timm")
+    _assert_cut(build_network(f"timm:{arch}", 3, 64), 64)
+
+
+def test_a_model_of_timm_that_torch_fx_cannot_follow_trains_with_rates_for_each_layer():
+    pytest.importorskip("timm")
+    recipe = ResNetFineTuner("timm:test_vit", 2, image_size=64, weights="some.pt", layer_lr_decay=0.5)
+    assert (recipe.hparams.freeze_until, recipe.found_stages.has_maps) == ("blocks.5", False)
+    held = [id(p) for group in recipe.parameter_groups() for p in group["params"]]
+    assert sorted(held) == sorted(map(id, recipe.parameters()))
+
+
+def test_weights_of_timm_come_from_its_file_or_say_where_to_put_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    timm = pytest.importorskip("timm")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    nowhere = f"http://127.0.0.1:{free_port()}/model"
+    monkeypatch.setattr(networks, "download_weights", lambda _, name: download_weights(nowhere, name=name))
+    with pytest.raises(UserError, match=r"download.*refused.*copy it to (\S+), or pass weights='FILE'") as caught:
+        published_weights("timm:test_resnet", 64)
+    (place,) = (word.rstrip(",") for word in str(caught.value).split() if word.startswith(str(tmp_path)))
+    published = timm.create_model("test_resnet").state_dict()
+    Path(place).parent.mkdir(parents=True)
+    save_file(published, place)
+    loaded = published_weights("timm:test_resnet", 64)
+    assert all(torch.equal(value, published[name]) for name, value in loaded.items())
+    assert weights_statistics("timm:test_resnet") == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+
+
+def _compared(folder: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"arch": "shufflenet_v2_x0_5", "freeze_until": "conv5", "bn": "eval"}
+    return {str(cached): fit(folder, "none", cache_features=cached, **options) for cached in (False, True)}
+
+
+@pytest.fixture(scope="module")
+def stripes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stripes")
+    draw(folder / "train", 12, seed=1)
+    draw(folder / "val", 5, seed=2)
+    return folder
+
+
+def test_cached_features_of_any_network_change_nothing_but_rounding(stripes: Path):
+    results = run_ranks(_compared, 1, str(stripes))[0]
+    assert distance(results["False"], results["True"]) < 1e-5
+
+
+def test_a_network_by_name_trains_resumes_and_predicts_from_the_command_line(stripes: Path, tmp_path: Path):
+    args = ["--data-dir", str(stripes), "--arch", "mobilenet_v3_small", "--weights", "none", "--image-size", "32"]
+    args += ["--batch-size", "8", "--name", "mobile", "--report=false"]
+    status, _, err = type_in(tmp_path, *args, "--max-epochs", "1")
+    assert status == 0, err
+    assert err.count("stages of the network: features.0, features.1, ") == 1
+    status, _, err = type_in(tmp_path, *args, "--max-epochs", "2", "--resume", "auto")
+    assert status == 0, err
+    status, _, err = type_in(
+        tmp_path,
+        "predict",
+        "--ckpt",
+        "runs/resnet/mobile/checkpoints/last.ckpt",
+        "--output",
+        "rows.json",
+        str(stripes / "val"),
+    )
+    assert status == 0, err
+    assert len(json.loads((tmp_path / "rows.json").read_text())) == 10
+
+
+def test_the_example_of_an_own_network_builds():
+    names: dict[str, Any] = {}
+    text = program("recipes/resnet/README.md", "def build_network").replace("\nrun(", "\nran = (")
+    exec(text, names)
+    recipe_class, _ = names["ran"]
+    recipe = recipe_class("convnext_tiny", 2, image_size=64, weights="some.pt")
+    assert recipe.network(torch.zeros(1, 3, 64, 64)).shape == (1, 2)
+    assert recipe.hparams.freeze_until == "features.7"
