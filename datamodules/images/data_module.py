@@ -98,13 +98,14 @@ class ImageFolderDataModule(ClassificationDataModule):
 
     Training batches are ``(images, labels)``: float32 of shape (batch, 3, size, size), normalised on the device, and
     int64 of shape (batch,); with MixUp or CutMix soft labels, float32 of shape (batch, classes). A folder holds
-    train/CLASS/, val/CLASS/ and perhaps test/CLASS/, or just CLASS/ folders, of which a share is then held out. Lists
-    do the same: train.txt and val.txt with a path and a label in each line, or CSV with columns such as path,label.
+    train/CLASS/, val/CLASS/ and perhaps test/CLASS/, or just CLASS/ folders, of which a share is then held out. A .zip
+    or an uncompressed .tar of such a folder is read in place, to the same batches. Lists do the same: train.txt and
+    val.txt with a path and a label in each line, or CSV with columns such as path,label.
 
     Args:
         dataset: which set; "auto" takes the folder where one is given, else the bundled digits.
-        data_dir: folder with a folder of images for each class, or with lists of images (train.csv, train.txt), or such
-            a list; where the known sets are, "data" by default.
+        data_dir: folder with a folder of images for each class, or a .zip or .tar of it; or a folder with lists of
+            images (train.csv, train.txt), or such a list; where the known sets are, "data" by default.
         image_size: side of the network's inputs in pixels; by default 32 for CIFAR and digits, 224 for others, and the
             size of a folder's files where they are smaller.
         batch_size: samples on one device in one forward pass.
@@ -422,7 +423,8 @@ class ImageFolderDataModule(ClassificationDataModule):
         """List the images of a folder and its classes."""
         if self.hparams.data_dir is None:
             raise UserError(
-                "dataset='folder' needs `data_dir`, a folder with a folder of images for each class or a list"
+                "dataset='folder' needs `data_dir`, a folder with a folder of images for each class, a .zip or .tar of"
+                " it, or a list"
             )
         tree = find_images(self.hparams.data_dir, self.hparams.on_corrupt)
         for note in tree.notes:

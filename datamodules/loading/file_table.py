@@ -3,15 +3,22 @@
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-__all__ = ["FileTable"]
+from datamodules.loading.archive_files import Archive
+
+__all__ = ["FileTable", "zero_terminated"]
 
 _AT_ONCE = 1 << 16  # Names that are decoded together.
+
+
+def zero_terminated(names: Iterable[str]) -> bytes:
+    """The bytes of names, a zero behind each, which no name of a file holds."""
+    return "".join(f"{name}\0" for name in names).encode("utf-8", "surrogateescape")
 
 
 class FileTable(Sequence[str]):
@@ -21,8 +28,9 @@ class FileTable(Sequence[str]):
     workers are not forked, torch moves the tensor to shared memory. A million names of 30 letters take 50 MB.
 
     Args:
-        names: of the files; what they begin with in common may be left to `root`.
+        names: of the files; what they begin with in common may be left to `root`. Or bytes with a zero behind each.
         root: the beginning of each name, such as a folder with its slash.
+        archive: that holds files of these names; without one they are on disk.
 
     Example:
         >>> table = FileTable(["ant/1.jpg", "bee/1.jpg", "bee/2.jpg"], root="images/")
@@ -30,10 +38,9 @@ class FileTable(Sequence[str]):
         ('images/bee/1.jpg', ['images/bee/2.jpg', 'images/ant/1.jpg'])
     """
 
-    def __init__(self, names: Iterable[str] = (), root: str = "") -> None:
-        # No name of a file holds a zero byte.
-        joined = bytearray("".join(f"{name}\0" for name in names).encode("utf-8", "surrogateescape"))
-        self._root = root
+    def __init__(self, names: Iterable[str] | bytearray = (), root: str = "", archive: Archive | None = None) -> None:
+        joined = names if isinstance(names, bytearray) else bytearray(zero_terminated(names))
+        self._root, self._archive = root, archive
         self._bytes = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
         self._ends = (self._bytes == 0).nonzero().flatten()
         self._rows = torch.arange(len(self._ends))
@@ -89,14 +96,20 @@ class FileTable(Sequence[str]):
         Raises:
             OSError: it is missing or cannot be read.
         """
+        if self._archive is not None:
+            return self._archive.read(int(self._rows[row]))
         return Path(self[row]).read_bytes()
 
     def stamp(self, row: int) -> tuple[int, int]:
         """The size of a file in bytes and the time of its last change in nanoseconds, as they are now.
 
+        The time of a file in an archive is that of the archive when it was listed; `read` refuses one that has changed.
+
         Raises:
             OSError: it is missing.
         """
+        if self._archive is not None:
+            return self._archive.size(int(self._rows[row])), self._archive.state[1]
         status = Path(self[row]).stat()
         return status.st_size, status.st_mtime_ns
 
@@ -104,5 +117,18 @@ class FileTable(Sequence[str]):
         """A hash of the names in their order, for the keys of caches; 64 letters."""
         found = hashlib.sha256()
         for rows in self._rows.split(_AT_ONCE):
-            found.update("".join(f"{name}\0" for name in self._names(rows)).encode("utf-8", "surrogateescape"))
+            found.update(zero_terminated(self._names(rows)))
         return found.hexdigest()
+
+    def state(self) -> dict[str, Any]:
+        """What `from_state` makes an equal table of: tensors and plain values."""
+        archive = self._archive and (self._archive.path, self._archive.members, self._archive.state)
+        names = {"root": self._root, "bytes": self._bytes, "ends": self._ends, "rows": self._rows}
+        return {**names, "archive": archive}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "FileTable":
+        """The table of a `state`; its tensors are not copied."""
+        found = cls(root=state["root"], archive=Archive(*state["archive"]) if state["archive"] else None)
+        found._bytes, found._ends, found._rows = state["bytes"], state["ends"], state["rows"]
+        return found

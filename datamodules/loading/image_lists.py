@@ -10,8 +10,18 @@ import torch
 
 from datamodules.errors import UserError
 from datamodules.loading.file_table import FileTable
+from datamodules.loading.file_tree import files_below
 from datamodules.loading.heic import HEIC
-from datamodules.loading.image_tree import PARTS, ImageTree, has_part_folders, images_below, is_image, scan_tree
+from datamodules.loading.image_tree import (
+    PARTS,
+    ImageTree,
+    find_parts,
+    images_below,
+    is_archive,
+    is_image,
+    open_place,
+    scan_tree,
+)
 from datamodules.loading.text_files import NOT_UTF8, Faults, csv_rows, read_lines, text_suffix
 
 __all__ = ["class_order", "find_images", "holds_images", "list_files", "read_lists"]
@@ -185,13 +195,17 @@ def find_images(place: str | Path, on_faults: Literal["error", "skip"] | None = 
         UserError: see `scan_tree` and `read_lists`.
     """
     place = Path(place)
-    if (place.is_file() or (place.is_dir() and not has_part_folders(place))) and (files := list_files(place)):
+    if place.is_file() and not is_archive(place) and (files := list_files(place)):
         return read_lists(files, on_faults)
-    return scan_tree(place)
+    opened = open_place(place)
+    held = find_parts(opened.folder) if place.is_dir() else any(map(is_image, files_below(opened.folder)))
+    if not held and (files := list_files(place)):
+        return read_lists(files, on_faults)
+    return scan_tree(place, opened)
 
 
 def holds_images(place: Path) -> bool:
-    """Whether this is a list of images, or a folder with such a list or with image files."""
+    """Whether this is a list of images, an archive, or a folder with such a list or with image files."""
     if place.is_file():
-        return text_suffix(place) in _SUFFIXES
+        return is_archive(place) or text_suffix(place) in _SUFFIXES
     return place.is_dir() and (bool(list_files(place)) or bool(images_below(place)[0]))

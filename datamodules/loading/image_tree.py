@@ -2,15 +2,18 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from datamodules.errors import UserError
+from datamodules.loading.archives import ARCHIVES, ArchiveIndex, index_archive, refuse_compressed
 from datamodules.loading.file_table import FileTable
+from datamodules.loading.file_tree import Folder, Listing, State, files_below
 from datamodules.loading.heic import HEIC, reads_heic
 from datamodules.loading.randomness import permutation
 
@@ -18,9 +21,12 @@ __all__ = [
     "PARTS",
     "ImageTree",
     "describe_left_out",
+    "find_parts",
     "images_below",
+    "is_archive",
     "is_image",
     "left_out_by_ending",
+    "open_place",
     "scan_tree",
     "split_by_class",
 ]
@@ -41,17 +47,37 @@ class ImageTree:
             where they exist.
         notes: remarks for the user, a line each.
         left_out: how many files or rows are not used, by reason.
+        states: of all folders and archives that were listed, by path, before they were; see `state_of`. Without these
+            it is unknown when the tree changes.
     """
 
     classes: tuple[str, ...]
     parts: dict[str, tuple[FileTable, Tensor]]
     notes: list[str]
     left_out: dict[str, int] = field(default_factory=dict)
+    states: dict[str, State] = field(default_factory=dict)
+
+
+class Opened(NamedTuple):
+    """A folder, and what tells about the files in it."""
+
+    folder: Folder
+    source: Listing | ArchiveIndex
+
+
+def is_archive(file: str | Path) -> bool:
+    """Whether a file is an archive that can be read in place, by its ending."""
+    return _ending(file) in ARCHIVES
+
+
+def _ending(file: str | Path) -> str:
+    # A pathlib.Path takes several times longer.
+    return os.path.splitext(file)[1].lower()  # noqa: PTH122
 
 
 def is_image(file: str | Path) -> bool:
     """Whether a file is an image that can be read, by its ending."""
-    suffix = Path(file).suffix.lower()
+    suffix = _ending(file)
     return suffix in _SUFFIXES or (suffix in HEIC and reads_heic())
 
 
@@ -62,7 +88,7 @@ def left_out_by_ending(files: Sequence[str]) -> dict[str, int]:
         >>> left_out_by_ending(["a/1.xyz", "a/2.XYZ", "notes"])
         {'.xyz': 2, 'no ending': 1}
     """
-    return dict(Counter(Path(file).suffix.lower() or "no ending" for file in files).most_common())
+    return dict(Counter(_ending(file) or "no ending" for file in files).most_common())
 
 
 def describe_left_out(files: Sequence[str], shown: int = 6) -> str:
@@ -82,100 +108,151 @@ def describe_left_out(files: Sequence[str], shown: int = 6) -> str:
     return f"{', '.join(named)}, such as {files[0]}"
 
 
-def _visible(folder: Path) -> list[Path]:
-    """What a folder holds, sorted; without hidden entries and the shadow folder in archives made by macOS."""
-    return sorted(entry for entry in folder.iterdir() if not entry.name.startswith((".", "__MACOSX")))
-
-
-def _folders(folder: Path) -> list[Path]:
-    return [entry for entry in _visible(folder) if entry.is_dir()]
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    """The visible files in a folder and its subfolders, through links too, each folder once."""
-    stack, seen = [folder], set()
-    while stack:
-        here = stack.pop()
-        if (real := os.path.realpath(here)) in seen:
-            continue
-        seen.add(real)
-        for entry in _visible(here):
-            if entry.is_dir():
-                stack.append(entry)
-            else:
-                yield entry
+def _split(folder: Folder) -> tuple[list[int], list[str]]:
+    """The files below a folder in the order of their paths: the numbers of images, and the paths of the others."""
+    images: list[int] = []
+    others: list[str] = []
+    for path, number in files_below(folder).items():
+        if is_image(path):
+            images.append(number)
+        else:
+            others.append(path)
+    return images, others
 
 
 def images_below(folder: str | Path) -> tuple[list[str], list[str]]:
     """The files in a folder and its subfolders, sorted: those that are images by their suffix, and the others."""
-    files = sorted(str(file) for file in _files_below(Path(folder)))
-    return [file for file in files if is_image(file)], [file for file in files if not is_image(file)]
+    listing = Listing(Path(folder))
+    images, others = _split(listing.top)
+    return list(listing.table.select(torch.tensor(images, dtype=torch.int64))), others
 
 
-def _find_parts(folder: Path) -> dict[str, Path]:
-    """The folders of "train", "val" and "test" by any of their usual names; none where `folder` holds the classes."""
-    split = {entry.name.lower(): entry for entry in _folders(folder) if _folders(entry)}
-    found: dict[str, Path] = {}
-    for part, names in PARTS.items():
-        places = [split[name] for name in names if name in split]
-        if len(places) > 1:
-            raise UserError(f"{folder} holds both {places[0].name} and {places[1].name}; keep one of them")
-        if places:
-            found[part] = places[0]
+def find_parts(folder: Folder) -> dict[str, Folder]:
+    """The folders of "train", "val" and "test" by any of their usual names; none where `folder` holds the classes.
+
+    Raises:
+        UserError: there are two folders of a part, or none to train on.
+    """
+    inner = [folder.folders[name] for name in sorted(folder.folders)]
+    found = _by_part(folder, [(place.name, place) for place in inner if place.folders])
     if found and "train" not in found:
-        raise UserError(
-            f"{folder} holds {' and '.join(path.name for path in found.values())} with class folders, but no train"
-        )
+        held = " and ".join(place.name for place in found.values())
+        raise UserError(f"{folder.path} holds {held} with class folders, but no train")
     return found
 
 
-def has_part_folders(folder: Path) -> bool:
-    """Whether a folder holds train with class folders."""
-    return bool(_find_parts(folder))
+def _by_part(folder: Folder, named: list[tuple[str, Folder]]) -> dict[str, Folder]:
+    """Which of the entries of a folder, with their names, is which part."""
+    found: dict[str, Folder] = {}
+    for part, names in PARTS.items():
+        places = [place for known in names for name, place in named if name.lower() == known]
+        if len(places) > 1:
+            raise UserError(f"{folder.path} holds both {places[0].name} and {places[1].name}; keep one of them")
+        if places:
+            found[part] = places[0]
+    return found
 
 
-def _expected(folder: Path) -> str:
+def _only_folder(folder: Folder) -> Folder | None:
+    """The one folder that holds all others, as often in archives."""
+    inner = next(iter(folder.folders.values()), None)
+    return inner if inner and inner.folders and len(folder.folders) == 1 else None
+
+
+def open_place(place: Path) -> Opened:
+    """A folder on disk, an archive, or a folder in an archive, such as photos.zip/insects.
+
+    Raises:
+        UserError: there is none.
+    """
+    if place.is_dir():
+        listing = Listing(place)
+        return Opened(listing.top, listing)
+    for path in (place, *place.parents):
+        refuse_compressed(path)
+        if is_archive(path) and path.is_file():
+            index = index_archive(path)
+            folder: Folder | None = index.top
+            for name in place.relative_to(path).parts:
+                folder = folder.folders.get(name) if folder else None
+            if folder:
+                return Opened(folder, index)
+    what = "is a file" if place.is_file() else "does not exist"
+    raise UserError(
+        f"data_dir={str(place)!r} {what}; pass a folder that holds a folder of images for each class, or a .zip or"
+        " .tar of it"
+    )
+
+
+def _parts_of(opened: Opened) -> dict[str, Opened]:
+    """The folder of each part, which holds the classes."""
+    folder, source = opened
+    parts = find_parts(folder)
+    if isinstance(source, ArchiveIndex):
+        while not parts and (inner := _only_folder(folder)):
+            folder, parts = inner, find_parts(inner)
+    elif not parts:
+        files = [Folder(folder.prefix + name) for name in sorted(folder.files) if is_archive(name)]
+        # Beside class folders they are other files.
+        beside = files and any(_split(inner)[0] for inner in folder.folders.values())
+        archives = _by_part(folder, [(Path(file.name).stem, file) for file in files if not beside])
+        if "train" in archives:
+            opened_parts = {part: open_place(Path(archive.path)) for part, archive in archives.items()}
+            for part, (top, index) in opened_parts.items():
+                while inner := _only_folder(top):
+                    top = inner
+                opened_parts[part] = Opened(top, index)
+            return opened_parts
+    return {part: Opened(place, source) for part, place in (parts or {"train": folder}).items()}
+
+
+def _expected(folder: Folder) -> str:
     """What to pass instead of a folder that holds no classes."""
-    for inner in _folders(folder):
+    for name in sorted(folder.folders):
+        inner = folder.folders[name]
         # Archives often hold a folder of their own name.
-        if sum(bool(_folders(part)) or bool(images_below(part)[0]) for part in _folders(inner)) > 1:
-            return f"did you mean data_dir={str(inner)!r}?"
+        if sum(bool(part.folders) or bool(_split(part)[0]) for part in inner.folders.values()) > 1:
+            return f"did you mean data_dir={inner.path!r}?"
     return "expected a folder of images for each class, such as ants/1.jpg, in it or in its folders train and val"
 
 
-def scan_tree(folder: str | Path) -> ImageTree:
+def scan_tree(folder: str | Path, opened: Opened | None = None) -> ImageTree:
     """The images in FOLDER/train/CLASS, FOLDER/val/CLASS and FOLDER/test/CLASS, or in FOLDER/CLASS.
+
+    Args:
+        folder: on disk or in a .zip or .tar archive, or one that holds train.zip and val.zip or .tar.
+        opened: what `open_place` made of it.
 
     Raises:
         UserError: there is no such folder, there are fewer than two classes, or val or test has one that train lacks.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        what = "is a file; unpack it, and pass its folder" if folder.exists() else "does not exist; pass a folder"
-        raise UserError(f"data_dir={str(folder)!r} {what} that holds a folder of images for each class")
-    found: dict[str, dict[str, list[str]]] = {}
+    opened = opened or open_place(Path(folder))
+    found: dict[str, dict[str, list[int]]] = {}
     ignored: list[str] = []
     notes: list[str] = []
-    for part, place in (_find_parts(folder) or {"train": folder}).items():
+    parts = _parts_of(opened)
+    for part, (place, _) in parts.items():
         found[part] = {}
-        ignored += [str(entry) for entry in _visible(place) if not entry.is_dir()]
-        for class_folder in _folders(place):
-            images, others = images_below(class_folder)
+        ignored += sorted(place.prefix + name for name in place.files)
+        for name in sorted(place.folders):
+            images, others = _split(place.folders[name])
             ignored += others
             if images:
-                found[part][class_folder.name] = images
+                found[part][name] = images
             else:
                 held = f", but {describe_left_out(others)}" if others else ""
-                notes.append(f"class {class_folder.name} is left out of {part}: {class_folder} holds no image{held}")
+                at = place.folders[name].path
+                notes.append(f"class {name} is left out of {part}: {at} holds no image{held}")
     classes = tuple(sorted(found["train"]))
     if not classes:
         others = [file for file in ignored if not is_image(file)]
         found_instead = f" (found {describe_left_out(others)})" if others else ""
-        raise UserError(f"{folder} holds no class with images{found_instead}; {_expected(folder)}")
+        raise UserError(f"{folder} holds no class with images{found_instead}; {_expected(opened.folder)}")
     if all(name.lower() in sum(PARTS.values(), ()) for name in classes):
-        raise UserError(f"{folder / classes[0]} holds images without class folders; {_expected(folder)}")
+        at = parts["train"].folder.prefix + classes[0]
+        raise UserError(f"{at} holds images without class folders; {_expected(opened.folder)}")
     if len(classes) == 1:
-        raise UserError(f"{folder} holds images of one class only, {classes[0]}; {_expected(folder)}")
+        raise UserError(f"{folder} holds images of one class only, {classes[0]}; {_expected(opened.folder)}")
     for part, by_class in found.items():
         if unknown := sorted(set(by_class) - set(classes)):
             raise UserError(
@@ -188,11 +265,19 @@ def scan_tree(folder: str | Path) -> ImageTree:
         notes.append(
             f"left out {len(ignored):,} files that are no images by their endings: {describe_left_out(ignored)}"
         )
-    parts = {}
+    files: dict[str, tuple[FileTable, Tensor]] = {}
     for part, by_class in found.items():
-        pairs = [(file, number) for number, name in enumerate(classes) for file in by_class.get(name, ())]
-        parts[part] = (FileTable(file for file, _ in pairs), torch.tensor([number for _, number in pairs]))
-    return ImageTree(classes, parts, notes, left_out_by_ending(ignored))
+        rows = [torch.tensor(by_class.get(name, []), dtype=torch.int64) for name in classes]
+        targets = torch.arange(len(classes)).repeat_interleave(torch.tensor([len(of_class) for of_class in rows]))
+        files[part] = (parts[part].source.table.select(torch.cat(rows)), targets)
+    sources = {id(source): source for _, source in (opened, *parts.values())}.values()
+    return ImageTree(
+        classes,
+        files,
+        [note for source in sources for note in source.notes] + notes,
+        left_out_by_ending(ignored),
+        {path: state for source in sources for path, state in source.states.items()},
+    )
 
 
 def split_by_class(

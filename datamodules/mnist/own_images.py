@@ -7,8 +7,9 @@ searches for the strokes, crops them to 20 pixels and centres them.
 
 import logging
 import zipfile
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -20,6 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules.errors import UserError
+from datamodules.loading.file_table import FileTable
 from datamodules.loading.given_images import as_bytes
 from datamodules.loading.image_lists import class_order, find_images, holds_images
 from datamodules.loading.image_tree import describe_left_out
@@ -79,7 +81,7 @@ def in_mnist_form(images: Iterable[Image.Image]) -> Tensor:
 class _Files:
     """Image files."""
 
-    names: Sequence[str]
+    names: FileTable
 
     def read(self) -> Tensor:
         if len(self.names) >= 500:
@@ -87,9 +89,9 @@ class _Files:
         faults: list[str] = []
 
         def opened() -> Iterable[Image.Image]:
-            for name in self.names:
+            for row, name in enumerate(self.names):
                 try:
-                    yield open_image(name)
+                    yield open_image(name, read=partial(self.names.read, row))
                 except UserError as error:
                     faults.append(str(error))
 

@@ -1,8 +1,9 @@
 """Photographs and drawings of digits in MNIST's form."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -144,24 +145,29 @@ def as_mnist(image: Image.Image) -> Tensor:
     return read_digit(image)[0]
 
 
-def open_image(file: str | Path, most_pixels: int = _MOST_PIXELS) -> Image.Image:
+def open_image(
+    file: str | Path, most_pixels: int = _MOST_PIXELS, read: Callable[[], bytes] | None = None
+) -> Image.Image:
     """A decoded image file.
 
     Args:
         most_pixels: of the image.
+        read: returns the content of a file that is not on disk.
 
     Raises:
         UserError: the file is missing, too large or not an image.
     """
+    content = b""
     try:
         prepare_to_read(file)
-        with Image.open(Path(file)) as image:
+        content = read() if read else Path(file).read_bytes()
+        with Image.open(BytesIO(content)) as image:
             check_pixels(image.size, most_pixels)
             image.load()
     except FileNotFoundError as error:
         raise UserError(f"{file} does not exist") from error
     except UnidentifiedImageError as error:
-        reason = "its content is not an image" if Path(file).stat().st_size else "the file is empty"
+        reason = "its content is not an image" if content else "the file is empty"
         raise UserError(f"{file} cannot be read as an image: {reason}") from error
     # Pillow's decoders raise all of these for damaged files; DecompressionBombError is no OSError either.
     except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError) as error:

@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import shutil
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,8 +184,9 @@ def _train(folder: str, **options: Any) -> dict[str, list[tuple[Tensor, Tensor]]
 
 def test_two_ranks_see_the_slices_that_one_process_sees(tree):
     alone = _train(str(tree), batch_size=4, mixup=0.2)
+    archive = shutil.make_archive(str(tree / "archive"), "zip", tree)
     # Without workers: those of a process from a fork server would import everything anew.
-    first, second = run_ranks(_train, 2, str(tree), mixup=0.2, num_workers=0)
+    first, second = run_ranks(_train, 2, archive, mixup=0.2, num_workers=0)
     for (images, targets), one, two in zip(alone["train"], first["train"], second["train"], strict=True):
         assert torch.equal(torch.cat((one[0], two[0])), images)
         assert torch.equal(torch.cat((one[1], two[1])), targets)
@@ -210,7 +210,8 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_sees_the_rest_and_nothing_else(
     options = {"image_size": 24, "batch_size": 3, "num_workers": 2, "mixup": 0.2}
     whole, cut, rest = Watcher(), Watcher(), Watcher()
     _trainer().fit(whole, datamodule=ImageFolderDataModule(data_dir=str(tree), **options))
-    data = ImageFolderDataModule(data_dir=str(tree), **options)
+    archive = shutil.make_archive(str(tmp_path / "archive"), "tar", tree)
+    data = ImageFolderDataModule(data_dir=archive, **options)
     with pytest.raises(InterruptedError):
         _trainer(callbacks=[_StopAt(tmp_path / "x.ckpt", step)]).fit(cut, datamodule=data)
     # Whoever asked for an end gets it, workers and all.
@@ -218,7 +219,7 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_sees_the_rest_and_nothing_else(
     torch.load(tmp_path / "x.ckpt", weights_only=True)
     _trainer().fit(
         rest,
-        datamodule=ImageFolderDataModule(data_dir=str(tree), **(options | {"num_workers": 1, "cache_gb": 0})),
+        datamodule=ImageFolderDataModule(data_dir=archive, **(options | {"num_workers": 1, "cache_gb": 0})),
         ckpt_path=tmp_path / "x.ckpt",
         weights_only=True,
     )
@@ -433,9 +434,9 @@ def test_a_folder_that_cannot_be_trained_on_is_refused_with_what_to_do(tmp_path,
 def test_a_missing_folder_and_a_file_are_refused(tmp_path):
     with pytest.raises(UserError, match="nowhere' does not exist; pass a folder"):
         _data(tmp_path / "nowhere")
-    zipfile.ZipFile(tmp_path / "x.zip", "w").close()
-    with pytest.raises(UserError, match=r"x.zip' is a file; unpack it"):
-        _data(tmp_path / "x.zip")
+    (tmp_path / "x.bin").touch()
+    with pytest.raises(UserError, match=r"x.bin' is a file; pass a folder"):
+        _data(tmp_path / "x.bin")
 
 
 def test_a_circular_link_ends(tree):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from datamodules import MNISTDataModule, UserError
 from datamodules.mnist.data_module import load_digits
-from datamodules.mnist.own_images import images_from_arrays, read_own_images
+from datamodules.mnist.own_images import holds_own_images, images_from_arrays, read_own_images
 from datamodules.mnist.user_images import as_mnist, read_digits
 
 PLAIN: dict[str, Any] = {"shift": 0, "rotation": 0, "scale": 0, "batch_size": 32}
@@ -280,3 +280,18 @@ def test_a_checkpoint_knows_the_classes_of_your_own_and_refuses_others(
         data.load_state_dict(state)
     with pytest.raises(UserError, match="dataset='custom' needs `data_dir`"):
         MNISTDataModule(dataset="custom").setup("fit")
+
+
+def test_an_archive_of_class_folders_is_read_as_the_folder_is(tmp_path: Path):
+    for number in range(6):
+        folder = tmp_path / "digits" / str(number % 2)
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (28, 28), 0 if number else 9).save(folder / f"{number}.png")
+    with zipfile.ZipFile(tmp_path / "digits.zip", "w") as archive:
+        for file in (tmp_path / "digits").rglob("*.png"):
+            archive.write(file, file.relative_to(tmp_path))
+    found, expected = (read_own_images(tmp_path / name) for name in ("digits.zip", "digits"))
+    assert holds_own_images(tmp_path / "digits.zip")
+    for one, other in zip(found.read("train"), expected.read("train"), strict=True):
+        assert torch.equal(one, other)
+    assert found.classes == ("0", "1")
