@@ -53,7 +53,7 @@ def _convolution(channels_in: int, channels: int) -> nn.Conv2d:
     return convolution
 
 
-def build_cifarnet(num_classes: int, widths: tuple[int, ...] = (48, 96, 192)) -> nn.Sequential:
+def build_cifarnet(num_classes: int, widths: tuple[int, ...] = (32, 96, 192)) -> nn.Sequential:
     """The network with new weights; images are of 16 pixels or more.
 
     Args:
