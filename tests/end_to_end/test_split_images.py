@@ -26,7 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "light": {"image_size": 32, "mixup": 0.3, "cutmix": 1.0},
 }
 # The kind of file, loader workers, and whether decoded images are kept on disk.
-SOURCES = [("folder", 0, False), ("folder", 2, True)]
+SOURCES = [("folder", 0, False), ("folder", 2, True), ("zip", 2, False), ("tar", 0, True)]
 
 
 def write_photographs(folder: Path) -> None:
@@ -101,7 +101,7 @@ def _ranks(root: Path) -> dict[str, dict[str, Any]]:
         for source in SOURCES:
             found[f"{setting}: {source}"] = _train(root, setting, source, 2, 2 if source[1] else 1)
         checkpoint = str(root / "saved" / setting / "step=2.ckpt")
-        found[f"{setting}: resumed"] = _train(root, setting, ("folder", 2, True), 2, 1, checkpoint)
+        found[f"{setting}: resumed"] = _train(root, setting, ("zip", 2, True), 2, 1, checkpoint)
     return found
 
 
