@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -15,10 +15,11 @@ from callbacks.drawing.classification_images import ClassificationImages
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.loaders import TrainSampling
-from datamodules.ranges import COUNT, SHARE, Range, check_ranges
+from datamodules.ranges import COUNT, SHARE, Range, check_choice, check_ranges
 from recipes.labels import LabelCheck
 from recipes.losses import focal_loss
 from recipes.recipe import MeanOverTargets, Recipe, RecipeParameters
+from recipes.tta import TTA, check_views, mean_log_probabilities
 
 __all__ = ["ClassificationScores", "Classifier", "ClassifierParameters", "calibration_error", "macro_f1"]
 
@@ -171,6 +172,7 @@ class ClassifierParameters(RecipeParameters):
     label_smoothing: float
     focal_gamma: float
     top_k: int
+    tta: TTA
 
 
 class Classifier(Recipe):
@@ -188,12 +190,18 @@ class Classifier(Recipe):
     the same in each batch. The weights are saved in the checkpoint, with which a run resumes. The losses of validation
     and test are cross-entropy without weights.
 
+    With ``tta`` an image is scored and predicted by the mean of the probabilities of several views of it, in validate,
+    test, predict and the scores at the end of a run; the loss is the cross-entropy of that mean. Training, its
+    validations and exports are without.
+
     Args:
         num_classes: labels are 0 to this less one; null takes the data's.
         label_smoothing: share of the target spread over all classes (Szegedy et al., 2016).
         focal_gamma: the training loss is the focal loss (Lin et al., 2017), whose gamma this is, such as 2; 0 is the
             cross-entropy.
         top_k: how many classes ``predict`` names for each image, the likeliest first.
+        tta: test-time augmentation of the final scores, validate, test and predict: the mean over the image and its
+            mirror image (flip), or over five shifted crops, and their mirror images where the data allow it (crops).
     """
 
     monitor = "val/accuracy"
@@ -203,7 +211,7 @@ class Classifier(Recipe):
     unclear_below: ClassVar[float] = 0.0
     """The probability of the likeliest class below which `predict` calls an image unclear."""
 
-    free_parameters: ClassVar[frozenset[str]] = Recipe.free_parameters | {"top_k"}
+    free_parameters: ClassVar[frozenset[str]] = Recipe.free_parameters | {"top_k", "tta"}
     rare_parameters: ClassVar[frozenset[str]] = Recipe.rare_parameters | {"focal_gamma", "top_k"}
 
     hparams: ClassifierParameters
@@ -216,6 +224,7 @@ class Classifier(Recipe):
         label_smoothing: float = 0.0,
         focal_gamma: float = 0.0,
         top_k: int = 5,
+        tta: TTA = "none",
         **kwargs: Any,
     ) -> None:
         if num_classes is None:
@@ -230,10 +239,11 @@ class Classifier(Recipe):
             focal_gamma=(focal_gamma, Range(0, 100)),
             top_k=(top_k, COUNT),
         )
+        check_choice("tta", tta, get_args(TTA))
         super().__init__(**kwargs)
         self.label_smoothing, self.focal_gamma = label_smoothing, focal_gamma
         self.register_buffer("class_weights", None, persistent=False)
-        self.top_k = top_k
+        self.top_k, self.tta = top_k, tta
         self.val_scores = ClassificationScores(num_classes)
         self.test_scores = ClassificationScores(num_classes)
         parts = {"train": "training", "val": "validation", "test": "test"}
@@ -407,12 +417,24 @@ class Classifier(Recipe):
         labels = targets.argmax(1) if targets.is_floating_point() else targets
         return {"loss": loss, "count": count, "correct": (logits.argmax(1) == labels).sum()}
 
+    def _logits(self, inputs: Tensor, training: bool = False) -> Tensor:
+        """Logits in float32; with `tta`, and not in training, the logarithms of the mean probabilities of the views."""
+        inputs = _in_dtype_of(self, inputs)
+        if self.tta != "none":
+            data = data_contract(self.data_module() or self._new_data_module())
+            # In training too, whose end is late for an error.
+            check_views(inputs, self.tta, data.may_flip, data.title)
+            if not training:
+                return mean_log_probabilities(self, inputs, self.tta, data.may_flip)
+        logits: Tensor = self(inputs).float()
+        return logits
+
     def _evaluation_step(
         self, part: str, scores: ClassificationScores, batch: tuple[Tensor, Tensor]
     ) -> dict[str, Tensor]:
         inputs, targets = batch
         targets, _ = self.label_checks[part](targets)
-        logits = self(_in_dtype_of(self, inputs)).float()
+        logits = self._logits(inputs, training=self.trainer.state.fn == "fit")
         scores.update(logits, targets)
         return {"logits": logits}
 
@@ -451,7 +473,7 @@ class Classifier(Recipe):
         too, as indices of the data module's ``prediction_names``.
         """
         inputs, *numbers = (batch,) if isinstance(batch, Tensor) else batch
-        return dict(zip(["number"], numbers)) | {"probabilities": self(_in_dtype_of(self, inputs)).float().softmax(1)}
+        return dict(zip(["number"], numbers)) | {"probabilities": self._logits(inputs).softmax(1)}
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

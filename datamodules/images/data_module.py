@@ -245,6 +245,11 @@ class ImageFolderDataModule(ClassificationDataModule):
 
     @property
     @override
+    def may_flip(self) -> bool:
+        return self._info.flip
+
+    @property
+    @override
     def sizes(self) -> dict[str, int]:
         """Samples in each part that has been set up and is not empty: "train", "val", "test"."""
         return {part: len(rows) for part, (_, rows) in self._parts.items() if part != "predict" and len(rows)}

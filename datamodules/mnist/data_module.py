@@ -361,6 +361,11 @@ class MNISTDataModule(ClassificationDataModule):
     def image_size(self) -> int:
         return 28
 
+    @property
+    @override
+    def may_flip(self) -> bool:
+        return self.info.flip
+
     @override
     def _training_labels(self) -> Tensor | None:
         if "train" not in self._parts:
