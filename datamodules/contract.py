@@ -97,6 +97,13 @@ class DataContract(Protocol):
         """The name of each sample that `predict_dataloader` yields, such as its file."""
         return ()
 
+    def sample_names(self, part: str) -> Sequence[str]:
+        """The names of the samples of "val" or "test", such as files, by their numbers; empty where they have none.
+
+        Numbers are those of the loaders of `datamodules.loading`, or the places in the data set of a `DataLoader`.
+        """
+        return ()
+
     @property
     def unreadable_inputs(self) -> Mapping[int, str]:
         """Why inputs of `prediction_names` cannot be read, by their place; known once all have been predicted."""

@@ -8,135 +8,32 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics import Metric
 from typing_extensions import override
 
 from callbacks.drawing.classification_images import ClassificationImages
+from callbacks.lib.exchange import gather
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
-from datamodules.loading.loaders import TrainSampling
+from datamodules.loading.loaders import EvaluationSampling, TrainSampling
+from datamodules.loading.sample_numbers import sample_numbers
 from datamodules.ranges import COUNT, SHARE, Range, check_choice, check_ranges
+from recipes.classification_scores import (
+    MOST_CLASSES_LOGGED,
+    ClassificationScores,
+    ScoredSamples,
+    class_table,
+    mistakes_table,
+    worst_classes,
+)
 from recipes.labels import LabelCheck
 from recipes.losses import focal_loss
-from recipes.recipe import MeanOverTargets, Recipe, RecipeParameters
+from recipes.recipe import Recipe, RecipeParameters, Table
 from recipes.tta import TTA, check_views, mean_log_probabilities
 
-__all__ = ["ClassificationScores", "Classifier", "ClassifierParameters", "calibration_error", "macro_f1"]
+__all__ = ["Classifier", "ClassifierParameters"]
 
-_BINS = 15
-# What float32 holds below 1. A sum of integers is the same in any order, and 2^39 samples fit.
-_FIXED_POINT = 2**24
-_MOST_CLASSES_LOGGED = 25
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _RUNNER_UP = re.compile(r"(class|probability)_\d+")
-
-
-def macro_f1(confusion: Tensor) -> Tensor:
-    """The mean F1 score over classes, in float64.
-
-    Classes that neither a sample nor a prediction has are left out, as in scikit-learn.
-
-    Args:
-        confusion: counts of shape (classes, classes): true class by predicted class.
-
-    Example:
-        >>> macro_f1(torch.tensor([[3, 1, 0], [0, 2, 0], [0, 0, 0]]))
-        tensor(0.8286, dtype=torch.float64)
-    """
-    either = (confusion.sum(0) + confusion.sum(1)).double()
-    return (2 * confusion.diagonal() / either.clamp(min=1)).sum() / (either > 0).sum().clamp(min=1)
-
-
-def calibration_error(counts: Tensor, correct: Tensor, confidence: Tensor) -> Tensor:
-    """Expected calibration error (Guo et al., 2017): how far confidence is from accuracy, over bins of confidence.
-
-    Args:
-        counts: samples in each bin, of shape (bins,).
-        correct: how many of them were right.
-        confidence: the sum of their probabilities of the predicted class.
-
-    Example:
-        >>> calibration_error(torch.tensor([4, 4]), torch.tensor([1, 4]), torch.tensor([1.0, 3.0]))
-        tensor(0.1250, dtype=torch.float64)
-    """
-    return (correct.double() - confidence.double()).abs().sum() / counts.sum().clamp(min=1)
-
-
-class _Counts(Metric):
-    """The confusion matrix, samples by bins of confidence, and hits among the five likeliest classes, as integers.
-
-    Nothing here waits for the device: torchmetrics' confusion matrix does, in its bincount.
-    """
-
-    full_state_update = False
-    confusion: Tensor
-    bins: Tensor
-    top5: Tensor
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        for name, shape in (("confusion", (num_classes, num_classes)), ("bins", (3, _BINS)), ("top5", ())):
-            self.add_state(name, torch.zeros(shape, dtype=torch.int64), dist_reduce_fx="sum")
-
-    @override
-    def update(self, logits: Tensor, targets: Tensor) -> None:
-        classes = self.confusion.shape[0]
-        confidence, predicted = logits.softmax(1).max(1)
-        confidence = confidence.nan_to_num(0.0)  # Of a network that has diverged.
-        counts = (targets >= 0).long()
-        self.confusion.view(-1).index_add_(0, targets.clamp(min=0) * classes + predicted, counts)
-        # The bins are ]0, 1/15], ]1/15, 2/15] and so on.
-        bins = (confidence * _BINS).ceil().long().sub(1).clamp(0, _BINS - 1)
-        fixed_point = (confidence * _FIXED_POINT).round().long() * counts
-        self.bins.index_add_(1, bins, torch.stack((counts, (predicted == targets).long(), fixed_point)))
-        if classes > 5:
-            self.top5 += (logits.topk(5, 1).indices == targets.unsqueeze(1)).sum()
-
-    @override
-    def compute(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.confusion.cpu(), self.bins.cpu(), self.top5.cpu()
-
-
-class ClassificationScores(torch.nn.Module):
-    """Loss, accuracy, macro-F1, calibration error and the confusion matrix of one pass over a set.
-
-    With more than five classes there is the top-5 accuracy too, and with up to 25 classes the accuracy of each (0
-    without samples). All but the loss come from integer counts, so they are the same on any number of
-    ranks to the last digit.
-    """
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.loss = MeanOverTargets()
-        self.counts = _Counts(num_classes)
-
-    def update(self, logits: Tensor, targets: Tensor) -> None:
-        """Add a batch: logits of shape (batch, classes), targets int64 of shape (batch,), where -100 does not count."""
-        self.loss.update(F.cross_entropy(logits.float(), targets, reduction="sum"), (targets >= 0).sum())
-        self.counts.update(logits.float(), targets)
-
-    def compute(self) -> tuple[dict[str, Tensor], Tensor]:
-        """The scalars by name, and the confusion matrix of shape (classes, classes): true class by predicted."""
-        matrix, bins, top5 = self.counts.compute()
-        present, correct = matrix.sum(1), matrix.diagonal().double()
-        samples = present.sum().clamp(min=1)
-        scores = {
-            "loss": self.loss.compute(),
-            "accuracy": correct.sum() / samples,
-            "macro_f1": macro_f1(matrix),
-            "ece": calibration_error(bins[0], bins[1], bins[2].double() / _FIXED_POINT),
-        }
-        if len(matrix) > 5:
-            scores["top5_accuracy"] = top5 / samples
-        if len(matrix) <= _MOST_CLASSES_LOGGED:
-            per_class = correct / present.clamp(min=1)
-            scores |= {f"accuracy_class_{i}": value for i, value in enumerate(per_class)}
-        return scores, matrix
-
-    def reset(self) -> None:
-        """Forget all batches."""
-        self.loss.reset()
-        self.counts.reset()
 
 
 def _classes_of(data: pl.LightningDataModule | None) -> tuple[int, Sequence[str]]:
@@ -244,13 +141,15 @@ class Classifier(Recipe):
         self.label_smoothing, self.focal_gamma = label_smoothing, focal_gamma
         self.register_buffer("class_weights", None, persistent=False)
         self.top_k, self.tta = top_k, tta
-        self.val_scores = ClassificationScores(num_classes)
-        self.test_scores = ClassificationScores(num_classes)
+        self.val_scores, self.val_samples = ClassificationScores(num_classes), ScoredSamples()
+        self.test_scores, self.test_samples = ClassificationScores(num_classes), ScoredSamples()
         parts = {"train": "training", "val": "validation", "test": "test"}
         self.label_checks = {name: LabelCheck(num_classes, part) for name, part in parts.items()}
         self.class_names: Sequence[str] = [str(i) for i in range(num_classes)]
         self._names_in_checkpoint: Sequence[str] | None = None
         self.confusion_matrix: Tensor | None = None
+        self._tables: dict[str, Table] = {}
+        self._scored = ""
 
     @classmethod
     @override
@@ -269,6 +168,20 @@ class Classifier(Recipe):
         part = "test" if "test/accuracy" in scores else "val"
         wanted = {"val accuracy": "val/accuracy"} | {f"{part} {k}": f"{part}/{v}" for k, v in percent.items()}
         return {name: f"{100 * scores[key]:.2f} %" for name, key in wanted.items() if key in scores}
+
+    @override
+    def result_tables(self) -> dict[str, Table]:
+        """All classes and all mistakes of the last validation and the last test: val_per_class.csv, test_mistakes.csv.
+
+        A sample that is no file is named by its number in the data set. There are no mistakes of a loader whose order
+        is not known, such as one that shuffles.
+        """
+        return self._tables
+
+    @override
+    def score_table(self) -> list[dict[str, str]]:
+        """The classes of the last evaluation, or ten of many."""
+        return worst_classes(self._tables[f"{self._scored}_per_class.csv"])
 
     @override
     def named_outputs(self, outputs: Tensor) -> dict[str, Tensor]:
@@ -380,7 +293,7 @@ class Classifier(Recipe):
     def _log_seen_classes(self) -> None:
         """Log how often each class was seen in the epoch, as "train/seen_class_0", where a loader of ours knows."""
         loader, classes, trainer = self.trainer.train_dataloader, len(self.class_names), self.trainer
-        if not isinstance(loader, TrainSampling) or classes > _MOST_CLASSES_LOGGED or not trainer.loggers:
+        if not isinstance(loader, TrainSampling) or classes > MOST_CLASSES_LOGGED or not trainer.loggers:
             return
         steps = int(min(len(loader), trainer.num_training_batches))
         counts = loader.class_counts(trainer.current_epoch, steps, classes)
@@ -430,12 +343,15 @@ class Classifier(Recipe):
         return logits
 
     def _evaluation_step(
-        self, part: str, scores: ClassificationScores, batch: tuple[Tensor, Tensor]
+        self, part: str, scores: ClassificationScores, samples: ScoredSamples, batch: tuple[Tensor, Tensor]
     ) -> dict[str, Tensor]:
         inputs, targets = batch
         targets, _ = self.label_checks[part](targets)
-        logits = self._logits(inputs, training=self.trainer.state.fn == "fit")
+        training = self.trainer.state.fn == "fit"
+        logits = self._logits(inputs, training)
         scores.update(logits, targets)
+        if not training:
+            samples.update(logits, targets)
         return {"logits": logits}
 
     def _log_scores(self, prefix: str, scores: ClassificationScores) -> None:
@@ -449,21 +365,40 @@ class Classifier(Recipe):
         self.log_dict(values, sync_dist=True, reduce_fx="max")
         scores.reset()
 
+    def _keep_tables(self, prefix: str, samples: ScoredSamples, loaders: Any) -> None:
+        """Make the tables of an evaluation outside training."""
+        if self.trainer.state.fn == "fit" or self.confusion_matrix is None:
+            return
+        self._scored = prefix
+        self._tables[f"{prefix}_per_class.csv"] = class_table(self.confusion_matrix, self.class_names)
+        loader = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
+        numbers, names = sample_numbers(loader), data_contract(self.data_module()).sample_names(prefix)
+        if not isinstance(loader, EvaluationSampling) and len(names) != len(getattr(loader, "dataset", ())):
+            names = ()  # Of a data module whose loader was replaced.
+        mine = samples.mistakes(numbers) if numbers is not None else None
+        samples.reset()
+        mistakes = gather(self.trainer.strategy, mine)
+        self._tables.pop(f"{prefix}_mistakes.csv", None)
+        if all(found is not None for found in mistakes):
+            self._tables[f"{prefix}_mistakes.csv"] = mistakes_table(torch.cat(mistakes), self.class_names, names)
+
     @override
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        return self._evaluation_step("val", self.val_scores, batch)
+        return self._evaluation_step("val", self.val_scores, self.val_samples, batch)
 
     @override
     def on_validation_epoch_end(self) -> None:
         self._log_scores("val", self.val_scores)
+        self._keep_tables("val", self.val_samples, self.trainer.val_dataloaders)
 
     @override
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        return self._evaluation_step("test", self.test_scores, batch)
+        return self._evaluation_step("test", self.test_scores, self.test_samples, batch)
 
     @override
     def on_test_epoch_end(self) -> None:
         self._log_scores("test", self.test_scores)
+        self._keep_tables("test", self.test_samples, self.trainer.test_dataloaders)
 
     @override
     def predict_step(self, batch: Tensor | Sequence[Tensor], batch_idx: int) -> dict[str, Tensor]:

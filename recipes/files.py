@@ -10,6 +10,9 @@ from callbacks.lib.whole_files import whole_or_nothing
 
 __all__ = ["write_rows", "write_text"]
 
+# A file's name in another encoding is written as its bytes.
+_ERRORS = "surrogateescape"
+
 
 def write_text(path: Path, text: str) -> None:
     """Write a file of text.
@@ -18,7 +21,7 @@ def write_text(path: Path, text: str) -> None:
         OSError: the file is as it was before.
     """
     with whole_or_nothing(path) as part:
-        part.write_text(text, encoding="utf-8")
+        part.write_text(text, encoding="utf-8", errors=_ERRORS)
 
 
 def write_rows(
@@ -36,7 +39,7 @@ def write_rows(
         write_text(path, json.dumps(rows, indent=2, ensure_ascii=False, default=str) + "\n")
         return
     table = [rows] if isinstance(rows, Mapping) else rows
-    with whole_or_nothing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+    with whole_or_nothing(path) as part, part.open("w", newline="", encoding="utf-8", errors=_ERRORS) as file:
         writer = csv.DictWriter(file, fieldnames=columns or list(table[0]))
         writer.writeheader()
         writer.writerows(table)

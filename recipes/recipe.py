@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, takewhile
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -38,7 +38,7 @@ from recipes.step_capture import StepCapture, check_capture, runner_for
 from recipes.version import __version__
 from recipes.weights import WeightsReport, load_weights, read_weights
 
-__all__ = ["MeanOverTargets", "Recipe", "RecipeParameters"]
+__all__ = ["MeanOverTargets", "Recipe", "RecipeParameters", "Table"]
 
 log = logging.getLogger("lightning_recipes")
 
@@ -51,6 +51,13 @@ def _as_text(value: Any) -> str:
 def _in_dtype(batch: Any, dtype: torch.dtype | str) -> Any:
     """A batch whose floating-point tensors have this type, as Lightning's precision plugins convert it."""
     return apply_to_collection(batch, Tensor, lambda part: part.to(dtype) if part.is_floating_point() else part)
+
+
+class Table(NamedTuple):
+    """Rows with the same columns; there may be none."""
+
+    columns: Sequence[str]
+    rows: list[dict[str, Any]]
 
 
 class MeanOverTargets(Metric):
@@ -285,9 +292,16 @@ class Recipe(pl.LightningModule):
         """The rows of the final table with the main scores, from all logged scores."""
         return {name: f"{value:.4f}" for name, value in scores.items()}
 
-    def result_tables(self) -> dict[str, list[dict[str, Any]]]:
-        """Tables that a run keeps beside ``results.json``, by file name (.csv or .json); of the last test."""
+    def result_tables(self) -> dict[str, Table]:
+        """Tables that a run keeps beside ``results.json``, by file name (.csv or .json); of the last evaluation.
+
+        The validate and test commands write them beside the file of ``--output``, whose name theirs begin with.
+        """
         return {}
+
+    def score_table(self) -> list[dict[str, str]]:
+        """What the validate and test commands print below the scores: rows with cells as text; none by default."""
+        return []
 
     @classmethod
     def settings_from_data(cls, data: pl.LightningDataModule) -> dict[str, Any]:  # noqa: ARG003

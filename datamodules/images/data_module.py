@@ -207,6 +207,7 @@ class ImageFolderDataModule(ClassificationDataModule):
         self._sources: dict[str, Samples] = {}
         self._left_out: dict[str, int] = {}
         self._parts: dict[str, tuple[ImageFiles | Tensor, Tensor]] = {}
+        self._files: dict[str, FileTable] = {}
         self._predict_loader: WorkerEvaluationLoader | None = None
         self._no_download: Exception | None = None
         self._fallback_noted = False
@@ -300,6 +301,11 @@ class ImageFolderDataModule(ClassificationDataModule):
         if self.dataset == "folder" and not self._sources:
             self._scan()
         return "val" in self._sources or "val" in dict(self._info.splits) or bool(self.hparams.val_fraction)
+
+    @override
+    def sample_names(self, part: str) -> Sequence[str]:
+        """The files of a part that has been set up; empty for sets in larger files."""
+        return self._files.get(part, ())
 
     @override
     def _training_labels(self) -> Tensor | None:
@@ -474,6 +480,8 @@ class ImageFolderDataModule(ClassificationDataModule):
 
     def _add(self, part: str, samples: Samples) -> None:
         images: ImageFiles | Tensor
+        if isinstance(samples.images, FileTable):
+            self._files[part] = samples.images
         if isinstance(samples.images, Tensor):
             images = samples.images
         else:

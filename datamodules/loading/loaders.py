@@ -142,6 +142,10 @@ class EvaluationSampling(_SampleLoader):
     def _spans(self) -> list[tuple[int, int]]:
         return list(evaluation_spans(len(self.rows), self.batch_size, self.rank, self.world_size))
 
+    def sample_numbers(self) -> Tensor:
+        """The numbers of this rank's samples in the order of the batches, int64 on the CPU."""
+        return torch.cat([self.rows[start:stop] for start, stop in self._spans()]).cpu()
+
     def __len__(self) -> int:
         return len(self._spans())
 

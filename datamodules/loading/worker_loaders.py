@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
 
 from datamodules.errors import RunFailedError, UserError, system_failure
 from datamodules.loading.loaders import EvaluationSampling, TrainSampling, Transform
@@ -431,3 +432,9 @@ class WorkerEvaluationLoader(_Workers, EvaluationSampling):
         """Its batches with their sample numbers, read again, whether there are features or not."""
         requests = [BatchRequest(0, self.rows[a:b].tolist()) for a, b in self._spans()]
         yield from self._load_batches(requests, len(self.rows))
+
+    @override
+    def sample_numbers(self) -> Tensor:
+        """As of `EvaluationLoader`, without the samples that were found to be unreadable."""
+        numbers = super().sample_numbers()
+        return numbers[~torch.isin(numbers, torch.tensor([*self.unreadable], dtype=torch.int64))]

@@ -367,6 +367,11 @@ class MNISTDataModule(ClassificationDataModule):
         return self.info.flip
 
     @override
+    def sample_names(self, part: str) -> Sequence[str]:
+        """The files of your own images; empty for sets in larger files."""
+        return self._own.names(part if part in self._own.images else "train") if self._own else ()
+
+    @override
     def _training_labels(self) -> Tensor | None:
         if "train" not in self._parts:
             return None

@@ -7,7 +7,7 @@ searches for the strokes, crops them to 20 pixels and centres them.
 
 import logging
 import zipfile
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -143,6 +143,11 @@ class OwnImages:
     images: dict[str, _Files | _Array]
     labels: dict[str, Tensor]
     left_out: dict[str, int] = field(default_factory=dict)
+
+    def names(self, part: str) -> Sequence[str]:
+        """The files of a part; empty for images in memory."""
+        images = self.images[part]
+        return images.names if isinstance(images, _Files) else ()
 
     def read(self, part: str) -> tuple[Tensor, Tensor]:
         """Images, uint8 of shape (n, 28, 28), and labels, int64 of shape (n,).

@@ -5,8 +5,9 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,15 +280,38 @@ def _evaluate(experiment: Experiment, program: str) -> None:
         problem = _written(write_text, Path(run.output), "".join(f"{line}\n" for line in recipe.prediction_lines(rows)))
     elif run.output:
         problem = _written(write_rows, Path(run.output), list(rows) if command == "predict" else rows[0])
+    tables, files = recipe.result_tables(), {}
+    if run.output:
+        files = {name: Path(run.output).with_name(f"{Path(run.output).stem}_{name}") for name in tables}
+    for name, path in files.items():
+        problem = problem or _written(partial(write_rows, columns=tables[name].columns), path, tables[name].rows)
     if command == "predict":
         print_rows(recipe.prediction_table(rows))
     else:
-        print_pairs({name: f"{value:.4f}" for name, value in rows[0].items()})
+        _print_scores(recipe, rows[0], {name: shown(path) for name, path in files.items()})
     if problem or (not run.output and (problem := output_failure())):
         raise RunFailedError(f"{run.output or 'standard output'} could not be written: {problem}")
     if command == "predict" and (unreadable := list(data_contract(data).unreadable_inputs.values())):
         total = len(data_contract(data).prediction_names)
         raise RunFailedError(f"{len(unreadable):,} of {total:,} inputs could not be read: {unreadable[0]}")
+
+
+def _print_scores(recipe: Recipe, scores: Mapping[str, Any], files: Mapping[str, str]) -> None:
+    """Print the scores of an evaluation, its table, and where its tables are.
+
+    Args:
+        files: that were written, by the names in `Recipe.result_tables`.
+    """
+    by_class, tables = recipe.score_table(), recipe.result_tables()
+    # The table has them.
+    print_pairs({name: f"{value:.4f}" for name, value in scores.items() if not (by_class and "_class_" in name)})
+    if by_class:
+        rank_zero_print("")
+        print_rows(by_class)
+    if tables:
+        rank_zero_print("")
+        rows = [f"{files.get(name, f'FILE_{name}')} ({len(table.rows):,} rows)" for name, table in tables.items()]
+        print_pairs({"written" if files else "--output FILE.json writes": ", ".join(rows)})
 
 
 def _written(write: Callable[[Path, Any], None], path: Path, content: Any) -> str | None:

@@ -219,9 +219,12 @@ def report(
     # Before anything is printed: a terminal may have gone.
     with best_effort(RESULTS):
         write_results(folder, results)
-        for name, table in recipe.result_tables().items():
+        tables = recipe.result_tables()
+        for name, table in tables.items():
             with best_effort(name):
-                write_rows(folder / name, table)
+                write_rows(folder / name, table.rows, table.columns)
+        if tables:
+            rows["tables"] = f"{', '.join(tables)} in {shown(folder)}"
         if experiment.settings.run.report:
             with best_effort(REPORT):
                 rows["report"] = shown(write_report(folder))

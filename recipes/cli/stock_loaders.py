@@ -27,7 +27,7 @@ class _AsIs:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
-        self.dataset = loader.dataset
+        self.dataset, self.batch_sampler = loader.dataset, loader.batch_sampler
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.loader)

@@ -1,6 +1,8 @@
 """``report.html``: a finished run on one page, from the files in its folder."""
 
+import csv
 import itertools
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,20 @@ def _scores(results: Results) -> list[Section]:
     return [Section("Scores", columns=columns, rows=main[:_MOST_ROWS]), *([by_class] if classes else [])]
 
 
+def _classes(folder: Path) -> list[Section]:
+    """The tables of classes, folded; those of the test first."""
+    sections = []
+    for path in sorted(folder.glob("*_per_class.csv"), reverse=True):
+        # Of a run that was received it may hold anything.
+        with suppress(OSError, ValueError, csv.Error), path.open(newline="", encoding="utf-8") as file:
+            columns, *rows = itertools.islice(csv.reader(file), _MOST_ROWS + 2)
+            stage = path.name.partition("_")[0]
+            more = f"; {path.name} holds all" if len(rows) > _MOST_ROWS else ""
+            folded = f"Classes of the {_STAGES.get(stage, stage)} set{more}"
+            sections.append(Section(columns=columns, rows=rows[:_MOST_ROWS], folded=folded))
+    return sections
+
+
 def _seconds(results: Results) -> Section:
     seconds = results.get("seconds", {})
     total = max(1e-9, seconds.get("total", 0.0))
@@ -127,11 +143,13 @@ def _sections(folder: Path, results: Results) -> list[Section]:
     checkpoint = f"Scores of {Path(best['checkpoint']).name}, saved after {best['step']:,} updates." if best else ""
     changed = [[name, value_text(config[name])] for name in results.get("changed", ()) if name in config]
     settings = [[name, value_text(value)] for name, value in config.items()]
+    scores, *classes = _scores(results)
     sections = [
         Section(text=checkpoint, tiles=dict(itertools.islice(headline.items(), 12))),
         _curves(read_curves(folder), results),
         *_figures(folder),
-        *_scores(results),
+        scores,
+        *(_classes(folder) or classes),
         Section("Settings", "" if changed else "All are the defaults.", code=results.get("command", ""), rows=changed),
         Section(rows=settings, folded=f"All {len(settings)} settings"),
         _seconds(results),
@@ -141,7 +159,7 @@ def _sections(folder: Path, results: Results) -> list[Section]:
 
 
 def write_report(folder: Path) -> Path:
-    """Write the page of a finished run into its folder, from results.json, metrics.csv and figures/.
+    """Write the page of a finished run into its folder, from results.json, metrics.csv, tables of classes and figures/.
 
     Raises:
         UserError: the folder has no results.

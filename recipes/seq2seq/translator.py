@@ -23,7 +23,7 @@ from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.subwords import AnyVocabulary, SubwordVocabulary, vocabulary_from_state
 from datamodules.translation.text import PAD, SOS, SPECIAL_TOKENS, UNK, Normalisation, Vocabulary, normalise_lines
 from recipes.graphs import Graph
-from recipes.recipe import Recipe, RecipeParameters
+from recipes.recipe import Recipe, RecipeParameters, Table
 from recipes.seq2seq.data import SentenceData, TextData, VocabularyData
 from recipes.seq2seq.decoding import Translations, attended_positions, attention_weights, beam_search
 from recipes.seq2seq.graphs import translation_graphs
@@ -214,13 +214,11 @@ class Translator(Recipe):
         return rows | self._standard
 
     @override
-    def result_tables(self) -> dict[str, list[dict[str, Any]]]:
+    def result_tables(self) -> dict[str, Table]:
         """The sources, translations and references of the last test, in the order of the file."""
-        rows = [
-            {"source": source, "translation": translation, "reference": reference}
-            for _, source, translation, reference in self._tested
-        ]
-        return {TRANSLATIONS: rows} if rows else {}
+        columns = "source", "translation", "reference"
+        rows = [dict(zip(columns, texts, strict=True)) for _, *texts in self._tested]
+        return {TRANSLATIONS: Table(columns, rows)} if rows else {}
 
     # Exports
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from datamodules import MNISTDataModule
 from datamodules.loading.sampling import epoch_order
-from recipes.classification import ClassificationScores
+from recipes.classification_scores import ClassificationScores
 from tests.support.ranks import run_ranks
 
 GLOBAL_BATCH = 12

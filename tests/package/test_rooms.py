@@ -54,8 +54,9 @@ MAY_IMPORT = {
     "recipes.recipe": f"{_CALLBACKS} datamodules.loading recipes.compilation recipes.graphs "
     "recipes.optim recipes.parameter_groups recipes.schedules recipes.step_capture recipes.version recipes.weights",
     "recipes.tta": "datamodules.errors",
-    "recipes.classification": f"{_CALLBACKS} callbacks.drawing datamodules.loading recipes.labels recipes.losses "
-    "recipes.recipe recipes.tta",
+    "recipes.classification_scores": "recipes.recipe",
+    "recipes.classification": f"{_CALLBACKS} callbacks.drawing datamodules.loading recipes.classification_scores "
+    "recipes.labels recipes.losses recipes.recipe recipes.tta",
     "recipes.export": "datamodules.errors callbacks.lib callbacks.checkpointing recipes.graphs recipes.recipe "
     "recipes.version",
     "recipes.launch": "datamodules.errors datamodules.ranges callbacks.lib",

@@ -22,7 +22,8 @@ from callbacks.drawing.classification_images import (
 from datamodules import MNISTDataModule, UserError
 from datamodules.loading.sampling import evaluation_spans
 from recipes import MNISTClassifier
-from recipes.classification import ClassificationScores, Classifier, _in_dtype_of, calibration_error, macro_f1
+from recipes.classification import Classifier, _in_dtype_of
+from recipes.classification_scores import ClassificationScores, calibration_error, macro_f1
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, silence
 

@@ -14,7 +14,8 @@ from typing_extensions import override
 from callbacks import GradientAccumulation
 from callbacks.drawing.classification_images import most_confident_mistakes
 from datamodules import MNISTDataModule, RunFailedError, TrainLoader, UserError
-from recipes.classification import ClassificationScores, Classifier
+from recipes.classification import Classifier
+from recipes.classification_scores import ClassificationScores
 from recipes.labels import LabelCheck
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, on_ranks, silence

@@ -26,7 +26,7 @@ from callbacks.run_progress import RunProgress
 from callbacks.train_loss import TrainLoss
 from datamodules.errors import UserError
 from datamodules.mnist.data_module import MNISTDataModule
-from recipes.classification import ClassificationScores
+from recipes.classification_scores import ClassificationScores
 from recipes.launch.precision import resolve_precision
 from recipes.mnist import ClassicNet, MNISTClassifier, MNISTNet, TutorialNet
 from recipes.optim import build_optimizer, learning_rate_scale

@@ -199,7 +199,7 @@ def test_standard_scores_compare_with_the_references_as_written(learned, tmp_pat
     module = data(str(cased), test_fraction=0.3)
     recipe = translator(data(file), hidden_size=32, embedding_size=24)
     scores = trainer().test(recipe, module, ckpt_path=str(folder / "a.ckpt"), weights_only=True, verbose=False)[0]
-    ((name, rows),) = recipe.result_tables().items()
+    ((name, (_, rows)),) = recipe.result_tables().items()
     assert name == "test_translations.csv"
     assert [row["reference"] for row in rows] == module.target_texts(module.rows["test"])
     assert all(row["reference"].istitle() and row["reference"].endswith("!") for row in rows)
@@ -326,7 +326,7 @@ def test_unknown_words_are_never_written_or_copied_from_the_source_or_kept(learn
     scores = trainer().test(recipe, module, verbose=False)[0]
     recipe.hparams.unknown_words = "copy"
     assert trainer().test(recipe, module, verbose=False)[0] != scores
-    assert "<unk>" not in " ".join(row["translation"] for row in recipe.result_tables()["test_translations.csv"])
+    assert "<unk>" not in " ".join(row["translation"] for row in recipe.result_tables()["test_translations.csv"].rows)
 
 
 def test_dropped_words_are_a_function_of_epoch_and_sentence_and_leave_the_end_marks(learned):

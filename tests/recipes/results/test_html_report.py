@@ -42,6 +42,11 @@ def test_a_page_shows_what_the_run_has_and_refers_to_nothing(tmp_path: Path) -> 
         hardware="1 x cpu",
         versions={"torch": "2.15"},
     )
+    (folder / "test_per_class.csv").write_text("class,f1\ncat,0.125\n")
+    page = read_page(write_report(folder))
+    assert page.text.index("0.125") > page.text.index("Classes of the test set")
+    assert "By class" not in page.text
+    (folder / "test_per_class.csv").unlink()
     page = read_page(write_report(folder))
     assert list(page.images) == ["test: confusion matrix", "test: mistakes", "val: attention"]
     assert page.images["test: mistakes"].size == (950, 20)

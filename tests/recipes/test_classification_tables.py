@@ -1,0 +1,303 @@
+"""The table of classes and the mistakes of an evaluation: complete, named and the same on any number of ranks."""
+
+import csv
+import io
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset, TensorDataset
+
+from callbacks.lib.terminal import fit_rows
+from callbacks.lib.undo import keep_metrics
+from datamodules import ImageFolderDataModule, MNISTDataModule
+from datamodules.contract import DataContract
+from datamodules.loading.loaders import EvaluationLoader
+from datamodules.loading.sample_numbers import sample_numbers
+from recipes.classification import Classifier
+from recipes.classification_scores import ScoredSamples, class_table, worst_classes
+from recipes.cli.stock_loaders import share_of
+from recipes.files import write_rows
+from tests.support.command_lines import typed
+from tests.support.ranks import run_ranks
+from tests.support.tables import QUIET, on_ranks, silence
+
+
+class Brightness(nn.Module):
+    """Takes an image for the second class by its brightness."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        brightness = images.mean((1, 2, 3))
+        return torch.stack((-brightness, brightness), 1)
+
+
+class Bright(Classifier):
+    def build_network(self) -> nn.Module:
+        return Brightness()
+
+
+def trainer(**options: Any) -> pl.Trainer:
+    silence()
+    return pl.Trainer(**QUIET | {"enable_progress_bar": False, "devices": 1} | options)
+
+
+def save_images(folder: Path, unreadable: bool = True) -> None:
+    """Grey images of 20 levels, of which those with an odd number under 6 and above 14 lie in the wrong class."""
+    for number in range(20):
+        wrong = number % 2 and not 6 <= number <= 14
+        name = ("dark", "light")[(number >= 10) != bool(wrong)]
+        (folder / "val" / name).mkdir(parents=True, exist_ok=True)
+        (folder / "train" / name).mkdir(parents=True, exist_ok=True)
+        level = np.full((8, 8, 3), 12 * number, dtype="uint8")
+        for part in ("val", "train"):
+            Image.fromarray(level).save(folder / part / name / f"{number:02}.png")
+    for name in ("dark/00.png", "dark/07.png", "light/12.png") if unreadable else ():
+        (folder / "val" / name).write_bytes(b"no image")
+
+
+MISTAKEN = ["01.png", "03.png", "05.png", "15.png", "17.png", "19.png"]
+
+
+def _evaluate(world_size: int, folder: str, tta: str) -> tuple[Any, Any]:
+    """The scores, and the tables as the bytes of their files."""
+    options = {"image_size": 8, "eval_batch_size": 3, "on_corrupt": "skip"}
+    data = ImageFolderDataModule("folder", folder, **options)
+    recipe = Bright(num_classes=2, tta=tta)
+    scores = trainer(**on_ranks(world_size)).validate(recipe, data, verbose=False)
+    files = {}
+    with tempfile.TemporaryDirectory() as written:
+        for name, table in recipe.result_tables().items():
+            write_rows(Path(written, name), table.rows, table.columns)
+            files[name] = Path(written, name).read_text()
+    return scores, files
+
+
+@pytest.mark.parametrize(("tta", "unreadable"), [("none", True), ("crops", False)])
+def test_two_ranks_write_the_files_of_one_without_unreadable_images(tmp_path: Path, tta: str, unreadable: bool):
+    save_images(tmp_path, unreadable)
+    (one,) = run_ranks(_evaluate, 1, 1, str(tmp_path), tta)
+    for found in run_ranks(_evaluate, 2, 2, str(tmp_path), tta):
+        assert found == one
+    tables = {name: list(csv.DictReader(io.StringIO(text))) for name, text in one[1].items()}
+    rows = tables["val_mistakes.csv"]
+    assert sorted(Path(row["file"]).name for row in rows) == MISTAKEN
+    for row in rows:
+        assert Path(row["file"]).is_file()
+        assert Path(row["file"]).parent.name == row["true"] != row["predicted"]
+        assert float(row["probability_predicted"]) + float(row["probability_true"]) == pytest.approx(1)
+    confidence = [float(row["probability_predicted"]) for row in rows]
+    assert confidence == sorted(confidence, reverse=True)
+    # The extremes are the most confident.
+    assert {Path(row["file"]).name for row in rows[:2]} == {"01.png", "19.png"}
+    assert sum(int(row["samples"]) for row in tables["val_per_class.csv"]) == (17 if unreadable else 20)
+
+
+def test_a_limited_evaluation_names_the_samples_that_it_came_to(tmp_path: Path):
+    save_images(tmp_path)
+    recipe = Bright(num_classes=2)
+    data = ImageFolderDataModule("folder", str(tmp_path), image_size=8, eval_batch_size=3, on_corrupt="skip")
+    trainer(limit_val_batches=2).validate(recipe, data, verbose=False)
+    names = [Path(row["file"]).name for row in recipe.result_tables()["val_mistakes.csv"].rows]
+    # The files by class and name: dark 00 02 04, then 06 07 08.
+    assert names == []
+    assert recipe.result_tables()["val_per_class.csv"].rows[0]["samples"] == 4
+
+
+def test_images_held_out_of_your_own_files_are_named_and_those_of_a_set_numbered(tmp_path: Path):
+    save_images(tmp_path)
+    data = MNISTDataModule("custom", str(tmp_path / "train"), val_fraction=0.5, eval_batch_size=4)
+    recipe = Bright(num_classes=2)
+    trainer().validate(recipe, data, verbose=False)
+    images, labels = data._parts["train"]
+    expected = {}
+    for row in data._rows["val"].tolist():
+        name = data._own.images["train"].names[row]
+        assert Path(name).parent.name == ("dark", "light")[labels[row]]
+        if (images[row].float().mean() / 255 > 0.1307) != labels[row]:
+            expected[name] = Path(name).parent.name
+    rows = recipe.result_tables()["val_mistakes.csv"].rows
+    assert {row["file"]: row["true"] for row in rows} == expected
+    assert rows
+    digits = MNISTDataModule("digits")
+    recipe = Bright(num_classes=10)
+    recipe.network = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+    trainer().validate(recipe, digits, verbose=False)
+    labels = digits._parts["train"][1]
+    rows = recipe.result_tables()["val_mistakes.csv"].rows
+    assert {row["sample"] for row in rows} < set(digits._rows["val"].tolist())
+    assert all(row["true"] == str(int(labels[row["sample"]])) for row in rows)
+
+
+def test_images_in_memory_and_names_in_other_encodings_keep_their_files(tmp_path: Path):
+    save_images(tmp_path, unreadable=False)
+    for path in (tmp_path / "val").glob("*/*.png"):
+        path.rename(path.with_name(os.fsdecode(b"\xe9" + os.fsencode(path.name))))
+    recipe = Bright(num_classes=2)
+    data = ImageFolderDataModule("folder", str(tmp_path), image_size=8)
+    trainer().validate(recipe, data, verbose=False)
+    assert isinstance(data._parts["val"][0], Tensor), "they are held in memory"
+    table = recipe.result_tables()["val_mistakes.csv"]
+    write_rows(tmp_path / "val.csv", table.rows, table.columns)
+    lines = (tmp_path / "val.csv").read_bytes().splitlines()[1:]
+    files = [os.fsdecode(line.split(b",")[0]) for line in lines]
+    assert sorted(Path(file).name[1:] for file in files) == MISTAKEN
+    assert all(Path(file).is_file() for file in files)
+
+
+def test_the_order_of_a_stock_loader_is_known_where_it_takes_its_set_in_order():
+    data = TensorDataset(torch.arange(7))
+    assert sample_numbers(DataLoader(Subset(data, [4, 2, 6]), 2)).tolist() == [0, 1, 2]
+    assert [sample_numbers(share_of(DataLoader(data, 2), rank, 2)).tolist() for rank in (0, 1)] == [
+        [0, 1, 4, 5],
+        [2, 3, 6],
+    ]
+    assert sample_numbers(share_of(DataLoader(data, 2), 0, 1)).tolist() == list(range(7))
+    batches = BatchSampler(RandomSampler(data), 2, drop_last=False)
+    unknown = [
+        DataLoader(data, shuffle=True),
+        DataLoader(data, batch_sampler=batches),
+        DataLoader(data, None),
+        [1],
+        None,
+    ]
+    unknown.append(share_of(DataLoader(data, shuffle=True), 0, 1))
+    assert [sample_numbers(loader) for loader in unknown] == [None] * 6
+    rows = torch.tensor([3, 5, 6, 0, 1])
+    own = [EvaluationLoader(torch.arange(7), torch.arange(7), rows, 2, rank, 2) for rank in (0, 1)]
+    assert [sample_numbers(loader).tolist() for loader in own] == [[3, 5, 1], [6, 0]]
+
+
+class Named(pl.LightningDataModule):
+    """A stock data module with the names of its samples, and another loader on request."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def test_dataloader(self) -> DataLoader:
+        images = torch.linspace(-1, 1, 6).view(6, 1, 1, 1).expand(6, 1, 8, 8)
+        return DataLoader(TensorDataset(images, torch.tensor([0, 1, 0, -100, 0, 1])), 4, **self.options)
+
+
+class Contract(Named, DataContract):
+    """The names are those of the samples where there are six."""
+
+    def sample_names(self, part: str) -> list[str]:
+        return [f"{part} {number}" for number in range(self.hparams["names"])]
+
+
+def test_samples_of_a_stock_loader_are_numbered_and_those_without_a_label_left_out():
+    recipe = Bright(num_classes=2)
+    trainer().test(recipe, Named(), verbose=False)
+    rows = recipe.result_tables()["test_mistakes.csv"].rows
+    assert [(row["sample"], row["true"], row["predicted"]) for row in rows] == [(1, "1", "0"), (4, "0", "1")]
+    trainer().test(recipe, Named(shuffle=True), verbose=False)
+    assert list(recipe.result_tables()) == ["test_per_class.csv"]
+    for names, column in ((6, ["file test 1", "file test 4"]), (5, ["sample 1", "sample 4"])):
+        data = Contract()
+        data.hparams["names"] = names
+        trainer().test(recipe, data, verbose=False)
+        rows = recipe.result_tables()["test_mistakes.csv"].rows
+        assert [f"{name} {row[name]}" for row in rows for name in list(row)[:1]] == column
+
+
+def test_a_batch_that_is_repeated_counts_once():
+    samples = ScoredSamples()
+    samples.update(torch.eye(2), torch.tensor([1, 1]))
+    undo = keep_metrics([samples])
+    samples.update(torch.eye(2), torch.tensor([0, 0]))
+    undo()
+    assert samples.mistakes(torch.tensor([7, 8])).tolist() == [[7, 1, 0, *torch.eye(2).softmax(1)[0].double().tolist()]]
+    assert samples.mistakes(torch.tensor([7])) is None, "more samples than numbers"
+    samples.update(torch.full((1, 2), torch.nan), torch.tensor([1]))
+    assert samples.mistakes(torch.arange(3))[1].isfinite().all()
+
+
+def test_the_scores_of_classes_are_those_of_scikit_learn():
+    from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+
+    generator = torch.Generator().manual_seed(1)
+    targets, predicted = torch.randint(5, (2, 200), generator=generator)
+    matrix = torch.from_numpy(confusion_matrix(targets, predicted, labels=range(5)))
+    table = class_table(matrix, list("abcde"))
+    expected = precision_recall_fscore_support(targets, predicted)
+    for row, *values in zip(table.rows, *expected, strict=True):
+        assert [row[name] for name in ("precision", "recall", "f1", "samples")] == pytest.approx(values, abs=1e-6)
+    wrong = matrix - matrix.diag().diag()
+    assert [(row["taken_for"], row["times"]) for row in table.rows] == [
+        ("abcde"[int(counts.argmax())], int(counts.max())) for counts in wrong
+    ]
+    empty = class_table(torch.tensor([[3, 0, 0], [0, 0, 0], [1, 0, 0]]), list("abc")).rows
+    assert [row["precision"] for row in empty] == [0.75, None, None]
+    assert [row["recall"] for row in empty] == [1, None, 0]
+    assert [row["f1"] for row in empty] == [pytest.approx(6 / 7, abs=1e-6), None, 0]
+    assert [row["taken_for"] for row in empty] == [None, None, "a"]
+
+
+def test_of_many_classes_the_worst_are_shown_within_80_columns():
+    matrix = 50 * torch.eye(120, dtype=torch.int64)
+    matrix[torch.arange(15), torch.arange(15) + 1] = torch.arange(15) + 1
+    matrix[119] = 0  # It has no sample, so no score is bad.
+    names = [f"Brown bear {i}" for i in range(120)]
+    shown = worst_classes(class_table(matrix, names))
+    assert len(shown) == 10
+    assert [row["worst 10 of 119"] for row in shown[:3]] == ["Brown bear 14", "Brown bear 13", "Brown bear 12"]
+    assert shown[0]["taken for"] == "Brown bear 15 (15)"
+    lines = fit_rows(shown, None)
+    assert max(map(len, lines)) <= 80
+    few = worst_classes(class_table(matrix[:10, :10], names[:10]))
+    assert [row["class"] for row in few] == names[:10]
+    assert worst_classes(class_table(torch.tensor([[0, 0], [0, 2]]), ["no", "yes"]))[0]["class"] == "yes"
+
+
+def test_the_commands_write_and_print_the_tables(tmp_path: Path):
+    fit, test, bare, refused, without = typed(
+        tmp_path,
+        "--dataset digits --max-epochs 1 --name one --tta crops",
+        "test --ckpt runs/mnist/one/checkpoints/best.ckpt --output scores.json",
+        "test --ckpt runs/mnist/one/checkpoints/best.ckpt --tta none",
+        "test --ckpt runs/mnist/one/checkpoints/best.ckpt --tta flip",
+        "predict --ckpt runs/mnist/one/checkpoints/best.ckpt --help",
+        recipe="recipes.mnist:MNISTClassifier",
+        data="datamodules:MNISTDataModule",
+    )
+    assert (fit.status, test.status, bare.status, refused.status) == (0, 0, 0, 2), fit.err + test.err
+    assert "--tta none|flip|crops" in without.out
+    assert "--tta crops" in refused.err
+    folder = tmp_path / "runs" / "mnist" / "one"
+    results = json.loads((folder / "results.json").read_text())
+    assert results["config"]["tta"] == "crops"
+
+    def read(path: Path) -> list[dict[str, str]]:
+        with path.open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    for part in ("val", "test"):
+        classes, mistakes = read(folder / f"{part}_per_class.csv"), read(folder / f"{part}_mistakes.csv")
+        size = results["data"]["sizes"][part]
+        assert sum(int(row["samples"]) for row in classes) == size
+        assert 1 - len(mistakes) / size == pytest.approx(results["scores"][f"{part}/accuracy"], abs=1e-6)
+    assert "test_mistakes.csv" in fit.out
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    mistakes = read(tmp_path / "scores_test_mistakes.csv")
+    assert scores["test/loss"] == results["scores"]["test/loss"], "the run's setting is the default"
+    assert f"{scores['test/loss']:.4f}" not in bare.out
+    for name in ("mistakes", "per_class"):
+        tables = (tmp_path / f"scores_test_{name}.csv", folder / f"test_{name}.csv")
+        assert len({path.read_bytes() for path in tables}) == 1
+    assert 1 - len(mistakes) / 360 == pytest.approx(scores["test/accuracy"], abs=1e-6)
+    assert list(mistakes[0]) == ["sample", "true", "predicted", "probability_predicted", "probability_true"]
+    assert "accuracy_class" not in test.out, "the table has them"
+    header = next(line for line in test.out.splitlines() if line.startswith("class"))
+    assert header.split() == ["class", "samples", "precision", "recall", "F1", "taken", "for"]
+    assert f"scores_test_mistakes.csv ({len(mistakes)} rows)" in test.out
+    assert "--output FILE.json writes  FILE_test_per_class.csv (10 rows), FILE_test_mistakes.csv" in bare.out
+    assert not list(tmp_path.glob("FILE*"))
