@@ -225,10 +225,11 @@ class ResNetFineTuner(Classifier):
     @override
     def parameter_groups(self) -> list[dict[str, Any]]:
         options, stages = self.hparams, self.stages()
-        owners: dict[nn.Parameter, str] = {}
-        for name, modules in [*stages, (stages[0][0], [self])]:
-            for parameter in (p for module in modules for p in module.parameters()):
-                owners.setdefault(parameter, name)  # What several stages share is in the first; what none has, too.
+        # What several stages share is in the first of them, and what none has is in the first of all.
+        owners = dict.fromkeys(self.parameters(), stages[0][0])
+        owners |= {
+            p: name for name, modules in reversed(stages) for part in modules for p in part.parameters() if p in owners
+        }
         names = dict.fromkeys(name for name, _ in stages)
         layers = [(name, [nn.ParameterList(p for p in owners if owners[p] == name)]) for name in names]
         return layer_groups(

@@ -64,7 +64,7 @@ class NetworkStages:
             names = [*names[:3], f"... ({len(names) - 6} more)", *names[-3:]]
         line = f"stages of the network: {', '.join(names)}"
         if self.obstacle:
-            line += f"; they are its modules in their order, because {self.obstacle}"
+            line += f"; these are its modules in the order in which they run, because {self.obstacle}"
         return line if self.has_maps else f"{line}; no Grad-CAM, because {self.last_block} gives no maps"
 
 
@@ -224,7 +224,7 @@ def _children_of(network: nn.Module, opened: Collection[nn.Module]) -> list[_Par
                 parts.append(_Part(f"{path}{name}", layer, [layer]))
 
     descend(network, "")
-    return parts
+    return parts or [_Part("network", network, [network])]
 
 
 def _opened_up(network: nn.Module, split: Callable[[nn.Module, Collection[nn.Module]], list[_Part]]) -> list[_Part]:
@@ -261,22 +261,20 @@ def _opened_up(network: nn.Module, split: Callable[[nn.Module, Collection[nn.Mod
     return parts
 
 
-def _run(parts: Sequence[_Part], inputs: Tensor) -> tuple[list[_Part], Tensor]:
-    """Run parts one after the other; those that pass on something else than a tensor are joined with what follows."""
-    joined: list[_Part] = []
-    pending: list[_Part] = []
-    value: Any = inputs
+def _run(parts: Sequence[_Part], value: Tensor) -> tuple[list[_Part], Tensor]:
+    """Run parts one after the other, and note the shapes.
+
+    Raises:
+        ValueError: one passes on something else than a tensor.
+    """
+    ran = []
     for part in parts:
-        pending.append(part)
-        value = part.module(value)
-        if isinstance(value, Tensor):
-            if len(pending) > 1:
-                whole = nn.Sequential(*(each.module for each in pending))
-                whole.training = False
-                part = _Part(pending[0].name, whole, [layer for each in pending for layer in each.layers])
-            joined.append(replace(part, shapes=(inputs.shape, value.shape)))
-            inputs, pending = value, []
-    return joined, value
+        result = part.module(value)
+        if not isinstance(result, Tensor):
+            raise ValueError(f"{part.name} gives several values")
+        ran.append(replace(part, shapes=(value.shape, result.shape)))
+        value = result
+    return ran, value
 
 
 def _in_order_of_calls(parts: Sequence[_Part], network: nn.Module, inputs: Tensor) -> list[_Part]:
@@ -284,9 +282,7 @@ def _in_order_of_calls(parts: Sequence[_Part], network: nn.Module, inputs: Tenso
     seen: dict[nn.Module, tuple[torch.Size, torch.Size]] = {}
 
     def note(layer: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-        firsts = (
-            next((leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)), None) for each in (given, output)
-        )
+        firsts = (next((leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)), None) for x in (given, output))
         size, result = (torch.Size() if first is None else first.shape for first in firsts)
         seen.setdefault(layer, (size, result))
 
@@ -308,7 +304,7 @@ def _grouped(parts: Sequence[_Part]) -> list[tuple[str, list[_Part]]]:
     """
     weighing = [number for number, part in enumerate(parts) if part.weighs]
     if len(weighing) < 2:
-        return [(parts[min(weighing, default=0)].name, list(parts))] if parts else []
+        return [(parts[min(weighing, default=0)].name, list(parts))]
     *trunk, head = weighing
     pool = 1 + max(number for number in range(head) if list(parts[number].module.parameters()))
     bounds = [0, *trunk[1:], pool, head, len(parts)]

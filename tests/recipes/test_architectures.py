@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
+from recipes.cli.settings import RunSettings, run_callbacks
 from recipes.pretrained import download_weights
 from recipes.resnet import network as networks
 from recipes.resnet.network import build_network, published_weights, weights_statistics
@@ -111,6 +113,17 @@ class _Decides(nn.Module):
         return self.head((maps if maps.sum() > 0 else -maps).mean((2, 3)))
 
 
+class _Bare(nn.Module):
+    """A network without layers, that torch.fx cannot follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.mean((2, 3)) @ (self.weight if images.sum() > 0 else -self.weight)
+
+
 class _Own(ResNetFineTuner):
     kind: type[nn.Module] = _Branches
 
@@ -129,6 +142,9 @@ def test_build_network_alone_is_enough_for_freezing_and_rates():
     held = [id(p) for group in groups for p in group["params"]]
     assert sorted(held) == sorted(map(id, recipe.parameters()))
     assert [group["lr"] for group in groups if group["name"].startswith("head")] == [10.0, 10.0]
+    # As FSDP does.
+    recipe.network.scale = nn.Parameter(recipe.network.scale.detach())
+    assert {p for group in recipe.parameter_groups() for p in group["params"]} == set(recipe.parameters())
     # Buffers that a network replaces are those that its stages use.
     recipe.stages()
     recipe.network.double().shift.fill_(1.0)
@@ -136,10 +152,32 @@ def test_build_network_alone_is_enough_for_freezing_and_rates():
     assert torch.equal(run_stages(recipe.stages(), images), recipe.network(images))
 
 
+def test_a_network_without_layers_is_one_stage():
+    found = stages_of(_Bare(), torch.zeros(1, 3, 8, 8))
+    assert [name for name, _ in found.stages] == ["network"]
+    assert found.last_block == "network"
+
+
+class _Normalises(nn.BatchNorm2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(input, None, None, training=True)
+
+
+class _OwnNormalises(_Own):
+    def build_network(self) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 3), _Normalises(4), nn.Flatten(), nn.Linear(784, 2))
+
+
+def test_the_command_line_refuses_batchnorm_that_cannot_be_synchronised_before_processes_start():
+    recipe = _OwnNormalises(num_classes=2, image_size=16, weights="none")
+    with pytest.raises(UserError, match=r"_Normalises.forward normalises by itself.*SyncBN"):
+        run_callbacks(RunSettings(sync_bn=True), recipe, SeedControl(seed=1))
+
+
 def test_features_are_not_cached_where_the_forward_pass_cannot_be_cut():
     recipe = _OwnDecides(num_classes=2, image_size=16, weights="none")
     assert [name for name, _ in recipe.stages()] == ["conv", "head"]
-    assert "modules in their order, because torch.fx cannot follow" in recipe.found_stages.line()
+    assert "modules in the order in which they run, because torch.fx cannot follow" in recipe.found_stages.line()
     with pytest.raises(UserError, match=r"cannot be continued.*torch.fx cannot follow.*pass cache_features=False"):
         _OwnDecides(num_classes=2, image_size=16, weights="none", cache_features=True)
 
