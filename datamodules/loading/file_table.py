@@ -114,10 +114,10 @@ class FileTable(Sequence[str]):
         return status.st_size, status.st_mtime_ns
 
     def digest(self) -> str:
-        """A hash of the names in their order, for the keys of caches; 64 letters."""
-        found = hashlib.sha256()
-        for rows in self._rows.split(_AT_ONCE):
-            found.update(zero_terminated(self._names(rows)))
+        """A hash of the whole table's names and of which of them are taken, for the keys of caches; 64 letters."""
+        found = hashlib.sha256(zero_terminated([self._root]))
+        for part in (self._bytes, self._rows):
+            found.update(part.numpy().data)
         return found.hexdigest()
 
     def state(self) -> dict[str, Any]:

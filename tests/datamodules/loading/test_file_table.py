@@ -21,7 +21,7 @@ def test_names_come_back_whatever_letters_they_have():
     for row in (5, -6):
         with pytest.raises(IndexError):
             table[row]
-    assert (list(FileTable()), FileTable().digest()) == ([], FileTable(NAMES)[:0].digest())
+    assert (list(FileTable()), list(FileTable(NAMES)[:0])) == ([], [])
 
 
 def test_selections_share_the_names_and_survive_pickling():
@@ -33,12 +33,12 @@ def test_selections_share_the_names_and_survive_pickling():
         assert list(again) == list(chosen)
 
 
-def test_equal_names_have_the_same_digest_and_others_do_not():
+def test_equal_tables_have_the_same_digest_and_others_do_not():
     table = FileTable(["1", "2", "3"], root="a/")
-    assert table.digest() == FileTable(["/1", "/2", "/3"], root="a").digest()
-    assert table[:2].digest() == FileTable(["a/1", "a/2"]).digest()
-    others = [FileTable(["a/1", "a/23"]), FileTable(["a/2", "a/1"]), FileTable(["a/1", "a/2", ""]), table]
-    assert len({other.digest() for other in others} | {table[:2].digest()}) == 5
+    assert table.digest() == FileTable(["1", "2", "3"], root="a/").digest() == table[:2].whole().digest()
+    names = (["1", "23"], ["1", "3", "2"], ["1", "2", "3", ""])
+    others = [table, table[:2], table[1:], FileTable(table, root="b/"), *(FileTable(name, root="a/") for name in names)]
+    assert len({other.digest() for other in others}) == 7
 
 
 def test_files_are_read_and_stamped_as_they_are_now(tmp_path: Path):
