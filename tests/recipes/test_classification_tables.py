@@ -24,7 +24,7 @@ from datamodules.loading.loaders import EvaluationLoader
 from datamodules.loading.sample_numbers import sample_numbers
 from recipes.classification import Classifier
 from recipes.classification_scores import ScoredSamples, class_table, worst_classes
-from recipes.cli.stock_loaders import share_of
+from recipes.cli.stock_loaders import evaluate_each_sample_once, share_of
 from recipes.files import write_rows
 from tests.support.command_lines import typed
 from tests.support.ranks import run_ranks
@@ -207,6 +207,20 @@ def test_samples_of_a_stock_loader_are_numbered_and_those_without_a_label_left_o
         trainer().test(recipe, data, verbose=False)
         rows = recipe.result_tables()["test_mistakes.csv"].rows
         assert [f"{name} {row[name]}" for row in rows for name in list(row)[:1]] == column
+
+
+def _test_stock(world_size: int) -> Any:
+    data, recipe = Contract(), Bright(num_classes=2)
+    data.hparams["names"] = 6
+    evaluate_each_sample_once(data, int(os.environ.get("RANK", "0")), world_size)
+    trainer(**on_ranks(world_size)).test(recipe, data, verbose=False)
+    return recipe.result_tables()
+
+
+def test_a_stock_loader_has_the_same_tables_on_two_ranks():
+    (one,) = run_ranks(_test_stock, 1, 1)
+    assert [row["file"] for row in one["test_mistakes.csv"].rows] == ["test 1", "test 4"]
+    assert run_ranks(_test_stock, 2, 2) == [one, one]
 
 
 def test_a_batch_that_is_repeated_counts_once():

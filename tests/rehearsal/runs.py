@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from callbacks.seed_control import SeedControl
+from recipes.classification import Classifier
 from tests.rehearsal.stand_in import DeviceTensor, StandInAccelerator, Wait, stand_in_device
 from tests.support.tables import QUIET, silence
 
@@ -30,7 +31,7 @@ Experiment = Callable[[], tuple[pl.LightningModule, Any, Sequence[pl.Callback]]]
 
 
 def fit(make: Experiment, device: torch.device | None = None, **settings: Any) -> Run:
-    """Train; on the CPU without a device."""
+    """Train, and validate a classifier after it; on the CPU without a device."""
     silence()
     SeedControl(seed=1)
     module, data, callbacks = make()
@@ -49,9 +50,13 @@ def fit(make: Experiment, device: torch.device | None = None, **settings: Any) -
         )
         Wait.seen.clear()
         trainer.fit(module, **({"datamodule": data} if isinstance(data, pl.LightningDataModule) else data))
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        if isinstance(module, Classifier):
+            # The samples are kept in evaluations outside training only. Inference mode has no place in the stand-in.
+            trainer.validate_loop.inference_mode = False
+            trainer.validate(module, data, verbose=False)
         waits = list(Wait.seen)
     weights = {name: v.raw if isinstance(v, DeviceTensor) else v for name, v in module.state_dict().items()}
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return Run({name: value.detach().clone() for name, value in weights.items()}, metrics, waits)
 
 

@@ -142,7 +142,7 @@ def _sentences() -> Any:
 
 def _mnist() -> Any:
     data = MNISTDataModule("digits", batch_size=32, eval_batch_size=32)
-    return MNISTClassifier(network="classic", fused=True), data, []
+    return MNISTClassifier(network="classic", fused=True, tta="crops"), data, []
 
 
 def _resnet() -> Any:
