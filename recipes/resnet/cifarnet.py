@@ -66,9 +66,7 @@ def build_cifarnet(num_classes: int, widths: tuple[int, ...] = (32, 96, 192)) ->
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     layers["conv1"] = nn.Conv2d(3, 24, 2)
-    with torch.no_grad():
-        layers["conv1"].weight.copy_(whitening_filters())
-        layers["conv1"].bias.zero_()
+    layers["conv1"].load_state_dict({"weight": whitening_filters(), "bias": torch.zeros(24)})
     layers["gelu"] = nn.GELU()
     channels_in = 24
     for number, width in enumerate(widths, 1):
