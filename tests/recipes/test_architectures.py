@@ -113,6 +113,13 @@ class _Decides(nn.Module):
         return self.head((maps if maps.sum() > 0 else -maps).mean((2, 3)))
 
 
+class _DropsOut(_Decides):
+    """A network with dropout in its own forward pass, which torch.fx would record for one of the modes."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(nn.functional.dropout(self.conv(images).mean((2, 3)), training=self.training))
+
+
 class _Bare(nn.Module):
     """A network without layers, that torch.fx cannot follow."""
 
@@ -133,6 +140,10 @@ class _Own(ResNetFineTuner):
 
 class _OwnDecides(_Own):
     kind = _Decides
+
+
+class _OwnDropsOut(_Own):
+    kind = _DropsOut
 
 
 def test_build_network_alone_is_enough_for_freezing_and_rates():
@@ -174,12 +185,15 @@ def test_the_command_line_refuses_batchnorm_that_cannot_be_synchronised_before_p
         run_callbacks(RunSettings(sync_bn=True), recipe, SeedControl(seed=1))
 
 
-def test_features_are_not_cached_where_the_forward_pass_cannot_be_cut():
-    recipe = _OwnDecides(num_classes=2, image_size=16, weights="none")
+@pytest.mark.parametrize(
+    ("own", "reason"), [(_OwnDecides, "torch.fx cannot follow"), (_OwnDropsOut, "it computes otherwise in training")]
+)
+def test_features_are_not_cached_where_the_forward_pass_cannot_be_cut(own: type[_Own], reason: str):
+    recipe = own(num_classes=2, image_size=16, weights="none")
     assert [name for name, _ in recipe.stages()] == ["conv", "head"]
-    assert "modules in the order in which they run, because torch.fx cannot follow" in recipe.found_stages.line()
-    with pytest.raises(UserError, match=r"cannot be continued.*torch.fx cannot follow.*pass cache_features=False"):
-        _OwnDecides(num_classes=2, image_size=16, weights="none", cache_features=True)
+    assert f"in the order in which they run, because {recipe.found_stages.obstacle}" in recipe.found_stages.line()
+    with pytest.raises(UserError, match=rf"cannot be continued.*{reason}.*pass cache_features=False"):
+        own(num_classes=2, image_size=16, weights="none", cache_features=True)
 
 
 @pytest.mark.parametrize(
