@@ -12,6 +12,7 @@ SECTIONS = {
     "allocator": "glibc's allocator, default and tuned by the command line",
     "input_pipeline": "seconds to load and augment an epoch of MNIST",
     "images": "photographs a second that a core loads, compared with ImageFolder and with the decoder alone",
+    "image_listing": "seconds to list and split image files in folders and archives, the first time and later",
     "callbacks_cost": "microseconds that the callbacks add to an update",
     "dropout": "dropout addressed by sample, and torch's",
     "compile": "a step compiled and not, and the first compiled one of a process",

@@ -224,7 +224,7 @@ def _threads_put_back() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-QUICK_SECTIONS = ["input_pipeline", "images", "callbacks_cost", "dropout", "fine_tuning", "seq2seq"]
+QUICK_SECTIONS = ["input_pipeline", "images", "image_listing", "callbacks_cost", "dropout", "fine_tuning", "seq2seq"]
 
 
 def run_tiny(names: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
