@@ -43,7 +43,6 @@ __all__ = ["DATASETS", "DatasetInfo", "MNISTDataModule", "find_files", "load_dig
 
 log = logging.getLogger("lightning_recipes")
 _warn = rank_zero_only(log.warning)
-_note = rank_zero_only(log.info)
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,7 @@ class MNISTDataModule(ClassificationDataModule):
 
     free_parameters = DataContract.free_parameters | {"download"}
     call_parameters = DataContract.call_parameters | {"save_seen"}
-    rare_parameters = frozenset({"save_seen", "drop_last", "download"})
+    rare_parameters = frozenset({"save_seen", "drop_last", "download", "flip"})
     photographs = False
 
     def __init__(
@@ -417,9 +416,8 @@ class MNISTDataModule(ClassificationDataModule):
             self.prepare_data()
             self._resolve_dataset()
         found = {"dataset": self.dataset} if self.hparams.dataset == "auto" else {}
-        if chosen := {name: value for name, value in self._augmentation.items() if self.hparams[name] is None}:
-            _note(f"{self.title}: {self._describe_augmentation()}")
-        return found | chosen | ({"num_classes": self.num_classes} if self._num_classes is None else {})
+        found |= {name: value for name, value in self._augmentation.items() if self.hparams[name] is None}
+        return found | ({"num_classes": self.num_classes} if self._num_classes is None else {})
 
     @property
     def _augmentation(self) -> dict[str, Any]:
@@ -578,9 +576,7 @@ class MNISTDataModule(ClassificationDataModule):
     @override
     def train_dataloader(self) -> TrainLoader:
         images, labels = self._parts["train"]
-        self._note_share()
-        self._note_balance()
-        return TrainLoader(
+        loader = TrainLoader(
             images,
             labels,
             self._rows["train"],
@@ -594,6 +590,11 @@ class MNISTDataModule(ClassificationDataModule):
             shuffle=self._shuffles,
             weights=self._sampling_weights(labels),
         )
+        # A loader that is refused is not described.
+        self._note(f"{self.title}: {self._describe_augmentation()}")
+        self._note_share()
+        self._note_balance()
+        return loader
 
     def _evaluation_loader(self, part: str) -> EvaluationLoader | list[EvaluationLoader]:
         rows = self._rows[part]

@@ -344,15 +344,19 @@ def test_clothing_is_shifted_and_mirrored_and_digits_are_rotated_and_scaled(tiny
     images = torch.randint(256, (20, 1, 28, 28), dtype=torch.uint8)
     clothing = _data(tiny, dataset="fashion-mnist", shift=0)
     assert clothing.resolve() == {"rotation": 0.0, "scale": 0.0, "flip": True, "num_classes": 10}
-    assert "Fashion-MNIST: images are mirrored" in caplog.text
     clothing.setup("fit")
+    clothing.train_dataloader()
+    assert "Fashion-MNIST: images are mirrored" in caplog.text
     clothing._parts["train"] = (images, clothing._parts["train"][1][:20])
     seen = clothing._training_transform()(images, torch.arange(20), 0)
     plain = clothing.normalise(images)
     flips = torch.tensor([not torch.allclose(a, b, atol=1e-3) for a, b in zip(seen, plain)]).view(-1, 1, 1, 1)
     assert flips.any()
     assert torch.allclose(seen, torch.where(flips, plain.flip(3), plain), atol=1e-3)
-    assert _data(tiny, shift=1).resolve() == {"rotation": 10.0, "scale": 0.1, "flip": False, "num_classes": 10}
+    digits = _data(tiny, shift=1)
+    assert digits.resolve() == {"rotation": 10.0, "scale": 0.1, "flip": False, "num_classes": 10}
+    digits.setup("fit")
+    digits.train_dataloader()
     assert "MNIST: images are shifted by up to 1 pixel, rotated by 10 degrees and scaled by 0.1" in caplog.text
     assert _data(tiny, flip=True, rotation=3, scale=0).resolve() == {"num_classes": 10}
 
