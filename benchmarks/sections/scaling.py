@@ -118,7 +118,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
     threads = pin_threads(options.threads or 1)
     precision = resolve_precision("auto")[0]
     # The recipe's size, and a quarter of its batch: with smaller images the all-reduce would be half the step.
-    batch_size, image_size = (2, 32) if quick else (8, 224)
+    batch_size, image_size = (2, 64) if quick else (8, 224)
     if cuda:
         batch_size, image_size = 64, 224
     worlds: list[tuple[Job, Measured]] = []

@@ -42,11 +42,9 @@ def test_an_own_optimiser_is_resumed_where_it_is_typed_and_a_received_run_import
 
 
 def cifar_line() -> str:
-    """CIFAR's classic settings, as the README of the recipe has them."""
+    """CIFAR's settings for wider networks, as the README of the recipe has them."""
     text = (ROOT / "recipes/resnet/README.md").read_text(encoding="utf-8")
-    found = re.search(
-        r"^python -m recipes\.resnet (--dataset cifar10 .*--decay-all.*)$", text.replace("\\\n", ""), re.M
-    )
+    found = re.search(r"^python -m recipes\.resnet (--data-dir CIFAR .*--milestones.*)$", text.replace("\\\n", ""), re.M)
     assert found is not None
     return found[1]
 
@@ -56,7 +54,7 @@ def test_cifars_classic_settings_in_the_readme_train(tmp_path: Path, shared_data
     with zipfile.ZipFile(shared_data / "cifar10-jpeg.zip") as archive:
         names = [name for name in archive.namelist() if re.search(r"(train|test)/\w+/000[01].jpg$", name)]
         archive.extractall(tmp_path / "cifar", names)
-    line = cifar_line().replace("--dataset cifar10", "--data-dir cifar --image-size 32 --max-steps 2 --name classic")
+    line = cifar_line().replace("--data-dir CIFAR", "--data-dir cifar --max-steps 2 --name classic")
     (done,) = typed(tmp_path, line, recipe="recipes.resnet:ResNetFineTuner", data="datamodules:ImageFolderDataModule")
     assert done.status == 0, done.err
     assert "the run ends after 2 updates, before 3 of the --milestones" in done.out + done.err

@@ -55,6 +55,7 @@ COSTLY = {
     "min_steps": ["0", "1", "-2", "x"],
     "rendezvous_timeout": ["0", "1", "-1", "nan", "x"],
     "download": ["false", "x"],
+    "compile": ["false", "x"],
 }
 """Values in place of those of the type, by flag."""
 
