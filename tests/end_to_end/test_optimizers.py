@@ -44,7 +44,9 @@ def test_an_own_optimiser_is_resumed_where_it_is_typed_and_a_received_run_import
 def cifar_line() -> str:
     """CIFAR's settings for wider networks, as the README of the recipe has them."""
     text = (ROOT / "recipes/resnet/README.md").read_text(encoding="utf-8")
-    found = re.search(r"^python -m recipes\.resnet (--data-dir CIFAR .*--milestones.*)$", text.replace("\\\n", ""), re.M)
+    found = re.search(
+        r"^python -m recipes\.resnet (--data-dir CIFAR .*--milestones.*)$", text.replace("\\\n", ""), re.M
+    )
     assert found is not None
     return found[1]
 

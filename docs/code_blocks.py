@@ -1,0 +1,253 @@
+"""The code blocks of a page of the documentation, and a run of them in a folder, from the first to the last.
+
+What a block is follows from its first line:
+
+- ```` ```python title="mine.py" ```` (or ``yaml``, any language with a title): a file, written into the folder.
+- ```` ```python ````: run in one namespace for the page, as the cells of a notebook are.
+- ```` ```bash ````: run line by line. Lines of this project get flags that make a run of a few batches; a line before
+  the block ``<!-- as it is -->`` leaves these out, and ``<!-- parsed: REASON -->`` only checks the flags of its lines.
+- others (``text``, ``console``): not run.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ROOT", "Block", "blocks_of", "page_text", "pictures_of", "run_page"]
+
+ROOT = Path(__file__).parents[1]
+
+_BLOCK = re.compile(
+    r"^(?:<!-- *(?P<how>[^\n]*?) *-->\n+)?"
+    r"(?P<indent> *)```(?P<language>[\w-]+)(?: +title=\"(?P<title>[^\"]+)\")?[^\n]*\n"
+    r"(?P<text>.*?)^(?P=indent)```$",
+    re.MULTILINE | re.DOTALL,
+)
+_PICTURE = re.compile(r"savefig\(\s*[\"']([\w./-]+\.(?:png|svg))[\"']")
+
+# A few batches of everything, quietly.
+_LIMITS = {
+    "fit": ["--limit-train-batches", "2", "--limit-val-batches", "1", "--limit-test-batches", "1", "--report", "false"],
+    "validate": ["--limit-val-batches", "1"],
+    "test": ["--limit-test-batches", "1"],
+}
+QUIET = ["--accelerator", "cpu", "--enable-progress-bar", "false"]
+_COMMANDS = ("fit", "validate", "test", "predict", "verify", "export")
+# They change nothing that a page shows, or need what a test machine has not.
+_NOT_RUN = ("pip", "git", "cd", "mkdir", "export", "tensorboard", "source", "nvidia-smi", "jupyter")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One code block.
+
+    Args:
+        language: the word after the fence.
+        title: the file that it is, if any.
+        how: the comment before it.
+        line: where it begins in the page.
+    """
+
+    language: str
+    title: str | None
+    text: str
+    how: str
+    line: int
+
+    @property
+    def is_parsed_only(self) -> bool:
+        """Its lines are checked and not run."""
+        return self.how.startswith("parsed:")
+
+
+def _included(path: str) -> str:
+    """A file of the repository without its title; links to files that the site has not become their text."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    text = re.sub(r"\A# .*\n", "", text)
+    return re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)[^)]+\)", r"\1", text)
+
+
+def page_text(markdown: str) -> str:
+    """A page with the files that it includes: ``<!-- include: CHANGELOG.md -->``."""
+    return re.sub(r"<!-- include: (.+?) -->", lambda found: _included(found[1]), markdown)
+
+
+def blocks_of(page: str) -> list[Block]:
+    """The code blocks of a page's text."""
+    found = []
+    for match in _BLOCK.finditer(page):
+        indent = len(match["indent"])
+        text = "".join(line[indent:] if line.strip() else line for line in match["text"].splitlines(keepends=True))
+        line = page[: match.start("language")].count("\n") + 1
+        found.append(Block(match["language"], match["title"], text, match["how"] or "", line))
+    return found
+
+
+def pictures_of(page: str) -> list[str]:
+    """The pictures that a page's code saves, which the page shows."""
+    return [name for block in blocks_of(page) if block.language == "python" for name in _PICTURE.findall(block.text)]
+
+
+def shell_lines(text: str) -> list[list[str]]:
+    """The words of each line of a block; comments are left out, and a line that ends with a backslash goes on."""
+    lines = re.sub(r"\\\n\s*", " ", text).splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def _module_of(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The module that a line runs, or None, and its arguments."""
+    if words[0] == "lightning-recipes":
+        return "recipes", list(words[1:])
+    if words[:2] == ["python", "-m"]:
+        return words[2], list(words[3:])
+    return None, list(words)
+
+
+def _recipe_of(module: str | None, args: list[str]) -> tuple[str | None, list[str]]:
+    """The recipe that is called, and its arguments."""
+    if module == "recipes" and args and args[0] not in ("list", "compare", "completion", "--version"):
+        return f"recipes.{args[0]}", args[1:]
+    return (module, args) if module and module.startswith("recipes.") else (None, args)
+
+
+def _as_trial(args: list[str]) -> list[str]:
+    command = args[0] if args and args[0] in _COMMANDS else "fit"
+    if {"--help", "--help-all", "--print-config"} & set(args) or command in ("verify", "export"):
+        return args
+    limits = list(_LIMITS.get(command, []))
+    if command == "fit" and not {"--max-epochs", "--max-steps", "--resume"} & set(args):
+        limits += ["--max-epochs", "1"]
+    return [*args, *limits, *QUIET]
+
+
+@contextlib.contextmanager
+def _called(args: Sequence[str], folder: Path) -> Iterator[None]:
+    before, path, where = sys.argv, list(sys.path), Path.cwd()
+    sys.argv = list(args)
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        sys.argv = before
+        sys.path[:] = path
+        os.chdir(where)
+
+
+def _run_here(words: list[str], folder: Path, module: str | None) -> None:
+    """Run a module, or a program of the folder, in this process, as `python` does."""
+    with _called(words, folder):
+        sys.path.insert(0, str(folder))
+        try:
+            if module:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(words[0], run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise RuntimeError(f"it ended with status {end.code}") from end
+
+
+def _run_line(words: list[str], folder: Path, block: Block) -> None:
+    if words[0] in _NOT_RUN:
+        return
+    module, args = _module_of(words)
+    recipe, args = _recipe_of(module, args)
+    if block.is_parsed_only:
+        check_flags(words)
+        return
+    if recipe and block.how != "as it is":
+        args = _as_trial(args)
+    if recipe and "--devices" not in " ".join(args):
+        _run_here([recipe, *args], folder, recipe)
+    elif module and module.startswith("recipes"):
+        _run_process([sys.executable, "-m", recipe or module, *args], folder)
+    elif words[0] == "python" and not block.how:
+        _run_here(words[1:], folder, None)
+    else:
+        _run_process([sys.executable if words[0] == "python" else words[0], *words[1:]], folder)
+
+
+def _run_process(words: list[str], folder: Path) -> None:
+    env = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"it ended with status {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
+
+
+def check_flags(words: Sequence[str]) -> None:
+    """Parse the flags of a line that starts a recipe, by whatever launcher.
+
+    Raises:
+        UserError: there is no such flag, or it takes no such value.
+    """
+    at = next((i for i, word in enumerate(words) if re.fullmatch(r"recipes(\.\w+)?|lightning-recipes", word)), None)
+    if at is None:
+        raise ValueError(f"no recipe is started by {shlex.join(words)}")
+    module = "recipes" if words[at] == "lightning-recipes" else words[at]
+    recipe, args = _recipe_of(module, list(words[at + 1 :]))
+    if recipe is None:
+        return
+    args = [arg for arg in args if arg not in ("done", "&")]
+    parsed = []
+
+    def take(parser: Any, commands: Any) -> None:
+        parsed.append(parser.parse(args[1:] if args and args[0] in commands else args))
+
+    # In the recipe's `__main__`, `run` passes its parser to this function and returns.
+    runpy.run_module(recipe, {"TAKE_PARSER": take}, run_name="__main__", alter_sys=True)
+    assert parsed
+
+
+def run_page(page: str, folder: str) -> None:
+    """Write the files of a page into a folder, and run its code there, in this process.
+
+    Args:
+        page: path of the page.
+
+    Raises:
+        RuntimeError: a block failed, with the page and the line where it begins.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    here = Path(folder).resolve()
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks_of(page_text(Path(page).read_text(encoding="utf-8"))):
+        output = io.StringIO()
+        try:
+            if block.title:
+                (here / block.title).parent.mkdir(parents=True, exist_ok=True)
+                (here / block.title).write_text(block.text, encoding="utf-8")
+            elif block.language == "python":
+                with _called([""], here), contextlib.redirect_stdout(output):
+                    exec(compile(block.text, f"{page}:{block.line}", "exec"), names)
+            elif block.language == "bash":
+                for words in shell_lines(block.text):
+                    _run_line(words, here, block)
+        except BaseException as error:
+            raise RuntimeError(
+                f"{page}:{block.line}: {type(error).__name__}: {error}\n{output.getvalue()[-2000:]}"
+            ) from error
+
+
+def main() -> None:
+    """Run a page: ``python docs/code_blocks.py PAGE FOLDER``."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("page")
+    parser.add_argument("folder")
+    options = parser.parse_args()
+    run_page(options.page, options.folder)
+
+
+if __name__ == "__main__":
+    main()
