@@ -31,6 +31,9 @@ class DataContract(Protocol):
     rare_parameters: ClassVar[frozenset[str]] = frozenset()
     """Parameters of the constructor whose flags ``--help-all`` shows, and ``--help`` does not."""
 
+    place_parameter: ClassVar[str] = "data_dir"
+    """The parameter that says where the data are: `recipes.fit` passes the path that it is given."""
+
     tokens_parameter: ClassVar[str | None] = None
     """The parameter that, where it is given, limits a batch by tokens in place of ``batch_size``."""
 
@@ -136,6 +139,16 @@ class DataContract(Protocol):
         """
         return None
 
+    def take_samples(self, samples: Any) -> None:
+        """Take samples in memory in place of files, before `setup`: those that `recipes.fit` is given.
+
+        Raises:
+            UserError: this data module takes none.
+        """
+        raise UserError(
+            f"{type(self).__name__} takes no samples in memory, found {type(samples).__name__}; pass a path"
+        )
+
     def resolve(self) -> dict[str, Any]:
         """Parameters that were left open, and the values that stand for them here, such as ``{"dataset": "mnist"}``.
 
@@ -154,7 +167,7 @@ def _fits(name: str, value: object) -> bool:
     match name:
         case "free_parameters" | "call_parameters" | "rare_parameters":
             return isinstance(value, (frozenset, set))
-        case "title" | "tokens_parameter":
+        case "title" | "tokens_parameter" | "place_parameter":
             return isinstance(value, str)
         case "seed" | "num_classes" | "image_size":
             return isinstance(value, Integral) and not isinstance(value, bool)
@@ -193,7 +206,7 @@ def data_contract(data: object) -> DataContract:
     """Ask a data module, which may be any LightningDataModule, or None.
 
     Of a class, the class attributes can be read: ``free_parameters``, ``call_parameters``, ``rare_parameters``,
-    ``tokens_parameter``.
+    ``tokens_parameter``, ``place_parameter``.
 
     Example:
         >>> class Mine:

@@ -60,6 +60,19 @@ class Table(NamedTuple):
     rows: list[dict[str, Any]]
 
 
+def _all_parameters(kind: type) -> inspect.Signature:
+    """The parameters of a constructor, with those that it passes on to the constructors of its bases."""
+    found: dict[str, inspect.Parameter] = {}
+    for base in kind.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        (_, *own) = inspect.signature(vars(base)["__init__"]).parameters.values()
+        found |= {p.name: p for p in own if p.name not in found and p.kind != p.VAR_KEYWORD}
+        if all(p.kind != p.VAR_KEYWORD for p in own):
+            break
+    return inspect.Signature(sorted(found.values(), key=lambda p: (p.kind, p.default is not p.empty)))
+
+
 class MeanOverTargets(Metric):
     """The mean over all targets of all batches and ranks.
 
@@ -213,6 +226,12 @@ class Recipe(pl.LightningModule):
     """What the mean loss is over, for the rate that is logged."""
 
     hparams: RecipeParameters
+
+    @override
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # For help() and notebooks, which show **kwargs otherwise.
+        cls.__signature__ = _all_parameters(cls)  # type: ignore[attr-defined]
 
     def __init__(
         self,

@@ -295,10 +295,29 @@ class MNISTDataModule(ClassificationDataModule):
             >>> data.num_classes, data.sizes
             (10, {'train': 1475, 'val': 143})
         """
-        data = cls(dataset="custom", **options)
-        given = {"train": (images, labels), "val": val, "test": test}
-        data._own = images_from_arrays({part: pair for part, pair in given.items() if pair is not None}, "arrays")
+        data = cls(**options)
+        data.take_samples({"train": (images, labels), "val": val, "test": test})
         return data
+
+    @override
+    def take_samples(self, samples: Any) -> None:
+        """Take images and labels in memory.
+
+        Args:
+            samples: images and labels, as `from_arrays` takes them; or a dict of such pairs, for "train" and, where
+                they are given, "val" and "test".
+        """
+        parts = samples if isinstance(samples, Mapping) else {"train": samples}
+        given = {part: pair for part, pair in parts.items() if pair is not None}
+        pairs = all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in given.values())
+        if not pairs or "train" not in given or given.keys() - {"train", "val", "test"}:
+            raise UserError(
+                "expected (images, labels), or a dict of such pairs with the keys train, val and test; found"
+                f" {type(samples).__name__}"
+            )
+        self._own = images_from_arrays(given, "arrays")
+        self.dataset = "custom"
+        self.hparams.update({"dataset": "custom"})
 
     @property
     def _folder(self) -> Path:

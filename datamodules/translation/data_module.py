@@ -180,6 +180,7 @@ class TranslationDataModule(BaseDataModule):
 
     free_parameters = DataContract.free_parameters | {"max_tokens", "cache_dir"}
     tokens_parameter = "max_tokens"
+    place_parameter = "data_file"
     restored_before_setup = True
 
     hparams: TranslationDataParameters

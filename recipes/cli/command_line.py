@@ -18,7 +18,7 @@ from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from callbacks.lib.slurm_job import requeue_on
 from callbacks.lib.terminal import wrap
 from datamodules.errors import RunFailedError, UserError, system_failure
-from recipes.cli.commands import carry_out
+from recipes.cli.commands import Trained, carry_out
 from recipes.cli.console import configure_logging, program_name
 from recipes.cli.experiment import AUTO, FIND, Classes, Settings, build_experiment, takes_inputs
 from recipes.cli.flags import FlagGroup, FlagParser, help_width, without_markup
@@ -48,7 +48,7 @@ from recipes.resume.saved_run import describe_differences, read_run
 from recipes.resume.settings_file import check_settings
 from recipes.weights import read_settings_beside
 
-__all__ = ["run"]
+__all__ = ["CommandLine", "run"]
 
 _COMMANDS = {
     "fit": "train, then test the best checkpoint (the default)",
@@ -116,7 +116,7 @@ def run(
     # A program has begun with its imports, which take seconds.
     started_at = time.monotonic() - (process_age() if args is None else 0.0)
     classes = Classes(recipe_class, data_class, callbacks)
-    program = _CommandLine(classes, sys.argv[1:] if args is None else args, started_at)
+    program = CommandLine(classes, sys.argv[1:] if args is None else args, started_at, program_name())
     if take_parser := getattr(sys.modules["__main__"], "TAKE_PARSER", None):  # `recipes/cli/completion.py` asks for it.
         take_parser(program.parser, _COMMANDS)
         return
@@ -179,35 +179,45 @@ def _class_name(callback: Any) -> str:
     return str(path).rpartition(".")[2]
 
 
-class _CommandLine:
-    """One call of the command line: from what was typed to the settings of an experiment."""
+class CommandLine:
+    """One call of the command line: from what was typed to the settings of an experiment.
 
-    def __init__(self, classes: Classes, args: Sequence[str], started_at: float) -> None:
+    Args:
+        args: what was typed after the program's name.
+        started_at: `time.monotonic` at the start of the program.
+        program: its name, for the commands to print.
+    """
+
+    def __init__(self, classes: Classes, args: Sequence[str], started_at: float, program: str) -> None:
         self.started_at = started_at
-        self.classes, self.program, self.args = classes, program_name(), list(args)
+        self.classes, self.program, self.args = classes, program, list(args)
         self.typed = Command(self.program, self.args)
         self.parser = _build_parser(classes, self.program)
         self._not_saved = _OF_ONE_CALL | classes.call_parameters
         self._point, self._updates_done = ResumePoint(), 0
         self._defaults = self._config(self.parser.get_defaults())
 
-    def main(self) -> None:
-        """Carry out the command; an error by which the system refuses files, processes or memory takes one line."""
+    def main(self) -> Trained | None:
+        """Carry out the command; an error by which the system refuses files, processes or memory takes one line.
+
+        Returns:
+            What fit has trained; of a run that had finished before, its folder only.
+        """
         try:
-            self._carry_out()
+            return self._carry_out()
         except (MemoryError, OSError, RuntimeError, TypeError) as error:
             if problem := system_failure(error):
                 raise RunFailedError(problem) from error
             raise
 
-    def _carry_out(self) -> None:
+    def _carry_out(self) -> Trained | None:
         """Parse, find the checkpoint to resume from, resolve the settings, build from them, and run the command."""
         command, args = self._command()
         folder = Path(args.pop(0)) if command == "verify" and args and not args[0].startswith("-") else None
         if asked := {"-h", "--help", "--help-all", "--help_all"} & set(args):
             self._print_help(everything=any(arg.endswith("all") for arg in asked))
             end_after_printing()
-            return
+            return None
         try:
             namespace = self.parser.parse(args)
         except SystemExit:  # It has printed the settings.
@@ -219,7 +229,7 @@ class _CommandLine:
         configure_logging(self.parser.as_flags)
         if command == "verify":
             self._verify(folder, args)
-            return
+            return None
         point = self._resume_point(namespace, args) if command == "fit" else ResumePoint()
         checkpoint = point.checkpoint or namespace.ckpt
         self._point, self._updates_done = point, read_run(point.checkpoint).updates if point.checkpoint else 0
@@ -235,17 +245,17 @@ class _CommandLine:
                 f"the run in {shown(point.folder or '')} has finished, and stays as it is; pass a larger {longer} to"
                 " train longer"
             )
-            return
+            return Trained(Path(point.folder or ""))
         if point.checkpoint:
             self._check_going_on(point.checkpoint, namespace)
         if command == "fit":
             self.parser.import_optimizer(namespace, args)
-        self._run(checkpoint, *self._settings(command, namespace, point))
+        return self._run(checkpoint, *self._settings(command, namespace, point))
 
-    def _run(self, checkpoint: str | None, settings: Settings, connection: RunConnection | None) -> None:
+    def _run(self, checkpoint: str | None, settings: Settings, connection: RunConnection | None) -> Trained | None:
         try:
             experiment = build_experiment(settings, self.classes, connection)
-            carry_out(experiment, self.typed, self.started_at)
+            return carry_out(experiment, self.typed, self.started_at)
         except RuntimeError as error:
             if "Error(s) in loading state_dict" not in str(error):
                 raise
@@ -437,6 +447,12 @@ class _CommandLine:
         alone, launch = command in ("predict", "export"), Launch("local", 1, 1)
         if not alone:
             launch = plan_launch(os.environ, options, asked, here, self.typed)
+        if launch.spawns and self.classes.in_program:
+            raise UserError(
+                f"a program trains on one device by itself, and {launch.devices} are asked for; start it as"
+                f" torchrun --standalone --nproc-per-node {launch.devices} PROGRAM.py, which needs no devices=,"
+                " or use the recipe's command line"
+            )
         if launch.spawns and is_rank_zero() and (warning := shared_cores(launch.devices, here)):
             print_error(warning)
         self.typed = self.typed.started_by(launch.launcher, launch.num_nodes, launch.devices)

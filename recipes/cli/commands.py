@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ from recipes.resume.resume_point import start_from
 from recipes.resume.saved_run import read_run
 from recipes.weights import some_names
 
-__all__ = ["carry_out"]
+__all__ = ["Trained", "carry_out"]
 
 _NEEDS = {
     "fit": ("training_step", "train_dataloader"),
@@ -68,6 +69,22 @@ _NEEDS = {
 }
 """The methods of recipe and data module that a command calls."""
 _EVALUATION_STEPS = {"validation_step", "test_step", "predict_step"}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What fit has trained.
+
+    Args:
+        folder: of the run; None for one without.
+        recipe: with the weights of `outcome`; None where the run had finished before.
+        data: that it was trained on.
+    """
+
+    folder: Path | None
+    recipe: Recipe | None = None
+    data: pl.LightningDataModule | None = None
+    outcome: Outcome | None = None
 
 
 @contextmanager
@@ -87,8 +104,8 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
     """Takes the place of a method."""
 
 
-def carry_out(experiment: Experiment, typed: Command, started_at: float) -> None:
-    """Run a command.
+def carry_out(experiment: Experiment, typed: Command, started_at: float) -> Trained | None:
+    """Run a command; returns what fit has trained.
 
     Args:
         typed: what the user typed, for the commands to print.
@@ -97,7 +114,7 @@ def carry_out(experiment: Experiment, typed: Command, started_at: float) -> None
     command = experiment.settings.command
     if command == "export":
         _export(experiment)
-        return
+        return None
     _check_parts(experiment)
     settings = experiment.settings
     if settings.trainer["use_distributed_sampler"]:
@@ -106,10 +123,11 @@ def carry_out(experiment: Experiment, typed: Command, started_at: float) -> None
         if command != "fit":
             _evaluate(experiment, typed.program)
         elif settings.interval is None:
-            _fit(experiment, typed, started_at)
+            return _fit(experiment, typed, started_at)
         else:
             with _restoring(settings.run.resume):
                 verify(experiment, settings.interval)
+    return None
 
 
 def _check_parts(experiment: Experiment) -> None:
@@ -148,13 +166,13 @@ def _run_callbacks(experiment: Experiment, folder: Path, guard: FolderGuard) -> 
     return callbacks
 
 
-def _fit(given: Experiment, typed: Command, started_at: float) -> None:
+def _fit(given: Experiment, typed: Command, started_at: float) -> Trained:
     """Train in the run's folder, which a trial of a few batches has not, then test the best checkpoint."""
     forget_failures()
     settings, stopwatch = given.settings, stopwatch_for(given.data, started_at)
     title, point = given.recipe.title, settings.resume_point
 
-    def train(folder: Path | None) -> None:
+    def train(folder: Path | None) -> Trained:
         experiment = with_found_rate(with_found_batch_size(given), folder)
         settings = experiment.settings
         guard = FolderGuard(folder, yaml.safe_dump(dict(settings.config), sort_keys=False)) if folder else None
@@ -172,14 +190,14 @@ def _fit(given: Experiment, typed: Command, started_at: float) -> None:
         if trainer.is_global_zero:
             report(trainer, experiment, folder, stopwatch, outcome, typed, summary)
             report_unsaved(folder, guard is not None and guard.removed)
+        return Trained(folder, experiment.recipe, experiment.data, outcome)
 
     if settings.trainer["barebones"]:
         rank_zero_print("--barebones measures speed: nothing is logged, saved or tested, so the run cannot be resumed")
     if settings.trainer["fast_dev_run"] or settings.trainer["barebones"]:
-        train(None)
-        return
+        return train(None)
     with run_folder(settings.run, title, point, worth_keeping=lambda: stopwatch.started) as folder:
-        train(folder)
+        return train(folder)
 
 
 def _given_checkpoint(experiment: Experiment) -> str | None:
@@ -368,10 +386,14 @@ def _within_memory(trainer: pl.Trainer, experiment: Experiment) -> Iterator[None
 
 @contextmanager
 def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | None, program: str) -> Iterator[None]:
-    """Where a signal has ended the run, print how to resume, and end the process."""
+    """Where a signal has ended the run, print how to resume, and end the process; a program goes on."""
     try:
         yield
     except Preempted as stopped:
+        if experiment.in_program:
+            saved = f'; resume="{shown(folder / "checkpoints" / "last.ckpt")}" resumes it' if folder else ""
+            rank_zero_print(f"\nended by {stopped.signal_name}{saved}")
+            raise
         with suppress(ValueError):  # Handlers need the main thread.
             for signum in SIGNALS:  # Slurm sends SIGTERM to a job that has been requeued.
                 signal.signal(signum, signal.SIG_IGN)

@@ -72,11 +72,23 @@ class Classes:
         recipe: what to train.
         data: what to train on.
         callbacks: makes further callbacks for the Trainer, new ones at each call.
+        samples: in memory, which the data module takes; None where it reads its own.
+        in_program: `recipes.fit` has been called by a program, which goes on after the run.
     """
 
     recipe: type[Recipe]
     data: type[pl.LightningDataModule]
     callbacks: Callable[[], Sequence[Callback]]
+    samples: Any = None
+    in_program: bool = False
+
+    def build_data(self, options: Mapping[str, Any]) -> pl.LightningDataModule:
+        """A data module; batches have one sample until their size is found."""
+        given = {name: 1 if (name, value) == ("batch_size", AUTO) else value for name, value in options.items()}
+        data = self.data(**given)
+        if self.samples is not None:
+            data_contract(data).take_samples(self.samples)
+        return data
 
     @property
     def declared(self) -> DataContract:
@@ -172,6 +184,7 @@ class Experiment:
     Args:
         callbacks: makes the callbacks of a Trainer, new ones at each call.
         seed: of all random numbers.
+        in_program: see `Classes`.
     """
 
     settings: Settings
@@ -179,6 +192,7 @@ class Experiment:
     data: pl.LightningDataModule
     callbacks: Callable[[], list[Callback]]
     seed: int
+    in_program: bool = False
 
     @property
     def validates(self) -> bool:
@@ -270,13 +284,6 @@ def _build_recipe(settings: Settings, classes: Classes, data: pl.LightningDataMo
     return classes.recipe(**options)
 
 
-def _build_data(data_class: type[pl.LightningDataModule], options: Mapping[str, Any]) -> pl.LightningDataModule:
-    """A data module; batches have one sample until their size is found."""
-    return data_class(
-        **{name: 1 if (name, value) == ("batch_size", AUTO) else value for name, value in options.items()}
-    )
-
-
 def _resolved_data(
     settings: Settings,
     classes: Classes,
@@ -302,7 +309,7 @@ def _resolved_data(
     if resolved == settings.data:
         return data, resolved
     if not asked:
-        return _build_data(classes.data, resolved), resolved
+        return classes.build_data(resolved), resolved
     # It has read and decided that itself, and need not read again.
     _set_arguments(data, resolved)
     return data, resolved
@@ -326,7 +333,7 @@ def build_experiment(settings: Settings, classes: Classes, connection: RunConnec
     with as_user_errors(MisconfigurationException):
         # First, because it seeds the initial weights.
         seeds = SeedControl(seed, settings.run.deterministic, settings.run.benchmark)
-        data = _build_data(classes.data, settings.data)
+        data = classes.build_data(settings.data)
         # Before the data are read, so that wrong flags are refused before a download.
         recipe = _build_recipe(settings, classes, data)
         data, resolved = _resolved_data(settings, classes, data, recipe, connection)
@@ -335,5 +342,10 @@ def build_experiment(settings: Settings, classes: Classes, connection: RunConnec
         recipe.run_config = dict(config)
     settings = replace(settings, data=resolved, config=config)
     return Experiment(
-        settings, recipe, data, lambda: [*run_callbacks(settings.run, recipe, seeds), *classes.callbacks()], seed
+        settings,
+        recipe,
+        data,
+        lambda: [*run_callbacks(settings.run, recipe, seeds), *classes.callbacks()],
+        seed,
+        classes.in_program,
     )

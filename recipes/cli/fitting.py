@@ -1,0 +1,210 @@
+"""Training from Python: `fit` does what a recipe's command line does, and returns what was trained."""
+
+import difflib
+import inspect
+import io
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from signal import SIGINT
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
+from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
+from datamodules.contract import data_contract
+from datamodules.errors import UserError
+from recipes.cli.command_line import CommandLine
+from recipes.cli.commands import Trained
+from recipes.cli.experiment import Classes
+from recipes.cli.settings import RunSettings
+from recipes.failures.monitor import monitored
+from recipes.launch.settings import LaunchSettings
+from recipes.recipe import Recipe
+from recipes.results.results_file import read_results
+
+__all__ = ["Fitted", "fit"]
+
+RECIPES = ("mnist", "resnet", "seq2seq")
+_NOT_OF_FIT = frozenset({"ckpt", "output", "format", "include_preprocessing", "trust_modules", "callbacks"})
+_LAUNCHED = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID")
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What `fit` has trained.
+
+    Args:
+        model: the recipe with the weights of the best checkpoint, in evaluation mode on the CPU.
+        scores: of that checkpoint, such as "val/accuracy" and "test/loss".
+        folder: of the run, with its checkpoints, curves and ``results.json``; None where nothing was saved.
+        checkpoint: that the weights are of; None where none was saved.
+        data: that it was trained on; None where the run had finished before.
+    """
+
+    model: Recipe
+    scores: dict[str, float]
+    folder: Path | None
+    checkpoint: Path | None
+    data: pl.LightningDataModule | None
+
+
+def _recipe_class(recipe: str | type[Recipe]) -> type[Recipe]:
+    if not isinstance(recipe, str):
+        return recipe
+    if recipe not in RECIPES:
+        raise UserError(f"there is no recipe {recipe!r}; expected {', '.join(RECIPES)}, or a class of yours")
+    module = import_module(f"recipes.{recipe}.recipe")
+    return next(kind for kind in vars(module).values() if isinstance(kind, type) and vars(kind).get("title") == recipe)
+
+
+def _without_parameters(self: object) -> None:
+    """A constructor."""
+
+
+def _data_class(recipe: type[Recipe], data: Any) -> tuple[type[pl.LightningDataModule], dict[str, Any], Any]:
+    """The class of the data module, its arguments as far as `data` gives them, and samples that it takes."""
+    if isinstance(data, type):
+        return data, {}, None
+    if isinstance(data, pl.LightningDataModule):
+        kind = type(data)
+
+        def given(cls: type) -> pl.LightningDataModule:
+            return data
+
+        # Its settings are its own: the class that stands for it has none.
+        members = {"__new__": given, "__init__": _without_parameters, "__doc__": kind.__doc__}
+        return type(kind.__name__, (kind,), members), {}, None
+    if recipe.data_class is None:
+        raise UserError(f"{recipe.__name__} names no data module as its data_class; pass data=, a LightningDataModule")
+    if data is None:
+        return recipe.data_class, {}, None
+    if isinstance(data, str | os.PathLike):
+        return recipe.data_class, {data_contract(recipe.data_class).place_parameter: os.fspath(data)}, None
+    return recipe.data_class, {}, data
+
+
+def _as_text(name: str, value: Any) -> str:
+    """A value as it is typed after a flag."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, os.PathLike):
+        return str(value)
+    if isinstance(value, tuple | set | frozenset | range):
+        value = list(value)
+    try:
+        return json.dumps(value, allow_nan=True)
+    except TypeError:
+        kind = type(value).__name__
+        raise UserError(
+            f"{name} is a {kind}, and settings are numbers, text, lists and dicts, which are saved with the run"
+        ) from None
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C is a KeyboardInterrupt again; other signals end the program, as they do elsewhere."""
+    try:
+        with ending_on_signals(*SIGNALS):
+            yield
+    except Preempted as stopped:
+        if stopped.signum == SIGINT:
+            raise KeyboardInterrupt from None
+        raise
+
+
+def _fitted(trained: Trained, recipe_class: type[Recipe]) -> Fitted:
+    if trained.recipe is not None and trained.outcome is not None:
+        best = trained.outcome.best
+        model, scores = trained.recipe, dict(trained.outcome.scores)
+    else:
+        assert trained.folder is not None
+        results = read_results(trained.folder)
+        saved = results["best"]["checkpoint"] if results["best"] else "last.ckpt"
+        best = str(trained.folder / "checkpoints" / Path(saved).name)  # The folder may have moved.
+        scores = results["scores"]
+        model = recipe_class.load_from_checkpoint(best, map_location="cpu", weights_only=True)
+    return Fitted(model.cpu().eval(), scores, trained.folder, Path(best) if best else None, trained.data)
+
+
+def fit(
+    recipe: str | type[Recipe],
+    data: Any = None,
+    *,
+    callbacks: Sequence[Callback] | Callable[[], Sequence[Callback]] = (),
+    verbose: bool = True,
+    **settings: Any,
+) -> Fitted:
+    """Train a recipe with the settings and guarantees of its command line, and return the best model.
+
+    The run has a folder with checkpoints, curves and results, can be interrupted and resumed, and ends with the weights
+    that the command line gives. Ctrl-C saves and raises KeyboardInterrupt. One device trains; a program that torchrun
+    or Slurm starts trains on all of theirs.
+
+    Args:
+        recipe: mnist, resnet, seq2seq, or a class of yours.
+        data: a path; images and labels in memory, as `MNISTDataModule.from_arrays` takes them, or a dict of such pairs
+            for "train", "val" and "test"; a LightningDataModule or its class; None takes what the settings say.
+        callbacks: for the Trainer; a function that makes them, where they must not see both training and test.
+        verbose: print what the command line prints.
+        settings: the parameters of the recipe, its data module, the Trainer, and the run, by the names of the flags:
+            ``help(MNISTClassifier)``, ``help(MNISTDataModule)`` and ``python -m recipes.mnist --help-all`` say what
+            each does.
+
+    Raises:
+        UserError: a setting, the data or a checkpoint cannot be used.
+        RunFailedError: the run failed after it had started.
+        KeyboardInterrupt: Ctrl-C, after the state was saved.
+
+    Example:
+        >>> from sklearn.datasets import load_digits
+        >>> digits = load_digits()
+        >>> options = {"max_epochs": 1, "report": False, "verbose": False, "run_dir": getfixture("tmp_path")}
+        >>> result = fit("mnist", data=(digits.images / 16, digits.target), **options)
+        >>> result.model.training, result.checkpoint.name, sorted(result.scores)[:2]
+        (False, 'best.ckpt', ['test/accuracy', 'test/accuracy_class_0'])
+    """
+    recipe_class = _recipe_class(recipe)
+    data_class, given, samples = _data_class(recipe_class, data)
+    if refused := _NOT_OF_FIT & settings.keys():
+        raise UserError(f"fit() has no {', '.join(sorted(refused))}: they belong to the other commands of a recipe")
+    if "devices" not in settings and not any(name in os.environ for name in _LAUNCHED):
+        given["devices"] = 1
+    make = callbacks if callable(callbacks) else lambda: callbacks
+    classes = Classes(recipe_class, data_class, make, samples, in_program=True)
+    args = [f"--{name}={_as_text(name, value)}" for name, value in (given | settings).items()]
+    program = f"python -m recipes.{recipe}" if isinstance(recipe, str) else "python PROGRAM.py"
+    with nullcontext() if verbose else redirect_stdout(io.StringIO()):
+        line = CommandLine(classes, args, time.monotonic(), program)
+        if unknown := settings.keys() - line.parser.types().keys():
+            name = min(unknown)
+            close = difflib.get_close_matches(name, line.parser.types(), n=1)
+            raise UserError(f"fit() has no parameter {name}{f'; did you mean {close[0]}?' if close else ''}")
+        with _interruptible(), monitored(line.parser.as_flags, line.after_loss):
+            trained = line.main()
+    assert trained is not None
+    return _fitted(trained, recipe_class)
+
+
+def _signature() -> inspect.Signature:
+    """All parameters of `fit` by their names, of which each recipe takes its own."""
+    own = list(inspect.signature(fit).parameters.values())
+    classes: list[Any] = [RunSettings, LaunchSettings]
+    for name in RECIPES:
+        kind = _recipe_class(name)
+        classes += [kind, kind.data_class]
+    found: dict[str, inspect.Parameter] = {}
+    for kind in [*classes, pl.Trainer]:
+        found |= {p.name: p for p in inspect.signature(kind).parameters.values() if p.name not in found}
+    names = {p.name for p in own} | _NOT_OF_FIT
+    more = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, p in found.items() if name not in names]
+    return inspect.Signature([*own[:-1], *more], return_annotation=Fitted)
+
+
+fit.__signature__ = _signature()  # type: ignore[attr-defined]
