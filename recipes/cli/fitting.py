@@ -108,8 +108,9 @@ def _as_text(name: str, value: Any) -> str:
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ctrl-C is a KeyboardInterrupt again; other signals end the program, as they do elsewhere."""
+def _one_run_of_a_program() -> Iterator[None]:
+    """Ctrl-C is a KeyboardInterrupt again, and a further run finds the environment that this one has found."""
+    variables = dict(os.environ)
     try:
         with ending_on_signals(*SIGNALS):
             yield
@@ -117,6 +118,10 @@ def _interruptible() -> Iterator[None]:
         if stopped.signum == SIGINT:
             raise KeyboardInterrupt from None
         raise
+    finally:
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
 
 
 def _fitted(trained: Trained, recipe_class: type[Recipe]) -> Fitted:
@@ -186,7 +191,7 @@ def fit(
             name = min(unknown)
             close = difflib.get_close_matches(name, line.parser.types(), n=1)
             raise UserError(f"fit() has no parameter {name}{f'; did you mean {close[0]}?' if close else ''}")
-        with _interruptible(), monitored(line.parser.as_flags, line.after_loss):
+        with _one_run_of_a_program(), monitored(line.parser.as_flags, line.after_loss):
             trained = line.main()
     assert trained is not None
     return _fitted(trained, recipe_class)
