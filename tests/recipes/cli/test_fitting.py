@@ -1,0 +1,180 @@
+"""`fit`, called from Python: the command line's weights, and a program that goes on."""
+
+import inspect
+import os
+import pydoc
+import signal
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from datamodules import MNISTDataModule, UserError
+from recipes import Fitted, MNISTClassifier, fit, run
+from tests.support.minimal_recipe import Line, Points
+from tests.support.ranks import run_ranks
+
+QUIET = {"verbose": False, "report": False, "logger": "none", "precision": "32-true", "accelerator": "cpu"}
+FEW = QUIET | {"max_epochs": 2, "limit_train_batches": 3, "batch_size": 64}
+
+
+def weights(folder: Path | str) -> dict[str, torch.Tensor]:
+    return torch.load(Path(folder) / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _fitted_and_typed(folder: str) -> tuple[bool, list[str]]:
+    os.chdir(folder)
+    result = fit("mnist", dataset="digits", name="called", **FEW)
+    flags = "--dataset digits --name typed --report false --logger none --precision 32-true --accelerator cpu"
+    flags += " --max-epochs 2 --limit-train-batches 3 --batch-size 64"
+    run(MNISTClassifier, MNISTDataModule, args=flags.split())
+    configs = [Path(f"runs/mnist/{name}/config.yaml").read_text().splitlines() for name in ("called", "typed")]
+    assert set(configs[0]) ^ set(configs[1]) == {"devices: '1'", "devices: auto"}
+    assert result.folder == Path("runs/mnist/called")
+    best = torch.load(result.checkpoint, weights_only=True)["state_dict"]
+    assert same(result.model.state_dict(), best)
+    assert not result.model.training
+    return same(weights("runs/mnist/called"), weights("runs/mnist/typed")), sorted(result.scores)
+
+
+def test_the_weights_and_settings_are_those_of_the_command_line(tmp_path: Path) -> None:
+    (found,) = run_ranks(_fitted_and_typed, 1, str(tmp_path))
+    assert found[0]
+    assert {"val/accuracy", "test/accuracy"} <= set(found[1])
+
+
+def _digits(folder: str) -> list[Fitted]:
+    os.chdir(folder)
+    digits = load_digits()
+    images, labels = digits.images / 16, digits.target
+    whole = fit("mnist", (images, labels), **FEW)
+    parts = {"train": (images[:1000], labels[:1000]), "val": (images[1000:1400], labels[1000:1400])}
+    given = fit("mnist", parts | {"test": (images[1400:], labels[1400:])}, **FEW)
+    module = MNISTDataModule.from_arrays(images, labels, batch_size=64)
+    built = fit(MNISTClassifier, module, **{name: value for name, value in FEW.items() if name != "batch_size"})
+    assert built.data is module
+    assert given.data is not None
+    assert given.data.sizes == {"train": 1000, "val": 400, "test": 397}
+    return [sorted(result.scores) == sorted(whole.scores) for result in (given, built)]
+
+
+def test_data_are_arrays_parts_or_a_data_module(tmp_path: Path) -> None:
+    assert run_ranks(_digits, 1, str(tmp_path)) == [[True, True]]
+
+
+def _named(folder: str) -> None:
+    os.chdir(folder)
+    digits = load_digits()
+    names = np.array(["even", "odd"])[digits.target % 2]
+    result = fit("mnist", (digits.images / 16, names), **FEW, network="classic", lr=0.005, rotation=0)
+    assert list(result.model.class_names) == ["even", "odd"]
+    assert (result.model.hparams.lr, result.model.hparams.num_classes) == (0.005, 2)
+    assert result.data is not None
+    assert result.data.hparams.rotation == 0
+    with pytest.raises(UserError, match="the train images are float64 from 0 to 16, .* pass images / 16"):
+        fit("mnist", (digits.images, names), **FEW)
+
+
+def test_classes_come_from_the_labels_and_settings_go_where_they_belong(tmp_path: Path) -> None:
+    run_ranks(_named, 1, str(tmp_path))
+
+
+class Noted(pl.Callback):
+    def __init__(self) -> None:
+        self.updates = 0
+
+    def on_train_batch_end(self, *args: object) -> None:
+        self.updates += 1
+
+
+class Interrupting(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: object) -> None:
+        if trainer.global_step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def _interrupted(folder: str) -> list[bool]:
+    os.chdir(folder)
+    options = QUIET | {"max_epochs": 3, "save_every": "1 steps"}
+    noted = Noted()
+    whole = fit(Line, Points, name="whole", callbacks=[noted], **options)
+    with pytest.raises(KeyboardInterrupt):
+        fit(Line, Points, name="stopped", callbacks=[Interrupting()], **options)
+    resumed = fit(Line, Points, name="stopped", resume="auto", **options)
+    again = fit(Line, Points, name="stopped", resume="auto", **options)
+    handlers = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert noted.updates > 4
+    equal = [same(weights(whole.folder), weights(run.folder)) for run in (resumed, again)]
+    return [
+        *equal,
+        same(resumed.model.state_dict(), again.model.state_dict()),
+        again.scores == resumed.scores,
+        handlers,
+    ]
+
+
+def test_an_interrupted_run_raises_and_resumes_and_a_finished_one_is_returned(tmp_path: Path) -> None:
+    assert run_ranks(_interrupted, 1, str(tmp_path)) == [[True] * 5]
+
+
+def _on_ranks(folder: str) -> dict[str, torch.Tensor]:
+    os.chdir(folder)
+    size = 64 // int(os.environ.get("WORLD_SIZE", 1))
+    options = QUIET | {"dataset": "digits", "global_batch_size": 64, "batch_size": size, "limit_train_batches": 3}
+    first = fit("mnist", name="first", max_epochs=1, **options, sync_bn=True)
+    second = fit("mnist", name="second", max_epochs=1, **options, seed=2)
+    assert first.scores
+    assert second.scores
+    return first.model.state_dict()
+
+
+def test_processes_that_a_launcher_started_train_together_and_twice(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (alone,) = run_ranks(_on_ranks, 1, str(tmp_path / "one"))
+    both = run_ranks(_on_ranks, 2, str(tmp_path))
+    assert same(both[0], both[1])
+    for name, value in alone.items():
+        torch.testing.assert_close(value, both[0][name], rtol=1e-3, atol=1e-4)
+
+
+WRONG = {
+    "fit() has no parameter sede; did you mean seed": {"sede": 2},
+    "fit() has no ckpt": {"ckpt": "best.ckpt"},
+    "lr is a object, and settings are": {"lr": object()},
+    "expected (images, labels)": {"data": 3},
+    "start it as torchrun": {"devices": 2},
+    "--lr x is not a number": {"lr": "x"},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_cannot_be_used_is_refused(message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as raised:
+        fit("mnist", **({"run_dir": tmp_path, "accelerator": "cpu"} | WRONG[message]))
+    assert message in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_recipe_is_refused() -> None:
+    with pytest.raises(UserError, match="there is no recipe 'mnits'; expected mnist, resnet, seq2seq"):
+        fit("mnits")
+
+
+def test_help_shows_every_parameter() -> None:
+    names = inspect.signature(fit).parameters
+    assert {"recipe", "data", "max_epochs", "network", "freeze_until", "max_length", "seed"} <= names.keys()
+    assert all(parameter.kind != parameter.VAR_KEYWORD for parameter in names.values())
+    assert "label_smoothing: float = 0.0" in pydoc.plain(pydoc.render_doc(MNISTClassifier))
+    assert "kwargs" not in str(inspect.signature(MNISTClassifier))
+
+
+def test_nothing_is_printed_where_it_is_not_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit("mnist", dataset="digits", run_dir=tmp_path, fast_dev_run=1, **QUIET)
+    assert capsys.readouterr().out == ""
