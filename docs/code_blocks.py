@@ -12,6 +12,7 @@ What a block is follows from its first line:
 import argparse
 import contextlib
 import io
+import itertools
 import os
 import re
 import runpy
@@ -28,7 +29,7 @@ __all__ = ["ROOT", "Block", "blocks_of", "page_text", "pictures_of", "run_page"]
 ROOT = Path(__file__).parents[1]
 
 _BLOCK = re.compile(
-    r"^(?:<!-- *(?P<how>[^\n]*?) *-->\n+)?"
+    r"^(?: *<!-- *(?P<how>[^\n]*?) *-->\n+)?"
     r"(?P<indent> *)```(?P<language>[\w-]+)(?: +title=\"(?P<title>[^\"]+)\")?[^\n]*\n"
     r"(?P<text>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
@@ -37,7 +38,7 @@ _PICTURE = re.compile(r"savefig\(\s*[\"']([\w./-]+\.(?:png|svg))[\"']")
 
 # A few batches of everything, quietly.
 _LIMITS = {
-    "fit": ["--limit-train-batches", "2", "--limit-val-batches", "1", "--limit-test-batches", "1", "--report", "false"],
+    "fit": ["--limit-train-batches", "2", "--limit-val-batches", "2", "--limit-test-batches", "2", "--report", "false"],
     "validate": ["--limit-val-batches", "1"],
     "test": ["--limit-test-batches", "1"],
 }
@@ -115,7 +116,7 @@ def _module_of(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def _recipe_of(module: str | None, args: list[str]) -> tuple[str | None, list[str]]:
     """The recipe that is called, and its arguments."""
-    if module == "recipes" and args and args[0] not in ("list", "compare", "completion", "--version"):
+    if module == "recipes" and args and args[0] not in ("list", "compare", "verify", "completion", "--version"):
         return f"recipes.{args[0]}", args[1:]
     return (module, args) if module and module.startswith("recipes.") else (None, args)
 
@@ -197,7 +198,7 @@ def check_flags(words: Sequence[str]) -> None:
     recipe, args = _recipe_of(module, list(words[at + 1 :]))
     if recipe is None:
         return
-    args = [arg for arg in args if arg not in ("done", "&")]
+    args = list(itertools.takewhile(lambda word: word != "&", args))
     parsed = []
 
     def take(parser: Any, commands: Any) -> None:

@@ -66,6 +66,7 @@ torchrun --nnodes 4 -m recipes.mnist --seed 1
 
 - item
 
+    <!-- as it is -->
     ```python
     x = 1
     plt.savefig("one.png")
@@ -79,9 +80,9 @@ def test_blocks_have_their_titles_comments_and_indents() -> None:
         ("python", "mine.py", ""),
         ("bash", None, ""),
         ("bash", None, "parsed: needs four machines"),
-        ("python", None, ""),
+        ("python", None, "as it is"),
     ]
-    assert [block.line for block in blocks] == [2, 8, 15, 21]
+    assert [block.line for block in blocks] == [2, 8, 15, 22]
     assert shell_lines(blocks[1].text) == [
         ["python", "-m", "recipes.mnist", "--seed", "2", "--name", "two"],
         ["python", "mine.py"],

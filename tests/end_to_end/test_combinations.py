@@ -101,7 +101,7 @@ REFUSALS = (
 
 
 def statement() -> str:
-    """What the README says of splits and stops: what the table shows, from its own values."""
+    """What the page of reproducibility says of splits and stops: what the table shows, from its own values."""
 
     def every(factor: str) -> str:
         return ", ".join(value for value in FACTORS[factor] if value not in ("none", "no", "to the end"))
@@ -216,9 +216,9 @@ def settings_of(row: Mapping[str, str]) -> str:
     )
 
 
-def test_the_readme_states_what_the_table_shows() -> None:
-    readme = Path(__file__).parents[2].joinpath("README.md").read_text()
-    assert " ".join(statement().split()) in " ".join(readme.split())
+def test_the_documentation_states_what_the_table_shows() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/scaling/reproducibility.md").read_text()
+    assert " ".join(statement().split()) in " ".join(page.split())
 
 
 @pytest.mark.slow

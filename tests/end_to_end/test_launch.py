@@ -351,9 +351,9 @@ def test_torchrun_starts_two_nodes_of_two(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_readmes_line_for_a_script_of_ones_own_starts_two_processes(tmp_path):
-    readme = (ROOT / "README.md").read_text()
-    (line,) = [line for line in readme.splitlines() if "WORLD_SIZE=2" in line]
+def test_the_documented_line_for_a_script_of_ones_own_starts_two_processes(tmp_path):
+    page = (ROOT / "docs/scaling/devices.md").read_text()
+    (line,) = [line.strip() for line in page.splitlines() if "WORLD_SIZE=2" in line]
     line = line.replace("python -m recipes.mnist", f"{sys.executable} {' '.join(RECIPE)}")
     ((status, out, err),) = typed(tmp_path, ["bash", "-c", line.replace("29500", str(free_port()))])
     assert status == 0, err

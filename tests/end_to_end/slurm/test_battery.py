@@ -1,4 +1,4 @@
-"""The README's train.sh on a real Slurm of two nodes: however a job is interrupted, its weights are those of one that
+"""The documented train.sh on a real Slurm of two nodes: however a job is interrupted, its weights are those of one that
 was not.
 """
 
@@ -24,9 +24,9 @@ NUMBERS = {"nodes": "2", "ntasks-per-node": "1", "cpus-per-task": "1", "time": "
 
 
 def train_script(folder: Path) -> Path:
-    """The README's script with other numbers, and without the line about GPUs."""
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (script,) = [block for block in blocks if "#SBATCH" in block]
+    """The documented script with other numbers, and without the line about GPUs."""
+    page = (ROOT / "docs/scaling/slurm.md").read_text()
+    (script,) = re.findall(r'```bash title="train.sh"\n(.*?)```', page, re.DOTALL)
     script = re.sub(r"#SBATCH --gpus.*\n", "", script)
     for name, value in NUMBERS.items():
         script, changed = re.subn(rf"(#SBATCH --{name})=.*", rf"\1={value}", script)
