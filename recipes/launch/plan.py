@@ -215,6 +215,11 @@ def _by_environment(
     local, rank = _integer(env, "LOCAL_RANK"), _integer(env, "RANK")
     missing = [name for name, value in (("LOCAL_RANK", local), ("MASTER_ADDR", address)) if value is None]
     if address is None or local is None:
+        if "PET_NNODES" in env:
+            raise UserError(
+                "the variables of this PyTorchJob are for torchrun, which starts the processes of a pod: type torchrun"
+                " -m in place of python -m"
+            )
         raise UserError(
             f"RANK and WORLD_SIZE say that this is one of {world} processes; set {' and '.join(missing)} too, or unset"
             " them to start the processes of this machine from here"

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -73,13 +73,18 @@ class Agent:
         folder: where it runs.
         name: of its file of output.
         args: what follows ``torchrun``.
+        env: variables in addition to those of a shell.
     """
 
-    def __init__(self, folder: Path, name: str, args: Sequence[str]) -> None:
+    def __init__(self, folder: Path, name: str, args: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         self.name, self.path = name, folder / f"{name}.log"
         with self.path.open("w") as file:
             self.process = subprocess.Popen(
-                ["torchrun", *args], cwd=folder, env=shell_environment(), stdout=file, stderr=subprocess.STDOUT
+                ["torchrun", *args],
+                cwd=folder,
+                env=shell_environment() | dict(env or {}),
+                stdout=file,
+                stderr=subprocess.STDOUT,
             )
 
     def output(self) -> str:

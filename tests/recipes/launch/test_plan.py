@@ -175,6 +175,11 @@ def test_another_process_of_ours_is_told_where_it_belongs():
             {"devices": 2, "nodes": 3},
             "WORLD_SIZE=4 is not 3 nodes x 2 processes",
         ),
+        (
+            BY_HAND | {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "", "PET_NNODES": "2"},
+            {},
+            "type torchrun -m in place",
+        ),
         ({"RANK": "1", "WORLD_SIZE": "2"}, {}, "one of 2 processes; set LOCAL_RANK and MASTER_ADDR too, or unset them"),
         (
             BY_HAND | {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"},

@@ -1,0 +1,123 @@
+"""The documented PyTorchJob has the fields of the operator, and its command trains with the operator's variables."""
+
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from docs.code_blocks import ROOT, blocks_of
+from tests.support.agents import Agent, updates_done, wait_until
+from tests.support.ranks import free_port
+
+(JOB,) = [
+    yaml.safe_load(block.text)
+    for block in blocks_of((ROOT / "docs/scaling/kubernetes.md").read_text())
+    if block.title == "pytorchjob.yaml"
+]
+REPLICAS = JOB["spec"]["pytorchReplicaSpecs"]
+NODES, DEVICES = sum(part["replicas"] for part in REPLICAS.values()), int(JOB["spec"]["nprocPerNode"])
+
+# The fields that the file may use, with their types; one in a list stands for each item. `*` is any name.
+QUANTITIES = {"*": str}
+CONTAINER = {
+    "name": str,
+    "image": str,
+    "command": [str],
+    "args": [str],
+    "resources": {"requests": QUANTITIES, "limits": QUANTITIES},
+    "volumeMounts": [{"name": str, "mountPath": str}],
+}
+VOLUME = {"name": str, "persistentVolumeClaim": {"claimName": str}, "emptyDir": {"medium": str, "sizeLimit": str}}
+POD = {"terminationGracePeriodSeconds": int, "containers": [CONTAINER], "volumes": [VOLUME]}
+REPLICA = {"replicas": int, "restartPolicy": str, "template": {"spec": POD}}
+FIELDS = {
+    "apiVersion": str,
+    "kind": str,
+    "metadata": {"name": str},
+    "spec": {
+        "nprocPerNode": str,
+        "runPolicy": {"backoffLimit": int},
+        "pytorchReplicaSpecs": {"Master": REPLICA, "Worker": REPLICA},
+    },
+}
+
+
+def _wrong(value: Any, fields: Any, path: str = "") -> list[str]:
+    """The fields of a value that are not these."""
+    if isinstance(fields, dict) and isinstance(value, dict):
+        return [
+            line
+            for name, part in value.items()
+            for line in _wrong(part, fields.get(name, fields.get("*")), f"{path}.{name}")
+        ]
+    if isinstance(fields, list) and isinstance(value, list):
+        return [line for number, part in enumerate(value) for line in _wrong(part, fields[0], f"{path}[{number}]")]
+    return [] if isinstance(fields, type) and isinstance(value, fields) else [f"{path}: {value!r}"]
+
+
+def test_the_file_has_the_fields_of_the_operator_and_what_it_looks_for() -> None:
+    assert _wrong(JOB, FIELDS) == []
+    assert _wrong(JOB | {"spec": JOB["spec"] | {"nprocPerNode": 2, "restart": "x"}}, FIELDS) == [
+        ".spec.nprocPerNode: 2",
+        ".spec.restart: 'x'",
+    ]
+    assert (JOB["apiVersion"], JOB["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    for part in REPLICAS.values():
+        pod = part["template"]["spec"]
+        assert part["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
+        assert [container["name"] for container in pod["containers"]] == ["pytorch"]
+        mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+        for quantity in pod["containers"][0]["resources"]["limits"].values():
+            assert re.fullmatch(r"\d+(m|[KMG]i?)?", quantity)
+
+
+def variables(pod: int, port: int) -> Mapping[str, str]:
+    """What the operator sets in a pod: RANK is the pod's number, and WORLD_SIZE the number of all processes."""
+    return {
+        "PYTHONUNBUFFERED": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "PET_MASTER_ADDR": "localhost",
+        "PET_MASTER_PORT": str(port),
+        "WORLD_SIZE": str(NODES * DEVICES),
+        "RANK": str(pod),
+        "PET_NODE_RANK": str(pod),
+        "PET_NPROC_PER_NODE": str(DEVICES),
+        "PET_NNODES": str(NODES),
+    }
+
+
+def pods(folder: Path, name: str) -> list[Agent]:
+    """The pods' containers, started at once."""
+    container = REPLICAS["Master"]["template"]["spec"]["containers"][0]
+    assert container["command"][0] == "torchrun"
+    command = [word.replace("/shared", str(folder)) for word in [*container["command"][1:], *container["args"]]]
+    small = ["--dataset=digits", "--accelerator=cpu", "--precision=32", "--max-epochs=10", "--report=false"]
+    small += ["--batch-size=16", "--enable-progress-bar=false", "--save-every=5 steps"]
+    port = free_port()
+    return [Agent(folder, f"{name}-{pod}", [*command, *small], variables(pod, port)) for pod in range(NODES)]
+
+
+@pytest.mark.slow
+def test_the_pods_of_a_job_train_together_save_when_one_is_preempted_and_go_on_when_they_start_again(
+    tmp_path: Path,
+) -> None:
+    last = tmp_path / "runs/mnist/digits/checkpoints/last.ckpt"
+    started = pods(tmp_path, "first")
+    wait_until(lambda: updates_done(last) >= 5, "the first save")
+    started[1].process.send_signal(signal.SIGTERM)
+    output = [(pod.wait(60), pod.output()) for pod in started]
+    assert [status for status, _ in output] == [1, 1], output
+    assert f"started by torchrun, {NODES} nodes x {DEVICES} devices" in output[0][1]
+    saved = updates_done(last)
+    started = pods(tmp_path, "again")
+    output = [(pod.wait(), pod.output()) for pod in started]
+    assert [status for status, _ in output] == [0, 0], output
+    assert f"after {saved} updates" in output[0][1]
+    assert updates_done(last) > saved
+    assert (last.parents[1] / "results.json").is_file()
