@@ -2,7 +2,8 @@
 
 What a block is follows from its first line:
 
-- ```` ```python title="mine.py" ```` (or ``yaml``, any language with a title): a file, written into the folder.
+- ```` ```python title="mine.py" ```` (or ``yaml``, any language with a title): a file, written into the folder;
+  a further block with its title goes on where it ended.
 - ```` ```python ````: run in one namespace for the page, as the cells of a notebook are.
 - ```` ```bash ````: run line by line. Lines of this project get flags that make a run of a few batches; a line before
   the block ``<!-- as it is -->`` leaves these out, and ``<!-- parsed: REASON -->`` only checks the flags of its lines.
@@ -135,6 +136,7 @@ def _as_trial(args: list[str]) -> list[str]:
 def _called(args: Sequence[str], folder: Path) -> Iterator[None]:
     before, path, where = sys.argv, list(sys.path), Path.cwd()
     sys.argv = list(args)
+    sys.path.insert(0, str(folder))  # As for a program, and for a notebook.
     os.chdir(folder)
     try:
         yield
@@ -147,7 +149,6 @@ def _called(args: Sequence[str], folder: Path) -> Iterator[None]:
 def _run_here(words: list[str], folder: Path, module: str | None) -> None:
     """Run a module, or a program of the folder, in this process, as `python` does."""
     with _called(words, folder):
-        sys.path.insert(0, str(folder))
         try:
             if module:
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -168,14 +169,16 @@ def _run_line(words: list[str], folder: Path, block: Block) -> None:
         return
     if recipe and block.how != "as it is":
         args = _as_trial(args)
-    if recipe and "--devices" not in " ".join(args):
+    several = any(arg.startswith("--devices") for arg in args)
+    if recipe and not several:
         _run_here([recipe, *args], folder, recipe)
-    elif module and module.startswith("recipes"):
-        _run_process([sys.executable, "-m", recipe or module, *args], folder)
-    elif words[0] == "python" and not block.how:
+    elif module == "recipes" and not several:
+        _run_here(["recipes", *args], folder, module)
+    elif words[0] == "python" and not module and not several:
         _run_here(words[1:], folder, None)
     else:
-        _run_process([sys.executable if words[0] == "python" else words[0], *words[1:]], folder)
+        program = [sys.executable, *words[1:]] if words[0] == "python" else words
+        _run_process([sys.executable, "-m", recipe, *args] if recipe else program, folder)
 
 
 def _run_process(words: list[str], folder: Path) -> None:
@@ -223,12 +226,14 @@ def run_page(page: str, folder: str) -> None:
     matplotlib.use("agg")
     here = Path(folder).resolve()
     names: dict[str, Any] = {"__name__": "__main__"}
+    files: dict[str, str] = {}
     for block in blocks_of(page_text(Path(page).read_text(encoding="utf-8"))):
         output = io.StringIO()
         try:
             if block.title:
+                files[block.title] = files.get(block.title, "") + block.text
                 (here / block.title).parent.mkdir(parents=True, exist_ok=True)
-                (here / block.title).write_text(block.text, encoding="utf-8")
+                (here / block.title).write_text(files[block.title], encoding="utf-8")
             elif block.language == "python":
                 with _called([""], here), contextlib.redirect_stdout(output):
                     exec(compile(block.text, f"{page}:{block.line}", "exec"), names)

@@ -209,7 +209,8 @@ class FlagParser(ArgumentParser):
             if name in self._flags:
                 flag: Any = self._flags[name]
                 flag._typehint = Union[self._type(name), Literal[text]]  # noqa: UP007
-                flag.help = f"{flag.help.rstrip('.')}; {text} {effect}"
+                said = flag.help.rstrip(".") + "; " if flag.help else ""  # The class may have no docstring.
+                flag.help = f"{said}{text} {effect}"
         for name, text in (pair for group in groups for pair in group.texts.items()):
             self._flags[name].help = text
 
