@@ -1,4 +1,7 @@
-"""The messages of the errors that users can correct, read from the source: what each says, and its anchor on a page."""
+"""The messages of the errors that users can correct, read from the source: what each says, and its anchor on a page.
+
+A text that stands in several places is one entry. Errors that pass on the message of another have none of their own.
+"""
 
 import ast
 import re
@@ -40,14 +43,14 @@ class Message:
         text: what it says; ``...`` stands for what depends on the case.
         anchor: on the page of messages.
         topic: the section of that page.
-        place: the file and the line.
+        places: the files and the lines.
         status: the exit status of a run that ends with it.
     """
 
     text: str
     anchor: str
     topic: str
-    place: str
+    places: tuple[str, ...]
     status: int
 
 
@@ -96,23 +99,30 @@ def _topic(place: str) -> str:
     return next(topic for folder, topic in _TOPICS.items() if place.startswith(f"{folder}/"))
 
 
-def find_messages(root: Path = ROOT) -> list[Message]:
-    """All messages, in the order of the topics."""
-    found, seen = [], Counter[str]()
+def _errors(root: Path) -> Iterator[tuple[str, str, int]]:
+    """The text, the place and the exit status of each error that is made."""
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             place = path.relative_to(root).as_posix()
-            calls = sorted(_calls(ast.parse(path.read_text(encoding="utf-8"))), key=lambda call: call[0].lineno)
-            for call, names in calls:
+            # All names are known when the last call has been found.
+            for call, names in list(_calls(ast.parse(path.read_text(encoding="utf-8")))):
                 text = " ".join(_text(call.args[0], names).split()) if call.args else ""
-                if not re.search(r"\w", text.replace("...", "")):
-                    continue  # It passes on the message of another error.
-                anchor = _slug(text)
-                seen[anchor] += 1
-                if seen[anchor] > 1:
-                    anchor += f"-{seen[anchor]}"
                 status = 1 if isinstance(call.func, ast.Name) and call.func.id == "RunFailedError" else 2
-                found.append(Message(text, anchor, _topic(place), f"{place}:{call.lineno}", status))
+                yield text, f"{place}:{call.lineno}", status
+
+
+def find_messages(root: Path = ROOT) -> list[Message]:
+    """All messages, in the order of the topics."""
+    places: dict[tuple[str, int], list[str]] = {}
+    for text, place, status in _errors(root):
+        if re.search(r"\w", text.replace("...", "")):
+            places.setdefault((text, status), []).append(place)
+    found, seen = [], Counter[str]()
+    for (text, status), where in sorted(places.items()):
+        anchor = _slug(text)
+        seen[anchor] += 1
+        anchor += f"-{seen[anchor]}" if seen[anchor] > 1 else ""
+        found.append(Message(text, anchor, _topic(min(where)), tuple(where), status))
     order = list(dict.fromkeys(_TOPICS.values()))
     return sorted(found, key=lambda message: (order.index(message.topic), message.text.lstrip(". ").lower()))
 
@@ -125,5 +135,6 @@ def messages_page(messages: list[Message]) -> str:
             lines += ["", f"## {message.topic}", ""]
         text = message.text.replace("\\", "\\\\").replace("<", "&lt;").replace("*", "\\*").replace("[", "\\[")
         text = re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)
-        lines.append(f'- <a id="{message.anchor}"></a>{text} [¶](#{message.anchor}){{ .headerlink }}')
+        status = " *(status 1)*" if message.status == 1 else ""
+        lines.append(f'- <a id="{message.anchor}"></a>{text}{status} [¶](#{message.anchor}){{ .headerlink }}')
     return "\n".join(lines)
