@@ -66,7 +66,7 @@ class ResNetFineTuner(Classifier):
         num_classes: labels are 0 to this less one; by default as many as the data has.
         image_size: side of the images in pixels; by default the data's.
         weights: imagenet, a file (.pt, .pth, .ckpt, .safetensors) or none; by default imagenet for photographs of 64
-            pixels or more, where there are such weights.
+            pixels or more, where there are such weights, and none for a network of your own.
         small_images: no stride and no pooling in the first layer of a ResNet, for images of about 32 pixels; by default
             below 64 where there are no weights.
         freeze_until: freeze what comes before this layer, or none; by default the last block, such as layer4, and none
@@ -112,7 +112,8 @@ class ResNetFineTuner(Classifier):
         **kwargs: Any,
     ) -> None:
         # Resolved here, so that a checkpoint holds the values that were used.
-        weights = weights or ("none" if arch in SMALL_NETWORKS else "imagenet")
+        published = arch not in SMALL_NETWORKS and type(self).build_network is ResNetFineTuner.build_network
+        weights = weights or ("imagenet" if published else "none")
         image_size = image_size or _IMAGE_SIZE
         new = weights == "none"
         if small_images is None:

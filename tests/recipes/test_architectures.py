@@ -163,6 +163,12 @@ def test_build_network_alone_is_enough_for_freezing_and_rates():
     assert torch.equal(run_stages(recipe.stages(), images), recipe.network(images))
 
 
+def test_a_network_of_your_own_begins_with_new_weights():
+    own, given = _Own(num_classes=2), ResNetFineTuner(num_classes=2)
+    assert (own.hparams.weights, own.hparams.freeze_until, own.hparams.lr) == ("none", None, 0.001)
+    assert (given.hparams.weights, given.hparams.freeze_until) == ("imagenet", "layer4")
+
+
 def test_a_network_without_layers_is_one_stage():
     found = stages_of(_Bare(), torch.zeros(1, 3, 8, 8))
     assert [name for name, _ in found.stages] == ["network"]
