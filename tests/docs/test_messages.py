@@ -79,6 +79,17 @@ def test_what_failing_command_lines_print_is_on_the_page(tmp_path: Path) -> None
         assert len(entry.text.replace("...", "")) > 12, command
 
 
+# They come from functions that other tests call: no text of an error is in the source.
+NO_ENTRY = ("shadows the package", "workers load batches of", "rank 3 (node 1, host7) failed")
+
+
+def test_the_messages_of_troubleshooting_are_those_of_the_source() -> None:
+    page = (ROOT / "docs/help/troubleshooting.md").read_text()
+    lines = [line for line in re.findall(r"^error: .*", page, re.M) if not any(text in line for text in NO_ENTRY)]
+    assert len(lines) > 12
+    assert all(len(entry_of(line).text.replace("...", "")) > 12 for line in lines)
+
+
 @pytest.mark.parametrize("status", [1, 2])
 def test_the_page_shows_the_exit_status(status: int) -> None:
     messages = [message for message in MESSAGES if message.status == status]
