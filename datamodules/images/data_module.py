@@ -350,7 +350,8 @@ class ImageFolderDataModule(ClassificationDataModule):
             chosen.append(f"augment={self.augment!r} ({how})")
         if options.pixel_mean is None:
             mean = ", ".join(f"{value:.3f}" for value in self.pixel_statistics[0])
-            chosen.append(f"pixels normalised by their mean ({mean})")
+            whose = "ImageNet's" if self.pixel_statistics[0] == IMAGENET_MEAN else "their"
+            chosen.append(f"pixels normalised by {whose} mean ({mean})")
         if chosen:
             self._note(f"{self.title}: {', '.join(chosen)}")
 

@@ -290,7 +290,7 @@ def print_table(runs: Sequence[Run], width: int | None) -> None:
         min(_WIDEST_CELL, max(len(run.name), *(len(row[i]) for row in rows))) for i, run in enumerate(runs, start=1)
     ]
     width = width or first + sum(widths) + 2 * len(runs)
-    console = Console(width=width, highlight=False)
+    console = Console(width=width, highlight=False, force_jupyter=False)
     start = 0
     while start < len(runs):
         ends = itertools.accumulate((2 + column for column in widths[start:]), initial=first)

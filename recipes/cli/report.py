@@ -76,7 +76,7 @@ def shown(path: str | Path) -> str:
 
 def _print_lines(lines: list[str]) -> None:
     """Print lines as they are, in which ``[bold]`` and ``[/]`` are markup."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, force_jupyter=False)  # A notebook shows standard output, too.
     for line in lines:
         console.print(line.rstrip(), soft_wrap=True)
 
