@@ -82,7 +82,7 @@ def test_safetensors_rebuild_the_network(digits, tmp_path: Path, monkeypatch: py
     )
     monkeypatch.chdir(tmp_path)
     names: dict = {}
-    exec(program("README.md", "safe_open"), names)
+    exec(program("docs/recipes/deployment.md", "safe_open"), names)
     rebuilt = names["recipe"]
     assert rebuilt.hparams == recipe.hparams
     assert all(torch.equal(value, recipe.state_dict()[name]) for name, value in rebuilt.state_dict().items())
@@ -92,7 +92,7 @@ def test_safetensors_rebuild_the_network(digits, tmp_path: Path, monkeypatch: py
 def test_an_onnx_file_is_run_by_numpy_and_onnxruntime(digits, tmp_path: Path):
     pytest.importorskip("onnxruntime")
     export(MNISTClassifier(), digits[0], "onnx", str(tmp_path / "mnist.onnx"))
-    assert_printed(run_program(program("README.md", "mnist.onnx"), tmp_path), digits[1])
+    assert_printed(run_program(program("docs/recipes/deployment.md", "mnist.onnx"), tmp_path), digits[1])
 
 
 @pytest.mark.slow
