@@ -12,12 +12,14 @@ What a block is follows from its first line:
 
 import argparse
 import contextlib
+import hashlib
 import io
 import itertools
 import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "Block", "blocks_of", "page_text", "pictures_of", "run_page"]
+__all__ = ["ROOT", "Block", "blocks_of", "kept_pictures", "page_text", "pictures_of", "run_page"]
 
 ROOT = Path(__file__).parents[1]
 
@@ -98,6 +100,32 @@ def blocks_of(page: str) -> list[Block]:
 def pictures_of(page: str) -> list[str]:
     """The pictures that a page's code saves, which the page shows."""
     return [name for block in blocks_of(page) if block.language == "python" for name in _PICTURE.findall(block.text)]
+
+
+def kept_pictures(page: str) -> Path:
+    """The folder where the pictures of this version of a page are kept, for the site."""
+    return ROOT / ".cache" / "docs" / hashlib.sha256(page.encode()).hexdigest()[:16]
+
+
+def _write_samples(folder: Path) -> None:
+    """The files that pages name and users have: photographs in class folders, pairs of sentences."""
+    from PIL import Image
+
+    for name in ("cats", "dogs"):
+        for number in range(8):
+            path = folder / "PHOTOGRAPHS" / name / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.effect_noise((80, 96), 60 + 8 * number).convert("RGB").save(path)
+    shutil.copy(folder / "PHOTOGRAPHS/cats/0.jpg", folder / "photo.jpg")
+    words = ["a dog runs", "two men sit", "a girl reads", "the cat sleeps", "a man cooks", "children play"]
+    rows = [f"{text} {number}\t{text[::-1]} {number}" for number in range(20) for text in words]
+    for name, part in (
+        ("pairs.tsv", rows),
+        ("train.tsv", rows[:100]),
+        ("val.tsv", rows[100:110]),
+        ("test.tsv", rows[110:]),
+    ):
+        (folder / name).write_text("\n".join(part) + "\n")
 
 
 def shell_lines(text: str) -> list[list[str]]:
@@ -213,7 +241,7 @@ def check_flags(words: Sequence[str]) -> None:
 
 
 def run_page(page: str, folder: str) -> None:
-    """Write the files of a page into a folder, and run its code there, in this process.
+    """Write the files of a page into a folder, run its code there, in this process, and keep its pictures.
 
     Args:
         page: path of the page.
@@ -227,7 +255,9 @@ def run_page(page: str, folder: str) -> None:
     here = Path(folder).resolve()
     names: dict[str, Any] = {"__name__": "__main__"}
     files: dict[str, str] = {}
-    for block in blocks_of(page_text(Path(page).read_text(encoding="utf-8"))):
+    _write_samples(here)
+    text = page_text(Path(page).read_text(encoding="utf-8"))
+    for block in blocks_of(text):
         output = io.StringIO()
         try:
             if block.title:
@@ -244,6 +274,9 @@ def run_page(page: str, folder: str) -> None:
             raise RuntimeError(
                 f"{page}:{block.line}: {type(error).__name__}: {error}\n{output.getvalue()[-2000:]}"
             ) from error
+    for name in pictures_of(text):
+        kept_pictures(text).mkdir(parents=True, exist_ok=True)
+        shutil.copy(here / name, kept_pictures(text) / name)
 
 
 def main() -> None:

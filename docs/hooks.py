@@ -6,13 +6,13 @@ Pages whose code saves pictures are run, once for each version of their text, in
 """
 
 import ast
-import hashlib
 import os
 import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mkdocs.exceptions import PluginError
@@ -20,10 +20,8 @@ from mkdocs.structure.files import File, Files
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from code_blocks import ROOT, page_text, pictures_of
+from code_blocks import ROOT, kept_pictures, page_text, pictures_of
 from messages import find_messages, messages_page
-
-CACHE = ROOT / ".cache" / "docs"
 
 
 def public_names(package: str) -> list[tuple[str, str]]:
@@ -44,12 +42,12 @@ def pictures(page: Path) -> dict[str, Path]:
     names = pictures_of(text)
     if not names:
         return {}
-    folder = CACHE / hashlib.sha256(text.encode()).hexdigest()[:16]
+    folder = kept_pictures(text)
     if not all((folder / name).is_file() for name in names):
-        folder.mkdir(parents=True, exist_ok=True)
         env = dict(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(ROOT / "docs" / "code_blocks.py"), str(page), str(folder)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+        with TemporaryDirectory() as here:
+            command = [sys.executable, str(ROOT / "docs" / "code_blocks.py"), str(page), here]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
         if done.returncode:
             raise PluginError(f"the code of {page} failed:\n{(done.stdout + done.stderr)[-3000:]}")
     return {name: folder / name for name in names}

@@ -22,7 +22,7 @@ def _paths(document: Path) -> set[tuple[Path, str]]:
     links = (
         [] if ROOT / "docs" in document.parents else _LINK.findall(text)
     )  # `mkdocs build --strict` checks the site's.
-    return {(ROOT, path) for path in _PATH.findall(text)} | {(document.parent, path) for path in links}
+    return {(ROOT, path) for path in _PATH.findall(_LINK.sub("](", text))} | {(document.parent, path) for path in links}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
