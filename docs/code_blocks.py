@@ -233,6 +233,8 @@ def check_flags(words: Sequence[str]) -> None:
     parsed = []
 
     def take(parser: Any, commands: Any) -> None:
+        if args[:1] == ["predict"]:
+            parser.add_argument("inputs", nargs="*")
         parsed.append(parser.parse(args[1:] if args and args[0] in commands else args))
 
     # In the recipe's `__main__`, `run` passes its parser to this function and returns.

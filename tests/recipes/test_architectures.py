@@ -319,10 +319,8 @@ def test_a_network_by_name_trains_resumes_and_predicts_from_the_command_line(str
 
 
 def test_the_example_of_an_own_network_builds():
-    names: dict[str, Any] = {}
-    text = program("recipes/resnet/README.md", "def build_network").replace("\nrun(", "\nran = (")
-    exec(text, names)
-    recipe_class, _ = names["ran"]
-    recipe = recipe_class("convnext_tiny", 2, image_size=64, weights="some.pt")
+    names: dict[str, Any] = {"__name__": "convnext"}
+    exec(program("recipes/resnet/README.md", "def build_network"), names)
+    recipe = names["ConvNeXtFineTuner"]("convnext_tiny", 2, image_size=64, weights="some.pt")
     assert recipe.network(torch.zeros(1, 3, 64, 64)).shape == (1, 2)
     assert recipe.hparams.freeze_until == "features.7"
