@@ -37,7 +37,7 @@ _BLOCK = re.compile(
     r"(?P<text>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
-_PICTURE = re.compile(r"savefig\(\s*[\"']([\w./-]+\.(?:png|svg))[\"']")
+_PICTURE = re.compile(r"(?:savefig|Path)\(\s*[\"']([\w./-]+\.(?:png|svg))[\"']\)?(?:,|\)|\.write_bytes)")
 
 # A few batches of everything, quietly.
 _LIMITS = {

@@ -20,7 +20,9 @@ ROOT = Path(__file__).parents[3]
 
 def program(readme: str, marker: str) -> str:
     """The block of Python in a README that contains `marker`."""
-    blocks = re.findall(r"```python(?: title=[^\n]*)?\n(.*?)```", (ROOT / readme).read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(
+        r"```python(?: title=[^\n]*)?\n(.*?)```", (ROOT / readme).read_text(encoding="utf-8"), re.DOTALL
+    )
     (found,) = (block for block in blocks if marker in block)
     return found
 

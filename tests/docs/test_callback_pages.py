@@ -1,0 +1,36 @@
+"""Every public callback has a page with an example that runs, and a place in the site."""
+
+import inspect
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import yaml
+
+import callbacks
+from docs.code_blocks import blocks_of
+
+ROOT = Path(__file__).parents[2]
+PAGES = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "callbacks").glob("*.md"))}
+_DEPRECATED = {"SkipUnusedHooks"}
+NAMES = [
+    name
+    for name in callbacks.__all__
+    if inspect.isclass(kind := getattr(callbacks, name)) and issubclass(kind, pl.Callback) and name not in _DEPRECATED
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_callback_has_a_page_with_an_example_that_runs(name: str) -> None:
+    own = [path for path, text in PAGES.items() if name in text.partition("\n")[0]]
+    assert len(own) == 1
+    assert any(block.language in ("python", "bash") for block in blocks_of(PAGES[own[0]]))
+    assert f"callbacks/{own[0].name}" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert f"({own[0].name})" in PAGES[ROOT / "docs" / "callbacks" / "index.md"]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    listed = set(yaml.safe_dump(nav).replace("- ", " ").split())
+    missing = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in missing if page not in listed] == []
