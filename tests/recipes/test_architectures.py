@@ -48,7 +48,7 @@ FAMILIES = {
     "wide_resnet50_2": (64, "layer4", True),
 }
 QUICK = ("mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "googlenet", "resnet18")
-SMALL = {name: (32, "layer3", True) for name in ("resnet20", "resnet20b", "cifarnet", "cifarnet_wide")}
+SMALL = dict.fromkeys(("resnet20", "resnet20b", "cifarnet", "cifarnet_wide"), (32, "layer3", True))
 
 
 def _assert_cut(network: nn.Module, size: int) -> NetworkStages:
