@@ -128,6 +128,14 @@ class Outcome:
     epochs: int
 
 
+def _source_of(kind: type) -> Path | None:
+    """The file of a class; None for one of a notebook or an interactive session."""
+    try:
+        return Path(inspect.getfile(kind))
+    except (OSError, TypeError):
+        return None
+
+
 def _best(outcome: Outcome, monitor: str | None) -> Best | None:
     if outcome.best is None:
         return None
@@ -198,7 +206,7 @@ def report(
         devices=trainer.num_devices,
         num_nodes=trainer.num_nodes,
         versions=versions(),
-        commit=commit_of(Path(inspect.getfile(type(recipe)))),
+        commit=commit_of(source) if (source := _source_of(type(recipe))) else None,
         scores=scores,
         headline=headline,
         best=_best(outcome, recipe.monitor),

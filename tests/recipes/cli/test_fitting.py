@@ -1,6 +1,7 @@
 """`fit`, called from Python: the command line's weights, and a program that goes on."""
 
 import inspect
+import json
 import os
 import pydoc
 import signal
@@ -84,6 +85,18 @@ def _named(folder: str) -> None:
 
 def test_classes_come_from_the_labels_and_settings_go_where_they_belong(tmp_path: Path) -> None:
     run_ranks(_named, 1, str(tmp_path))
+
+
+def _interactive(folder: str) -> str | None:
+    os.chdir(folder)
+    names = {"__name__": "__main__", "MNISTClassifier": MNISTClassifier}
+    exec("class Mine(MNISTClassifier):\n    title = 'mine'\n", names)
+    result = fit(names["Mine"], dataset="digits", name="one", **FEW)
+    return json.loads((result.folder / "results.json").read_text())["commit"]
+
+
+def test_a_class_of_an_interactive_session_trains(tmp_path: Path) -> None:
+    assert run_ranks(_interactive, 1, str(tmp_path)) == [None]
 
 
 class Noted(pl.Callback):
