@@ -1,10 +1,12 @@
 """One command line for every recipe: ``run(MyRecipe, MyDataModule)``."""
 
+import io
 import os
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,13 @@ from callbacks.lib.slurm_job import requeue_on
 from callbacks.lib.terminal import wrap
 from datamodules.errors import RunFailedError, UserError, system_failure
 from recipes.cli.commands import Trained, carry_out
-from recipes.cli.console import configure_logging, program_name
+from recipes.cli.console import configure_logging
 from recipes.cli.experiment import AUTO, FIND, Classes, Settings, build_experiment, takes_inputs
 from recipes.cli.flags import FlagGroup, FlagParser, help_width, without_markup
+from recipes.cli.help_cache import keep_help
 from recipes.cli.limits import LIMIT_TEXTS, check_trainer_numbers
 from recipes.cli.messages import one_line
+from recipes.cli.program import program_name
 from recipes.cli.report import check_output, shown
 from recipes.cli.run_folder import logger_names
 from recipes.cli.settings import RunSettings
@@ -215,7 +219,10 @@ class CommandLine:
         command, args = self._command()
         folder = Path(args.pop(0)) if command == "verify" and args and not args[0].startswith("-") else None
         if asked := {"-h", "--help", "--help-all", "--help_all"} & set(args):
-            self._print_help(everything=any(arg.endswith("all") for arg in asked))
+            with redirect_stdout(io.StringIO()) as text:
+                self._print_help(everything=any(arg.endswith("all") for arg in asked))
+            print(text.getvalue(), end="")  # noqa: T201
+            keep_help(self.program, self.args, text.getvalue())
             end_after_printing()
             return None
         try:

@@ -1,4 +1,4 @@
-"""The program's name, and the log messages and warnings that it prints or suppresses."""
+"""The log messages and warnings that it prints or suppresses."""
 
 import logging
 import sys
@@ -10,17 +10,7 @@ from typing_extensions import override
 from callbacks.lib.terminal import fitted
 from recipes.launch.rank_zero import is_rank_zero
 
-__all__ = ["configure_logging", "program_name"]
-
-
-def program_name() -> str:
-    """What the user typed to start the program: ``python -m recipes.mnist``."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if program := getattr(sys.modules["__main__"], "PROGRAM", None):
-        return str(program)
-    if spec is not None:
-        return f"python -m {spec.name.removesuffix('.__main__')}"
-    return f"python {sys.argv[0]}"
+__all__ = ["configure_logging"]
 
 
 class _OneLine(logging.Handler):

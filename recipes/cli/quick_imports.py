@@ -11,7 +11,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from recipes.launch.streams import secure_streams
+from recipes.cli.help_cache import cached_help
+from recipes.cli.program import program_name
+from recipes.launch.streams import end_after_printing, secure_streams
 from recipes.launch.thread_limit import check_thread_limit
 
 __all__ = ["quick_imports"]
@@ -34,7 +36,8 @@ def quick_imports() -> Iterator[None]:
 
     For the first lines of a program, before it has created other objects and opened files: standard streams that are
     closed are opened (`recipes.launch.streams`), and the limit on threads is tested (`recipes.launch.thread_limit`).
-    Commands that train or evaluate print that they have started. Ctrl-C exits with status 130 and no message.
+    Help that was printed before needs no imports, and ends the program. Commands that train or evaluate print that they
+    have started. Ctrl-C exits with status 130 and no message.
 
     Example:
         >>> with quick_imports():
@@ -43,6 +46,10 @@ def quick_imports() -> Iterator[None]:
     """
     secure_streams()
     check_thread_limit()
+    if (text := cached_help(program_name(), sys.argv[1:])) is not None:
+        print(text, end="")  # noqa: T201
+        end_after_printing()
+        sys.exit()
     _announce(sys.argv[1:])
     gc.disable()
     try:
