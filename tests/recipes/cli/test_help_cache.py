@@ -40,7 +40,7 @@ def test_another_call_width_version_source_or_a_damaged_text_is_made_anew(
         changed.setenv("COLUMNS", "61")
         assert help_cache.cached_help(*CALL) is None
     with monkeypatch.context() as changed:
-        changed.setattr(help_cache, "version", lambda name: "0.0")
+        changed.setattr(help_cache, "version", str.upper)
         assert help_cache.cached_help(*CALL) is None
     with monkeypatch.context() as changed:
         changed.setattr(help_cache, "_states", lambda: ["another source"])
