@@ -13,7 +13,7 @@ from pathlib import Path
 __all__ = ["Message", "find_messages", "messages_page"]
 
 ROOT = Path(__file__).parents[1]
-ERRORS = ("UserError", "RunFailedError")
+ERRORS = ("UserError", "RunFailedError", "DownloadError", "UnreadableImage", "_Damaged")
 PACKAGES = ("recipes", "callbacks", "datamodules")
 _TOPICS = {
     "recipes/cli": "The command line",
@@ -106,7 +106,7 @@ def _errors(root: Path) -> Iterator[tuple[str, str, int]]:
             place = path.relative_to(root).as_posix()
             # All names are known when the last call has been found.
             for call, names in list(_calls(ast.parse(path.read_text(encoding="utf-8")))):
-                text = " ".join(_text(call.args[0], names).split()) if call.args else ""
+                text = " ".join(" ".join(_text(argument, names) for argument in call.args).split())
                 status = 1 if isinstance(call.func, ast.Name) and call.func.id == "RunFailedError" else 2
                 yield text, f"{place}:{call.lineno}", status
 

@@ -207,11 +207,15 @@ def _join(request: Request, find: Callable[[], tuple[str, int] | None], deadline
     return Rendezvous(member, address, port, result["store_port"], problem)
 
 
+def _listed(noun: str, numbers: list[int]) -> str:
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
 def _missing(request: Request, coordinator: Coordinator) -> str:
     launch = request.launch
     absent = [rank for rank in launch.first_ranks if rank and rank not in coordinator.records]
     nodes = sorted({rank // launch.devices for rank in absent})
-    what = f"ranks {', '.join(map(str, absent))} on node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"
+    what = f"{_listed('rank', absent)} on {_listed('node', nodes)}"
     expected = len(launch.first_ranks)
     text = f"{expected - len(absent)} of {expected} processes joined within {request.timeout:g} s; missing: {what}"
     if launch.launcher == "manual":

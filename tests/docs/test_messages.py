@@ -22,6 +22,13 @@ def test_anchors_are_unique_and_each_message_has_one() -> None:
     assert [text for text, number in texts.items() if number > 1] == []
 
 
+def test_every_class_of_errors_is_searched() -> None:
+    trees = [ast.parse(path.read_text()) for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    classes = {node.name: node.bases for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    found = [name for name, bases in classes.items() if any(isinstance(b, ast.Name) and b.id in ERRORS for b in bases)]
+    assert sorted(["UserError", *found]) == sorted(ERRORS)
+
+
 def _passes_on(call: ast.Call) -> bool:
     """Whether an error's message is no text of its own: it is that of another, or comes from a function."""
     literal = (ast.Constant, ast.JoinedStr)

@@ -152,7 +152,7 @@ def test_a_taken_port_and_a_missing_rank_are_refused_with_the_command(tmp_path):
     args = ["--rendezvous-timeout", "3"]
     all_ended = start(tmp_path, [(args, zero), (args, one), (args, three)])
     assert [ended.status for ended in all_ended] == [2, 2, 2]
-    assert "3 of 4 processes joined within 3 s; missing: ranks 3 on node 1" in all_ended[0].err
+    assert "3 of 4 processes joined within 3 s; missing: rank 3 on node 1" in all_ended[0].err
 
 
 def test_a_master_that_does_not_answer_is_named_within_the_timeout(tmp_path):

@@ -1,0 +1,81 @@
+"""The recipe of "Your own recipe" keeps the promise: splits and kills change nothing that it learns."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from docs.code_blocks import ROOT, blocks_of
+
+# 322 rows in updates of 64, twice over: the sixth update of an epoch holds two rows.
+COMMON = {"max_epochs": 2, "precision": "64-true", "accelerator": "cpu", "report": False, "verbose": False}
+FIT = "fit(Progress, Patients, name={name!r}, resume={resume!r}, callbacks={callbacks}, **{settings!r})"
+# Accumulated windows of 64 rows, in one process and in two, of micro-batches of 64, 32, 16 and 8 rows.
+SPLITS = {1: [64, 16], 2: [32, 8]}
+
+SCRIPT = """
+import os, signal
+import lightning.pytorch as pl
+from diabetes import Patients, Progress
+from recipes import fit
+
+class Kill(pl.Callback):
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+"""
+
+
+def code() -> str:
+    page = (ROOT / "docs/start/own-recipe.md").read_text()
+    return "".join(block.text for block in blocks_of(page) if block.title == "diabetes.py")
+
+
+def trained(devices: int, batch_size: int) -> str:
+    """A line that trains with a global batch of 64 rows."""
+    settings = COMMON | {"devices": devices, "batch_size": batch_size, "global_batch_size": 64}
+    return FIT.format(name=f"{devices}x{batch_size}", resume=None, callbacks=[], settings=settings)
+
+
+def start(folder: Path, *lines: str, devices: int = 1) -> int:
+    """The exit status of the lines, in a process for each device."""
+    (folder / "train.py").write_text(SCRIPT + "\n".join(lines))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
+    command = [sys.executable, *(torchrun if devices > 1 else []), "train.py"]
+    return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
+
+
+def weights_of(folder: Path, name: str) -> dict[str, Tensor]:
+    path = folder / "runs/diabetes" / name / "checkpoints/last.ckpt"
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+def test_it_has_at_most_eighty_lines() -> None:
+    assert len(code().splitlines()) <= 80
+
+
+@pytest.mark.slow
+def test_it_learns_the_same_on_two_processes_and_after_a_kill(tmp_path: Path) -> None:
+    (tmp_path / "diabetes.py").write_text(code())
+    killed = {"name": "killed", "settings": COMMON | {"batch_size": 64, "save_every": "3 steps"}}
+    assert start(tmp_path, FIT.format(resume=None, callbacks="[Kill()]", **killed)) == -9
+    kept = torch.load(tmp_path / "runs/diabetes/killed/checkpoints/last.ckpt", weights_only=True)
+    assert kept["global_step"] == 6
+    alone = [trained(1, batch_size) for batch_size in SPLITS[1]]
+    assert start(tmp_path, *alone, FIT.format(resume="auto", callbacks=[], **killed)) == 0
+    assert start(tmp_path, *(trained(2, batch_size) for batch_size in SPLITS[2]), devices=2) == 0
+
+    expected = weights_of(tmp_path, "1x64")
+    for devices, batch_size in [(1, 16), (2, 32), (2, 8)]:
+        found = weights_of(tmp_path, f"{devices}x{batch_size}")
+        error = max(float((found[name] - value).abs().max()) for name, value in expected.items())
+        print(f"{devices} x {batch_size}: {error:.0e}")
+        assert error < 1e-12, (devices, batch_size)
+    resumed = weights_of(tmp_path, "killed")
+    assert all(torch.equal(resumed[name], value) for name, value in expected.items())
