@@ -7,7 +7,8 @@ What a block is follows from its first line:
 - ```` ```python ````: run in one namespace for the page, as the cells of a notebook are.
 - ```` ```bash ````: run line by line. Lines of this project get flags that make a run of a few batches; a line before
   the block ``<!-- as it is -->`` leaves these out, and ``<!-- parsed: REASON -->`` only checks the flags of its lines.
-- others (``text``, ``console``): not run.
+- ```` ```text ```` right after one of Python: what this printed. Its words have to be there; numbers may differ.
+- others: not run.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import contextlib
 import hashlib
 import io
 import itertools
+import logging
 import os
 import re
 import runpy
@@ -242,6 +244,22 @@ def check_flags(words: Sequence[str]) -> None:
     assert parsed
 
 
+@contextlib.contextmanager
+def _messages(output: io.StringIO) -> Iterator[None]:
+    """Writes the messages of a Trainer and its callbacks there, too."""
+    handler = logging.StreamHandler(output)
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning_recipes")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield
+    for logger in loggers:
+        logger.removeHandler(handler)
+
+
+def _words(text: str) -> set[str]:
+    return {*re.findall(r"[^\W\d_]+", text)}
+
+
 def run_page(page: str, folder: str) -> None:
     """Write the files of a page into a folder, run its code there, in this process, and keep its pictures.
 
@@ -259,6 +277,7 @@ def run_page(page: str, folder: str) -> None:
     files: dict[str, str] = {}
     _write_samples(here)
     text = page_text(Path(page).read_text(encoding="utf-8"))
+    printed, end = "", 0  # By the last block of Python, and where it ends.
     for block in blocks_of(text):
         output = io.StringIO()
         try:
@@ -267,8 +286,13 @@ def run_page(page: str, folder: str) -> None:
                 (here / block.title).parent.mkdir(parents=True, exist_ok=True)
                 (here / block.title).write_text(files[block.title], encoding="utf-8")
             elif block.language == "python":
-                with _called([""], here), contextlib.redirect_stdout(output):
+                with _called([""], here), contextlib.redirect_stdout(output), _messages(output):
                     exec(compile(block.text, f"{page}:{block.line}", "exec"), names)
+                printed, end = output.getvalue(), block.line + block.text.count("\n") + 2
+            elif (
+                block.language == "text" and block.line <= end + 2 and (missing := _words(block.text) - _words(printed))
+            ):
+                raise ValueError(f"the code before did not print {', '.join(sorted(missing))}, but:\n{printed}")
             elif block.language == "bash":
                 for words in shell_lines(block.text):
                     _run_line(words, here, block)
