@@ -65,6 +65,9 @@ def read_run(path: str | Path) -> SavedRun:
     Raises:
         UserError: the file is missing or damaged, or is not a checkpoint of a run.
     """
+    if Path(path).is_dir():
+        newest = newest_valid_checkpoint(Path(path) / "checkpoints")
+        raise UserError(f"{path} is a folder; pass a checkpoint" + (f", such as {newest}" if newest else ""))
     if not Path(path).is_file():
         raise UserError(f"there is no checkpoint {path}")
     stat = Path(path).stat()

@@ -219,6 +219,14 @@ def test_a_run_that_diverges_keeps_its_folder_and_its_curves(tmp_path):
     assert {"config", "events"} <= {path.name.split(".")[0] for path in (tmp_path / "runs" / "mnist" / "div").iterdir()}
 
 
+@pytest.mark.parametrize("flags", [["--resume"], ["test", "--ckpt"]])
+def test_the_folder_of_a_run_in_place_of_a_checkpoint_is_an_error_that_names_one(trained, flags):
+    status, _, err = type_in(trained[0], *flags, "runs/mnist/first")
+    assert status == 2
+    best, last = (f"runs/mnist/first/checkpoints/{name}.ckpt" for name in ("best", "last"))
+    assert err in [f"error: runs/mnist/first is a folder; pass a checkpoint, such as {path}\n" for path in (best, last)]
+
+
 def test_settings_in_a_checkpoint_have_no_module_imported(trained, tmp_path):
     folder, _ = trained
     checkpoint = torch.load(folder / "runs" / "mnist" / "first" / "checkpoints" / "best.ckpt", weights_only=True)
