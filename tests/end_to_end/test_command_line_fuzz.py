@@ -1,4 +1,4 @@
-"""500 random command lines of the three recipes, always the same ones, end as `tests.support.fuzzing` says."""
+"""Random command lines of the three recipes, always the same ones, end as `tests.support.fuzzing` says."""
 
 import os
 import shlex
@@ -14,7 +14,7 @@ from tests.support.fuzzing import Grammar, faults_of, grammar_of, prepare_files,
 from tests.support.minimal_recipe import Line
 from tests.support.ranks import run_ranks
 
-LINES = 500
+LINES = 300
 TINY = ["--max-epochs", "1", "--limit-train-batches", "1", "--limit-val-batches", "1", "--limit-test-batches", "1"]
 TINY += ["--limit-predict-batches", "1", "--accelerator", "cpu", "--precision", "32-true", "--rendezvous-timeout", "2"]
 TINY += [

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from datamodules.mnist.data_module import load_digits
-from recipes.mnist import MNISTClassifier
+from recipes import fit
 from tests.support.command_lines import Typed, type_line
 from tests.support.ranks import run_ranks
 
@@ -61,7 +61,9 @@ def test_no_epochs_save_and_score_the_initial_weights(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_own_digits_train_alike_from_a_folder_an_archive_and_python_and_are_tested_and_predicted(tmp_path: Path):
+def test_own_digits_train_alike_from_a_folder_an_archive_and_python_and_are_tested_and_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     images, labels = (part.numpy() for part in load_digits()["train"])
     order = np.argsort(labels, kind="stable")
     images, labels = images[order], labels[order]
@@ -76,8 +78,10 @@ def test_own_digits_train_alike_from_a_folder_an_archive_and_python_and_are_test
     expected = weights(tmp_path, "mnist", "tree")
     assert equal(weights(tmp_path, "mnist", "npz"), expected)
     settings = {"max_epochs": 2, "batch_size": 100, "seed": 3, "test_fraction": 0.2, "schedule": "constant"}
-    classifier = MNISTClassifier.fit(images, labels, accelerator="cpu", enable_progress_bar=False, **settings)
-    assert equal(dict(classifier.state_dict()), expected)
+    monkeypatch.chdir(tmp_path)
+    exact = {"precision": "32-true", "report": False, "accelerator": "cpu", "verbose": False}
+    fit("mnist", data=(images, labels), name="python", **exact, **settings)
+    assert equal(weights(tmp_path, "mnist", "python"), expected)
     # Nothing, then one epoch, then the other.
     for stop in (("--max-epochs", "0"), ("--max-epochs", "2", "--max-steps", "11"), ("--max-steps", "-1")):
         type_in(tmp_path, "mnist", "--data-dir", "tree", "--name", "parts", *line[2:], *stop, "--resume", "auto")
