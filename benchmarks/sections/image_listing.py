@@ -83,12 +83,16 @@ def run(options: Options, progress: Progress | None = None) -> Section:
             shutil.rmtree(cache_folder("listings"), ignore_errors=True)
             return stopwatch(lambda: list_ours(place))()
 
+        def later(place: Path) -> float:
+            list_ours(place)  # A first run of the other place has deleted the listing.
+            return stopwatch(lambda: list_ours(place))()
+
         contenders = {
             STOCK: stopwatch(lambda: ImageFolder(str(images))),
             FIRST: lambda: first(images),
-            LATER: stopwatch(lambda: list_ours(images)),
+            LATER: lambda: later(images),
             FIRST_ZIP: lambda: first(archive),
-            LATER_ZIP: stopwatch(lambda: list_ours(archive)),
+            LATER_ZIP: lambda: later(archive),
         }
         with patch.dict(os.environ, home):
             timings = alternate(contenders, options.repeats or (3 if options.quick else 7), progress=progress)
