@@ -391,11 +391,11 @@ def test_a_batch_without_sentences_reaches_every_parameter_with_zero():
 
 
 def test_the_recipe_and_its_networks_have_the_same_parameters_and_defaults():
-    recipe = dict(inspect.signature(Seq2SeqTranslator).parameters)
+    recipe = dict(inspect.signature(Seq2SeqTranslator.__init__).parameters)
     networks = [inspect.signature(kind).parameters for kind in (Seq2SeqNet, TransformerNet)]
     of_base = {"source_vocab_size", "target_vocab_size"}  # It takes them from the data.
     names = {name for parameters in networks for name in parameters} - of_base
-    assert set(recipe) - {"network", "kwargs"} == names
+    assert set(recipe) - {"self", "network", "kwargs"} == names
     for parameters in networks:
         for name in set(parameters) - of_base - {"num_layers"}:  # None is the network's own number.
             assert recipe[name] == parameters[name]
