@@ -18,9 +18,10 @@ from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveragin
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from callbacks.lib.lightning_internals import restart_training_loaders
+from callbacks.lib.lightning_internals import restart_training_loaders, unused_loader_states
 from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.errors import UserError
+from datamodules.loading.resumable import ResumableLoader
 
 __all__ = ["RAW_WEIGHTS", "raw_weights", "replay_epoch", "resume_order"]
 
@@ -86,6 +87,14 @@ def _pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int) -> No
         seeds.seed_between_steps(trainer)
 
 
+def _check_data(trainer: pl.Trainer) -> None:
+    """Refuse other training data at an epoch's end, too, where Lightning does not load the states of loaders."""
+    with_state = [each for each in CombinedLoader(trainer.train_dataloader).flattened if hasattr(each, "state_dict")]
+    for loader, state in zip(with_state, unused_loader_states(trainer)):
+        if isinstance(loader, ResumableLoader):
+            loader.check_data(state)
+
+
 def replay_epoch(trainer: pl.Trainer, saved_world_size: int) -> None:
     """Do what Lightning leaves out; for `on_train_start` of a resumed run.
 
@@ -93,9 +102,11 @@ def replay_epoch(trainer: pl.Trainer, saved_world_size: int) -> None:
         saved_world_size: the number of processes that saved it.
 
     Raises:
-        UserError: the order of the epoch cannot be repeated, or a callback of Lightning unfreezes layers.
+        UserError: the order of the epoch cannot be repeated, the data are others, or a callback of Lightning unfreezes
+            layers.
     """
     within_epoch = trainer.fit_loop.restarted_mid_epoch
+    _check_data(trainer)
     for callback in callbacks_of(trainer):
         if isinstance(callback, BaseFinetuning):
             raise UserError(

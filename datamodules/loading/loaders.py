@@ -9,13 +9,14 @@ read (`datamodules.loading.worker_loaders`) use them too.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from datamodules.errors import UserError
+from datamodules.loading.fingerprint import fingerprint
 from datamodules.loading.resumable import ResumableLoader, Spans
 from datamodules.loading.sampling import epoch_order, evaluation_spans, weighted_order
 
@@ -85,6 +86,8 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
         shuffle: bool,
         weights: Tensor | None,
         targets: Tensor,
+        inputs: Tensor | None = None,
+        names: Iterable[str] = (),
     ) -> None:
         _check_batch_size(batch_size)
         if len(rows) == 0:
@@ -100,9 +103,14 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
         super().__init__(len(rows), batch_size, rank, world_size, drop_last)
         self.rows, self.batch_size, self.seed, self.shuffle = rows, batch_size, seed, shuffle
         self._samples = len(targets)
+        self._identity = (rows, targets) if inputs is None else (rows, targets, inputs), names
         self._weights = None if weights is None else _check_weights(weights, rows, len(targets))
         is_class = targets.dim() == 1 and not targets.is_floating_point()
         self._classes = targets.cpu()[rows.cpu()].long() if is_class else None
+
+    @override
+    def _describe_data(self) -> tuple[int, str]:
+        return len(self.rows), fingerprint(*self._identity)
 
     @override
     def _batches_of_epoch(self, epoch: int, start_at: int, spans: Spans) -> Iterator[tuple[Tensor, Tensor]]:
@@ -236,7 +244,7 @@ class TrainLoader(TrainSampling, _Tensors):
         weights: Tensor | None = None,
     ) -> None:
         rows = rows.to(inputs.device)
-        super().__init__(rows, batch_size, seed, rank, world_size, drop_last, shuffle, weights, targets)
+        super().__init__(rows, batch_size, seed, rank, world_size, drop_last, shuffle, weights, targets, inputs)
         self._set_tensors(inputs, targets, transform, device)
 
 

@@ -6,8 +6,10 @@ for every training loader here, whatever its batches are made of.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, Generic, Self, TypeVar
 
+from datamodules.errors import UserError
 from datamodules.loading.sampling import num_training_steps, training_span, training_spans
 
 __all__ = ["ResumableLoader", "Spans"]
@@ -35,6 +37,15 @@ class ResumableLoader(ABC, Generic[Batch]):
     @abstractmethod
     def _batches_of_epoch(self, epoch: int, start_at: int, spans: Spans) -> Iterator[Batch]:
         """This rank's batches of an epoch, one for each span, from position `start_at` in its order on."""
+
+    @abstractmethod
+    def _describe_data(self) -> tuple[int, str]:
+        """How many samples it trains on, and their `fingerprint`."""
+
+    @cached_property
+    def _data(self) -> dict[str, Any]:
+        samples, found = self._describe_data()
+        return {"samples": samples, "fingerprint": found}
 
     @property
     def sampler(self) -> Self:
@@ -82,10 +93,29 @@ class ResumableLoader(ABC, Generic[Batch]):
             self._epoch, self._start_at, self._consumed = epoch, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the epoch, and how many items of its order all ranks have consumed."""
-        return {"epoch": self._epoch, "consumed": self._consumed}
+        """The position: the epoch, and how many items of its order all ranks have consumed; and of which data."""
+        return {"epoch": self._epoch, "consumed": self._consumed, "data": self._data}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was saved, on any number of ranks."""
+        """Continue where `state` was saved, on any number of ranks.
+
+        Raises:
+            UserError: it was saved with other training data.
+        """
+        self.check_data(state)
         self._epoch = state["epoch"]
         self._start_at = self._consumed = state["consumed"]
+
+    def check_data(self, state: dict[str, Any]) -> None:
+        """Refuse a `state` that was saved with other training data: an epoch of it would be another one.
+
+        Raises:
+            UserError: other samples, or in another order.
+        """
+        saved, found = state.get("data", self._data), self._data
+        if saved != found:
+            others = ", others or in another order" if saved["samples"] == found["samples"] else ""
+            raise UserError(
+                f"the checkpoint is of a run on {saved['samples']:,} samples, found {found['samples']:,}{others};"
+                " resume with the same data, or start a new run from its weights"
+            )

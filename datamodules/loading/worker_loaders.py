@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -380,6 +380,7 @@ class WorkerTrainLoader(_Workers, TrainSampling):
         transform: makes the network's inputs of a batch, on `device`.
         device: where batches go; by default where the reader makes them.
         mix: mixes each sample with the one before it in the epoch's order, behind the transform.
+        names: of all samples, such as files: a run is not resumed with others.
 
     Raises:
         UserError: the set is empty, a batch is larger than the set, a sample cannot be read, workers cannot start, or
@@ -404,8 +405,10 @@ class WorkerTrainLoader(_Workers, TrainSampling):
         transform: Transform | None = None,
         device: torch.device | None = None,
         mix: Mix | None = None,
+        names: Iterable[str] = (),
     ) -> None:
-        super().__init__(rows, batch_size, seed, rank, world_size, drop_last, shuffle, weights, reader.targets)
+        targets = reader.targets
+        super().__init__(rows, batch_size, seed, rank, world_size, drop_last, shuffle, weights, targets, names=names)
         self._set_reader(reader, min(num_workers, len(self)), pin_memory, skip_unreadable, transform, device, mix)
 
 

@@ -457,7 +457,7 @@ class TranslationDataModule(BaseDataModule):
         share, random_share = loader.padding_share, loader.random_padding_share
         source, target = map(len, self.vocabularies())
         _inform(
-            f"{corpus.info.describe()}; {source:,} source and {target:,} target tokens; "
+            f"{corpus.info.describe()}; vocabularies of {source:,} and {target:,} tokens; "
             f"{share:.1%} of a batch is padding, {random_share:.1%} without sorting by length"
         )
         for part, info in corpus.held_out.items():

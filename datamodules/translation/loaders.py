@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from datamodules.errors import UserError
+from datamodules.loading.fingerprint import fingerprint
 from datamodules.loading.loaders import note_whole_set
 from datamodules.loading.randomness import permutation
 from datamodules.loading.resumable import ResumableLoader, Spans
@@ -186,6 +187,10 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         bounds = torch.cat((torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)))
         shift = torch.repeat_interleave(self._bounds[visits] - bounds[:-1], sizes)
         return order[torch.arange(count) + shift], bounds
+
+    @override
+    def _describe_data(self) -> tuple[int, str]:
+        return len(self.rows), fingerprint((self.rows, self._source_lengths, self._target_lengths))
 
     @override
     def _batches_of_epoch(self, epoch: int, start_at: int, spans: Spans) -> Iterator[TranslationBatch]:

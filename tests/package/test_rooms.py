@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "datamodules.NAME": _SET,
     "callbacks": "callbacks.lib datamodules",
     "callbacks.lib": f"{_DATA} datamodules.loading",
-    "callbacks.checkpointing": f"{_DATA} callbacks.lib",
+    "callbacks.checkpointing": f"{_DATA} datamodules.loading callbacks.lib",
     "callbacks.drawing": f"{_DATA} callbacks.lib",
     "callbacks.*": f"{_DATA} datamodules.loading callbacks.checkpointing callbacks.drawing callbacks.lib",
     "recipes": "datamodules",

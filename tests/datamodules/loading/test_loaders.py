@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from datamodules.errors import UserError
+from datamodules.loading import fingerprint as fingerprint_module
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.sampling import epoch_order
 
@@ -158,7 +159,7 @@ def test_a_resume_on_other_ranks_trains_on_the_rest_exactly_once():
     old = iter(loader := _loader(world_size=2))
     seen = set(sum((next(old)[1].tolist() for _ in range(2)), []))
     state = loader.state_dict()
-    assert state == {"epoch": 0, "consumed": 16}
+    assert state.items() > {"epoch": 0, "consumed": 16}.items()
     order = ROWS[epoch_order(N, 1, 0)].tolist()
     for world_size in (1, 3, 5):
         rest: list[int] = []
@@ -196,10 +197,10 @@ def test_only_the_resumed_epoch_starts_in_its_middle():
 def test_an_epoch_cut_short_leaves_no_position_behind():
     loader = _loader()
     next(iter(loader))
-    assert loader.state_dict() == {"epoch": 0, "consumed": 4}
+    assert loader.state_dict().items() > {"epoch": 0, "consumed": 4}.items()
     # What limit_train_batches does: the next epoch begins without the last having ended.
     loader.set_epoch(1)
-    assert loader.state_dict() == {"epoch": 1, "consumed": 0}
+    assert loader.state_dict().items() > {"epoch": 1, "consumed": 0}.items()
     assert _targets(loader) == _epochs(2)[1]
 
 
@@ -207,7 +208,7 @@ def test_the_state_at_an_epochs_last_batch_is_the_next_epochs_start():
     loader = _loader()
     for _ in loader:
         state = loader.state_dict()
-    assert state == {"epoch": 1, "consumed": 0}
+    assert state.items() > {"epoch": 1, "consumed": 0}.items()
 
 
 def test_set_epoch_may_come_between_the_iterator_and_the_first_batch():
@@ -282,3 +283,37 @@ def test_loaders_can_be_pickled_in_the_middle_of_an_epoch():
     next(iterator)
     again = pickle.loads(pickle.dumps(loader))
     assert again.state_dict() == loader.state_dict()
+
+
+def test_a_position_in_other_data_is_refused():
+    pixels, rows = torch.arange(24, dtype=torch.uint8).view(6, 2, 2), torch.arange(6)
+    labels = rows % 3
+
+    def loader(inputs=pixels, targets=labels, rows=rows, batch_size=2, **options):
+        return TrainLoader(inputs, targets, rows, batch_size, seed=1, **options)
+
+    state = loader().state_dict()
+    loader(batch_size=3, world_size=2, rank=1).load_state_dict(state)
+    loader().load_state_dict({"epoch": 1, "consumed": 0})  # Saved before data were told apart.
+    changed, relabelled = pixels.clone(), labels.clone()
+    changed[5, 1, 1], relabelled[0] = 0, 2
+    for other in ({"inputs": changed}, {"targets": relabelled}, {"rows": rows.flip(0)}):
+        with pytest.raises(UserError, match="of a run on 6 samples, found 6, others or in another order; resume"):
+            loader(**other).load_state_dict(state)
+    with pytest.raises(UserError, match="of a run on 6 samples, found 5; resume with the same data"):
+        loader(rows=torch.arange(5)).load_state_dict(state)
+
+
+def test_data_that_another_machine_computes_with_other_rounding_are_the_same():
+    state = TrainLoader(torch.rand(6), torch.rand(6), torch.arange(6), 2, seed=1).state_dict()
+    TrainLoader(torch.rand(6), torch.rand(6), torch.arange(6), 2, seed=1).load_state_dict(state)
+
+
+def test_of_large_tensors_some_rows_count(monkeypatch):
+    monkeypatch.setattr(fingerprint_module, "_MOST", 16)
+    numbers = torch.arange(6).view(3, 2)
+    first, second = numbers.clone(), numbers.clone()
+    first[0, 0], second[1, 0] = 9, 9
+    found = [fingerprint_module.fingerprint([each]) for each in (numbers, first, second)]
+    assert found[0] != found[1]
+    assert found[0] == found[2]
