@@ -28,6 +28,9 @@ __all__ = [
 ]
 
 
+_TOO_MANY = 2**31 - 1  # To be named in an error.
+
+
 @dataclass(frozen=True)
 class Range:
     """Numbers from `low` to `high`.
@@ -62,7 +65,7 @@ class Range:
     def __str__(self) -> str:
         kind = "a whole number, " if self.whole else ""
         low = "" if math.isinf(self.low) else f"above {self.low:,}" if self.above else f"{self.low:,} or more"
-        high = "" if math.isinf(self.high) else f"below {self.high:,}" if self.below else f"{self.high:,} at most"
+        high = "" if self.high >= _TOO_MANY else f"below {self.high:,}" if self.below else f"{self.high:,} at most"
         return kind + (" and ".join(part for part in (low, high) if part) or "a finite number")
 
 

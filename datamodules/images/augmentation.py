@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.images.files import UnreadableImage
+from datamodules.images.files import UnreadableImage, resized
 from datamodules.loading.normalise import Normalise
 from datamodules.loading.randomness import alternating_flips, derive_seed, derive_seed_at, uniform
 from datamodules.loading.worker_loaders import BatchRequest, LoadedBatch
@@ -67,11 +67,11 @@ def decoded_side(name: str, size: int) -> int:
 
 
 def _resized(image: Tensor, top: int, left: int, height: int, width: int, size: int) -> Tensor:
-    """A part of an image, scaled to a square: uint8 of shape (3, size, size), in integers on any number of threads."""
+    """A part of an image, scaled to a square: uint8 of shape (3, size, size)."""
     part = image[:, top : top + height, left : left + width]
     if part.shape[1:] == (size, size):
         return part
-    return F.interpolate(part.unsqueeze(0), (size, size), mode="bilinear", antialias=True)[0]
+    return resized(part, size, size)
 
 
 def _side_kept(height: int, width: int, size: int) -> int:
@@ -213,11 +213,11 @@ def shift_and_flip(images: Tensor, shifts: Tensor | None, flips: Tensor | None, 
 def _grey(channels: Tensor) -> Tensor:
     """The brightness that a colour appears to have: (batch, 3, ...) to (batch, 1, ...)."""
     red, green, blue = channels.split(1, dim=1)
-    grey: Tensor = 0.299 * red + 0.587 * green + 0.114 * blue
+    grey: Tensor = (0.299 * red).add_(green, alpha=0.587).add_(blue, alpha=0.114)
     return grey
 
 
-def adjust_colours(images: Tensor, factors: Tensor, normalise: Normalise) -> Tensor:
+def adjust_colours(images: Tensor, factors: Tensor, normalise: Normalise, out: Tensor | None = None) -> Tensor:
     """Brightness, contrast and saturation of each image, as torchvision's ColorJitter has them, then normalised.
 
     One affine map of the colours for each image: it is cut to the range of bytes once, at the end.
@@ -225,17 +225,19 @@ def adjust_colours(images: Tensor, factors: Tensor, normalise: Normalise) -> Ten
     Args:
         images: uint8 of shape (batch, 3, height, width).
         factors: of shape (batch, 3), 1 leaves an image as it is.
+        out: where the result is written, if it is given: contiguous float32.
     """
     brightness, contrast, saturation = (column.view(-1, 1, 1, 1) for column in factors.unbind(1))
-    # Of integers, which floats hold: the sum does not depend on its order, and so not on the batch.
-    sums = images.sum(3, dtype=torch.float32).sum(2, dtype=torch.float64).float()
-    mean = _grey(sums).view(-1, 1, 1, 1) / (images.shape[2] * images.shape[3])
     both = brightness * contrast
+    own = both * saturation
     # Channel by channel, where a number that belongs to a channel costs no time.
-    pixels = images.to(torch.float32, memory_format=torch.contiguous_format)
-    grey = _grey(pixels).mul_(both * (1 - saturation)).add_((1 - contrast) * brightness * mean)
-    pixels = pixels.mul_(both * saturation).add_(grey).clamp_(0, 255)
-    return pixels.mul_(normalise.scale).add_(normalise.shift)
+    pixels = torch.empty(images.shape, dtype=torch.float32, device=images.device) if out is None else out
+    pixels.copy_(images)
+    # Of integers, which floats hold: the sum does not depend on its order, and so not on the batch.
+    sums = pixels.sum(3).sum(2, dtype=torch.float64).float()
+    mean = _grey(sums).view(-1, 1, 1, 1) / (images.shape[2] * images.shape[3])
+    grey = _grey(pixels).mul_(both - own).add_((brightness - both) * mean)
+    return pixels.mul_(own).add_(grey).clamp_(0, 255).mul_(normalise.scale).add_(normalise.shift)
 
 
 @dataclass(frozen=True)
@@ -273,16 +275,21 @@ class BatchAugmentation:
             factors = 1 + _COLOUR * (2 * uniform(self.seed, "colours", epoch, numbers, 3) - 1)
         normalise = self.normalise(images.device)
 
-        def augmented(part: slice) -> Tensor:
+        def augmented(part: slice, out: Tensor | None = None) -> Tensor:
             shift, flip, factor = (None if draws is None else draws[part] for draws in (shifts, flips, factors))
             moved = shift_and_flip(images[part], shift, flip, most)
-            done: Tensor = normalise(moved) if factor is None else adjust_colours(moved, factor, normalise)
-            return done
+            if factor is not None:
+                return adjust_colours(moved, factor, normalise, out)
+            done: Tensor = normalise(moved)
+            return done if out is None else out.copy_(done)
 
-        if images.device.type != "cpu" or is_small(self.size) or not len(images):
+        if images.device.type != "cpu" or is_small(self.size):
             return augmented(slice(None))
         # The cache of a core holds a large image, and not a batch of them.
-        return torch.cat([augmented(slice(i, i + 1)) for i in range(len(images))])
+        found = torch.empty(images.shape, dtype=torch.float32)
+        for i in range(len(images)):
+            augmented(slice(i, i + 1), found[i : i + 1])
+        return found
 
 
 @lru_cache(maxsize=8)

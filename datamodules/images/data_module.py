@@ -4,6 +4,7 @@ Images leave the workers as bytes and are normalised on the device. What a run s
 workers or devices there are, on how often it was interrupted, or on whether decoded images are kept in memory.
 """
 
+import hashlib
 import logging
 import os
 import weakref
@@ -32,7 +33,7 @@ from datamodules.images.augmentation import (
     decoded_side,
     is_small,
 )
-from datamodules.images.files import ImageFiles, UnreadableImage
+from datamodules.images.files import ImageFiles, UnreadableImage, decoders
 from datamodules.images.known_sets import (
     IMAGE_SETS,
     IMAGENET_MEAN,
@@ -209,6 +210,7 @@ class ImageFolderDataModule(ClassificationDataModule):
         self._left_out: dict[str, int] = {}
         self._parts: dict[str, tuple[ImageFiles | Tensor, Tensor]] = {}
         self._files: dict[str, FileTable] = {}
+        self._caches: dict[Path, int] = {}
         self._predict_loader: WorkerEvaluationLoader | None = None
         self._no_download: Exception | None = None
         self._fallback_noted = False
@@ -499,10 +501,12 @@ class ImageFolderDataModule(ClassificationDataModule):
             return None
         folder = Path(self.hparams.cache_dir) if self.hparams.cache_dir else cache_folder("images")
         whole = files.whole()
-        name = f"{whole.digest()[:24]}-{side}"
+        key = hashlib.sha256(f"{whole.digest()} {decoders()}".encode()).hexdigest()
+        cache = folder / f"{key[:24]}-{side}"
         # A photograph has a half more pixels than a square.
-        make_room(folder, min(limit, int(4.5 * side * side) * len(whole)), limit, keep=name)
-        return PixelCache(folder / name, len(whole), limit)
+        self._caches[cache] = int(4.5 * side * side) * len(whole)
+        make_room(folder, min(limit, sum(self._caches.values())), limit, {each.name for each in self._caches})
+        return PixelCache(cache, len(whole), limit, beside=self._caches)
 
     @override
     def setup(self, stage: str) -> None:
@@ -569,6 +573,7 @@ class ImageFolderDataModule(ClassificationDataModule):
             shuffle=self._shuffles,
             weights=self._sampling_weights(reader.targets),
             transform=self._transform(self.augment),
+            names=self._files.get("train", ()),
             mix=Mixing(options.mixup, options.cutmix, self.num_classes, options.seed) if self._mixing else None,
             **self._options(reader),
         )

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
 from pathlib import Path
 
@@ -16,9 +18,24 @@ from datamodules.loading.file_table import FileTable
 from datamodules.loading.heic import prepare_to_read
 from datamodules.loading.unpacking import MOST_PIXELS, check_pixels
 
-__all__ = ["ImageFiles", "UnreadableImage", "load_image"]
+__all__ = ["ImageFiles", "UnreadableImage", "decoders", "load_image", "resized"]
 
 Source = str | Path | bytes | Image.Image
+
+
+_RULES = 1  # Of this file, by which the same content has the same pixels.
+
+
+@cache
+def decoders() -> str:
+    """What the pixels of an image depend on besides its file, for the names of caches."""
+    found = [str(_RULES)]
+    for package in ("pillow", "pillow-heif", "torch", "torchvision"):
+        try:
+            found.append(version(package))
+        except PackageNotFoundError:
+            found.append("")
+    return " ".join(found)
 
 
 class UnreadableImage(UserError):
@@ -31,10 +48,23 @@ def _reduced(size: tuple[int, int], short_side: int) -> tuple[int, int]:
     return size if scale >= 1 else (max(1, round(size[0] * scale)), max(1, round(size[1] * scale)))
 
 
+def resized(image: Tensor, height: int, width: int) -> Tensor:
+    """An image scaled, without jagged edges: uint8 of shape (3, any, any) to (3, height, width).
+
+    It is computed in integers, the same on any number of threads, and fastest where the channels are innermost, as
+    decoders write them.
+    """
+    # A batch of one by strides that say so: those of unsqueeze(0) would have it copied first.
+    batch = image.permute(1, 2, 0).unsqueeze(0).permute(0, 3, 1, 2)
+    return F.interpolate(batch, (height, width), mode="bilinear", antialias=True)[0]
+
+
 def _as_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         # Pillow clips 16 bits to 255 instead of scaling them.
         image = image.convert("F").point(lambda value: value * (1 / 257) + 0)
+    elif image.mode == "F" and all(isinstance(n, float) and 0 <= n <= 1 for n in image.getextrema()):
+        image = image.point(lambda value: value * 255 + 0)
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
@@ -90,7 +120,7 @@ def _decode(source: Source, short_side: int, most_pixels: int, name: str) -> Ten
         if pixels is None:
             pixels = _as_tensor(_as_rgb(image))
     if pixels.shape[1:] != (size[1], size[0]):
-        pixels = F.interpolate(pixels.unsqueeze(0), (size[1], size[0]), mode="bilinear", antialias=True)[0]
+        pixels = resized(pixels, size[1], size[0])
     return _upright(pixels, orientation)
 
 

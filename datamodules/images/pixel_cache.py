@@ -8,9 +8,9 @@ import contextlib
 import logging
 import mmap
 import os
-import shutil
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -36,12 +36,20 @@ _ENTRY = np.dtype(
 _BEFORE_CRC = _ENTRY.itemsize - 4
 # Of the disk, left to others.
 _LEAST_FREE = 0.05
+_FILES = frozenset({"used", "lock", "pixels", "index"})
+_NAME = re.compile(r"[0-9a-f]{24}-\d+")
 
 
 def cache_folder(*names: str) -> Path:
-    """A folder of this package below the user's folder for caches: ``$XDG_CACHE_HOME``, ``~/.cache`` by default."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    return home.expanduser().joinpath("lightning-recipes", *names)
+    """A folder of this package below the user's folder for caches: ``$XDG_CACHE_HOME``, ``~/.cache`` by default.
+
+    A user without a home, as in some containers, has none: there it is a folder that cannot be made.
+    """
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:
+        home = Path(os.devnull)
+    return home.joinpath("lightning-recipes", *names)
 
 
 def _open_to_write(path: Path) -> BinaryIO:
@@ -70,17 +78,27 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def make_room(folder: Path, wanted: int, limit: int, keep: str) -> None:
-    """Delete the caches in a folder that were used least recently, until another of `wanted` bytes fits in the limit.
+def _is_cache(entry: Path) -> bool:
+    """Whether a folder is a cache by its name and by what it holds: the folder of caches may hold anything else."""
+    return (
+        bool(_NAME.fullmatch(entry.name))
+        and entry.is_dir()
+        and not entry.is_symlink()
+        and _FILES.issuperset(os.listdir(entry))  # noqa: PTH208
+    )
 
-    Caches that a process uses stay.
+
+def make_room(folder: Path, wanted: int, limit: int, keep: Collection[str]) -> None:
+    """Delete the caches in a folder that were used least recently, until others of `wanted` bytes fit in the limit.
+
+    Caches that a process uses stay, and so does all that is no cache.
 
     Args:
         folder: with a folder for each cache.
-        keep: the name of the one that room is made for.
+        keep: the names of those that room is made for.
     """
     with contextlib.suppress(OSError):
-        others = [entry for entry in folder.iterdir() if entry.is_dir() and entry.name != keep]
+        others = [entry for entry in folder.iterdir() if entry.name not in keep and _is_cache(entry)]
         others.sort(key=lambda entry: entry.stat().st_mtime)
         total = wanted + sum(map(_size, others))
         for entry in others:
@@ -89,7 +107,9 @@ def make_room(folder: Path, wanted: int, limit: int, keep: str) -> None:
             with (entry / "used").open("ab") as file, contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 total -= _size(entry)
-                shutil.rmtree(entry, ignore_errors=True)
+                for name in _FILES:
+                    (entry / name).unlink(missing_ok=True)
+                entry.rmdir()
 
 
 class PixelCache:
@@ -99,12 +119,13 @@ class PixelCache:
         folder: of this cache; it is made where there is none.
         rows: how many images there may be.
         limit: bytes of images that are kept.
+        beside: folders of other caches whose images count towards the limit.
 
     Copies in other processes, forked or not, open the files for themselves.
     """
 
-    def __init__(self, folder: Path, rows: int, limit: int) -> None:
-        self.folder, self.rows, self.limit = folder, rows, limit
+    def __init__(self, folder: Path, rows: int, limit: int, beside: Collection[Path] = ()) -> None:
+        self.folder, self.rows, self.limit, self.beside = folder, rows, limit, beside
         self._process = 0
         self._files: contextlib.ExitStack | None = None
         self._full = fcntl is None
@@ -112,7 +133,7 @@ class PixelCache:
         self._verified = np.full(rows, -1, np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
-        plain = {"folder", "rows", "limit", "_full", "_verified"}
+        plain = {"folder", "rows", "limit", "beside", "_full", "_verified"}
         return {**{name: self.__dict__[name] for name in plain}, "_process": 0, "_files": None}
 
     def _open(self) -> bool:
@@ -132,8 +153,11 @@ class PixelCache:
             )
             fcntl.flock(used, fcntl.LOCK_SH)
             with self._locked():
-                if os.fstat(index.fileno()).st_size != self.rows * _ENTRY.itemsize:
-                    index.truncate(self.rows * _ENTRY.itemsize)
+                if os.fstat(index.fileno()).st_size != (size := self.rows * _ENTRY.itemsize):
+                    index.truncate(size)
+                    if hasattr(os, "posix_fallocate"):
+                        # A write to memory for which the disk has no room would kill the process.
+                        os.posix_fallocate(index.fileno(), 0, size)
             self._index = np.memmap(index, _ENTRY, "r+", shape=(self.rows,))
             self._map: mmap.mmap | None = None
         except (OSError, ValueError) as error:
@@ -199,7 +223,8 @@ class PixelCache:
             with self._locked():
                 # Appended, so that two processes never write to the same place.
                 start = os.fstat(self._pixels.fileno()).st_size
-                self._full = start + len(content) > self.limit or self._disk_is_full(len(content))
+                held = start + len(content) + self._bytes_beside()
+                self._full = held > self.limit or self._disk_is_full(len(content))
                 if self._full:
                     return
                 os.ftruncate(self._pixels.fileno(), start + len(content))
@@ -213,6 +238,14 @@ class PixelCache:
         entry = np.array((start, height, width, stamp, _sum(content), 0), _ENTRY)
         entry["crc"] = zlib.crc32(entry.tobytes()[:_BEFORE_CRC])
         self._index[row] = entry
+
+    def _bytes_beside(self) -> int:
+        total = 0
+        for folder in self.beside:
+            if folder != self.folder:
+                with contextlib.suppress(FileNotFoundError):
+                    total += (folder / "pixels").stat().st_size
+        return total
 
     def _disk_is_full(self, size: int) -> bool:
         found = os.fstatvfs(self._pixels.fileno())

@@ -3,6 +3,7 @@
 import os
 import stat
 import struct
+import zlib
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,9 +100,9 @@ def _zip_members(path: Path, file: int, size: int) -> Iterator[tuple[str, Member
         _, flags, method, check, packed, unpacked, name_length, extra_length, comment_length, mode, start = fields
         at += 46
         raw = directory[at : at + name_length]
-        name = raw.decode("utf-8" if flags & 0x800 or raw.isascii() else "cp437", "surrogateescape")
+        extra = directory[at + name_length : at + name_length + extra_length]
+        name = _zip_name(raw, extra, is_unicode=bool(flags & 0x800))
         if 0xFFFFFFFF in (packed, unpacked, start):
-            extra = directory[at + name_length : at + name_length + extra_length]
             unpacked, packed, start = _large(extra, unpacked, packed, start)
         at += name_length + extra_length + comment_length
         if "\\" in name and "/" not in name:
@@ -125,16 +126,30 @@ def _zip_members(path: Path, file: int, size: int) -> Iterator[tuple[str, Member
         yield name, Member(start + shift, packed, unpacked, check, method)
 
 
-def _large(extra: bytes, *fields: int) -> Iterator[int]:
-    """The sizes and the place of a file beyond 4 GiB, which stand in a further field."""
+def _extra_field(extra: bytes, wanted: int) -> bytes:
+    """One of the further fields of a file; empty where there is none."""
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<HH", extra)
-        if kind == 1:
-            extra = extra[4 : 4 + length]
-            break
+        if kind == wanted:
+            return extra[4 : 4 + length]
         extra = extra[4 + length :]
-    else:
-        extra = b""
+    return b""
+
+
+def _zip_name(raw: bytes, extra: bytes, is_unicode: bool) -> str:
+    """A file's name. Info-ZIP on Linux writes UTF-8 without saying so, or beside a name in another encoding."""
+    unicode = _extra_field(extra, 0x7075)
+    if unicode[:1] == b"\1" and unicode[1:5] == zlib.crc32(raw).to_bytes(4, "little"):
+        raw, is_unicode = unicode[5:], True
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw.decode("utf-8" if is_unicode else "cp437", "surrogateescape")
+
+
+def _large(extra: bytes, *fields: int) -> Iterator[int]:
+    """The sizes and the place of a file beyond 4 GiB, which stand in a further field."""
+    extra = _extra_field(extra, 1)
     for value in fields:
         if value == 0xFFFFFFFF and len(extra) >= 8:
             value, extra = struct.unpack_from("<Q", extra)[0], extra[8:]
@@ -181,6 +196,7 @@ def _tar_members(path: Path, file: int, size: int) -> Iterator[tuple[str, Member
         try:
             intact = _number(header[148:156]) == sum(header) - sum(header[148:156]) + 8 * ord(" ")
             length, kind, start = _number(header[124:136]), header[156:157], at + _BLOCK
+            intact = intact and length >= 0
             if intact and kind in b"LKxg":
                 data = os.pread(file, min(length, _MOST_FIELDS), start)
                 if kind != b"g":
@@ -188,7 +204,8 @@ def _tar_members(path: Path, file: int, size: int) -> Iterator[tuple[str, Member
                 at = start + _padded(length)
                 continue
             length = int(extended.get("size", length))
-        except ValueError:
+            intact = intact and 0 <= length < 2**63
+        except (ValueError, IndexError, OverflowError):
             intact = False
         if not intact:
             raise _Damaged(
@@ -254,6 +271,11 @@ def index_archive(path: Path) -> ArchiveIndex:
             read = _zip_members if path.suffix.lower() == ".zip" else _tar_members
             for name, found in read(path, file, status.st_size):
                 folder, _, base = name.rpartition("/")
+                if "\0" in name:
+                    raise _Damaged(path, f"is damaged: a name in it has a zero byte, {name!r}")
+                if ".." in folder.split("/") and base:
+                    left_out.append(name)
+                    continue
                 if (place := tree.folder(folder)) is None or is_hidden(base) or not base:
                     continue
                 member: Member | tuple[int, ...] = Member(0, 0, 0, 0, _LINK)
@@ -271,7 +293,9 @@ def index_archive(path: Path) -> ArchiveIndex:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     notes = []
     if left_out:
-        notes.append(f"{path}: left out {len(left_out):,} links and special files, such as {left_out[0]}")
+        notes.append(
+            f"{path}: left out {len(left_out):,} links, special files and paths with .., such as {left_out[0]}"
+        )
     columns = torch.frombuffer(members, dtype=torch.int64).view(-1, 5) if members else torch.empty(0, 5)
     archive = Archive(str(path), columns, (status.st_size, status.st_mtime_ns))
     return ArchiveIndex(tree.top, FileTable(names, f"{path}/", archive), states, notes)

@@ -1,8 +1,8 @@
 """The names of a million files in a few tensors, and what each file holds."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -59,7 +59,10 @@ class FileTable(Sequence[str]):
         """The name of a file, as it is shown to people."""
         if isinstance(row, slice):
             return self.select(torch.arange(len(self))[row])
-        return next(self._names(self._rows[row].view(1)))
+        place = int(self._rows[row])
+        start = int(self._ends[place - 1]) + 1 if place else 0
+        name = self._bytes.numpy().data[start : int(self._ends[place])]
+        return self._root + str(name, "utf-8", "surrogateescape")
 
     @override
     def __iter__(self) -> Iterator[str]:
@@ -98,7 +101,9 @@ class FileTable(Sequence[str]):
         """
         if self._archive is not None:
             return self._archive.read(int(self._rows[row]))
-        return Path(self[row]).read_bytes()
+        # Twice as fast as a Path, which counts where an image takes less than a millisecond.
+        with open(self[row], "rb") as file:  # noqa: PTH123
+            return file.read()
 
     def stamp(self, row: int) -> tuple[int, int]:
         """The size of a file in bytes and the time of its last change in nanoseconds, as they are now.
@@ -110,7 +115,7 @@ class FileTable(Sequence[str]):
         """
         if self._archive is not None:
             return self._archive.size(int(self._rows[row])), self._archive.state[1]
-        status = Path(self[row]).stat()
+        status = os.stat(self[row])  # noqa: PTH116
         return status.st_size, status.st_mtime_ns
 
     def digest(self) -> str:

@@ -118,6 +118,7 @@ class DiskFolder(Folder):
     def _entries(self) -> tuple[dict[str, Folder], dict[str, int]]:
         folders: dict[str, Folder] = {}
         files: list[str] = []
+        special: list[str] = []
         held = 0
         try:
             status = Path(self.path).stat()
@@ -129,10 +130,15 @@ class DiskFolder(Folder):
                         continue
                     if entry.is_dir():
                         folders[entry.name] = DiskFolder(self.prefix + entry.name, self._listing)
-                    else:
+                    elif entry.is_file() or entry.is_symlink():  # A link to nothing is found when it is read.
                         files.append(entry.name)
+                    else:
+                        special.append(entry.name)
         except OSError as error:
             raise UserError(f"{self.path} cannot be listed: {error.strerror or error}") from error
+        if special:
+            pipes = f"{len(special):,} pipes, sockets and devices, such as {special[0]}"
+            self._listing.notes.append(f"{self.path}: left out {pipes}")
         self._listing.states[self.path] = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, held)
         return folders, self._listing.add(self, files)
 

@@ -33,6 +33,7 @@ __all__ = [
 
 _JPEG = (".jpg", ".jpeg", ".jpe", ".jfif")
 _SUFFIXES = (*_JPEG, *(".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm", ".tga", ".avif"))
+_MOST_NOTES = 3  # Of the same kind.
 PARTS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 """The usual names of the parts of a set."""
 
@@ -184,8 +185,21 @@ def open_place(place: Path) -> Opened:
     )
 
 
-def _parts_of(opened: Opened) -> dict[str, Opened]:
-    """The folder of each part, which holds the classes."""
+def _unused(folder: Folder, parts: dict[str, Folder]) -> list[str]:
+    """A note for each folder beside those of the parts that holds images, or folders that may."""
+    notes = []
+    for name in sorted(folder.folders.keys() - {place.name for place in parts.values()}):
+        beside = folder.folders[name]
+        images = sum(map(is_image, beside.files))
+        if beside.folders:
+            notes.append(f"{beside.path} is not used: it is none of train, val and test")
+        elif images:
+            notes.append(f"{beside.path} is not used: its {images:,} images are in no folder of a class")
+    return notes
+
+
+def _parts_of(opened: Opened) -> tuple[dict[str, Opened], list[str]]:
+    """The folder of each part, which holds the classes, and remarks on others."""
     folder, source = opened
     parts = find_parts(folder)
     if isinstance(source, ArchiveIndex):
@@ -202,8 +216,9 @@ def _parts_of(opened: Opened) -> dict[str, Opened]:
                 while inner := _only_folder(top):
                     top = inner
                 opened_parts[part] = Opened(top, index)
-            return opened_parts
-    return {part: Opened(place, source) for part, place in (parts or {"train": folder}).items()}
+            return opened_parts, []
+    notes = _unused(folder, parts) if parts else []
+    return {part: Opened(place, source) for part, place in (parts or {"train": folder}).items()}, notes
 
 
 def _expected(folder: Folder) -> str:
@@ -229,10 +244,10 @@ def scan_tree(folder: str | Path, opened: Opened | None = None) -> ImageTree:
     opened = opened or open_place(Path(folder))
     found: dict[str, dict[str, list[int]]] = {}
     ignored: list[str] = []
-    notes: list[str] = []
-    parts = _parts_of(opened)
+    parts, notes = _parts_of(opened)
     for part, (place, _) in parts.items():
         found[part] = {}
+        empty: list[str] = []
         ignored += sorted(place.prefix + name for name in place.files)
         for name in sorted(place.folders):
             images, others = _split(place.folders[name])
@@ -242,15 +257,27 @@ def scan_tree(folder: str | Path, opened: Opened | None = None) -> ImageTree:
             else:
                 held = f", but {describe_left_out(others)}" if others else ""
                 at = place.folders[name].path
-                notes.append(f"class {name} is left out of {part}: {at} holds no image{held}")
+                empty.append(f"class {name} is left out of {part}: {at} holds no image{held}")
+        if len(empty) > _MOST_NOTES:
+            more = len(empty) - 1
+            empty = [f"{empty[0]}; so are {more:,} more folders of {place.path}"]
+        notes += empty
     classes = tuple(sorted(found["train"]))
+    for name in classes:
+        if name.encode("utf-8", "replace").decode() != name:
+            raise UserError(f"the name of the class folder {name!r} is no UTF-8 text; rename it")
     if not classes:
         others = [file for file in ignored if not is_image(file)]
+        if count := len(ignored) - len(others):
+            what = f"{count:,} images that are" if count > 1 else "an image that is"
+            raise UserError(f"{folder} holds {what} in no folder of a class; {_expected(opened.folder)}")
         found_instead = f" (found {describe_left_out(others)})" if others else ""
         raise UserError(f"{folder} holds no class with images{found_instead}; {_expected(opened.folder)}")
-    if all(name.lower() in sum(PARTS.values(), ()) for name in classes):
-        at = parts["train"].folder.prefix + classes[0]
-        raise UserError(f"{at} holds images without class folders; {_expected(opened.folder)}")
+    if named := [name for name in classes if name.lower() in sum(PARTS.values(), ())]:
+        at = parts["train"].folder.prefix + named[0]
+        if len(named) == len(classes):
+            raise UserError(f"{at} holds images without class folders; {_expected(opened.folder)}")
+        notes.append(f"{at} is taken as a class, as it holds images without class folders")
     if len(classes) == 1:
         raise UserError(f"{folder} holds images of one class only, {classes[0]}; {_expected(opened.folder)}")
     for part, by_class in found.items():
@@ -261,10 +288,11 @@ def scan_tree(folder: str | Path, opened: Opened | None = None) -> ImageTree:
             )
         if missing := sorted(set(classes) - set(by_class)):
             notes.append(f"{part} has no image of {', '.join(missing)}: scores say nothing about them")
-    if ignored:
-        notes.append(
-            f"left out {len(ignored):,} files that are no images by their endings: {describe_left_out(ignored)}"
-        )
+    loose, others = [file for file in ignored if is_image(file)], [file for file in ignored if not is_image(file)]
+    if loose:
+        notes.append(f"left out {len(loose):,} images that are in no folder of a class, such as {loose[0]}")
+    if others:
+        notes.append(f"left out {len(others):,} files that are no images by their endings: {describe_left_out(others)}")
     files: dict[str, tuple[FileTable, Tensor]] = {}
     for part, by_class in found.items():
         rows = [torch.tensor(by_class.get(name, []), dtype=torch.int64) for name in classes]

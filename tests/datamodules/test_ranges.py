@@ -81,7 +81,7 @@ def test_a_range_is_said_in_words() -> None:
         "above 0",
         "a finite number",
         "above 0 and below 1",
-        "a whole number, 1 or more and 2,147,483,647 at most",
+        "a whole number, 1 or more",
     ]
     check_ranges(open=(None, COUNT), share=(1, SHARE))
     for value in ("1", [1], math.nan, 1 + 0j):

@@ -21,6 +21,7 @@ from datamodules.images.augmentation import (
     crop_box,
     shift_and_flip,
 )
+from datamodules.images.files import resized
 from datamodules.loading.normalise import Normalise
 from datamodules.loading.worker_loaders import BatchRequest
 
@@ -157,6 +158,28 @@ def test_colours_are_those_of_torchvisions_operations_normalised():
     unchanged = adjust_colours(IMAGES, torch.ones(12, 3), normalise)
     assert torch.allclose(unchanged, normalise(IMAGES), atol=1e-5)
     assert torch.equal(adjust_colours(images[4:5], factors[4:5], normalise)[0], found[4])
+
+
+@given(top=st.integers(0, 20), height=st.integers(1, 60), width=st.integers(1, 90), size=st.integers(1, 70))
+def test_scaling_gives_the_same_bits_however_the_pixels_lie_in_memory(top: int, height: int, width: int, size: int):
+    decoded = torch.randint(0, 256, (90, 100, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    part = decoded.permute(2, 0, 1)[:, top : top + height, 5 : 5 + width]
+    planes = part.contiguous()
+    usual = torch.nn.functional.interpolate(planes[None], (size, size + 3), mode="bilinear", antialias=True)[0]
+    assert torch.equal(resized(part, size, size + 3), usual)
+    assert torch.equal(resized(planes, size, size + 3), usual)
+
+
+@pytest.mark.parametrize("name", ["light", "standard", "none"])
+def test_a_batch_is_augmented_as_its_images_are(name: str):
+    augment = BatchAugmentation(name, 80, 1, True, lambda _: Normalise((0.5, 0.4, 0.3), (0.2, 0.25, 0.3)))
+    images = torch.randint(0, 256, (5, 80, 80, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+    numbers = torch.tensor([4, 0, 9, 9, 2])
+    together = augment(images, numbers, 3)
+    alone = torch.cat([augment(images[i : i + 1].contiguous(), numbers[i : i + 1], 3) for i in range(5)])
+    assert torch.equal(together, alone)
+    assert together.is_contiguous()
+    assert augment(images[:0], numbers[:0], 3).shape == (0, 3, 80, 80)
 
 
 def test_an_unknown_augmentation_is_refused():

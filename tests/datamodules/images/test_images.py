@@ -118,6 +118,23 @@ def test_repeats_of_a_rare_class_are_augmented_differently_and_weights_of_classe
     assert torch.allclose(weights, torch.tensor([5.0, 5 / 9]))
 
 
+def test_parts_of_one_run_do_not_delete_each_others_caches_and_other_decoders_have_their_own(tree, monkeypatch):
+    def set_up() -> tuple[ImageFolderDataModule, list[Path]]:
+        data = _data(tree, cache_gb=20_000 / 2**30, cache_dir=str(tree / "caches"))
+        return data, [images.cache.folder / "pixels" for images, _ in data._parts.values()]
+
+    data, files = set_up()
+    list(data.train_dataloader())
+    list(data.val_dataloader())
+    sizes = [file.stat().st_size for file in files]
+    assert 0 < sum(sizes) <= 20_000
+    _, again = set_up()
+    assert again == files
+    assert [file.stat().st_size for file in files] == sizes
+    monkeypatch.setattr("datamodules.images.data_module.decoders", lambda: "others")
+    assert not set(set_up()[1]) & set(files)
+
+
 def test_a_cache_too_small_for_all_keeps_what_fits(tree, tmp_path):
     expected = _batches(_data(tree, cache_gb=0))
     data = _data(tree, cache_gb=20_000 / 2**30, cache_dir=str(tmp_path / "cache"))
@@ -266,6 +283,19 @@ def test_numbered_batches_are_the_images_of_evaluation_with_their_numbers(tree):
     assert data.on_after_batch_transfer(features[0], 0)[0] is features[0][0]
 
 
+def test_a_run_goes_on_with_the_same_files_wherever_they_lie_and_with_no_others(tree, tmp_path_factory):
+    state = _data(tree).train_dataloader().state_dict()
+    elsewhere = shutil.copytree(tree, tmp_path_factory.mktemp("elsewhere") / "photographs")
+    for folder in (elsewhere, shutil.make_archive(str(elsewhere), "zip", elsewhere)):
+        _data(folder, image_size=32).train_dataloader().load_state_dict(state)
+    (elsewhere / "train" / "bee" / "100.png").rename(elsewhere / "train" / "bee" / "99.png")
+    with pytest.raises(UserError, match="of a run on 13 samples, found 13, others or in another order; resume"):
+        _data(elsewhere).train_dataloader().load_state_dict(state)
+    write_class(elsewhere / "train" / "cow", 1, 900)
+    with pytest.raises(UserError, match="of a run on 13 samples, found 14; resume with the same data"):
+        _data(elsewhere).train_dataloader().load_state_dict(state)
+
+
 def test_loaders_that_are_made_anew_do_not_keep_the_workers_of_those_before(tree):
     data = _data(tree, num_workers=1)
     before = len(multiprocessing.active_children())
@@ -361,11 +391,47 @@ def test_files_that_are_not_images_are_counted_and_hidden_ones_are_not(tree, not
     assert "left out 2 files that are no images by their endings: 1 .md, 1 .txt, such as" in _messages(notes)[0]
 
 
+def test_images_and_folders_that_no_part_takes_are_told(tree, notes):
+    shutil.move(tree / "val" / "ant" / "050.png", tree / "val" / "050.png")
+    write_class(tree / "test", 3)
+    write_class(tree / "more" / "ant", 2)
+    os.mkfifo(tree / "train" / "cow" / "pipe.jpg")
+    assert _data(tree).sizes == {"train": 13, "val": 6}
+    assert _messages(notes) == [
+        f"note: {tree}/train/cow: left out 1 pipes, sockets and devices, such as pipe.jpg",
+        f"note: {tree}/more is not used: it is none of train, val and test",
+        f"note: {tree}/test is not used: its 3 images are in no folder of a class",
+        f"note: left out 1 images that are in no folder of a class, such as {tree}/val/050.png",
+    ]
+
+
+def test_a_folder_of_images_beside_classes_is_a_class_and_said_to_be(tree, notes):
+    write_class(tree / "train" / "test", 3)
+    assert _data(tree / "train", val_fraction=0).info.classes == ("ant", "bee", "cow", "test")
+    assert _messages(notes) == [
+        f"note: {tree}/train/test is taken as a class, as it holds images without class folders"
+    ]
+
+
+def test_a_class_whose_name_is_no_text_is_refused(tree):
+    (tree / "train" / "ant").rename(tree / "train" / os.fsdecode(b"caf\xe9"))
+    with pytest.raises(UserError, match=r"the name of the class folder 'caf\\udce9' is no UTF-8 text; rename it"):
+        _data(tree)
+
+
 def test_an_empty_class_is_left_out_with_a_note(tree, notes):
     (tree / "train" / "dog").mkdir()
     data = _data(tree)
     assert data.info.classes == CLASSES
     assert "class dog is left out of train" in _messages(notes)[0]
+
+
+def test_many_folders_without_images_are_one_note(tree, notes):
+    for number in range(5):
+        (tree / "train" / f"empty{number}").mkdir()
+    assert _data(tree).info.classes == CLASSES
+    at = f"{tree}/train/empty0 holds no image; so are 4 more folders of {tree}/train"
+    assert _messages(notes) == [f"note: class empty0 is left out of train: {at}"]
 
 
 def test_a_class_that_val_lacks_is_noted(tree, notes):
@@ -383,7 +449,7 @@ def test_a_class_that_train_lacks_is_refused(tree):
 
 def _no_classes(folder: Path) -> str:
     _noise(1).save(folder / "1.jpg")
-    return "holds no class with images; expected a folder of images for each class"
+    return "holds an image that is in no folder of a class; expected a folder of images for each class"
 
 
 def _one_class(folder: Path) -> str:
@@ -544,6 +610,8 @@ def test_images_of_any_mode_become_rgb_bytes(tmp_path):
     assert (_saved(Image.new("LA", (6, 4), (0, 0)), tmp_path / "la.png") == 255).all()
     deep = Image.new("I;16", (6, 4), 25_700)
     assert (_saved(deep, tmp_path / "deep.png") == 100).all()
+    for brightness, byte in ((0.4, 102), (100.0, 100)):  # Of 1, or of 255.
+        assert (_saved(Image.new("F", (6, 4), brightness), tmp_path / "floats.tif") == byte).all()
     half = Image.new("1", (6, 4), 1)
     assert (_saved(half, tmp_path / "bits.png") == 255).all()
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from datamodules.images.files import ImageFiles, load_image
-from datamodules.images.pixel_cache import PixelCache, make_room
+from datamodules.images.pixel_cache import PixelCache, cache_folder, make_room
 from datamodules.loading.file_table import FileTable
 from tests.datamodules.images.test_images import write_class
 
@@ -129,6 +129,13 @@ def test_a_folder_that_cannot_be_written_is_no_cache(tmp_path):
     assert cache.get(0, 1) is None
 
 
+def test_the_disk_has_room_for_the_index_before_it_is_written_through_memory(tmp_path):
+    cache = PixelCache(tmp_path / "one", 10_000, 1 << 20)
+    assert cache.get(0, 1) is None
+    status = (tmp_path / "one" / "index").stat()
+    assert status.st_blocks * 512 >= status.st_size >= 10_000 * 30
+
+
 def test_a_full_disk_ends_the_caching_and_nothing_else(tmp_path, monkeypatch):
     cache = _cache(tmp_path)
     cache.put(0, 1, _image(0))
@@ -145,15 +152,56 @@ def test_a_full_disk_ends_the_caching_and_nothing_else(tmp_path, monkeypatch):
     assert cache.get(2, 1) is None
 
 
+OLD, USED, NEW, MINE = (f"{number:024x}-64" for number in range(4))
+
+
 def test_room_is_made_by_deleting_the_least_recently_used_caches_that_nobody_uses(tmp_path):
-    caches = {name: PixelCache(tmp_path / name, 1, 1000) for name in ("old", "used", "new")}
+    caches = {name: PixelCache(tmp_path / name, 1, 1000) for name in (OLD, USED, NEW)}
     for place, (name, cache) in enumerate(caches.items()):
         cache.put(0, 1, _image(place))
         os.utime(tmp_path / name, (place, place))
-    for name in ("old", "new"):
+    for name in (OLD, NEW):
         caches[name].close()
-    make_room(tmp_path, wanted=100, limit=300, keep="mine")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "used"]
-    make_room(tmp_path, wanted=400, limit=400, keep="mine")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["used"]
-    make_room(tmp_path / "none", wanted=400, limit=400, keep="mine")
+    make_room(tmp_path, wanted=100, limit=300, keep=[MINE])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [USED, NEW]
+    make_room(tmp_path, wanted=400, limit=400, keep=[MINE, NEW])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [USED, NEW]
+    make_room(tmp_path, wanted=400, limit=400, keep=[MINE])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [USED]
+    make_room(tmp_path / "none", wanted=400, limit=400, keep=[MINE])
+
+
+def test_room_is_made_of_nothing_but_caches(tmp_path):
+    """`cache_dir` may be a folder with the user's own files, such as the images themselves."""
+    cache = PixelCache(tmp_path / OLD, 1, 1000)
+    cache.put(0, 1, _image(0))
+    cache.close()
+    (tmp_path / "photographs" / "cats").mkdir(parents=True)
+    (tmp_path / "photographs" / "cats" / "1.jpg").write_bytes(b"mine")
+    (tmp_path / USED).mkdir()
+    for name in ("used", "notes.txt"):
+        (tmp_path / USED / name).write_text("mine")
+    (tmp_path / NEW).symlink_to(tmp_path / "photographs", target_is_directory=True)
+    before = {path for path in tmp_path.rglob("*") if OLD not in path.parts}
+    make_room(tmp_path, wanted=10**9, limit=10**9, keep=[MINE])
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_caches_of_one_run_share_the_limit(tmp_path):
+    beside = [tmp_path / name for name in "ab"]
+    first, second = (PixelCache(folder, COUNT, 190, beside) for folder in beside)
+    for row in range(2):
+        first.put(row, 1, _image(row))
+        second.put(row, 1, _image(row))
+    kept = [cache.get(row, 1) is not None for row in range(2) for cache in (first, second)]
+    assert kept == [True, True, True, False]
+
+
+def test_without_a_home_nothing_is_kept(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # As without HOME and a name of the user.
+    monkeypatch.chdir(tmp_path)
+    cache = PixelCache(cache_folder("images", "one"), COUNT, 1 << 20)
+    cache.put(0, 1, _image(0))
+    assert cache.get(0, 1) is None
+    assert not list(tmp_path.iterdir())

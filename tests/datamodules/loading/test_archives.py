@@ -6,6 +6,7 @@ import pickle
 import shutil
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,49 @@ def test_later_files_replace_earlier_ones_and_links_are_followed_or_counted(tmp_
     files = tree.parts["train"][0]
     assert [Path(name).name for name in files] == ["1.png", "1.png", "2.png"]
     assert {files.read(row) for row in range(3)} == {(tmp_path / "bee.png").read_bytes()}
-    assert tree.notes == [f"{tmp_path}/x.tar: left out 1 links and special files, such as bee/3.png"]
+    assert tree.notes == [f"{tmp_path}/x.tar: left out 1 links, special files and paths with .., such as bee/3.png"]
+
+
+def _zip_with_names(files: dict[str, bytes], target: Path, encoding: str, field: bool) -> None:
+    """A zip archive whose names are in an encoding that nothing tells of; a field may have them in UTF-8."""
+    raw = {name: name.encode(encoding, "replace") for name in files}
+    ascii_names = {name: chr(ord("A") + number) * len(raw[name]) for number, name in enumerate(files)}
+    with zipfile.ZipFile(target, "w") as archive:
+        for name, content in files.items():
+            info = zipfile.ZipInfo(ascii_names[name])
+            if field:
+                data = b"\1" + zlib.crc32(raw[name]).to_bytes(4, "little") + name.encode()
+                info.extra = b"up" + len(data).to_bytes(2, "little") + data
+            archive.writestr(info, content)
+    packed = target.read_bytes()
+    for name in files:
+        packed = packed.replace(ascii_names[name].encode(), raw[name])
+    target.write_bytes(packed)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "field"), [("utf-8", False), ("cp437", False), ("ascii", True), ("latin-1", True)]
+)
+def test_names_in_a_zip_are_those_of_the_folder_whichever_program_wrote_it(tmp_path: Path, encoding: str, field: bool):
+    for number, name in enumerate(("Ämeise", "über")):
+        _image(tmp_path / "photos" / name / "ö.png", number)
+    files = {str(file.relative_to(tmp_path / "photos")): file.read_bytes() for file in tmp_path.rglob("*.png")}
+    _zip_with_names(files, tmp_path / "x.zip", encoding, field)
+    found, folder = (find_images(tmp_path / name) for name in ("x.zip", "photos"))
+    assert found.classes == folder.classes == ("Ämeise", "über")
+    assert [Path(name).name for name in found.parts["train"][0]] == ["ö.png", "ö.png"]
+
+
+def test_paths_that_leave_an_archive_are_counted(tmp_path: Path):
+    for number, name in enumerate(("ant", "bee")):
+        _image(tmp_path / f"{name}.png", number)
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        for name in ("ant", "bee"):
+            archive.add(tmp_path / f"{name}.png", f"{name}/1.png")
+            archive.add(tmp_path / f"{name}.png", f"../{name}/2.png")
+    tree = find_images(tmp_path / "x.tar")
+    assert len(tree.parts["train"][0]) == 2
+    assert tree.notes == [f"{tmp_path}/x.tar: left out 2 links, special files and paths with .., such as ../ant/2.png"]
 
 
 # What is wrong with an archive
@@ -243,9 +286,26 @@ def _move(archive: Path) -> None:
     archive.write_bytes(content)
 
 
+def _set_size(archive: Path, size: bytes) -> None:
+    """Change the size of the first file, with the right check sum."""
+    content = bytearray(archive.read_bytes())
+    at = next(at for at in range(0, len(content), 512) if content[at + 156 : at + 157] == b"0")
+    content[at + 124 : at + 136] = size.ljust(12, b"\0")
+    content[at + 148 : at + 156] = b" " * 8
+    content[at + 148 : at + 156] = f"{sum(content[at : at + 512]):06o}\0 ".encode()
+    archive.write_bytes(content)
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "reason"),
     [
+        ("x.tar", lambda path: _set_size(path, b"-0000001000"), r"x\.tar is no tar archive"),
+        ("x.tar", lambda path: _set_size(path, b"\x80" + b"\xff" * 11), r"x\.tar is no tar archive"),
+        (
+            "x.zip",
+            lambda path: _damage(path, b"bee/1.png", b"bee/1\0png"),
+            r"a name in it has a zero byte, .*1\\x00png",
+        ),
         ("x.zip", lambda path: _cut(path, -30), r"x\.zip is truncated: the list of files at its end is missing"),
         ("x.zip", lambda path: path.write_bytes(b"hello"), r"x\.zip is no zip archive \(it has 5 bytes\); copy"),
         (
@@ -287,7 +347,10 @@ def test_archives_without_images_or_of_one_class_are_refused_as_folders_are(tmp_
     (tmp_path / "folder").mkdir()
     for add, reason in (
         (lambda: None, r"holds no class with images; expected a folder of images for each class"),
-        (lambda: _image(tmp_path / "folder/1.png", 1), r"holds no class with images; expected"),
+        (
+            lambda: _image(tmp_path / "folder/1.png", 1),
+            r"holds an image that is in no folder of a class; expected a folder",
+        ),
         (lambda: _image(tmp_path / "folder/ant/1.png", 1), r"holds images of one class only, ant; expected"),
     ):
         add()
