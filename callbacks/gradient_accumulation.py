@@ -28,6 +28,7 @@ from callbacks.lib.accumulation import (
     samples_per_batch,
     scale_gradients,
     uses_loss,
+    warn_of_separate_statistics,
     weigh_loss,
 )
 from callbacks.lib.consensus import SumWithFlag
@@ -60,6 +61,9 @@ class GradientAccumulation(pl.Callback):
     each call is the mean over all targets. Of several micro-batches only the last could be computed again, so that is
     refused. To LBFGS, and to optimisers other than torch's, the closure returns the mean loss over all targets of the
     update, equal on every rank: line searches depend on it. It is a second number in the same all-reduce.
+
+    BatchNorm normalises over what a layer is given at once, which no weight changes: where that is a part of an update,
+    a warning says so.
 
     A count of 0 takes a micro-batch out, even if its loss is NaN for want of samples. Where samples hold no
     target, divide by ``count.clamp(min=1)``: a gradient that is NaN stays NaN with any weight.
@@ -132,6 +136,7 @@ class GradientAccumulation(pl.Callback):
         check_schedule(trainer, largest)
         if largest > 1 and isinstance(trainer.optimizers[0], LBFGS):
             raise UserError(describe_second_call(trainer.optimizers[0], largest))
+        warn_of_separate_statistics(trainer, pl_module, largest)
         self._running = True
         self.sums.reset()
         old, self._samples_per_batch = self._samples_per_batch, samples_per_batch(trainer)

@@ -5,7 +5,8 @@ It shows a layer that was left out, a learning rate that is too high, and a trun
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
@@ -13,22 +14,73 @@ from typing_extensions import override
 
 from callbacks.drawing.evaluation_samples import tensorboards
 
-__all__ = ["ParameterGroupTable", "group_rows", "markdown_table", "text_table"]
+__all__ = ["ParameterGroupTable", "group_rows", "markdown_table", "merged_rows", "text_table"]
 
 log = logging.getLogger("lightning_recipes")
 
 _COLUMNS = ("group", "parameters", "trainable", "rate", "decay")
 
 
-def group_rows(groups: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """For each group its name, parameters, those that train, rate before warm-up and scaling, and weight decay."""
-    rows: list[tuple[str, ...]] = []
+class _Group(NamedTuple):
+    name: str
+    total: int
+    trainable: int
+    rate: str
+    decay: str
+
+    @property
+    def stage(self) -> str:
+        """The name without what tells the groups of a stage apart."""
+        return self.name.removesuffix(".no_decay").removesuffix(".decay")
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        trains = "all" if self.trainable == self.total else "some" if self.trainable else "none"
+        return self.rate, self.stage if trains == "some" else trains
+
+    def row(self) -> tuple[str, ...]:
+        return self.name, f"{self.total:,}", f"{self.trainable:,}", self.rate, self.decay
+
+
+def _groups(groups: Sequence[dict[str, Any]]) -> list[_Group]:
+    found = []
     for number, group in enumerate(groups):
         sizes = [(p.numel(), p.requires_grad) for p in group["params"]]
         total, trainable = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
         rate, decay = group.get("initial_lr", group["lr"]), group.get("weight_decay", 0.0)
         name = str(group.get("name", number))
-        rows.append((name, f"{total:,}", f"{trainable:,}", f"{float(rate):.3g}", f"{float(decay):.3g}"))
+        found.append(_Group(name, total, trainable, f"{float(rate):.3g}", f"{float(decay):.3g}"))
+    return found
+
+
+def group_rows(groups: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """For each group its name, parameters, those that train, rate before warm-up and scaling, and weight decay."""
+    return [group.row() for group in _groups(groups)]
+
+
+def merged_rows(groups: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The same in fewer rows: one for neighbours of the same rate that train, or that are frozen.
+
+    Example:
+        >>> import torch
+        >>> parameter = torch.nn.Parameter(torch.zeros(3))
+        >>> groups = [{"name": name, "params": [parameter], "lr": 0.1} for name in ("fc1.decay", "fc1.no_decay", "fc2")]
+        >>> groups[1]["weight_decay"], groups[0]["weight_decay"] = 0, 0.01
+        >>> merged_rows(groups)
+        [('fc1 to fc2', '9', '9', '0.1', '0.01, 0')]
+    """
+    rows = []
+    for _, neighbours in groupby(_groups(groups), key=lambda group: group.kind):
+        several = list(neighbours)
+        first, last = several[0].stage, several[-1].stage
+        merged = _Group(
+            first if first == last else f"{first} to {last}",
+            sum(group.total for group in several),
+            sum(group.trainable for group in several),
+            several[0].rate,
+            ", ".join(dict.fromkeys(group.decay for group in several)),
+        )
+        rows.append(merged.row() if len(several) > 1 else several[0].row())
     return rows
 
 
@@ -54,7 +106,9 @@ def markdown_table(rows: Sequence[Sequence[str]], columns: Sequence[str] = _COLU
 class ParameterGroupTable(pl.Callback):
     """Prints the parameter groups of each optimiser once, and logs them as text to TensorBoard.
 
-    Runs on: `on_train_start`, when everything is frozen that will be. The line goes to the logger
+    Neighbours of the same rate that train, or that are frozen, are printed in one row.
+
+    Runs on: `on_train_start`, when everything is frozen that will be. The table goes to the logger
     ``"lightning_recipes"``, level INFO.
 
     Example:
@@ -68,7 +122,7 @@ class ParameterGroupTable(pl.Callback):
     @rank_zero_only
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for optimizer in trainer.optimizers:
-            rows = group_rows(optimizer.param_groups)
-            log.info("%s", text_table(rows))
+            log.info("%s", text_table(merged_rows(optimizer.param_groups)))
             for writer in tensorboards(trainer):
-                writer.add_text("parameter groups", markdown_table(rows), trainer.global_step)
+                text = markdown_table(group_rows(optimizer.param_groups))
+                writer.add_text("parameter groups", text, trainer.global_step)

@@ -217,7 +217,8 @@ class Preemption(pl.Callback):
         if trainer.is_global_zero:
             done = f"saved {path}" if path else "nothing was saved"
             # First: Slurm may end the program that writes a job's output as soon as it has requeued the job.
-            log.warning("%s after update %d: %s", name_of(signum), trainer.global_step, done)
+            when = f" after update {trainer.global_step}" if trainer.state.fn == "fit" else ""
+            log.warning("%s%s: %s", name_of(signum), when, done)
             if self.requeue and (note := requeue_on(signum)):
                 log.warning("%s", note)
         # Slurm may end the whole step, with the request to requeue, when the first process exits. All is saved: a rank

@@ -37,7 +37,11 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
         for name, value in metrics.items()
         if "_class_" not in name and name.split("/")[0] != "lr" and not name.endswith("_epoch")
     }
-    return "  ".join(f"{name} {float(value):.4f}" for name, value in sorted(shown.items()))
+    return "  ".join(f"{name} {_number(float(value))}" for name, value in sorted(shown.items()))
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
 
 
 def _epoch(trainer: pl.Trainer) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
+from callbacks.lib.batch_norm import processes_together
 from callbacks.lib.global_batch import loader_batch_size
 from callbacks.lib.trainer_attributes import callbacks_of
 from callbacks.lib.updates import AccumulationSchedule
@@ -31,6 +32,7 @@ __all__ = [
     "samples_per_batch",
     "scale_gradients",
     "uses_loss",
+    "warn_of_separate_statistics",
     "weigh_loss",
 ]
 
@@ -279,6 +281,22 @@ def samples_per_batch(trainer: pl.Trainer) -> int | None:
         return sum(map(loader_batch_size, CombinedLoader(trainer.train_dataloader).flattened)) * trainer.world_size
     except UserError:
         return None
+
+
+def warn_of_separate_statistics(trainer: pl.Trainer, pl_module: pl.LightningModule, micro_batches: int) -> None:
+    """Warns of BatchNorm over a part of each update, which is another model for each way to split the update."""
+    together = processes_together(pl_module, trainer.world_size)
+    if together is None or trainer.world_size * micro_batches == together:
+        return
+    apart = trainer.world_size // together
+    at_once = samples_per_batch(trainer)
+    part = f"{at_once // apart} of the {at_once * micro_batches}" if at_once else "a part of the"
+    split, advice = "on other devices", "add SyncBN (--sync-bn) to normalise over all devices"
+    if apart == 1:
+        split, advice = "with other micro-batches", "use as few micro-batches as memory allows"
+    rank_zero_warn(
+        f"BatchNorm normalises over {part} samples of an update, so a run {split} learns something else; {advice}"
+    )
 
 
 def move_place_in_epoch(trainer: pl.Trainer, old_size: int, new_size: int) -> None:

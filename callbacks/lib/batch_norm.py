@@ -25,6 +25,7 @@ __all__ = [
     "combine_moments",
     "exempt_from_broadcast",
     "is_synchronised",
+    "processes_together",
     "recalibrate",
     "restore_batchnorm",
     "running_buffers",
@@ -252,6 +253,21 @@ def sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = 
 def is_synchronised(layer: nn.Module) -> bool:
     """Whether a layer normalises over several processes, as ours or torch's."""
     return isinstance(layer, (_Synchronised, nn.SyncBatchNorm))
+
+
+def processes_together(module: nn.Module, world_size: int) -> int | None:
+    """Over how many of a run's processes the BatchNorm layers that train normalise; None where there are none.
+
+    Example:
+        >>> processes_together(nn.BatchNorm2d(3), 8), processes_together(nn.BatchNorm2d(3).eval(), 8)
+        (1, None)
+    """
+    layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.training]
+    if not layers:
+        return None
+    if world_size == 1 or not all(map(is_synchronised, layers)):
+        return 1
+    return min(dist.get_world_size(layer.process_group) for layer in layers)
 
 
 def restore_batchnorm(module: nn.Module) -> None:

@@ -141,6 +141,13 @@ def training_is_done(trainer: pl.Trainer) -> bool:
     return bool(trainer.fit_loop.epoch_loop._is_training_done)
 
 
+def unused_loader_states(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    """The states of the training loaders in a checkpoint, where Lightning does not load them: at an epoch's end."""
+    loop: Any = trainer.fit_loop
+    states: list[dict[str, Any]] = loop._combined_loader_states_to_load
+    return states
+
+
 def resume_max_steps_at_epoch_end(trainer: pl.Trainer) -> None:
     """Resumes a run with `max_steps` from an epoch's end as one with `max_epochs`.
 

@@ -1,7 +1,7 @@
 """A user's own `datamodules` beside a script is imported in place of ours, and names that we need are missing from it.
 
 Python looks in the script's folder, or with ``python -m`` in the current one, before it looks among the installed
-packages. A folder `recipes` of the user's cannot be detected: then none of our code runs.
+packages. A package `recipes` of the user's cannot be detected: then none of our code runs.
 """
 
 import sys

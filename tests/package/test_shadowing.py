@@ -52,6 +52,13 @@ def test_a_command_ends_with_one_line_that_says_what_to_rename(tmp_path: Path, k
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 
 
+def test_a_folder_named_recipes_is_named(tmp_path: Path) -> None:
+    place = _own("folder", "recipes", tmp_path)
+    done = _python(tmp_path, "-m", "recipes.mnist", "--help")
+    line = f"error: {place} shadows the package `recipes` of lightning-recipes; rename this folder\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+
+
 @pytest.mark.parametrize("kind", ["package", "folder", "module"])
 @pytest.mark.parametrize("statement", ["from recipes import Recipe", "from callbacks import SeedControl"])
 def test_a_script_gets_an_import_error_with_that_line(tmp_path: Path, kind: str, statement: str) -> None:
