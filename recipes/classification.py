@@ -335,8 +335,9 @@ class Classifier(Recipe):
         inputs = _in_dtype_of(self, inputs)
         if self.tta != "none":
             data = data_contract(self.data_module() or self._new_data_module())
-            # In training too, whose end is late for an error.
-            check_views(inputs, self.tta, data.may_flip, data.title)
+            # In training too, whose end is late for an error, but whose inputs may be cached features.
+            example = self.example_input_array if training else None
+            check_views(example if isinstance(example, Tensor) else inputs, self.tta, data.may_flip, data.title)
             if not training:
                 return mean_log_probabilities(self, inputs, self.tta, data.may_flip)
         logits: Tensor = self(inputs).float()

@@ -1,5 +1,6 @@
 """One command line for every recipe: ``run(MyRecipe, MyDataModule)``."""
 
+import difflib
 import io
 import os
 import sys
@@ -305,7 +306,9 @@ class CommandLine:
         args = list(self.args)
         command = args.pop(0) if args and args[0] in _COMMANDS else "fit"
         if args and not args[0].startswith("-") and command not in ("predict", "verify"):
-            raise UserError(f"unknown command {args[0]!r}; expected one of {', '.join(_COMMANDS)}, or a flag")
+            close = difflib.get_close_matches(args[0], _COMMANDS, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(_COMMANDS)}, or a flag"
+            raise UserError(f"unknown command {args[0]!r}; {hint}")
         if command == "predict":
             self.parser.add_argument("inputs", nargs="*")
         return command, args

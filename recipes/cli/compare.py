@@ -341,9 +341,11 @@ def _write(output: Path, runs: Sequence[Run]) -> None:
             Section(_heading(section).capitalize(), columns=columns, rows=rows)
             for section, rows in table_of(runs).items()
         ]
-        drawings = [panel_svg(panel) for panel in panels_of(runs)]
+        # Above the drawings, which the names of many runs would cover.
+        legend = list(zip((run.name for run in runs), colours(len(runs)), strict=True))
+        plain = [panel._replace(lines=[line._replace(name="") for line in panel.lines]) for panel in panels_of(runs)]
         text = "Rings mark the best checkpoints; dotted curves are of the training."
-        curves = [Section("Curves", text, drawings=drawings)] if drawings else []
+        curves = [Section("Curves", text, legend=legend, drawings=list(map(panel_svg, plain)))] if plain else []
         write_text(output, render(f"Comparison of {len(runs)} runs", ", ".join(columns[1:]), [*curves, *tables]))
     elif output.suffix == ".json":
         write_rows(output, [{"name": run.name, "folder": str(run.folder), **run.sections} for run in runs])

@@ -1,16 +1,23 @@
 """The log messages and warnings that it prints or suppresses."""
 
+import io
 import logging
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
 
 from typing_extensions import override
 
 from callbacks.lib.terminal import fitted
 from recipes.launch.rank_zero import is_rank_zero
 
-__all__ = ["configure_logging"]
+__all__ = ["configure_logging", "prints_progress", "warnings_only"]
+
+_PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("recipes", "callbacks", "datamodules"))
 
 
 class _OneLine(logging.Handler):
@@ -27,8 +34,27 @@ class _OneLine(logging.Handler):
             print(fitted(self._translate(record.getMessage()), sys.stderr), file=sys.stderr)  # noqa: T201
 
 
+_level: ContextVar[int] = ContextVar("_level", default=logging.INFO)
+
+
+@contextmanager
+def warnings_only() -> Iterator[None]:
+    """Print nothing but warnings: no messages, no progress and nothing on standard output."""
+    before = _level.set(logging.WARNING)
+    try:
+        with redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        _level.reset(before)
+
+
+def prints_progress() -> bool:
+    """Whether more than warnings is printed."""
+    return _level.get() < logging.WARNING
+
+
 def configure_logging(translate: Callable[[str], str] = str) -> None:
-    """Print our own messages as plain lines, and suppress tips and deprecation warnings of Lightning and others.
+    """Print our messages and warnings as plain lines, and suppress tips and deprecation warnings of others.
 
     Args:
         translate: turns parameters in our messages into flags.
@@ -37,8 +63,20 @@ def configure_logging(translate: Callable[[str], str] = str) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     for name, change in (("lightning.pytorch.profilers", str), ("lightning_recipes", translate)):
         logger = logging.getLogger(name)
-        logger.setLevel(logging.INFO)
+        logger.setLevel(_level.get())
         logger.handlers, logger.propagate = [_OneLine(change)], False
+    show = getattr(warnings.showwarning, "others", warnings.showwarning)
+
+    def show_ours(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any, **named: Any
+    ) -> None:
+        if not any(map(Path(filename).is_relative_to, _PACKAGES)):
+            show(message, category, filename, lineno, *rest, **named)
+        elif is_rank_zero():
+            print(fitted(f"warning: {translate(str(message))}", sys.stderr), file=sys.stderr)  # noqa: T201
+
+    show_ours.others = show  # type: ignore[attr-defined]
+    warnings.showwarning = show_ours
     for module in ("joblib", "lightning", "torch", "tensorboard", "torchmetrics"):
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
     # Pillow's, of large images; ours are refused by their size.

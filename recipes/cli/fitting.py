@@ -1,13 +1,11 @@
 """Training from Python: `fit` does what a recipe's command line does, and returns what was trained."""
 
-import difflib
 import inspect
-import io
 import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +20,9 @@ from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from recipes.cli.command_line import CommandLine
 from recipes.cli.commands import Trained
+from recipes.cli.console import warnings_only
 from recipes.cli.experiment import Classes
+from recipes.cli.flags import nearest
 from recipes.cli.settings import RunSettings
 from recipes.failures.monitor import monitored
 from recipes.launch.settings import LaunchSettings
@@ -118,6 +118,10 @@ def _one_run_of_a_program() -> Iterator[None]:
         if stopped.signum == SIGINT:
             raise KeyboardInterrupt from None
         raise
+    except SystemExit as stopped:
+        if isinstance(stopped.__context__, KeyboardInterrupt):  # Of which Lightning makes one.
+            raise KeyboardInterrupt from None
+        raise
     finally:
         for name in os.environ.keys() - variables.keys():
             del os.environ[name]
@@ -157,7 +161,7 @@ def fit(
         data: a path; images and labels in memory, as `MNISTDataModule.from_arrays` takes them, or a dict of such pairs
             for "train", "val" and "test"; a LightningDataModule or its class; None takes what the settings say.
         callbacks: for the Trainer; a function that makes them, where they must not see both training and test.
-        verbose: print what the command line prints.
+        verbose: print what the command line prints; otherwise warnings only.
         settings: the parameters of the recipe, its data module, the Trainer, and the run, by the names of the flags:
             ``help(MNISTClassifier)``, ``help(MNISTDataModule)`` and ``python -m recipes.mnist --help-all`` say what
             each does.
@@ -185,12 +189,11 @@ def fit(
     classes = Classes(recipe_class, data_class, make, samples, in_program=True)
     args = [f"--{name}={_as_text(name, value)}" for name, value in (given | settings).items()]
     program = f"python -m recipes.{recipe}" if isinstance(recipe, str) else "python PROGRAM.py"
-    with nullcontext() if verbose else redirect_stdout(io.StringIO()):
+    with nullcontext() if verbose else warnings_only():
         line = CommandLine(classes, args, time.monotonic(), program)
         if unknown := settings.keys() - line.parser.types().keys():
             name = min(unknown)
-            close = difflib.get_close_matches(name, line.parser.types(), n=1)
-            raise UserError(f"fit() has no parameter {name}{f'; did you mean {close[0]}?' if close else ''}")
+            raise UserError(f"fit() has no parameter {name}{nearest(name, line.parser.types())}")
         with _one_run_of_a_program(), monitored(line.parser.as_flags, line.after_loss):
             trained = line.main()
     assert trained is not None

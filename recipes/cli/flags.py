@@ -27,7 +27,7 @@ from recipes.cli.messages import ALIASES, as_flags
 from recipes.launch.settings import flag_of
 from recipes.resume.settings_file import is_file, read_settings, setting_lines
 
-__all__ = ["FlagGroup", "FlagParser", "describe_type", "help_width", "without_markup"]
+__all__ = ["FlagGroup", "FlagParser", "describe_type", "help_width", "nearest", "without_markup"]
 
 _CLASS_PATH = "optimizer"
 """The flag whose text may be the import path of a class."""
@@ -150,7 +150,7 @@ def _classes_in(annotation: Any) -> dict[str, type]:
     return found
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """A question about the name that was meant, such as "; did you mean lr?"; nothing where none is close."""
     known = list(names)
     others = {other: meant for other, meant in _OTHER_NAMES.items() if meant in known}
@@ -266,7 +266,8 @@ class FlagParser(ArgumentParser):
                 name, equals, value = name[3:], "=", "false"
             known = name.split(".")[0]
             if known not in self._flags and name != "print_config":
-                hint = _nearest(known, self._flags).replace("mean ", "mean --").replace("_", "-")
+                names = [*self._flags, "help", "help_all", "print_config"]
+                hint = nearest(known, names).replace("mean ", "mean --").replace("_", "-")
                 raise UserError(f"there is no flag --{flag}{hint or '; --help-all lists the flags'}")
             if "." in name and not self._holds_classes(known):
                 raise UserError(f"there is no flag --{flag}, since {flag_of(known)} has no parameters")
@@ -410,7 +411,7 @@ class FlagParser(ArgumentParser):
             given = [one for one in named if one in classes]
             parameters = [name for one in given for name in inspect.signature(classes[one]).parameters]
             return (
-                f"{flag}: {' or '.join(given) or 'the class'} has no parameter {name[1]}{_nearest(name[1], parameters)}"
+                f"{flag}: {' or '.join(given) or 'the class'} has no parameter {name[1]}{nearest(name[1], parameters)}"
             )
         if value := re.search(r'key "(\w+)": Expected a <class .(\w+).>. Got value: (.*)', reason):
             kind = {"int": "a whole number", "float": "a number", "bool": "true or false"}.get(value[2], value[2])
@@ -432,7 +433,7 @@ class FlagParser(ArgumentParser):
 
         for name, value in settings.items():
             if name not in self._flags:
-                return f"{at(str(name))}: there is no setting {name}{_nearest(str(name), self._flags)}"
+                return f"{at(str(name))}: there is no setting {name}{nearest(str(name), self._flags)}"
             failure = self._failure(self.parse_object, {name: value})
             if failure in (None, required):
                 continue

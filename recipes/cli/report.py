@@ -2,6 +2,7 @@
 
 import inspect
 import platform
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -188,10 +189,10 @@ def report(
             "best checkpoint": shown(best),
         }
         if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
-            rows["TensorBoard"] = f"tensorboard --logdir {shown(folder.parent)}"
+            rows["TensorBoard"] = f"tensorboard --logdir {shlex.quote(shown(folder.parent))}"
         example = f" {recipe.predict_example}" if takes_inputs(type(experiment.data)) else ""
         if example or is_overridden("predict_dataloader", experiment.data):
-            rows["predict"] = f"{program} predict --ckpt {shown(best)}{example}"
+            rows["predict"] = f"{program} predict --ckpt {shlex.quote(shown(best))}{example}"
     if folder is None:
         print_pairs(rows)
         return

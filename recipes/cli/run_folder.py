@@ -96,7 +96,9 @@ def _make(folder: Path) -> bool:
 
 
 def _cannot_make(folder: Path, error: OSError) -> UserError:
-    return UserError(f"cannot make the run's folder {folder}: {error.strerror}; pass --run-dir")
+    file = next((parent for parent in folder.parents if parent.is_file()), None)
+    reason = f"{file} is a file" if file else error.strerror
+    return UserError(f"cannot make the run's folder {folder}: {reason}; pass --run-dir")
 
 
 def _new_folder(settings: RunSettings, title: str) -> Path:
@@ -106,6 +108,10 @@ def _new_folder(settings: RunSettings, title: str) -> Path:
     folder, number = parent / name, 1
     while True:
         if _make(folder):
+            if settings.name and number > 1:
+                print_error(
+                    f"note: {parent / name} exists, so this run is {folder}; --resume auto goes on in the first"
+                )
             return folder
         number += 1
         folder = parent / f"{name}-{number}"
@@ -274,6 +280,18 @@ class _TensorBoard(TensorBoardLogger):
 class _MetricsFile(ExperimentWriter):
     """Writes metrics.csv; where it cannot, the file stays as it was, and the rows are written with the next ones."""
 
+    def __init__(self, log_dir: str) -> None:
+        super().__init__(log_dir)
+        path = Path(self.metrics_file_path)
+        if path.is_file():
+            with path.open(newline="", encoding="utf-8") as file:
+                self.metrics_keys = list(csv.DictReader(file).fieldnames or ())
+
+    @override
+    def _check_log_dir_exists(self) -> None:
+        # Lightning's method deletes a file that is there, and it holds what was logged before a resume.
+        pass
+
     @override
     def save(self) -> None:
         if not self.metrics:
@@ -307,11 +325,9 @@ class _CSV(CSVLogger):
     @property
     @override
     def experiment(self) -> Any:
-        writer = super().experiment
-        if is_rank_zero() and not isinstance(writer, _MetricsFile):
-            writer = _MetricsFile(self.log_dir)
-            set_writer(self, writer)
-        return writer
+        if is_rank_zero() and self._experiment is None:
+            set_writer(self, _MetricsFile(self.log_dir))
+        return super().experiment
 
     @override
     def save(self) -> None:
@@ -411,15 +427,18 @@ def _mlflow(folder: Path) -> MLFlowLogger:
 
 
 def _csv(folder: Path, resume: str | None) -> CSVLogger:
-    rows: list[dict[str, Any]] = []
-    metrics_file = folder / "metrics.csv"
-    if resume and metrics_file.is_file():
-        done = read_run(resume).updates
-        with metrics_file.open(newline="", encoding="utf-8") as file:
-            rows = [{k: v for k, v in row.items() if v} for row in csv.DictReader(file) if int(row["step"]) < done]
-    csv_logger = _CSV(str(folder), name="", version="")
-    if is_rank_zero() and rows:
-        # The logger starts with an empty file; what was logged up to the checkpoint is written first.
-        csv_logger.experiment.metrics.extend(rows)
-        csv_logger.save()
-    return csv_logger
+    # Only rank 0 looks at the file: it may lie on a disk that all nodes share.
+    if is_rank_zero():
+        _shorten(folder / "metrics.csv", read_run(resume).updates if resume else 0)
+    return _CSV(str(folder), name="", version="")
+
+
+def _shorten(file: Path, updates: int) -> None:
+    """Keep what was logged in the first `updates` of a run."""
+    if not updates:
+        file.unlink(missing_ok=True)
+    elif file.is_file():
+        with file.open(newline="", encoding="utf-8") as lines:
+            table = csv.DictReader(lines)
+            rows = [row for row in table if int(row["step"]) < updates]
+        write_rows(file, rows, table.fieldnames)

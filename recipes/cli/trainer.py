@@ -18,6 +18,7 @@ from callbacks.lib.lightning_internals import set_collective_timeout
 from callbacks.lib.trainer_attributes import set_callbacks
 from callbacks.run_progress import RunProgress
 from datamodules.errors import UserError
+from recipes.cli.console import prints_progress
 from recipes.cli.experiment import Experiment, Settings, as_user_errors
 from recipes.cli.limits import limits_per_device, micro_batches_per_update
 from recipes.cli.run_folder import logger_names, loggers
@@ -56,7 +57,7 @@ def _print_first_line(trainer: pl.Trainer, experiment: Experiment) -> None:
 def _callbacks(experiment: Experiment) -> list[Callback]:
     """New callbacks of any command."""
     options, callbacks = experiment.settings.trainer, experiment.callbacks()
-    shows = options["enable_progress_bar"] is not False and not options["barebones"]
+    shows = options["enable_progress_bar"] is not False and not options["barebones"] and prints_progress()
     given = any(isinstance(callback, ProgressBar) for callback in callbacks)
     return [FailureReporter(), *callbacks, *([RunProgress()] if shows and not given else [])]
 
@@ -105,6 +106,8 @@ def build_trainer(
     """
     settings = experiment.settings
     options: dict[str, Any] = {**settings.trainer, **_limits(settings)}
+    if not prints_progress():
+        options["enable_progress_bar"] = False
     options["strategy"] = build_strategy(
         options["strategy"], settings.launch.world_size, options["accelerator"], settings.run.gradient_compression
     )

@@ -3,8 +3,8 @@
 import importlib.util
 import json
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,10 +92,18 @@ def _check_packages(kind: str) -> None:
         raise UserError(f"onnx needs {', '.join(missing)}; run pip install 'lightning-recipes[onnx]'")
 
 
+@contextmanager
+def _part_of(path: Path) -> Iterator[Path]:
+    """A file that takes the place of `path` in the end."""
+    with whole_or_nothing(path) as part:
+        part.touch()  # Where that fails, exporters would raise errors of their own.
+        yield part
+
+
 def _export_weights(recipe: Recipe, path: Path, kind: str, metadata: dict[str, Any]) -> Exported:
     if (path.suffix == ".safetensors") != (kind == "safetensors"):
         raise UserError(f"--output {path}: a {kind} file ends in {_ENDINGS[kind]}")
-    with whole_or_nothing(path) as part:
+    with _part_of(path) as part:
         write_weights(recipe.network, part, kind, metadata)
         network, example = check_weights(recipe, part, kind), recipe.example_input_array
         if not isinstance(example, Tensor):
@@ -127,7 +135,7 @@ def _export_graphs(recipe: Recipe, path: Path, kind: str, graphs: list[Graph], m
         if len(graphs) > 1:
             stack.callback(_remove_empty, path)
         for graph, file in zip(graphs, files, strict=True):
-            part = stack.enter_context(whole_or_nothing(file))
+            part = stack.enter_context(_part_of(file))
             errors += _errors(graph, write_graph(graph, part, kind, metadata))
         for name, text in texts.items():
             stack.enter_context(whole_or_nothing(path / name)).write_text(text, encoding="utf-8")
@@ -169,6 +177,9 @@ def export(
     metadata = json.loads(json.dumps(recipe.export_metadata() | {"config": checkpoint.get("config")}, default=str))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if kind in _WEIGHTS:
-            return _export_weights(recipe, path, kind, metadata)
-        return _export_graphs(recipe, path, kind, graphs, metadata)
+        try:
+            if kind in _WEIGHTS:
+                return _export_weights(recipe, path, kind, metadata)
+            return _export_graphs(recipe, path, kind, graphs, metadata)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror or error}; pass another --output") from error

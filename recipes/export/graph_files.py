@@ -115,7 +115,7 @@ def write_graph(graph: Graph, path: Path, kind: str, metadata: Mapping[str, Any]
     """
     try:
         return _WRITERS[kind](graph, path, metadata)
-    except UserError:
+    except (UserError, OSError):
         raise
     except Exception as error:  # What torch's exporters make of a network may be anything.
         reason = str(error).strip().partition("\n")[0]

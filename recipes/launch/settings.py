@@ -98,7 +98,7 @@ class Command:
                 kept.append(shlex.quote(arg))
         for name, value in flags.items():
             if value is not None:
-                kept += [flag_of(name), str(value)]
+                kept += [flag_of(name), shlex.quote(str(value))]
         return " ".join([start, *kept])
 
     def _start(self) -> str:

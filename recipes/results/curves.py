@@ -176,7 +176,7 @@ def read_curves(folder: Path) -> Curves:
     places = {column: place for column in {c: None for row in rows for c in row} if (place := _place(column))}
     for column in [column for column in places if column.removesuffix("_epoch") in places.keys() - {column}]:
         # The means of epochs and those within them: a run of several epochs shows the first, beside its validations.
-        several = sum(column in row for row in rows) > 2
+        several = sum(column in row for row in rows) > 1
         del places[column.removesuffix("_epoch") if several else column]
     curves = Curves({}, _epochs_done(row for row in rows if row.keys() & places.keys()))
     for number, row in enumerate(rows):
@@ -262,7 +262,7 @@ def _draw(axes: "Axes", panel: Panel) -> None:
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axes.yaxis.set_major_locator(MaxNLocator(5))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
     axes.grid(color=GRID_COLOUR, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -31,6 +31,7 @@ class Section:
     Args:
         tiles: the main figures, large.
         code: in a fixed-width font.
+        legend: names and colours of the curves in the drawings.
         drawings: as SVG, which is not escaped.
         columns: heads of the table's columns.
         rows: of the table, each with its name first.
@@ -43,6 +44,7 @@ class Section:
     _: KW_ONLY
     tiles: Mapping[str, str] = field(default_factory=dict)
     code: str = ""
+    legend: Sequence[tuple[str, str]] = ()
     drawings: Sequence[str] = ()
     images: Sequence[Image] = ()
     columns: Sequence[str] = ()

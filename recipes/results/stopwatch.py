@@ -74,8 +74,8 @@ def _with_total(seconds: Mapping[str, float]) -> dict[str, float]:
 class Stopwatch(PartTimer, pl.Callback):
     """Measures the seconds of each of `PARTS`, the epochs trained, and the parameters that trained.
 
-    `started` is True once the first batch is about to be trained, after all checks. `sizes` holds the samples of the
-    parts that the loaders tell and the data module does not have to. Checkpoints hold the seconds up to them.
+    `started` is True from the first epoch on, unless it ended before an update was made. `sizes` holds the samples of
+    the parts that the loaders tell and the data module does not have to. Checkpoints hold the seconds up to them.
 
     Args:
         started_at: `time.monotonic` when the program was started.
@@ -87,7 +87,7 @@ class Stopwatch(PartTimer, pl.Callback):
         self.trainable = 0
         self.sizes: dict[str, int] = {}
         self.started = False
-        self._first_batch = 0
+        self._first_batch = self._first_update = 0
         self._earlier: dict[str, float] = {}
 
     @override
@@ -120,7 +120,7 @@ class Stopwatch(PartTimer, pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._first_batch = trainer.fit_loop.total_batch_idx
+        self._first_batch, self._first_update = trainer.fit_loop.total_batch_idx, trainer.global_step
         # Here, since frozen layers are unfrozen when the run has ended.
         self.trainable = count_parameters(pl_module)[1]
         self.replace_first("other")
@@ -129,6 +129,11 @@ class Stopwatch(PartTimer, pl.Callback):
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.started = True
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if trainer.state.fn == "fit" and trainer.global_step == self._first_update:
+            self.started = False
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

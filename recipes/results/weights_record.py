@@ -90,6 +90,8 @@ def read_record(folder: Path) -> list[tuple[Start, list[Save]]]:
         UserError: there is none, or it is damaged.
     """
     path = folder / _FILE
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}; expected that of a run, such as runs/mnist/NAME")
     if not path.is_file():
         raise UserError(
             f"there is no {path}: expected the folder of a run, which records a hash of its weights at each save"

@@ -22,7 +22,7 @@ def reversed_positions(lengths: Tensor, time: int) -> Tensor:
         tensor([[2, 1, 0, 3],
                 [1, 0, 2, 3]])
     """
-    positions = torch.arange(time, device=lengths.device).expand(lengths.shape[0], time)
+    positions = torch.arange(time, device=lengths.device)
     ends = lengths.unsqueeze(1)
     return torch.where(positions < ends, ends - 1 - positions, positions)
 
@@ -67,8 +67,8 @@ class Encoder(nn.Module):
             if number > 0:
                 states = self.dropout(states)
             ahead = forward_layer(states)[0]
-            behind = backward_layer(states.gather(1, order.expand_as(states)))[0]
-            behind = behind.gather(1, order.expand_as(behind))
+            behind = backward_layer(states.gather(1, order.expand(-1, -1, states.shape[2])))[0]
+            behind = behind.gather(1, order.expand(-1, -1, behind.shape[2]))
             states = torch.cat((ahead, behind), 2)
             ends.append(torch.cat((ahead[rows, lengths - 1], behind[:, 0]), 1))
         return states, torch.stack(ends)

@@ -204,7 +204,7 @@ class Translator(Recipe):
     @override
     def headline(self, scores: dict[str, float]) -> dict[str, str]:
         rows = {}
-        for part, how in (("val", "greedy"), ("test", f"beam {self.hparams.beam}")):
+        for part, how in (("val", "greedy, of tokens"), ("test", f"beam {self.hparams.beam}, of tokens")):
             if f"{part}/bleu" in scores:
                 rows[f"{part} BLEU"] = f"{scores[f'{part}/bleu']:.2f} ({how})"
         shown = {"test chrF": "test/chrf", "test perplexity": "test/perplexity"}
@@ -450,8 +450,8 @@ class Translator(Recipe):
             found = Estimate.of(metric, translations, references)
             values = {f"test/{name}": found.score, f"test/{name}_interval": found.interval}
             self.log_dict(values, sync_dist=True, reduce_fx="max")
-            self._standard[f"sacrebleu {metric.title}"] = f"{found.score:.2f} ± {found.interval:.2f}"
-            self._standard[f"{metric.title} signature"] = metric.signature
+            score = f"{found.score:.2f} ± {found.interval:.2f}"
+            self._standard[f"sacrebleu {metric.title}"] = f"{score} ({metric.signature})"
 
     # Translating
 

@@ -182,9 +182,10 @@ def test_predict_reads_dark_and_light_pictures_and_writes_a_file(trained):
     [
         (["--max-epoch", "3"], "error: there is no flag --max-epoch; did you mean --max-epochs?"),
         (["--lr", "fast"], "error: --lr fast is not a number"),
+        (["fti"], "error: unknown command 'fti'; did you mean fit?"),
         (
-            ["fti"],
-            "error: unknown command 'fti'; expected one of fit, validate, test, predict, verify, export, or a flag",
+            ["go"],
+            "error: unknown command 'go'; expected one of fit, validate, test, predict, verify, export, or a flag",
         ),
         (["test"], "error: test needs a checkpoint; pass --ckpt runs/mnist/NAME/checkpoints/best.ckpt"),
         (

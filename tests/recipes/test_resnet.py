@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -364,7 +365,7 @@ def test_loaders_that_are_made_later_yield_features_too(stripes, pretrained, opt
     for cached in (False, True):
         SeedControl(seed=1)
         recipe = ResNetFineTuner(
-            num_classes=2, weights=str(pretrained), freeze_until="fc", cache_features=cached, fused=False
+            num_classes=2, weights=str(pretrained), freeze_until="fc", cache_features=cached, tta="flip", fused=False
         )
         data = ImageFolderDataModule(data_dir=str(stripes), image_size=SIZE, batch_size=8, augment="none")
         trainer = pl.Trainer(**(QUIET | options), max_epochs=2, enable_progress_bar=False, enable_checkpointing=False)
@@ -447,10 +448,12 @@ def test_a_run_reports_which_weights_fit_and_which_groups_train(trained):
     assert "fc.weight" in line
     assert "2 skipped" in line
     assert "2 new" in line
-    rows = {line.split()[0]: line.split()[1:] for line in err.splitlines() if ".decay" in line}
-    assert rows["layer3.decay"][1] == "0"
-    assert rows["layer4.decay"][0] == rows["layer4.decay"][1]
-    assert rows["fc.decay"][2] == "0.03"
+    frozen, *others = err.partition("trainable")[2].splitlines()[1:4]
+    assert frozen.startswith("stem to layer3")
+    assert frozen.split()[4] == "0"
+    rows = {line.split()[0]: line.split()[1:] for line in others}
+    assert rows["layer4"][0] == rows["layer4"][1]
+    assert rows["fc"][2] == "0.03"
     assert "val accuracy" in out
 
 
@@ -554,6 +557,14 @@ def test_the_bare_command_trains_on_the_bundled_digits(tmp_path):
     assert "digits" in err
     results = json.loads(next((tmp_path / "runs" / "resnet").glob("*/results.json")).read_text())
     assert results["scores"]["test/accuracy"] > 0.9
+
+
+def test_a_run_that_ends_before_its_first_update_leaves_no_folder(stripes, tmp_path):
+    shutil.copytree(stripes, tmp_path / "photos")
+    (tmp_path / "photos" / "train" / "down" / "zz.jpg").write_text("no image")
+    done = type_in(tmp_path, "--data-dir", "photos", "--weights", "none", "--arch", "resnet20", "--image-size", "64")
+    assert (done.status, list((tmp_path / "runs" / "resnet").iterdir())) == (2, [])
+    assert "photos/train/down/zz.jpg cannot be read as an image: its content is not an image" in done.err
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ class Wait:
         ours = tuple(f"{ROOT}/{package}/" for package in ("callbacks", "datamodules", "recipes"))
         chosen: tuple[Callable[[str], bool], ...] = (
             lambda path: path.startswith(ours),
-            lambda path: path.startswith(ROOT),
+            lambda path: path.startswith(ROOT) and "/site-packages/" not in path,  # .venv may lie in the repository.
             lambda path: "/lightning/pytorch/" in path,
             lambda path: bool(path),
         )

@@ -1,10 +1,13 @@
 """`fit`, called from Python: the command line's weights, and a program that goes on."""
 
+import contextlib
 import inspect
 import json
 import os
 import pydoc
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -70,6 +73,55 @@ def test_data_are_arrays_parts_or_a_data_module(tmp_path: Path) -> None:
     assert run_ranks(_digits, 1, str(tmp_path)) == [[True, True]]
 
 
+def _other_arrays(folder: str) -> list[str]:
+    os.chdir(folder)
+    digits = load_digits()
+    images, labels = digits.images / 16, digits.target
+    refused = []
+    fit("mnist", (images, labels), name="one", **FEW)
+    for other in ((images[:-1], labels[:-1]), (images[::-1], labels[::-1])):
+        with pytest.raises(UserError) as raised:
+            fit("mnist", other, name="one", resume="auto", **FEW | {"max_epochs": 3})
+        refused.append(str(raised.value))
+    fit("mnist", (images, labels), name="one", resume="auto", **FEW | {"max_epochs": 3})
+    return refused
+
+
+def test_a_run_is_not_resumed_with_other_arrays(tmp_path: Path) -> None:
+    ((fewer, others),) = run_ranks(_other_arrays, 1, str(tmp_path))
+    assert "of a run on 1,475 samples, found 1,474; resume" in fewer
+    assert "others or in another order; resume with the same data" in others
+
+
+QUIET_AND_LOUD = """
+import sys
+import warnings
+from recipes import fit
+
+options = {"dataset": "digits", "max_epochs": 1, "limit_train_batches": 2, "report": False, "logger": "none"}
+fit("mnist", **options, verbose=False, batch_size=4)
+print("now")
+fit("mnist", **options)
+warnings.warn("of the program")
+"""
+
+
+def test_a_quiet_run_prints_nothing_on_a_terminal_either(tmp_path: Path) -> None:
+    terminal, shown = os.openpty()
+    done = subprocess.Popen([sys.executable, "-c", QUIET_AND_LOUD], cwd=tmp_path, stdout=shown, stderr=shown)
+    os.close(shown)
+    text = b""
+    with contextlib.suppress(OSError):  # Its end.
+        while part := os.read(terminal, 4096):
+            text += part
+    os.close(terminal)
+    assert done.wait() == 0, text
+    quiet, _, loud = text.decode().partition("now")
+    assert quiet == ""
+    assert "epoch 1/1" in loud
+    assert loud.count("UserWarning: of the program") == 1
+
+
 def _named(folder: str) -> None:
     os.chdir(folder)
     digits = load_digits()
@@ -113,6 +165,11 @@ class Interrupting(pl.Callback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+class Raising(pl.Callback):
+    def on_train_batch_end(self, *_: object) -> None:
+        raise KeyboardInterrupt
+
+
 def _interrupted(folder: str) -> list[bool]:
     os.chdir(folder)
     options = QUIET | {"max_epochs": 3, "save_every": "1 steps"}
@@ -120,6 +177,8 @@ def _interrupted(folder: str) -> list[bool]:
     whole = fit(Line, Points, name="whole", callbacks=[noted], **options)
     with pytest.raises(KeyboardInterrupt):
         fit(Line, Points, name="stopped", callbacks=[Interrupting()], **options)
+    with pytest.raises(KeyboardInterrupt):
+        fit(Line, Points, name="raised", callbacks=[Raising()], **options)
     resumed = fit(Line, Points, name="stopped", resume="auto", **options)
     again = fit(Line, Points, name="stopped", resume="auto", **options)
     handlers = signal.getsignal(signal.SIGINT) is signal.default_int_handler

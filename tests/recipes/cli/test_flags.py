@@ -95,6 +95,7 @@ def test_a_switch_needs_no_value(parser, args, turning, tests):
     ("args", "message"),
     [
         (["--powr", "3"], "there is no flag --powr; did you mean --power?"),
+        (["--helo"], "there is no flag --helo; did you mean --help?"),
         (["--zzzzzz", "3"], "there is no flag --zzzzzz; --help-all lists the flags"),
         (["--power", "strong"], "--power strong is not a number"),
         (["--power=strong"], "--power strong is not a number"),

@@ -77,8 +77,8 @@ def test_a_broken_import_is_shown() -> None:
 
 
 def test_nothing_is_said_as_a_command_ends() -> None:
-    done = _python("-W", "ignore", "-m", "recipes.mnist", "--help")
-    assert (done.returncode, done.stderr) == (0, "")
+    done = _python("-W", "ignore", "-m", "recipes.mnist", "--helo")
+    assert (done.returncode, done.stderr) == (2, "error: there is no flag --helo; did you mean --help?\n")
 
 
 def test_help_does_not_import_tensorboard() -> None:

@@ -2,17 +2,21 @@
 
 import csv
 import json
+import os
 import resource
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
+from recipes.cli import run_folder
 from recipes.cli.run_folder import log_settings, loggers
 from tests.support.command_lines import typed
 from tests.support.ranks import run_ranks
@@ -105,6 +109,36 @@ def test_metrics_csv_is_as_before_where_there_is_no_room_and_gets_all_rows_later
         *(("1.0", ""), ("2.0", ""), ("3.0", "4.0"), ("5.0", ""))
     ]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+def _log_after_a_resume(folder: str) -> list[str]:
+    file = Path(folder) / "metrics.csv"
+    first = os.environ.get("NODE_RANK", "0") == "0"
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with patch.object(run_folder, "read_run", return_value=SimpleNamespace(updates=2)):
+        (logger,) = loggers(Path(folder), "last.ckpt", ["csv"])
+    contents = [file.read_text()] if first else []
+    for limit in (0, 10**6):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        logger.log_metrics({"b": 4.0}, step=2 + len(contents))
+        logger.save()
+        contents += [file.read_text()] if first else []
+    return contents
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="this system does not limit the size of files")
+def test_what_was_logged_before_a_resume_stays_and_no_moment_is_without_it(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("a,step\n1.0,0\n2.0,1\n3.0,2\n")
+    ((first, full, last),) = run_ranks(_log_after_a_resume, 1, str(tmp_path))
+    assert first == full == "a,step\n1.0,0\n2.0,1\n"
+    rows = [(row["a"], row["b"], row["step"]) for row in csv.DictReader(last.splitlines())]
+    assert rows == [("1.0", "", "0"), ("2.0", "", "1"), ("", "4.0", "3"), ("", "4.0", "4")]
+
+
+def test_only_rank_0_opens_the_metrics_of_a_folder_that_nodes_share(tmp_path: Path) -> None:
+    # Reading this fails, as it did at times while rank 0 wrote the file.
+    (tmp_path / "metrics.csv").write_text("a,step\n1.0,none\n")
+    assert run_ranks(_log_after_a_resume, 1, str(tmp_path), env={"NODE_RANK": "1"}) == [[]]
 
 
 def test_tensorboard_compares_what_differs_and_the_final_score_first(tmp_path: Path) -> None:

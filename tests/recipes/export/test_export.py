@@ -183,6 +183,13 @@ def test_an_output_that_is_a_folder_is_refused(kind: str, saved, tmp_path: Path,
         export(MNISTClassifier(), str(saved[1]), kind, ".")
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="this system has no folder that nobody can write to")
+@pytest.mark.parametrize("kind", ["state-dict", "torchscript"])
+def test_an_output_that_cannot_be_written_is_named(kind: str, saved):
+    with pytest.raises(UserError, match=r"/proc/x\.pt cannot be written: No such file or directory; pass another --o"):
+        export(MNISTClassifier(), str(saved[1]), kind, "/proc/x.pt")
+
+
 class SometimesNaN(MNISTClassifier):
     """A network that, built anew, returns NaN for single images."""
 

@@ -4,7 +4,14 @@ import os
 
 import pytest
 
+from datamodules.errors import UserError
 from recipes.launch.devices import Machine, shared_cores
+
+
+def test_more_processes_than_the_memory_holds_are_refused() -> None:
+    with pytest.raises(UserError, match=r"99999 processes take about 0.5 GiB .* are available; pass --devices \d+, w"):
+        shared_cores(99999, Machine("cpu"))
+    assert shared_cores(99999, Machine("cuda", 8)) is None
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinities")
@@ -13,7 +20,7 @@ def test_more_processes_than_cores_are_warned_of_on_cpus_only() -> None:
     os.sched_setaffinity(0, {min(cores)})
     try:
         assert shared_cores(1, Machine("cpu")) is None
-        assert "64 processes share 1 core of this machine" in str(shared_cores(64, Machine("cpu")))
+        assert "3 processes share 1 core of this machine" in str(shared_cores(3, Machine("cpu")))
         assert shared_cores(64, Machine("cuda", 64)) is None
     finally:
         os.sched_setaffinity(0, cores)
