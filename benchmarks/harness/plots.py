@@ -18,10 +18,11 @@ _TOO_FAR = 12.0
 
 
 def _plain_ticks(axis: "Axis") -> None:
-    """Plain numbers on a logarithmic axis; the small ticks' own would run into each other."""
+    """Plain numbers on a logarithmic axis, few enough that they do not run into each other."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    low, high = axis.get_data_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0, 3.0) if high < 1e4 * low else (1.0,)))
     axis.set_major_formatter(lambda value, _: f"{value:,g}")
     axis.set_minor_formatter(NullFormatter())
 
