@@ -25,6 +25,7 @@ def train(network: str, batch_size: int, steps: int, threads: int, tuned: bool) 
     import torch
     import torch.nn.functional as F
 
+    from callbacks.lib.memory import peak_memory
     from recipes.launch.host_tuning import stop_gpu_search, tune_allocator
     from recipes.mnist.network import ClassicNet, MNISTNet
 
@@ -45,11 +46,11 @@ def train(network: str, batch_size: int, steps: int, threads: int, tuned: bool) 
         loss.backward()
         optimizer.step()
     seconds = time.perf_counter() - start
-    usage = resource.getrusage(resource.RUSAGE_SELF)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
     return {
         "seconds": seconds / steps,
-        "faults": (usage.ru_minflt - faults) / steps,
-        "megabytes": usage.ru_maxrss / 1024,
+        "faults": faults / steps,
+        "megabytes": peak_memory(torch.device("cpu")) / 2**20,
     }
 
 

@@ -7,8 +7,6 @@ length saves: the same batches filled at random are mostly padding.
 
 import gc
 import math
-import resource
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -35,6 +33,7 @@ from benchmarks.harness.measurements import (
 )
 from benchmarks.harness.terminal import interruptible
 from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.lib.memory import peak_memory
 from callbacks.seed_control import SeedControl
 from callbacks.warmup_lr import WarmupLR
 from datamodules.loading.sampling import epoch_order
@@ -118,13 +117,6 @@ def make_recipe(data: TranslationDataModule, hidden: int, epochs: int = EPOCHS) 
     return Seq2SeqTranslator(**settings, hidden_size=hidden, embedding_size=hidden, beam=1, lr=lr)
 
 
-def peak_memory() -> float:
-    """Gigabytes that this process has had at most."""
-    # Kilobytes on Linux, bytes on a Mac.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
 def training_flops(recipe: Seq2SeqTranslator, data: TranslationDataModule) -> float:
     """Floating-point operations of the matrix products behind a target token, forward and backward: 6 for a weight."""
     network, pairs, rows = recipe.network, data.encoded_pairs, data.rows["train"]
@@ -154,7 +146,7 @@ def recipe_contender(
     def measure() -> float:
         clock = _Clock()
         fit(recipe, data, precision, 1, batches, clock)
-        peaks.append(peak_memory())
+        peaks.append(peak_memory(torch.device("cpu")) / 1e9)
         return clock.seconds / clock.tokens
 
     return measure

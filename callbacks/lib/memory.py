@@ -54,19 +54,26 @@ def peak_memory(device: torch.device) -> int:
         import psutil
 
         return int(psutil.Process().memory_info().peak_wset)
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux starts the peak of `getrusage` at the memory of the process that started this one.
+    most = _kernel_status("VmHWM").get("VmHWM", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     return most if sys.platform == "darwin" else most * 1024
 
 
-def _process_use() -> dict[int, int]:
-    """Bytes that count against the limits of this process (``ulimit -d`` and ``-v``), by limit in bytes."""
+def _kernel_status(*names: str) -> dict[str, int]:
+    """What Linux knows of this process, in kB; nothing on another system."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return {}
     status = dict(line.split(":", 1) for line in lines)
-    kinds = ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize"))
-    limits = {resource.getrlimit(kind)[0]: 1024 * int(status[name].split()[0]) for kind, name in kinds}
+    return {name: int(status[name].split()[0]) for name in names if name in status}
+
+
+def _process_use() -> dict[int, int]:
+    """Bytes that count against the limits of this process (``ulimit -d`` and ``-v``), by limit in bytes."""
+    use = _kernel_status("VmData", "VmSize")
+    kinds = ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")) if use else ()
+    limits = {resource.getrlimit(kind)[0]: 1024 * use[name] for kind, name in kinds}
     return {limit: used for limit, used in limits.items() if limit != resource.RLIM_INFINITY}
 
 

@@ -18,6 +18,7 @@ from rich.markup import escape
 
 from callbacks.lib.best_effort import best_effort, unsaved
 from callbacks.lib.layers import is_split
+from callbacks.lib.memory import peak_memory
 from callbacks.lib.terminal import fit_pairs, fit_rows, terminal_width
 from callbacks.step_summary import StepSummary, with_unit
 from datamodules.contract import data_contract
@@ -29,7 +30,7 @@ from recipes.launch.streams import print_error, unwritten_streams
 from recipes.results.html_report import REPORT, write_report
 from recipes.results.origin import commit_of, hardware, versions
 from recipes.results.results_file import PARTS, RESULTS, Best, Results, write_results
-from recipes.results.stopwatch import Stopwatch, count_parameters, loader_sizes, peak_memory
+from recipes.results.stopwatch import Stopwatch, count_parameters, loader_sizes
 from recipes.results.texts import memory_text
 from recipes.resume.saved_run import read_run
 
@@ -166,7 +167,11 @@ def report(
     flops = flops_per_sample(recipe)
     sizes = stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders) | dict(data.sizes)
     rate, seconds = stopwatch.samples_per_second(sizes.get("train", 0)), stopwatch.by_part()
-    headline, memory = recipe.headline(scores), peak_memory(trainer.strategy.root_device)
+    headline, device = recipe.headline(scores), trainer.strategy.root_device
+    memory = {
+        "host": peak_memory(torch.device("cpu")),
+        "device": peak_memory(device) if device.type == "cuda" else None,
+    }
     validation = " with validation" if seconds["validate"] else ""
     speed = f", {rate:,.0f} samples/s" if rate else ""
     rows = {

@@ -1,8 +1,6 @@
 """What a run measures of itself while it trains: seconds by part, samples, parameters and memory."""
 
 import contextlib
-import resource
-import sys
 import time
 from collections.abc import Mapping, Sized
 from typing import Any
@@ -24,7 +22,6 @@ __all__ = [
     "Stopwatch",
     "count_parameters",
     "loader_sizes",
-    "peak_memory",
     "process_age",
     "stopwatch_for",
 ]
@@ -50,13 +47,6 @@ def count_parameters(module: nn.Module) -> tuple[int, int]:
     """The number of all parameters, and of those that require a gradient."""
     sizes = [(p.numel(), p.requires_grad) for p in module.parameters()]
     return sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
-
-
-def peak_memory(device: torch.device) -> dict[str, int | None]:
-    """The most bytes that this process has held in the host's memory, and on its GPU; None without one."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    host = most if sys.platform == "darwin" else most * 1024
-    return {"host": host, "device": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None}
 
 
 def process_age() -> float:
