@@ -36,7 +36,7 @@ _ENTRY = np.dtype(
 _BEFORE_CRC = _ENTRY.itemsize - 4
 # Of the disk, left to others.
 _LEAST_FREE = 0.05
-_FILES = frozenset({"used", "lock", "pixels", "index"})
+_FILES = ("used", "lock", "pixels", "index")
 _NAME = re.compile(r"[0-9a-f]{24}-\d+")
 
 
@@ -84,7 +84,7 @@ def _is_cache(entry: Path) -> bool:
         bool(_NAME.fullmatch(entry.name))
         and entry.is_dir()
         and not entry.is_symlink()
-        and _FILES.issuperset(os.listdir(entry))  # noqa: PTH208
+        and {*_FILES}.issuperset(os.listdir(entry))  # noqa: PTH208
     )
 
 
@@ -149,7 +149,7 @@ class PixelCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             os.utime(self.folder)
             used, self._lock, self._pixels, index = (
-                stack.enter_context(_open_to_write(self.folder / name)) for name in ("used", "lock", "pixels", "index")
+                stack.enter_context(_open_to_write(self.folder / name)) for name in _FILES
             )
             fcntl.flock(used, fcntl.LOCK_SH)
             with self._locked():

@@ -1,6 +1,5 @@
 """One command line for every recipe: ``run(MyRecipe, MyDataModule)``."""
 
-import difflib
 import io
 import os
 import sys
@@ -24,7 +23,7 @@ from datamodules.errors import RunFailedError, UserError, system_failure
 from recipes.cli.commands import Trained, carry_out
 from recipes.cli.console import configure_logging
 from recipes.cli.experiment import AUTO, FIND, Classes, Settings, build_experiment, takes_inputs
-from recipes.cli.flags import FlagGroup, FlagParser, help_width, without_markup
+from recipes.cli.flags import FlagGroup, FlagParser, help_width, nearest, without_markup
 from recipes.cli.help_cache import keep_help
 from recipes.cli.limits import LIMIT_TEXTS, check_trainer_numbers
 from recipes.cli.messages import one_line
@@ -306,9 +305,8 @@ class CommandLine:
         args = list(self.args)
         command = args.pop(0) if args and args[0] in _COMMANDS else "fit"
         if args and not args[0].startswith("-") and command not in ("predict", "verify"):
-            close = difflib.get_close_matches(args[0], _COMMANDS, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(_COMMANDS)}, or a flag"
-            raise UserError(f"unknown command {args[0]!r}; {hint}")
+            hint = nearest(args[0], _COMMANDS) or f"; expected one of {', '.join(_COMMANDS)}, or a flag"
+            raise UserError(f"unknown command {args[0]!r}{hint}")
         if command == "predict":
             self.parser.add_argument("inputs", nargs="*")
         return command, args

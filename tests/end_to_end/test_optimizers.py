@@ -61,6 +61,7 @@ def test_cifars_classic_settings_in_the_readme_train(tmp_path: Path, shared_data
     assert done.status == 0, done.err
     assert "the run ends after 2 updates, before 3 of the --milestones" in done.out + done.err
     assert re.search(r"to fc +11,173,962 +11,173,962 +0\.1 +0\.0005$", done.err, re.MULTILINE)
+    assert ".no_decay" not in done.err
     config = json.loads((tmp_path / "runs/resnet/classic/results.json").read_text())["config"]
     expected = {"milestones": "60 epochs, 120 epochs, 160 epochs", "gamma": 0.2, "decay_all": True, "batch_size": 128}
     assert expected.items() <= config.items()

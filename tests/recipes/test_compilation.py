@@ -204,7 +204,8 @@ def test_a_machine_without_a_compiler_says_so_in_one_line():
 
 @pytest.mark.slow
 def test_a_compiled_run_of_the_command_line_repeats_a_part_of_itself_to_the_bit(tmp_path: Path):
-    settings = "--dataset digits --network classic --max-epochs 2 --batch-size 64 --precision 32-true"
+    # In float64: operations that are compiled round differently, and training amplifies that.
+    settings = "--dataset digits --network classic --max-epochs 2 --batch-size 64 --precision 64-true"
     eager, compiled, verified, predicted = typed(
         tmp_path,
         f"{settings} --name eager",
@@ -218,9 +219,7 @@ def test_a_compiled_run_of_the_command_line_repeats_a_part_of_itself_to_the_bit(
     assert "equal" in verified.out
     expected, found = (losses_of(tmp_path / "runs" / "mnist" / name) for name in ("eager", "compiled"))
     assert len(expected) == 2
-    # Compiled operations round differently, which training amplifies: 2e-6 after an epoch and 1e-3 after two on AVX2.
-    assert found[0] == pytest.approx(expected[0], rel=1e-4)
-    assert found[1] == pytest.approx(expected[1], rel=1e-2)
+    assert found == pytest.approx(expected, rel=1e-9)
 
 
 def _two_ranks() -> dict[str, Any]:
