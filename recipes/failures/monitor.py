@@ -523,8 +523,13 @@ def monitored(translate: Callable[[str], str] = str, after_loss: Callable[[], st
             _current.report(error)
             _current.wait()
         raise
-    if _current is not None:
-        _current.leave(0)
+    else:
+        if _current is not None:
+            _current.leave(0)
+    finally:
+        # A signal may have ended the report above.
+        if _current is not None and _current.ending:
+            _current.wait()
 
 
 def exit_run(status: int) -> None:

@@ -1,6 +1,8 @@
 """The failure monitor of rank 0 accepts reports of the ranks of its run only."""
 
 import contextlib
+import os
+import signal
 import socket
 import threading
 import time
@@ -9,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from recipes.failures.monitor import Coordinator, Member
+from callbacks.lib.signals import Preempted, ending_on_signals
+from recipes.failures import monitor
+from recipes.failures.monitor import Coordinator, Member, RunConnection, monitored, use_monitor
 from recipes.failures.protocol import Channel, ProtocolError, listen
 from recipes.failures.secret import Secret
 from recipes.launch.plan import Launch
@@ -203,3 +207,33 @@ def test_a_process_that_is_not_known_may_send_a_short_line_only():
         rank.send({"line": "a" * 5000})
         with pytest.raises(ProtocolError, match="too long"):
             zero.receive()
+
+
+class _LosesRank(RunConnection):
+    """Handles the loss of a rank while this process still reports how that ended it."""
+
+    def _send_report(self, kind: str, line: str, status: int) -> None:
+        self.thread.start()
+        time.sleep(10)  # Until the signal.
+
+    def _say_goodbye(self, status: int) -> None: ...
+
+    def _run(self) -> None:
+        self._handle_loss("rank 0 was killed")
+
+
+def test_a_requeue_ends_although_its_sigterm_interrupts_the_report(monkeypatch: pytest.MonkeyPatch):
+    done = []
+
+    def requeue() -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+        done.append("requeued")
+        return done[0]
+
+    monkeypatch.setattr(monitor, "_current", None)
+    monkeypatch.setattr(monitor, "_after_loss", str)
+    use_monitor(_LosesRank(_launch(1)))
+    with ending_on_signals(signal.SIGTERM), pytest.raises(Preempted), monitored(after_loss=requeue):
+        raise RuntimeError("Connection closed by peer")
+    assert done == ["requeued"]
