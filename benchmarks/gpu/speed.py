@@ -338,7 +338,7 @@ def translator(setting: Setting) -> Section:
     data = TranslationDataModule(batch_size=batch_size)
     data.setup("fit")
     batch = next(iter(data.train_dataloader()))
-    settings = Seq2SeqTranslator.settings_from_data(data) | {"hidden_size": hidden, "embedding_size": hidden}
+    settings = Seq2SeqTranslator.settings_from_data(data) | {"hidden_size": hidden}
     build = partial(Seq2SeqTranslator, **settings)
     tokens = int(batch.target_lengths.sum()) - len(batch.target)
     workload = Workload(

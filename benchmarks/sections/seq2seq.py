@@ -38,11 +38,11 @@ from callbacks.seed_control import SeedControl
 from callbacks.warmup_lr import WarmupLR
 from datamodules.loading.sampling import epoch_order
 from datamodules.translation.data_module import TranslationDataModule
-from datamodules.translation.packed_sentences import SpeltSentences, TranslationBatch
+from datamodules.translation.packed_sentences import TranslationBatch
 from recipes.launch.precision import resolve_precision
 from recipes.seq2seq.recipe import Seq2SeqTranslator
 from recipes.seq2seq.recurrent import Seq2SeqNet
-from recipes.text_scores import bleu, word_counts
+from recipes.text_scores import token_scores
 
 __all__ = ["run"]
 
@@ -114,7 +114,7 @@ def make_recipe(data: TranslationDataModule, hidden: int, epochs: int = EPOCHS) 
     """The recipe with the defaults of a run of so many epochs, but greedy."""
     settings = Seq2SeqTranslator.settings_from_data(data)
     lr = Seq2SeqTranslator.rate_of_run(len(data.rows["train"]), epochs, {})
-    return Seq2SeqTranslator(**settings, hidden_size=hidden, embedding_size=hidden, beam=1, lr=lr)
+    return Seq2SeqTranslator(**settings, hidden_size=hidden, beam=1, lr=lr)
 
 
 def training_flops(recipe: Seq2SeqTranslator, data: TranslationDataModule) -> float:
@@ -176,8 +176,7 @@ def tutorial_bleu(translator: Translator, data: TranslationDataModule, epochs: i
     for epoch in range(epochs):
         translator.train_on(pairs, rows[epoch_order(len(rows), 1, epoch)][:limit])
     predicted = [data.target_vocabulary.decode(tokens) for tokens in translator.translate(pairs, held_out)]
-    counts = [word_counts(*pair) for pair in zip(predicted, data.target_sentences(held_out), strict=True)]
-    return bleu([sum(column) for column in zip(*counts, strict=True)])
+    return token_scores(predicted, data.target_sentences(held_out))["bleu"]
 
 
 def recipe_bleu(data: TranslationDataModule, precision: str, hidden: int, epochs: int, batches: int | None) -> float:
@@ -318,8 +317,7 @@ def _notes(
     everything: TranslationDataModule, timings: Timings, peaks: dict[str, list[float]], quick: bool
 ) -> list[str]:
     pairs, rows = everything.encoded_pairs, everything.rows["train"]
-    corpus = (side.packed for side in (pairs.source, pairs.target) if isinstance(side, SpeltSentences))
-    packed = _megabytes(*(tensor for side in corpus for tensor in (side.tokens, side.offsets)))
+    packed = _megabytes(*(tensor for side in (pairs.source, pairs.target) for tensor in (side.tokens, side.offsets)))
     tokens = int(pairs.target.lengths[rows].sum()) - len(rows)
     minutes = {name: tokens * timings.spread(name).median / 60 for name in (SORTED, RANDOM)}
     notes = [

@@ -168,7 +168,7 @@ RUNS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "a module that logs in each step": (_sentences, {"enable_progress_bar": False}),
     "mnist": (_mnist, _FEW),
     "resnet": (_resnet, _FEW),
-    "seq2seq": (functools.partial(_translator, teacher_forcing=0.5), _FEW),
+    "seq2seq": (_translator, _FEW),
     "seq2seq, Transformer": (functools.partial(_translator, network="transformer"), _FEW),
 }
 
