@@ -19,9 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from callbacks.auto_micro_batch import AutoMicroBatch
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lib.accumulation import uses_loss
 from callbacks.lib.lightning_internals import finish_closure
 from callbacks.lib.sample_noise import begin_noise, noise_keys
 from callbacks.lib.trainer_attributes import callbacks_of
@@ -107,13 +105,8 @@ def check_capture(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             "cuda_graph=True cannot capture the loss scaling of float16, which reads numbers from the device; pass"
             ' precision="bf16-mixed"'
         )
-    if len(trainer.optimizers) != 1 or uses_loss(trainer.optimizers[0]):
+    if len(trainer.optimizers) != 1 or not type(trainer.optimizers[0]).__module__.startswith("torch.optim."):
         raise UserError(f"cuda_graph=True captures one optimizer of torch's whose step needs no loss{clear}")
-    if any(isinstance(callback, AutoMicroBatch) for callback in callbacks_of(trainer)):
-        raise UserError(
-            "cuda_graph=True runs steps as they were captured, which AutoMicroBatch cannot repeat in pieces; leave"
-            " one of them out"
-        )
     for owner in (pl_module, *callbacks_of(trainer)):
         base: Any = pl.LightningModule if owner is pl_module else pl.Callback
         hooks = [name for name in _WITHIN if _does_something(owner, name, base)]

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset, TensorDataset
 
 from callbacks.lib.terminal import fit_rows
-from callbacks.lib.undo import keep_metrics
 from datamodules import ImageFolderDataModule, MNISTDataModule
 from datamodules.contract import DataContract
 from datamodules.loading.loaders import EvaluationLoader
@@ -223,12 +222,9 @@ def test_a_stock_loader_has_the_same_tables_on_two_ranks():
     assert run_ranks(_test_stock, 2, 2) == [one, one]
 
 
-def test_a_batch_that_is_repeated_counts_once():
+def test_scores_of_samples_are_kept_only_where_all_have_numbers():
     samples = ScoredSamples()
     samples.update(torch.eye(2), torch.tensor([1, 1]))
-    undo = keep_metrics([samples])
-    samples.update(torch.eye(2), torch.tensor([0, 0]))
-    undo()
     assert samples.mistakes(torch.tensor([7, 8])).tolist() == [[7, 1, 0, *torch.eye(2).softmax(1)[0].double().tolist()]]
     assert samples.mistakes(torch.tensor([7])) is None, "more samples than numbers"
     samples.update(torch.full((1, 2), torch.nan), torch.tensor([1]))

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 import recipes.recipe
-from callbacks.auto_micro_batch import AutoMicroBatch
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
@@ -194,7 +193,6 @@ def test_what_cannot_be_captured_is_refused_with_the_cure(monkeypatch: pytest.Mo
     for options, message in {
         ("steps", 2): "one micro-batch",
         ("more", (TrainingMonitor(),)): "on_before_optimizer_step of TrainingMonitor .* pass training_monitor=False",
-        ("more", (AutoMicroBatch(),)): "which AutoMicroBatch cannot repeat in pieces",
         ("recipe", ("optimizer", "lbfgs")): "whose step needs no loss",
         ("recipe", ("compile", True)): "two ways to launch kernels",
     }.items():
