@@ -312,7 +312,7 @@ class Recipe(pl.LightningModule):
         return {name: f"{value:.4f}" for name, value in scores.items()}
 
     def result_tables(self) -> dict[str, Table]:
-        """Tables that a run keeps beside ``results.json``, by file name (.csv or .json); of the last evaluation.
+        """Tables that a run keeps beside ``results.json``, by file name (.csv, .json or .txt); of the last evaluation.
 
         The validate and test commands write them beside the file of ``--output``, whose name theirs begin with.
         """
