@@ -502,16 +502,15 @@ class Recipe(pl.LightningModule):
         """The outputs of an exported graph by name, from the output of the network."""
         return {"outputs": outputs}
 
-    def graphs(self, include_preprocessing: bool = True) -> list[Graph]:
+    def graphs(self) -> list[Graph]:
         """What is exported with its computation: the network, for inputs of the shape of `example_input_array`.
 
-        Args:
-            include_preprocessing: the graph takes uint8 images, where their preprocessing is known.
+        It takes uint8 images, where their preprocessing is known.
         """
         example = self.example_input_array
         if not isinstance(example, Tensor):
             return []
-        return [network_graph(self.network, example, self.preprocessing(), include_preprocessing, self.named_outputs)]
+        return [network_graph(self.network, example, self.preprocessing(), self.named_outputs)]
 
     def export_metadata(self) -> dict[str, Any]:
         """What the users of an exported file have to know; an override adds to it.
@@ -527,7 +526,7 @@ class Recipe(pl.LightningModule):
             metadata["layout"] = "NCHW"
         return metadata
 
-    def export_files(self, kind: str) -> dict[str, str]:
+    def export_files(self) -> dict[str, str]:
         """Texts that belong into the folder of an export of several graphs, by the name of the file."""
         return {}
 
