@@ -84,7 +84,7 @@ _TRAINER_TEXTS = LIMIT_TEXTS | {
 # They belong to one call and not to the experiment, so they are not saved with a run.
 _OF_ONE_CALL = {
     *("name", "run_dir", "resume", "resume_anyway", "ckpt", "output", "format", "config", "inputs", "profiler"),
-    *("trust_modules", "include_preprocessing", "summary", "profile"),
+    *("trust_modules", "include_preprocessing"),
     *LaunchSettings.__dataclass_fields__,
 }
 # They take weights alone, too.

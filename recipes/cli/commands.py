@@ -28,8 +28,6 @@ from callbacks.lib.memory import available_memory, peak_memory
 from callbacks.lib.signals import SIGNALS, Preempted
 from callbacks.lib.slurm_job import is_batch_job, requeue_on
 from callbacks.lib.trainer_attributes import callbacks_of
-from callbacks.step_profiler import StepProfiler
-from callbacks.step_summary import StepSummary, with_unit
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError, is_out_of_memory
 from recipes.cli.early_stopping import why_stopped
@@ -54,6 +52,7 @@ from recipes.launch.streams import output_failure
 from recipes.recipe import Recipe
 from recipes.results.run_figures import RunFigures
 from recipes.results.stopwatch import Stopwatch, stopwatch_for
+from recipes.results.texts import with_unit
 from recipes.results.weights_recorder import WeightsRecorder
 from recipes.resume.resume_point import start_from
 from recipes.resume.saved_run import read_run
@@ -177,9 +176,7 @@ def _fit(given: Experiment, typed: Command, started_at: float) -> Trained:
         settings = experiment.settings
         guard = FolderGuard(folder, yaml.safe_dump(dict(settings.config), sort_keys=False)) if folder else None
         more = _run_callbacks(experiment, folder, guard) if folder and guard else []
-        depth = settings.run.summary
-        summary = StepSummary(2 if depth is True else depth) if depth else None
-        more += [stopwatch, *([summary] if summary else []), *([StepProfiler(folder)] if settings.run.profile else [])]
+        more.append(stopwatch)
         trainer = build_trainer(experiment, more, folder, _checkpoint_io(more))
         if guard and is_rank_zero():
             guard.write()
@@ -188,7 +185,7 @@ def _fit(given: Experiment, typed: Command, started_at: float) -> Trained:
             _record_start(experiment, folder)
         outcome = _train_and_test(trainer, experiment, folder, stopwatch, typed.program)
         if trainer.is_global_zero:
-            report(trainer, experiment, folder, stopwatch, outcome, typed, summary)
+            report(trainer, experiment, folder, stopwatch, outcome, typed)
             report_unsaved(folder, guard is not None and guard.removed)
         return Trained(folder, experiment.recipe, experiment.data, outcome)
 

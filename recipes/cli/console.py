@@ -61,7 +61,11 @@ def configure_logging(translate: Callable[[str], str] = str) -> None:
     """
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    for name, change in (("lightning.pytorch.profilers", str), ("lightning_recipes", translate)):
+    for name, change in (
+        ("lightning.pytorch.profilers", str),
+        ("lightning.pytorch.callbacks.model_summary", str),
+        ("lightning_recipes", translate),
+    ):
         logger = logging.getLogger(name)
         logger.setLevel(_level.get())
         logger.handlers, logger.propagate = [_OneLine(change)], False

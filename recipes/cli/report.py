@@ -17,10 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from callbacks.lib.best_effort import best_effort, unsaved
-from callbacks.lib.layers import is_split
 from callbacks.lib.memory import peak_memory
 from callbacks.lib.terminal import fit_pairs, fit_rows, terminal_width
-from callbacks.step_summary import StepSummary, with_unit
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from recipes.cli.experiment import Experiment, takes_inputs
@@ -37,35 +35,12 @@ from recipes.resume.saved_run import read_run
 __all__ = [
     "Outcome",
     "check_output",
-    "flops_per_sample",
     "print_pairs",
     "print_rows",
     "report",
     "report_unsaved",
     "shown",
 ]
-
-
-def flops_per_sample(module: pl.LightningModule) -> int | None:
-    """Floating-point operations of a forward pass of one sample; a multiply-add counts as two.
-
-    None where the module has no ``example_input_array``.
-    """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    example = module.example_input_array
-    if not isinstance(example, torch.Tensor) or is_split(module):
-        return None
-    if example.is_floating_point():
-        # precision 64-true and 16-true change the weights' type.
-        example = example.to(next(module.parameters()).dtype)
-        module.example_input_array = example
-    training = module.training
-    module.eval()
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        module(example[:1].to(module.device))
-    module.train(training)
-    return int(counter.get_total_flops())
 
 
 def shown(path: str | Path) -> str:
@@ -153,18 +128,15 @@ def report(
     stopwatch: Stopwatch,
     outcome: Outcome,
     command: Command,
-    summary: StepSummary | None = None,
 ) -> None:
     """Write results.json and TensorBoard's graph and hyper-parameters into `folder`, and print the final table.
 
     Args:
         command: as it was typed.
-        summary: has estimated the memory of training.
     """
     recipe, data, config = experiment.recipe, data_contract(experiment.data), experiment.settings.config
     program, scores, best = command.program, outcome.scores, outcome.best
     parameters, trainable = count_parameters(recipe)[0], stopwatch.trainable
-    flops = flops_per_sample(recipe)
     sizes = stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders) | dict(data.sizes)
     rate, seconds = stopwatch.samples_per_second(sizes.get("train", 0)), stopwatch.by_part()
     headline, device = recipe.headline(scores), trainer.strategy.root_device
@@ -177,16 +149,11 @@ def report(
     rows = {
         "data": ": ".join(filter(None, (data.title, ", ".join(f"{n:,} {part}" for part, n in sizes.items())))),
         "parameters": f"{parameters:,} ({trainable:,} trainable)",
-        **({"FLOPs per sample": f"{with_unit(flops)}, forward"} if flops is not None else {}),
         **headline,
         "training": f"{seconds['train'] + seconds['validate']:.1f} s{validation}{speed}",
         "time": _describe(seconds),
         "peak memory": memory_text(memory),
     }
-    estimate = summary.estimate if summary else {}
-    if summary and estimate:
-        took = with_unit(summary.taken, "B")
-        rows["memory of training"] = f"{took}, {with_unit(estimate['total'], 'B')} were estimated"
     if outcome.stopped_early:
         rows["stopped early"] = outcome.stopped_early
     if folder is not None and best:
@@ -221,11 +188,9 @@ def report(
         epochs=outcome.epochs,
         samples_per_second=rate,
         peak_memory_bytes=memory,
-        memory_estimate_bytes=estimate or None,
         stopped_early=outcome.stopped_early or None,
         parameters=parameters,
         trainable_parameters=trainable,
-        flops_per_sample=flops,
         data={"name": data.title, "sizes": sizes, "left_out": dict(data.left_out)},
         config=dict(config),
         changed=list(experiment.settings.changed),

@@ -27,7 +27,7 @@ __all__ = ["with_found_batch_size", "with_found_rate"]
 
 # What neither changes an update nor is wanted twice.
 _AVERAGES = ("ema", "swa", "lawa", "average_from", "average_every")
-_LEFT_OUT = ("warmup", "early_stopping", "patience", "callbacks", "histogram_every")
+_LEFT_OUT = ("warmup", "early_stopping", "patience", "callbacks")
 _TRAINER: dict[str, Any] = {
     **dict.fromkeys(("fast_dev_run", "barebones", "enable_checkpointing", "enable_progress_bar"), False),
     **dict.fromkeys(("max_time", "min_epochs", "min_steps", "profiler"), None),

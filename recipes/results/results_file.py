@@ -39,8 +39,7 @@ class Results(TypedDict, total=False):
     `scores` are of the checkpoint `best`. `seconds` has `PARTS` and their sum, "total": the wall clock of the program
     that has written the file. Of a resumed run `earlier_seconds` holds the same of its earlier starts, up to the
     checkpoint it was resumed from; what they trained beyond it is in neither. `epochs` counts all. `devices` are those
-    of one node, and `peak_memory_bytes` that of the process with rank 0. `memory_estimate_bytes` is what ``--summary``
-    has estimated.
+    of one node, and `peak_memory_bytes` that of the process with rank 0.
     """
 
     recipe: str
@@ -61,11 +60,9 @@ class Results(TypedDict, total=False):
     epochs: int
     samples_per_second: float
     peak_memory_bytes: dict[str, int | None]
-    memory_estimate_bytes: dict[str, int] | None
     stopped_early: str | None
     parameters: int
     trainable_parameters: int
-    flops_per_sample: int | None
     data: dict[str, Any]
     config: dict[str, Any]
     changed: list[str]

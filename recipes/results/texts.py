@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, TypeGuard
 
-__all__ = ["duration", "is_number", "memory_text", "score_text", "time_text", "value_text"]
+__all__ = ["duration", "is_number", "memory_text", "score_text", "time_text", "value_text", "with_unit"]
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -83,3 +83,16 @@ def memory_text(sizes: Any) -> str:
     if not isinstance(sizes, Mapping):
         return ""
     return ", ".join(f"{size / 1e9:.2f} GB {where}" for where, size in sizes.items() if is_number(size))
+
+
+def with_unit(number: float, unit: str = "") -> str:
+    """A number with three digits and k, M, G or T.
+
+    Example:
+        >>> with_unit(102778), with_unit(51380224, "B"), with_unit(0)
+        ('103 k', '51.4 MB', '0')
+    """
+    for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g} {prefix}{unit}"
+    return f"{number:.3g} {unit}".rstrip()

@@ -182,7 +182,7 @@ def test_the_generator_of_the_device_is_seeded_beside_that_of_the_cpu() -> None:
 
 def _life(device: Any, folder: Path, resume: Path | None = None) -> dict[str, Tensor]:
     SeedControl(seed=1)
-    module, data, callbacks = _images(sorted(set(TOGETHER) - {"StepProfiler", "StepSummary", "RunProgress"}))
+    module, data, callbacks = _images(sorted(set(TOGETHER) - {"RunProgress"}))
     where: dict[str, Any] = {"accelerator": "cpu"}
     if device is not None:
         where = {"strategy": SingleDeviceStrategy(device=device, accelerator=StandInAccelerator())}
