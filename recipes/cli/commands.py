@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from callbacks.checkpointing.guard import CheckpointGuard
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
+from callbacks.drawing.evaluation_samples import EvaluatedCheckpoint
 from callbacks.lib.best_effort import forget_failures
 from callbacks.lib.lightning_internals import raised_by_restoring
 from callbacks.lib.memory import available_memory, peak_memory
@@ -50,7 +51,6 @@ from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.launch.settings import Command
 from recipes.launch.streams import output_failure
 from recipes.recipe import Recipe
-from recipes.results.run_figures import RunFigures
 from recipes.results.stopwatch import Stopwatch, stopwatch_for
 from recipes.results.texts import with_unit
 from recipes.results.weights_recorder import WeightsRecorder
@@ -220,13 +220,12 @@ def _best_checkpoint(trainer: pl.Trainer, folder: Path | None) -> str | None:
 def _train_and_test(
     trainer: pl.Trainer, experiment: Experiment, folder: Path | None, stopwatch: Stopwatch, program: str
 ) -> Outcome:
-    """Train, then score the best checkpoint as validate and test do, and draw its figures."""
+    """Train, then score the best checkpoint as validate and test do, and draw its samples."""
     recipe, data, resume = experiment.recipe, experiment.data, experiment.settings.run.resume
     if folder and 0 in (trainer.max_epochs, trainer.max_steps):
         rank_zero_print("nothing is trained in 0 epochs or steps: the initial weights are saved and scored")
     with _interruptible(trainer, experiment, folder, program), _restoring(resume), _within_memory(trainer, experiment):
         trainer.fit(recipe, data, ckpt_path=resume, weights_only=True)
-    stopwatch.replace_first("other")
     stopped, epochs = why_stopped(callbacks_of(trainer)), trainer.current_epoch
     if experiment.settings.trainer["barebones"]:
         return Outcome({}, None, stopped, epochs)
@@ -237,20 +236,18 @@ def _train_and_test(
     parts = {f"{name}{suffix}" for name in logged for suffix in ("_step", "_epoch")}
     last = {name: logged.get(f"{name}_epoch", value) for name, value in logged.items() if name not in parts}
     step = read_run(best).updates if best else trainer.global_step
-    figures = [RunFigures(folder if experiment.settings.run.report else None, step)] if folder else []
-    renew_callbacks(trainer, experiment, stopwatch, *figures)
+    renew_callbacks(trainer, experiment, stopwatch, EvaluatedCheckpoint(step))
     tests = is_overridden("test_step", recipe) and is_overridden("test_dataloader", data)
     if folder and (experiment.validates or tests):
-        draws = experiment.settings.run.report or any(isinstance(log, TensorBoardLogger) for log in trainer.loggers)
+        draws = any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
         rank_zero_print(f"scoring {shown(best) if best else 'the weights'}{' and drawing' if draws else ''} ...")
     with _interruptible(trainer, experiment, folder, program), _within_memory(trainer, experiment):
         if experiment.validates:
-            with stopwatch.timed("test"), _without_points(trainer):
+            with _without_points(trainer):
                 validated = trainer.validate(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
             scores |= validated[0] if validated else {}
         if tests:
-            with stopwatch.timed("test"):
-                tested = trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
+            tested = trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
             scores |= tested[0] if tested else {}
     # A recipe that only trains has no others.
     return Outcome(scores or last, best, stopped, epochs)

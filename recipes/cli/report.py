@@ -3,7 +3,6 @@
 import inspect
 import platform
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -18,7 +17,6 @@ from rich.markup import escape
 
 from callbacks.lib.best_effort import best_effort, unsaved
 from callbacks.lib.memory import peak_memory
-from callbacks.lib.terminal import fit_pairs, fit_rows, terminal_width
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from recipes.cli.experiment import Experiment, takes_inputs
@@ -27,7 +25,7 @@ from recipes.launch.settings import Command
 from recipes.launch.streams import print_error, unwritten_streams
 from recipes.results.html_report import REPORT, write_report
 from recipes.results.origin import commit_of, hardware, versions
-from recipes.results.results_file import PARTS, RESULTS, Best, Results, write_results
+from recipes.results.results_file import RESULTS, Best, Results, write_results
 from recipes.results.stopwatch import Stopwatch, count_parameters, loader_sizes
 from recipes.results.texts import memory_text
 from recipes.resume.saved_run import read_run
@@ -40,6 +38,7 @@ __all__ = [
     "report",
     "report_unsaved",
     "shown",
+    "table_lines",
 ]
 
 
@@ -51,26 +50,35 @@ def shown(path: str | Path) -> str:
         return str(path)
 
 
-def _print_lines(lines: list[str]) -> None:
-    """Print lines as they are, in which ``[bold]`` and ``[/]`` are markup."""
-    console = Console(highlight=False, force_jupyter=False)  # A notebook shows standard output, too.
-    for line in lines:
-        console.print(line.rstrip(), soft_wrap=True)
-
-
 def print_pairs(rows: dict[str, str]) -> None:
-    """Print two columns, a name and its value, or lines of both where the terminal is narrow."""
-    pairs = fit_pairs(rows, terminal_width(sys.stdout))
-    _print_lines([f"[bold]{name}[/]" + escape("\n".join(lines)) for name, lines in pairs])
+    """Print two columns, a name and its value."""
+    console = Console(highlight=False, force_jupyter=False)  # A notebook shows standard output, too.
+    column = max(map(len, rows)) + 2
+    for name, value in rows.items():
+        console.print(f"[bold]{name:<{column}}[/]{escape(value)}", soft_wrap=True)
+
+
+def table_lines(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """The lines of a table with a column per key.
+
+    Args:
+        rows: at least one; all have the same keys.
+
+    Example:
+        >>> print(*table_lines([{"file": "a.png", "class": "7", "probability": "0.99"}]), sep="\\n")
+        file   class  probability
+        a.png  7      0.99
+    """
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(f"{cell:<{room}}" for cell, room in zip(row, widths)).rstrip() for row in cells]
 
 
 def print_rows(rows: Sequence[Mapping[str, str]]) -> None:
-    """Print a table with a column per key, or lines of each row on a narrow terminal; nothing without rows."""
-    if not rows:
-        return
-    width = terminal_width(sys.stdout)
-    first, *others = map(escape, fit_rows(rows, width))
-    _print_lines([f"[bold]{first}[/]", *others])
+    """Print a table with a column per key; nothing without rows."""
+    console = Console(highlight=False, force_jupyter=False)
+    for number, line in enumerate(table_lines(rows) if rows else ()):
+        console.print(line if number else f"[bold]{line}[/]", markup=not number, soft_wrap=True)
 
 
 def check_output(output: str | None, endings: Sequence[str]) -> None:
@@ -79,13 +87,6 @@ def check_output(output: str | None, endings: Sequence[str]) -> None:
         raise UserError(f"--output {output}: expected a name that ends in {' or '.join(endings)}")
     if output is not None and not Path(output).parent.is_dir():
         raise UserError(f"--output {output}: there is no folder {Path(output).parent}")
-
-
-def _describe(seconds: Mapping[str, float]) -> str:
-    """The seconds of a run's parts in words, the longest first."""
-    names = dict(zip(PARTS, ("start-up", "training", "validation", "saving", "drawing", "scoring", "other")))
-    parts = sorted(((value, names.get(part, part)) for part, value in seconds.items() if part != "total"), reverse=True)
-    return f"{seconds['total']:.1f} s: " + ", ".join(f"{name} {value:.1f}" for value, name in parts if value >= 0.05)
 
 
 @dataclass(frozen=True)
@@ -138,20 +139,19 @@ def report(
     program, scores, best = command.program, outcome.scores, outcome.best
     parameters, trainable = count_parameters(recipe)[0], stopwatch.trainable
     sizes = stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders) | dict(data.sizes)
-    rate, seconds = stopwatch.samples_per_second(sizes.get("train", 0)), stopwatch.by_part()
+    rate, seconds = stopwatch.samples_per_second(sizes.get("train", 0)), stopwatch.seconds()
     headline, device = recipe.headline(scores), trainer.strategy.root_device
     memory = {
         "host": peak_memory(torch.device("cpu")),
         "device": peak_memory(device) if device.type == "cuda" else None,
     }
-    validation = " with validation" if seconds["validate"] else ""
     speed = f", {rate:,.0f} samples/s" if rate else ""
     rows = {
         "data": ": ".join(filter(None, (data.title, ", ".join(f"{n:,} {part}" for part, n in sizes.items())))),
         "parameters": f"{parameters:,} ({trainable:,} trainable)",
         **headline,
-        "training": f"{seconds['train'] + seconds['validate']:.1f} s{validation}{speed}",
-        "time": _describe(seconds),
+        "training": f"{seconds['train']:.1f} s{speed}",
+        "time": f"{seconds['total']:.1f} s, of which start-up {seconds['start_up']:.1f}",
         "peak memory": memory_text(memory),
     }
     if outcome.stopped_early:
@@ -184,7 +184,6 @@ def report(
         headline=headline,
         best=_best(outcome, recipe.monitor),
         seconds=seconds,
-        earlier_seconds=stopwatch.earlier_by_part(),
         epochs=outcome.epochs,
         samples_per_second=rate,
         peak_memory_bytes=memory,
@@ -204,9 +203,8 @@ def report(
                 write_rows(folder / name, table.rows, table.columns)
         if tables:
             rows["tables"] = f"{', '.join(tables)} in {shown(folder)}"
-        if experiment.settings.run.report:
-            with best_effort(REPORT):
-                rows["report"] = shown(write_report(folder))
+        with best_effort(REPORT):
+            rows["report"] = shown(write_report(folder))
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.log_graph(recipe)

@@ -84,7 +84,6 @@ class RunSettings:
         patience: validations without improvement after which early stopping ends the run; 3 where none is given.
         logger: any of tensorboard,csv,wandb,mlflow, or none.
         training_monitor: log the gradient norm.
-        report: write figures, and a page with the run's scores, curves, figures and settings, report.html.
     """
 
     name: str | None = None
@@ -124,7 +123,6 @@ class RunSettings:
     patience: int | None = None
     logger: str = "tensorboard,csv"
     training_monitor: bool = True
-    report: bool = True
 
     def __post_init__(self) -> None:
         check_ranges(

@@ -2,10 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Any, TypeGuard
 
-__all__ = ["duration", "is_number", "memory_text", "score_text", "time_text", "value_text", "with_unit"]
+__all__ = ["is_number", "memory_text", "score_text", "value_text", "with_unit"]
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -42,35 +41,6 @@ def score_text(value: Any) -> str:
     if abs(value) >= 1e4:
         return f"{value:,.0f}"
     return f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.4g}"
-
-
-def duration(seconds: Any) -> str:
-    """Seconds as text.
-
-    Example:
-        >>> duration(12.34), duration(754), duration(3 * 3600 + 120)
-        ('12.3 s', '12 min 34 s', '3 h 2 min')
-    """
-    if not is_number(seconds):
-        return value_text(seconds)
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-def time_text(text: Any) -> str:
-    """A time in ISO 8601 to the minute; "" where it is none.
-
-    Example:
-        >>> time_text("2026-11-22T14:05:59+01:00"), time_text(None)
-        ('2026-11-22 14:05', '')
-    """
-    try:
-        return f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M}"
-    except (TypeError, ValueError):
-        return ""
 
 
 def memory_text(sizes: Any) -> str:

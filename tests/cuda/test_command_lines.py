@@ -22,7 +22,7 @@ def _type_all(name: str, device: str, folder: str) -> list[Typed]:
     here = [f"--accelerator={device}", "--devices=1", *few]
     last = LAST.format(name=name)
     lines = [
-        [*FIT.split(), *tiny.flags, "--report=false", *here],
+        [*FIT.split(), *tiny.flags, *here],
         [*LONGER.split(), *here],
         ["test", "--ckpt", last, *here],
         ["test", "--ckpt", last, "--accelerator=cpu", "--precision=32-true", *few],

@@ -16,7 +16,6 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset, TensorDataset
 
-from callbacks.lib.terminal import fit_rows
 from callbacks.lib.undo import keep_metrics
 from datamodules import ImageFolderDataModule, MNISTDataModule
 from datamodules.contract import DataContract
@@ -24,6 +23,7 @@ from datamodules.loading.loaders import EvaluationLoader
 from datamodules.loading.sample_numbers import sample_numbers
 from recipes.classification import Classifier
 from recipes.classification_scores import ScoredSamples, class_table, worst_classes
+from recipes.cli.report import table_lines
 from recipes.cli.stock_loaders import evaluate_each_sample_once, share_of
 from recipes.files import write_rows
 from tests.support.command_lines import typed
@@ -265,7 +265,7 @@ def test_of_many_classes_the_worst_are_shown_within_80_columns():
     assert len(shown) == 10
     assert [row["worst 10 of 119"] for row in shown[:3]] == ["Brown bear 14", "Brown bear 13", "Brown bear 12"]
     assert shown[0]["taken for"] == "Brown bear 15 (15)"
-    lines = fit_rows(shown, None)
+    lines = table_lines(shown)
     assert max(map(len, lines)) <= 80
     few = worst_classes(class_table(matrix[:10, :10], names[:10]))
     assert [row["class"] for row in few] == names[:10]

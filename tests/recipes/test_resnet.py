@@ -466,7 +466,7 @@ def test_small_photographs_train_a_network_of_their_own_from_scratch_and_say_so(
         place = folder / file.relative_to(stripes)
         place.parent.mkdir(parents=True, exist_ok=True)
         Image.open(file).resize((16, 16)).save(place)
-    args = ["--data-dir", str(folder), "--max-epochs", "1", "--batch-size", "8", "--arch", "resnet20", "--report=false"]
+    args = ["--data-dir", str(folder), "--max-epochs", "1", "--batch-size", "8", "--arch", "resnet20"]
     status, _, err = type_in(tmp_path, *args, "--name", "small")
     assert status == 0, err
     assert "images of 16 pixels as the files have, --augment light (shifts and mirroring), pixels normalised" in err

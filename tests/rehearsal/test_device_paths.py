@@ -323,7 +323,7 @@ PATHS = [
     ("channels_last", "real", "stand-in", "speed"),
     ("saved on one, resumed on the other", "real", "stand-in, to the bit", "-"),
     ("recurrent layers", "CPU's GRU", "fused cell by formula", "cuDNN, LSTM"),
-    ("PartTimer, TrainLoss's rate", "host's clock", "the same", "-"),
+    ("TrainLoss's rate", "host's clock", "the same", "-"),
     ("pinned memory", "not pinned", "stand-in: pinned, then copied", "overlap, the DataLoader's thread"),
     ("memory counters", "-", "asks for cuda by name: not driven", "all"),
     ("MNIST beside full memory (mem_get_info)", "-", "asks for cuda by name: not driven", "all"),
