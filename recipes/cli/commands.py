@@ -309,17 +309,13 @@ def _evaluate(experiment: Experiment, program: str) -> None:
 
 
 def _print_scores(recipe: Recipe, scores: Mapping[str, Any], files: Mapping[str, str]) -> None:
-    """Print the scores of an evaluation, its table, and where its tables are.
+    """Print the scores of an evaluation but those of single classes, and where its tables are.
 
     Args:
         files: that were written, by the names in `Recipe.result_tables`.
     """
-    by_class, tables = recipe.score_table(), recipe.result_tables()
-    # The table has them.
-    print_pairs({name: f"{value:.4f}" for name, value in scores.items() if not (by_class and "_class_" in name)})
-    if by_class:
-        rank_zero_print("")
-        print_rows(by_class)
+    tables = recipe.result_tables()
+    print_pairs({name: f"{value:.4f}" for name, value in scores.items() if "_class_" not in name})
     if tables:
         rank_zero_print("")
         rows = [f"{files.get(name, f'FILE_{name}')} ({len(table.rows):,} rows)" for name, table in tables.items()]

@@ -7,9 +7,8 @@ import pytest
 from datamodules.errors import UserError
 from recipes.results.curves import read_curves
 from recipes.results.html_report import write_report
-from tests.support.command_lines import COMMON, Typed, type_line
+from tests.support.command_lines import typed
 from tests.support.pages import read_page
-from tests.support.ranks import run_ranks
 from tests.support.saved_runs import save_run
 
 HOSTILE = "<script>alert('&amp;')</script>$x^$"
@@ -89,30 +88,24 @@ def test_a_folder_without_results_has_no_page(tmp_path: Path) -> None:
     assert not (tmp_path / "report.html").exists()
 
 
-def _type_runs(folder: str) -> list[Typed]:
-    import resource
-
-    def typed(args: str) -> Typed:
-        recipe, data = "tests.support.stock_data:Quadrants", "tests.support.stock_data:Points"
-        return type_line(recipe, data, [*args.split(), *COMMON], folder)
-
-    lines = [typed("--max-epochs 2 --name a --lr 0.5 --logger csv"), typed("--max-epochs 1 --name c --logger none")]
-    page = Path(folder) / "runs" / "quadrants" / "a" / "report.html"
-    most = page.stat().st_size - 100
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))  # More than all files but the page.
-    return [*lines, typed("--max-epochs 2 --name d --lr 0.5 --logger csv")]
-
-
 def test_a_run_writes_its_page_unless_it_cannot(tmp_path: Path) -> None:
-    (lines,) = run_ranks(_type_runs, 1, str(tmp_path))
-    assert [line.status for line in lines] == [0, 0, 0], lines
+    first, bare = typed(
+        tmp_path,
+        "--max-epochs 2 --name a --lr 0.5 --logger csv",
+        "--max-epochs 1 --name b --logger none",
+    )
+    assert (first.status, bare.status) == (0, 0), first.err + bare.err
     runs = tmp_path / "runs" / "quadrants"
     page = read_page(runs / "a" / "report.html")
     assert {"svg", "details"} <= set(page.tags)
     assert "quadrants: a" in page.text
     assert page.text.index("\nlr0.5") < page.text.index("settings"), "what was changed comes first"
-    assert "report" in lines[0].out
-    assert "no metrics.csv" in read_page(runs / "c" / "report.html").text
-    assert "warning: report.html cannot be written (File too large)" in lines[2].err
-    assert (runs / "d" / "results.json").is_file()
-    assert not [path.name for path in (runs / "d").iterdir() if "report" in path.name]
+    assert "report" in first.out
+    assert "no metrics.csv" in read_page(runs / "b" / "report.html").text
+    (runs / "a" / "report.html").unlink()
+    (runs / "a" / "report.html").mkdir()
+    (longer,) = typed(tmp_path, "--max-epochs 3 --name a --resume auto")
+    assert longer.status == 0
+    assert "warning: report.html cannot be written (Is a directory)" in longer.err
+    assert (runs / "a" / "results.json").is_file()
+    assert sorted(path.name for path in runs.glob("a/*report*")) == ["report.html"]
