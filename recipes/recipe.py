@@ -306,10 +306,6 @@ class Recipe(pl.LightningModule):
         """
         return {}
 
-    def score_table(self) -> list[dict[str, str]]:
-        """What the validate and test commands print below the scores: rows with cells as text; none by default."""
-        return []
-
     @classmethod
     def settings_from_data(cls, data: pl.LightningDataModule) -> dict[str, Any]:  # noqa: ARG003
         """The arguments of the constructor that depend on the data, such as ``num_classes``.

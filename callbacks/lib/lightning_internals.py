@@ -41,7 +41,6 @@ __all__ = [
     "keep_signal_handlers",
     "make_no_update",
     "means_of_trained_epoch",
-    "observe_fetches",
     "original_training_loader",
     "raised_by_restoring",
     "replace_closures",
@@ -54,7 +53,6 @@ __all__ = [
     "saves_within_epochs",
     "set_collective_timeout",
     "set_logged_batch",
-    "set_trainer",
     "set_writer",
     "skips_backward",
     "stop_after_updates",
@@ -118,11 +116,6 @@ def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
     """The Trainer that runs a module; None where `LightningModule.trainer` would raise."""
     trainer: pl.Trainer | None = module._trainer
     return trainer
-
-
-def set_trainer(module: pl.LightningModule, trainer: pl.Trainer | None) -> None:
-    """Sets or removes what `attached_trainer` gives, so that a copy of the module does not copy its Trainer."""
-    module._trainer = trainer
 
 
 def forget_module(callback: pl.Callback) -> None:
@@ -381,32 +374,6 @@ def make_no_update(trainer: pl.Trainer) -> Callable[[], None]:
 
     def undo() -> None:
         del loop._should_accumulate
-
-    return undo
-
-
-def observe_fetches(trainer: pl.Trainer, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-    """Calls a function before and after each training batch is fetched from its loader; returns how to undo it.
-
-    Args:
-        trainer: one in `on_train_start`; the loop hands its two methods to the fetcher when an epoch begins.
-    """
-    loop: Any = trainer.fit_loop.epoch_loop
-    begin, end = loop._on_before_fetch, loop._on_after_fetch
-
-    def on_before_fetch() -> None:
-        begin()
-        before()
-
-    def on_after_fetch() -> None:
-        after()
-        end()
-
-    loop._on_before_fetch, loop._on_after_fetch = on_before_fetch, on_after_fetch
-
-    def undo() -> None:
-        vars(loop).pop("_on_before_fetch", None)
-        vars(loop).pop("_on_after_fetch", None)
 
     return undo
 

@@ -166,7 +166,6 @@ def tensorboard_name(name: str, main: Collection[str], by_epoch: bool) -> tuple[
     mean = score.removesuffix("_epoch")
     if (
         name == "epoch"
-        or score.startswith("seen_class_")
         or (part == "test" and "_class_" in score)
         or (part == "train" and score != mean and not by_epoch)
     ):

@@ -463,7 +463,7 @@ def _tested_without_training_files(folder: str) -> dict[str, float]:
     own = ["--val-file", "held.tsv", "--test-file", "held.tsv", "--hidden-size", "16"]
     common = ["--accelerator", "cpu", "--precision", "32", "--no-enable-progress-bar"]
     for args in (
-        [*common, "--data-file", "pairs.tsv", *own, "--max-epochs", "1", "--name", "run", "--no-report"],
+        [*common, "--data-file", "pairs.tsv", *own, "--max-epochs", "1", "--name", "run"],
         ["test", *common, "--ckpt", "runs/seq2seq/run/checkpoints/last.ckpt", "--output", "scores.json"],
     ):
         with pytest.raises(SystemExit) as ended:

@@ -75,24 +75,6 @@ def test_the_attached_trainer_is_none_before_a_run() -> None:
     assert internals.attached_trainer(module) is trainer
 
 
-def test_every_fetch_of_a_training_batch_is_observed_until_undone() -> None:
-    calls: list[str] = []
-
-    def observe(trainer: pl.Trainer, *_: Any) -> None:
-        undo.append(internals.observe_fetches(trainer, lambda: calls.append("before"), lambda: calls.append("after")))
-
-    undo: list[Callable[[], None]] = []
-    hook = LambdaCallback(
-        on_train_start=observe,
-        on_train_batch_start=lambda *_: calls.append("batch"),
-        on_train_end=lambda *_: undo.pop()(),
-    )
-    trainer, module = trainer_with(hook, max_epochs=2), tiny()
-    trainer.fit(module, loader())
-    assert calls == ["before", "after", "batch"] * 8
-    assert not {"_on_before_fetch", "_on_after_fetch"} & vars(trainer.fit_loop.epoch_loop).keys()
-
-
 def test_a_stop_waits_for_the_end_of_an_update(tmp_path: Path) -> None:
     def until(batch: int) -> int:
         def stop(trainer: pl.Trainer, *_: Any) -> None:
