@@ -46,7 +46,7 @@ from datamodules.images.known_sets import (
 from datamodules.images.pixel_cache import PixelCache, cache_folder, make_room
 from datamodules.images.statistics import pixel_statistics, usual_size
 from datamodules.loading.file_table import FileTable
-from datamodules.loading.given_images import GivenImages, given_images, save_seen
+from datamodules.loading.given_images import GivenImages, given_images
 from datamodules.loading.image_lists import find_images
 from datamodules.loading.image_tree import split_by_class
 from datamodules.loading.labels import BALANCE
@@ -134,15 +134,13 @@ class ImageFolderDataModule(ClassificationDataModule):
         drop_last: drop the incomplete last batch of an epoch.
         download: download missing files of the known sets.
         predict_inputs: images, and folders of images, that `predict` reads.
-        save_seen: folder into which `predict` writes the images as the network sees them.
 
     Raises:
         UserError: for invalid parameters, and at set-up for a folder that cannot be trained on.
     """
 
     free_parameters = DataContract.free_parameters | {"cache_gb", "cache_dir", "download"}
-    call_parameters = DataContract.call_parameters | {"save_seen"}
-    rare_parameters = frozenset({"save_seen", "drop_last", "download", "cache_dir", "pixel_mean", "pixel_std"})
+    rare_parameters = frozenset({"drop_last", "download", "cache_dir", "pixel_mean", "pixel_std"})
 
     def __init__(
         self,
@@ -168,7 +166,6 @@ class ImageFolderDataModule(ClassificationDataModule):
         drop_last: bool = False,
         download: bool = True,
         predict_inputs: Sequence[str] | None = None,
-        save_seen: str | None = None,
     ) -> None:
         super().__init__()
         for name, value, allowed in (
@@ -594,8 +591,6 @@ class ImageFolderDataModule(ClassificationDataModule):
         return loader
 
     def _prediction_transform(self, images: Tensor, numbers: Tensor, epoch: int) -> Tensor:
-        if self.hparams.save_seen:
-            save_seen(self.hparams.save_seen, images, numbers, self.prediction_names)
         return self.normalise(images)
 
     def _part_loader(self, part: str) -> WorkerEvaluationLoader | list[WorkerEvaluationLoader]:
