@@ -5,7 +5,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from itertools import groupby, takewhile
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import lightning.pytorch as pl
@@ -410,7 +409,7 @@ class Recipe(pl.LightningModule):
         return found
 
     @torch.inference_mode()
-    def predict(self, inputs: Any, save_seen: str | Path | None = None) -> list[dict[str, Any]]:
+    def predict(self, inputs: Any) -> list[dict[str, Any]]:
         """Predict as the predict command does, on the device of this module.
 
         The recipe needs to know how its data were prepared: from a checkpoint that it was loaded from, or from the data
@@ -419,7 +418,6 @@ class Recipe(pl.LightningModule):
         Args:
             inputs: what the predict command takes, and objects in memory: images as files, folders, PIL images, arrays
                 or tensors, or a list of them (`datamodules.loading.given_images`); sentences as text.
-            save_seen: folder into which images are written as the network sees them.
 
         Returns:
             The rows that the command writes into its ``--output``, one or more for each input.
@@ -443,8 +441,6 @@ class Recipe(pl.LightningModule):
             )
         contract = data_contract(data)
         contract.take_inputs(inputs)
-        if save_seen is not None:
-            data.hparams["save_seen"] = str(save_seen)
         modes = [(module, module.training) for module in self.modules()]
         self.eval()
         try:
