@@ -263,11 +263,6 @@ class Classifier(Recipe):
         # A run that resumes within an epoch does not start it, and the first validation may be hours away.
         self._check_labels("train", self.trainer.train_dataloader)
         self._check_labels("val", self.trainer.val_dataloaders)
-        if self.hparams.cuda_graph and not self.label_checks["train"].all_count:
-            raise UserError(
-                "cuda_graph=True needs labels that are checked before training: all in memory, none -100; pass"
-                " cuda_graph=False"
-            )
 
     @override
     def on_train_epoch_start(self) -> None:

@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import module
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loops import training_epoch_loop
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors import checkpoint_connector
@@ -36,7 +35,6 @@ __all__ = [
     "collective_timeout",
     "deal_to_ranks",
     "epoch_sums",
-    "finish_closure",
     "forget_module",
     "hook_calls",
     "keep_logged",
@@ -378,20 +376,6 @@ def make_no_update(trainer: pl.Trainer) -> Callable[[], None]:
         del loop._should_accumulate
 
     return undo
-
-
-def finish_closure(trainer: pl.Trainer, closure: Any, outputs: Any) -> None:
-    """Makes the closure of a step look called, where something else has made the step.
-
-    Args:
-        closure: what Lightning passes to `LightningModule.optimizer_step`.
-        outputs: what `training_step` returned, without autograd's graph.
-    """
-    progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad
-    progress.increment_ready()
-    progress.increment_started()
-    progress.increment_completed()
-    closure._result = ClosureResult.from_training_step_output(outputs)
 
 
 def original_training_loader(trainer: pl.Trainer) -> tuple[Any, bool]:

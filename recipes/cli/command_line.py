@@ -83,7 +83,7 @@ _TRAINER_TEXTS = LIMIT_TEXTS | {
 # They belong to one call and not to the experiment, so they are not saved with a run.
 _OF_ONE_CALL = {
     *("name", "run_dir", "resume", "resume_anyway", "ckpt", "output", "format", "config", "inputs", "profiler"),
-    *("trust_modules", "include_preprocessing"),
+    "trust_modules",
     *LaunchSettings.__dataclass_fields__,
 }
 # They take weights alone, too.
@@ -317,8 +317,6 @@ class CommandLine:
             raise UserError("--patience is a number of validations, 1 or more, for --early-stopping SCORE")
         if namespace.barebones and namespace.early_stopping:
             raise UserError("--barebones has no scores to stop by; leave --early-stopping out")
-        if command != "export" and not namespace.include_preprocessing:
-            raise UserError(f"--include-preprocessing is for export; leave it out to {command}")
         if command == "fit":
             if namespace.format is not None:
                 raise UserError("--format is for export; a run writes its own checkpoints")
@@ -345,9 +343,7 @@ class CommandLine:
             raise UserError(f"{command} needs a checkpoint; pass --ckpt {example}{bare}")
         if command == "export":
             if namespace.format is None:
-                raise UserError(
-                    "export needs a format; pass --format safetensors, state-dict, torchscript, onnx or pt2"
-                )
+                raise UserError("export needs a format; pass --format safetensors, state-dict or onnx")
             return
         if namespace.format is not None:
             raise UserError(f"--format is for export; {command} chooses by the suffix of --output")

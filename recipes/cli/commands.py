@@ -140,7 +140,7 @@ def _check_parts(experiment: Experiment) -> None:
 
 def _export(experiment: Experiment) -> None:
     run = experiment.settings.run
-    written = export(experiment.recipe, run.ckpt or "", run.format or "", run.output, run.include_preprocessing)
+    written = export(experiment.recipe, run.ckpt or "", run.format or "", run.output)
     inputs = {f"input {name}": text for name, text in written.inputs.items()}
     print_pairs({"written": shown(written.path), **inputs, "checked": written.check})
 

@@ -32,7 +32,7 @@ from recipes.results.results_file import read_results
 __all__ = ["Fitted", "fit"]
 
 RECIPES = ("mnist", "resnet", "seq2seq")
-_NOT_OF_FIT = frozenset({"ckpt", "output", "format", "include_preprocessing", "trust_modules", "callbacks"})
+_NOT_OF_FIT = frozenset({"ckpt", "output", "format", "trust_modules", "callbacks"})
 _LAUNCHED = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID")
 
 

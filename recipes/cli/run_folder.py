@@ -249,7 +249,7 @@ class _TensorBoard(TensorBoardLogger):
         """Write the graph of the recipe, or its graphs side by side; or why there is none, which is printed, too."""
         with torch.no_grad():
             split = is_split(model)
-            graphs = model.graphs(include_preprocessing=False) if isinstance(model, Recipe) and not split else []
+            graphs = model.graphs() if isinstance(model, Recipe) and not split else []
         none = "FSDP2 splits the network over the devices" if split else "the recipe has no example_input_array"
         reason = "" if graphs else none
         if graphs:

@@ -53,7 +53,6 @@ class RunSettings:
         ckpt: checkpoint to validate, test, predict with or export; its settings are the defaults.
         output: JSON or CSV file for scores and predictions, or the file that export writes.
         format: format of the file that export writes.
-        include_preprocessing: an exported graph takes uint8 images; else what the network takes, normalised floats.
         seed: seed of all random numbers; random draws one, which is recorded and kept by a resume.
         deterministic: stop at operations without a deterministic implementation.
         benchmark: let cuDNN choose its algorithms by timing them.
@@ -94,8 +93,7 @@ class RunSettings:
     save_top_k: int = 1
     ckpt: str | None = None
     output: str | None = None
-    format: Literal["safetensors", "state-dict", "torchscript", "onnx", "pt2"] | None = None
-    include_preprocessing: bool = True
+    format: Literal["safetensors", "state-dict", "onnx"] | None = None
     seed: int | Literal["random"] = 1
     deterministic: bool = False
     benchmark: bool | None = None

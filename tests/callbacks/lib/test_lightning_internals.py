@@ -534,16 +534,3 @@ def test_no_other_file_touches_a_private_name_of_lightning() -> None:
 )
 def test_the_search_finds_each_kind_of_use(code: str) -> None:
     assert list(violations(code, names_of_lightning(), set(), {"_trainer"}))
-
-
-def test_a_closure_that_something_else_has_made_counts_as_called_and_gives_its_outputs():
-    class Elsewhere(Tiny):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-            internals.finish_closure(self.trainer, optimizer_closure, {"loss": torch.tensor(7.0), "count": 3})
-
-    outputs: list[Any] = []
-    keep = LambdaCallback(on_train_batch_end=lambda *args: outputs.append(args[2]))
-    trainer = trainer_with(keep)
-    trainer.fit(Elsewhere(image_network().double(), torch.optim.SGD, lr=0.1), loader())
-    assert outputs == [{"loss": torch.tensor(7.0), "count": 3}] * 4
-    assert trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad.total.completed == 4
