@@ -23,7 +23,6 @@ from typing_extensions import override
 
 from callbacks.lib.batch_positions import batch_positions
 from callbacks.lib.exchange import broadcast
-from callbacks.lib.generators import seed_numpy
 from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
 from callbacks.lib.sample_noise import begin_noise, end_noise, number_layers, repeat_noise, sample_keys
 from datamodules.errors import UserError
@@ -59,7 +58,7 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
         True
     """
     random.seed(seed)
-    seed_numpy(seed & 0xFFFFFFFF)
+    np.random.seed(seed & 0xFFFFFFFF)
     seed_torch(seed, device)
 
 

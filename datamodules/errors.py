@@ -8,7 +8,7 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-__all__ = ["RunFailedError", "UserError", "first_line", "is_out_of_memory", "system_failure"]
+__all__ = ["RunFailedError", "UserError", "is_out_of_memory", "system_failure"]
 
 
 class UserError(ValueError):
@@ -46,11 +46,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     refused = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
     # Not by torch.OutOfMemoryError: this module is imported before torch.
     return refused or type(error).__name__ == "OutOfMemoryError" or any(part in str(error) for part in _NO_MEMORY)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of what an error says."""
-    return str(error).strip().partition("\n")[0]
 
 
 def _limit(name: str) -> str:

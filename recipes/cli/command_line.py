@@ -21,7 +21,7 @@ from callbacks.lib.slurm_job import requeue_on
 from datamodules.errors import RunFailedError, UserError, system_failure
 from recipes.cli.commands import Trained, carry_out
 from recipes.cli.console import configure_logging
-from recipes.cli.experiment import AUTO, FIND, Classes, Settings, build_experiment, takes_inputs
+from recipes.cli.experiment import Classes, Settings, build_experiment, takes_inputs
 from recipes.cli.flags import FlagGroup, FlagParser, help_width, nearest, without_markup
 from recipes.cli.help_cache import keep_help
 from recipes.cli.limits import LIMIT_TEXTS, check_trainer_numbers
@@ -156,19 +156,11 @@ def _print_texts(title: str, texts: dict[str, str], width: int) -> None:
 def _build_parser(classes: Classes, program: str) -> FlagParser:
     trainer_skips = frozenset((_OWN_TRAINER_PARAMETERS + _REPLACED_TRAINER_PARAMETERS).split())
     trainer_common = frozenset(_COMMON_TRAINER_PARAMETERS.split())
-    find = (FIND, "chooses it by a range test before the run")
-    auto = (AUTO, "finds the largest that fits into memory and is no slower")
     groups = [
         FlagGroup("Run", RunSettings, common=frozenset(_COMMON_RUN_SETTINGS.split())),
         FlagGroup("Launch", LaunchSettings, common=frozenset(_COMMON_LAUNCH_SETTINGS.split())),
-        FlagGroup(
-            "Data",
-            classes.data,
-            frozenset({"predict_inputs"}),
-            rare=classes.declared.rare_parameters,
-            literals={"batch_size": auto},
-        ),
-        FlagGroup("Recipe", classes.recipe, rare=classes.recipe.rare_parameters, literals={"lr": find}),
+        FlagGroup("Data", classes.data, frozenset({"predict_inputs"}), rare=classes.declared.rare_parameters),
+        FlagGroup("Recipe", classes.recipe, rare=classes.recipe.rare_parameters),
         FlagGroup("Trainer", pl.Trainer, trainer_skips, common=trainer_common, texts=_TRAINER_TEXTS),
     ]
     parser = FlagParser(groups, program)
@@ -476,7 +468,7 @@ class CommandLine:
         self, command: str, namespace: Namespace, point: ResumePoint
     ) -> tuple[Settings, RunConnection | None]:
         """The values of all flags, and the connection to the other ranks."""
-        tuned = namespace.tune_allocator and tune_allocator()
+        tuned = tune_allocator()
         stop_gpu_search()
         asked, namespace.resume = namespace.resume, point.checkpoint
         inputs = namespace.inputs if command == "predict" else []

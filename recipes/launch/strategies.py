@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from callbacks.lib.batch_norm import exempt_from_broadcast, running_buffers
-from callbacks.lib.gradient_mean import broadcast_tensors
+from callbacks.lib.batch_norm import broadcast_tensors, exempt_from_broadcast, running_buffers
 from datamodules.errors import UserError
 
 __all__ = ["Compression", "FSDP2Strategy", "LeanDDPStrategy", "build_strategy"]

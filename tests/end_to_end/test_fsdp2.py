@@ -259,7 +259,6 @@ TABLE: dict[str, Callable[[Path], str]] = {
     "accumulation": refused(micro_batches=2),
     "EMA": refused(lambda: WeightAveraging(ema=0.9)),
     "SWA": refused(lambda: WeightAveraging(swa=True)),
-    "LAWA": refused(lambda: WeightAveraging(lawa=2)),
     "freezing": refused(lambda: FreezeLayers(until="3")),
     "SyncBN": refused(lambda: SyncBN()),
     "gradient compression": compression,
