@@ -50,7 +50,6 @@ from datamodules.loading.given_images import GivenImages, given_images
 from datamodules.loading.image_lists import find_images
 from datamodules.loading.image_tree import split_by_class
 from datamodules.loading.labels import BALANCE
-from datamodules.loading.listing_cache import cached_tree
 from datamodules.loading.normalise import Normalise
 from datamodules.loading.sampling import share_of_each
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
@@ -438,8 +437,7 @@ class ImageFolderDataModule(ClassificationDataModule):
                 "dataset='folder' needs `data_dir`, a folder with a folder of images for each class, a .zip or .tar of"
                 " it, or a list"
             )
-        place = self.hparams.data_dir
-        tree = cached_tree(cache_folder("listings"), place, lambda: find_images(place, self.hparams.on_corrupt))
+        tree = find_images(self.hparams.data_dir, self.hparams.on_corrupt)
         for note in tree.notes:
             _warn(f"note: {note}")
         title = Path(self.hparams.data_dir).resolve().name
