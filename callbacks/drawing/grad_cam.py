@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -152,7 +151,6 @@ class GradCAM(EvaluationSamples, pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         find_layer(pl_module, self.layer)
-        self._split = isinstance(trainer.strategy, ModelParallelStrategy)
 
     @override
     def _forget(self) -> None:
@@ -162,8 +160,6 @@ class GradCAM(EvaluationSamples, pl.Callback):
     def _keep(self, outputs: Any, batch: Any, batch_idx: int, batches: Sequence[float], dataloader_idx: int) -> None:
         if not isinstance(outputs, dict) or "logits" not in outputs or not are_images(batch[0]):
             return
-        if self._split:
-            return  # The backward pass would wait for the other ranks.
         images, targets = batch
         if count := min(share_of_batch(self.samples, batch_idx, batches[dataloader_idx]), len(images)):
             step = len(images) // count

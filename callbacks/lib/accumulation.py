@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -232,15 +232,11 @@ def is_replicated(strategy: Strategy) -> bool:
 def check_strategy(trainer: pl.Trainer, accumulates: bool) -> bool:
     """Whether counts weigh: the strategy averages gradients over the ranks as DDP does, or there is one rank.
 
-    FSDP2 averages them, too, but after every micro-batch.
-
     Raises:
         UserError: they do not, and the run is to accumulate.
     """
     strategy = trainer.strategy
     averages = isinstance(strategy.model, DistributedDataParallel) or trainer.world_size == 1
-    if isinstance(strategy, ModelParallelStrategy) and not accumulates:
-        averages = strategy.device_mesh["data_parallel"].size() == trainer.world_size
     if averages and not strategy.handles_gradient_accumulation:
         return True
     name = type(strategy).__name__

@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from callbacks.lib.best_effort import best_effort, unsaved
-from callbacks.lib.layers import is_split
 from callbacks.lib.memory import peak_memory
 from callbacks.lib.terminal import fit_pairs, fit_rows, terminal_width
 from callbacks.step_summary import StepSummary, with_unit
@@ -54,7 +53,7 @@ def flops_per_sample(module: pl.LightningModule) -> int | None:
     from torch.utils.flop_counter import FlopCounterMode
 
     example = module.example_input_array
-    if not isinstance(example, torch.Tensor) or is_split(module):
+    if not isinstance(example, torch.Tensor):
         return None
     if example.is_floating_point():
         # precision 64-true and 16-true change the weights' type.

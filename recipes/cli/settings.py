@@ -24,12 +24,10 @@ from callbacks.sync_bn import SyncBN
 from callbacks.training_monitor import TrainingMonitor
 from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging
-from datamodules.errors import UserError
 from datamodules.ranges import COUNT, SHARE, Range, check_ranges
 from recipes.cli.early_stopping import PatientStopping, score_mode
 from recipes.cli.limits import WholeUpdates
 from recipes.launch.precision import Precision
-from recipes.launch.strategies import Compression
 from recipes.optim import learning_rate_scale
 from recipes.recipe import Recipe
 
@@ -60,7 +58,6 @@ class RunSettings:
         precision: floating-point precision; auto is bf16-mixed where the hardware has fast bf16, else 32-true.
         global_batch_size: samples per update on all devices; accumulation follows from it.
         accumulate: micro-batches per update, or a schedule of them, as in '{0: 8, "2 epochs": 4}'.
-        gradient_compression: data type in which DDP reduces gradients; by default their own.
         auto_micro_batch: a batch that runs out of memory is repeated in smaller pieces, for the same update.
         warmup: duration of the learning rate warm-up, as in "500 steps", "2 epochs" or "5%".
         warmup_kind: shape of the warm-up.
@@ -108,7 +105,6 @@ class RunSettings:
     precision: Precision = "auto"
     global_batch_size: int | None = None
     accumulate: int | dict[int | str, int] = 1
-    gradient_compression: Compression | None = None
     auto_micro_batch: bool = False
     warmup: int | str = 0
     warmup_kind: Kind = "linear"
@@ -144,11 +140,6 @@ class RunSettings:
             patience=(self.patience, COUNT),
             histogram_every=(self.histogram_every, Range(0, whole=True)),
         )
-        if self.auto_micro_batch and self.gradient_compression:
-            raise UserError(
-                f"auto_micro_batch=True reduces gradients in their own type, and gradient_compression="
-                f"{self.gradient_compression!r} asks for another; pass one of them"
-            )
 
 
 def _counted(number: int, what: str, plural: str = "s") -> str:
