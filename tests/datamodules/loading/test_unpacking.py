@@ -1,7 +1,5 @@
 """Compressed files and images that stand for more than memory holds are refused with the size, the limit and a cure."""
 
-import gzip
-import struct
 import zipfile
 from pathlib import Path
 
@@ -27,5 +25,3 @@ def test_the_limit_follows_the_size_of_the_file() -> None:
     assert unpacked_limit(100, most=1000, always=10, ratio=3) == 300
     assert unpacked_limit(1, most=1000, always=10, ratio=3) == 10
     assert unpacked_limit(500, most=1000, always=10, ratio=3) == 1000
-
-
