@@ -40,14 +40,13 @@ def recipe_class(network: Callable[[], nn.Module]) -> type[MNISTClassifier]:
     return Benchmarked
 
 
-def recipe_loop(job: Job, root: Path, augment: bool, profile: bool = False, lean: bool = True) -> Laps:
+def recipe_loop(job: Job, root: Path, augment: bool, profile: bool = False) -> Laps:
     """The command line at its defaults: logging, scores, bar, checkpoints and exactness are on.
 
     Args:
         root: folder of MNIST's files.
         augment: shift, turn and zoom the images, as is the recipe's default.
         profile: split the steps, which takes Lightning's own calls of hooks.
-        lean: use `LeanLoop`, as is the default.
     """
     laps = Laps(job.settling, job.steps)
     profiler = PartsProfiler(laps) if profile else None
@@ -60,7 +59,7 @@ def recipe_loop(job: Job, root: Path, augment: bool, profile: bool = False, lean
             "--data-dir": root, "--dataset": "mnist", "--run-dir": runs, "--precision": job.precision,
             "--batch-size": job.batch_size, "--max-epochs": 1, "--limit-train-batches": job.steps,
             "--limit-val-batches": 1, "--limit-test-batches": 1, "--lr": LR, "--weight-decay": WEIGHT_DECAY,
-            "--accelerator": "cpu", "--val-fraction": 0.01, "--lean-loop": lean,
+            "--accelerator": "cpu", "--val-fraction": 0.01,
         }  # fmt: skip
         args = [str(part) for pair in flags.items() for part in pair]
         run(

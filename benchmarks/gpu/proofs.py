@@ -120,16 +120,4 @@ def memory(setting: Setting) -> Section:
             peaks[2] <= 1.02 * peaks[1],
         )
     )
-    if hasattr(callbacks, "AutoMicroBatch"):
-        share = 0.6
-        if not setting.rehearse:
-            total = torch.cuda.get_device_properties(0).total_memory / 2**30
-            torch.cuda.set_per_process_memory_fraction(share * peaks[0] / total)
-        row = f"1 micro-batch, {share:.0%} of that memory, AutoMicroBatch"
-        goal = f"a batch for which {share:.0%} of the memory is there trains, in smaller pieces"
-        try:
-            section.rows[row] = _update(setting, batch_size, 1, callbacks.AutoMicroBatch())
-            section.goals.append(Goal(goal, "it trained", True))
-        except Exception as error:  # The other rows are to be told.
-            section.goals.append(Goal(goal, f"{type(error).__name__}: {str(error)[:200]}", False))
     return section

@@ -95,7 +95,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
             Goal(f"{case}: {GOAL} times faster", f"{r.median:.2f} ({r.low:.2f} to {r.high:.2f})", r.median >= GOAL)
             for case, r in ratios.items()
         ],
-        notes=["glibc on Linux only; --no-tune-allocator switches it off"],
+        notes=["glibc on Linux only"],
         interrupted=timings.interrupted,
         details={
             name: {

@@ -20,7 +20,6 @@ from benchmarks.harness.bare_trainer import bare_trainer, suppress_output
 from benchmarks.harness.measurements import Column, Goal, Options, Progress, Section, Spread, alternate, pin_threads
 from benchmarks.harness.terminal import interruptible
 from callbacks import (
-    AutoMicroBatch,
     GradientAccumulation,
     SeedControl,
     SyncBN,
@@ -140,7 +139,6 @@ def trainers() -> dict[str, tuple[int, Callable[[], list[pl.Callback]]]]:
         BARE: (1, list),
         "SeedControl": (1, lambda: [SeedControl(1)]),
         "GradientAccumulation(1)": (1, lambda: [GradientAccumulation()]),
-        "AutoMicroBatch": (1, lambda: [AutoMicroBatch()]),
         "WarmupLR, after the warm-up": (1, lambda: [warmup("1 steps")]),
         "WarmupLR, warming up": (1, lambda: [warmup("100%")]),
         "SyncBN": (1, lambda: [SyncBN()]),

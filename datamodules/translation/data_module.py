@@ -435,14 +435,6 @@ class TranslationDataModule(BaseDataModule):
         return self._evaluation_loader("test")
 
     @override
-    def largest_batch(self, part: str, batch_size: int) -> TranslationBatch:
-        """The longest sentences."""
-        pairs, rows = self.encoded_pairs, self.rows[part]
-        lengths = pairs.source.lengths[rows] + pairs.target.lengths[rows]
-        longest = rows[lengths.argsort(descending=True, stable=True)]
-        return pairs.batch(longest[torch.arange(batch_size) % len(longest)])
-
-    @override
     def take_inputs(self, inputs: Any) -> None:
         """Sentences to translate, as written: a text or several."""
         sentences = [inputs] if isinstance(inputs, str) else list(inputs)

@@ -42,20 +42,20 @@ class State(NamedTuple):
         return State(tensor.view(-1, layers, hidden).transpose(0, 1))
 
 
-def attend(queries: Tensor, memory: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The means of the encoder's states, weighted by their inner products with each query (Luong et al., 2015).
+def attend(queries: Tensor, keys: Tensor, memory: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The means of the memory, weighted by the inner products of each query with the keys (Luong et al., 2015).
 
     Args:
         queries: of shape (batch, time, hidden); with one query it is a decoder's step, with all of them the whole
             sequence in one batched product.
-        memory: of shape (batch, source, hidden).
+        keys, memory: of shape (batch, source, hidden); here both are the encoder's states.
         mask: True where the source has a token, of shape (batch, source).
 
     Returns:
         Contexts of shape (batch, time, hidden), and weights of shape (batch, time, source): float32 at least, exactly
         0 on padding.
     """
-    scores = torch.bmm(queries, memory.transpose(1, 2))
+    scores = torch.bmm(queries, keys.transpose(1, 2))
     # float32 at least: bf16 has too few digits for a softmax.
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     weights = scores.masked_fill(~mask.unsqueeze(1), -torch.inf).softmax(2)
@@ -118,7 +118,7 @@ class Seq2SeqNet(TranslationNetwork[State]):
 
     def _attend(self, outputs: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """The decoder's outputs, of shape (batch, time, hidden), with their contexts; and the attention weights."""
-        contexts, weights = attend(outputs, encoded.memory, encoded.mask)
+        contexts, weights = attend(outputs, encoded.keys, encoded.memory, encoded.mask)
         return torch.cat((outputs, contexts), 2), weights
 
     def _read_out(self, attended: Tensor, rows: Tensor | None = None, time: int = 1) -> Tensor:

@@ -181,7 +181,7 @@ class Translator(Recipe):
     # Exports
 
     @override
-    def graphs(self, include_preprocessing: bool = True) -> list[Graph]:
+    def graphs(self) -> list[Graph]:
         """The encoder, and one step of the decoder."""
         return translation_graphs(self.network, self.hparams.source_vocab_size, self.hparams.target_vocab_size)
 
@@ -199,9 +199,9 @@ class Translator(Recipe):
         return metadata
 
     @override
-    def export_files(self, kind: str) -> dict[str, str]:
-        """For onnx a script that translates, which needs onnxruntime and numpy only."""
-        if kind != "onnx" or self.vocabularies is None:
+    def export_files(self) -> dict[str, str]:
+        """A script that translates, which needs onnxruntime and numpy only."""
+        if self.vocabularies is None:
             return {}
         return {"translate.py": Path(__file__).with_name("onnx_translate.py").read_text(encoding="utf-8")}
 

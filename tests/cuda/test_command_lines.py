@@ -1,7 +1,6 @@
 """The three recipes from their command lines on a GPU, from training to a file for other programs."""
 
 import csv
-import gzip
 import json
 from pathlib import Path
 
@@ -12,8 +11,8 @@ from tests.cuda.conftest import Device
 from tests.support.command_lines import Typed, type_line
 from tests.support.devices import run_on
 
-FIT = "fit --name one --max-epochs 1 --batch-size 8 --log-every-n-steps 1 --summary --limit-train-batches 26"
-LONGER = "fit --name one --resume auto --max-epochs 2 --profile false"
+FIT = "fit --name one --max-epochs 1 --batch-size 8 --log-every-n-steps 1 --limit-train-batches 26"
+LONGER = "fit --name one --resume auto --max-epochs 2"
 LAST = "runs/{name}/one/checkpoints/last.ckpt"
 
 
@@ -23,7 +22,7 @@ def _type_all(name: str, device: str, folder: str) -> list[Typed]:
     here = [f"--accelerator={device}", "--devices=1", *few]
     last = LAST.format(name=name)
     lines = [
-        [*FIT.split(), *tiny.flags, "--profile", "--report=false", *here],
+        [*FIT.split(), *tiny.flags, *here],
         [*LONGER.split(), *here],
         ["test", "--ckpt", last, *here],
         ["test", "--ckpt", last, "--accelerator=cpu", "--precision=32-true", *few],
@@ -39,14 +38,10 @@ def test_a_recipe_trains_resumes_tests_and_exports(device: Device, name: str, tm
     assert [line.status for line in ended] == [0] * 5, [line.err[-2000:] for line in ended]
     run = tmp_path / "runs" / name / "one"
     results = json.loads((run / "results.json").read_text())
-    trace = json.loads(gzip.decompress((run / "trace.json.gz").read_bytes()))["traceEvents"]
-    kernels = [event for event in trace if event.get("cat") == "kernel"]
     with (run / "metrics.csv").open(newline="") as file:
         logged = {key for row in csv.DictReader(file) for key, value in row.items() if value}
     on_gpu = device == "cuda"
     assert ("cuda" in results["versions"]) == ("cudnn" in results["versions"]) == on_gpu
     assert ("NVIDIA" in results["hardware"] or "AMD" in results["hardware"]) == on_gpu
-    assert bool(kernels) == on_gpu
-    assert ("monitor/peak_memory_gib" in logged) == ("monitor/memory_gib" in logged) == on_gpu
-    assert bool(logged & {"monitor/mfu", "monitor/tflops_per_second"}) == on_gpu
+    assert "monitor/gradient_norm" in logged
     assert (tmp_path / "exported.safetensors").stat().st_size > 0

@@ -182,7 +182,7 @@ def test_the_generator_of_the_device_is_seeded_beside_that_of_the_cpu() -> None:
 
 def _life(device: Any, folder: Path, resume: Path | None = None) -> dict[str, Tensor]:
     SeedControl(seed=1)
-    module, data, callbacks = _images(sorted(set(TOGETHER) - {"StepProfiler", "StepSummary", "RunProgress"}))
+    module, data, callbacks = _images(sorted(set(TOGETHER) - {"RunProgress"}))
     where: dict[str, Any] = {"accelerator": "cpu"}
     if device is not None:
         where = {"strategy": SingleDeviceStrategy(device=device, accelerator=StandInAccelerator())}
@@ -323,7 +323,7 @@ PATHS = [
     ("channels_last", "real", "stand-in", "speed"),
     ("saved on one, resumed on the other", "real", "stand-in, to the bit", "-"),
     ("recurrent layers", "CPU's GRU", "fused cell by formula", "cuDNN, LSTM"),
-    ("PartTimer, TrainLoss's rate", "host's clock", "the same", "-"),
+    ("TrainLoss's rate", "host's clock", "the same", "-"),
     ("pinned memory", "not pinned", "stand-in: pinned, then copied", "overlap, the DataLoader's thread"),
     ("memory counters", "-", "asks for cuda by name: not driven", "all"),
     ("MNIST beside full memory (mem_get_info)", "-", "asks for cuda by name: not driven", "all"),

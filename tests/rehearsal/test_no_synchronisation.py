@@ -62,11 +62,6 @@ def in_the_first_batch(wait: Wait) -> bool:
     return wait.update == 0 and wait.batch <= 0
 
 
-def in_the_first_update(wait: Wait) -> bool:
-    """Of a run."""
-    return wait.update == 0
-
-
 def in_each(wait: Wait) -> bool:
     """Batch."""
     return True
@@ -75,14 +70,11 @@ def in_each(wait: Wait) -> bool:
 _TRAINING, _VALIDATION = "training step", "validation step"
 MEANT = {
     "callbacks/train_loss.py:_totals": Meant(_TRAINING, at_logs, "the loss that is logged"),
-    "callbacks/training_monitor.py:_norms": Meant(
+    "callbacks/training_monitor.py:on_train_batch_end": Meant(
         _TRAINING, functools.partial(at_logs, every=2), "the norms that are logged, every 2 updates in the table"
     ),
     "lightning/pytorch/trainer/connectors/logger_connector/logger_connector.py:log_metrics": Meant(
         _TRAINING, at_logs, "what a user's step logs"
-    ),
-    "callbacks/lib/undo.py:copied": Meant(
-        _TRAINING, in_the_first_update, "a copy for an optimizer's first step that runs out of memory"
     ),
     "callbacks/finite_weights.py:first_not_finite": Meant(_TRAINING, at_logs, "a run that has diverged ends"),
     "callbacks/lib/targets.py:warn_of_ignored_targets": Meant(
@@ -160,11 +152,7 @@ def _translator(**options: Any) -> Any:
 _FEW = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1, "enable_progress_bar": False}
 RUNS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "every callback": (functools.partial(_images, TOGETHER), {}),
-    "SWA": (functools.partial(_images, ["RunProgress", "WeightAveraging, SWA"]), {}),
-    "LAWA, BatchNorm in groups": (
-        functools.partial(_images, ["RunProgress", "WeightAveraging, LAWA", "SyncBN, groups of one"]),
-        {"gradient_clip_val": 0.1},
-    ),
+    "SWA": (functools.partial(_images, ["RunProgress", "WeightAveraging, SWA"]), {"gradient_clip_val": 0.1}),
     "a module that logs in each step": (_sentences, {"enable_progress_bar": False}),
     "mnist": (_mnist, _FEW),
     "resnet": (_resnet, _FEW),
