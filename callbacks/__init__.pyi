@@ -29,14 +29,11 @@ from .lib.sample_noise import sample_noise as sample_noise
 from .lib.signals import Preempted as Preempted
 from .lib.stateless_dropout import StatelessDropout as StatelessDropout
 from .lib.stateless_dropout import stateless_dropout as stateless_dropout
-from .parameter_group_table import ParameterGroupTable as ParameterGroupTable
 from .preemption import Preemption as Preemption
 from .rank_consistency import RankConsistency as RankConsistency
 from .run_progress import RunProgress as RunProgress
 from .seed_control import SeedControl as SeedControl
 from .seed_control import seed_generators as seed_generators
-from .step_profiler import StepProfiler as StepProfiler
-from .step_summary import StepSummary as StepSummary
 from .sync_bn import SyncBN as SyncBN
 from .train_loss import TrainLoss as TrainLoss
 from .training_monitor import TrainingMonitor as TrainingMonitor

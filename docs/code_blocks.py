@@ -147,7 +147,7 @@ def _module_of(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def _recipe_of(module: str | None, args: list[str]) -> tuple[str | None, list[str]]:
     """The recipe that is called, and its arguments."""
-    if module == "recipes" and args and args[0] not in ("list", "compare", "verify", "completion", "--version"):
+    if module == "recipes" and args and args[0] not in ("list", "verify", "completion", "--version"):
         return f"recipes.{args[0]}", args[1:]
     return (module, args) if module and module.startswith("recipes.") else (None, args)
 

@@ -25,12 +25,11 @@ from callbacks.lib.accumulation import is_replicated
 from callbacks.lib.consensus import FlagAllReduce
 from callbacks.lib.global_batch import accumulation_factor, loader_batch_size
 from callbacks.lib.memory import MemoryPeak, available_memory, is_limited_by_ulimit
-from callbacks.lib.step_cost import step_cost
 from callbacks.lib.trainer_attributes import callbacks_of, datamodule_of
-from callbacks.step_summary import memory_estimate, with_unit
 from datamodules.contract import data_contract
 from datamodules.errors import UserError, is_out_of_memory
 from recipes.copied_fit import fit_copies
+from recipes.results.texts import with_unit
 
 __all__ = [
     "BatchSizeSearch",
@@ -420,14 +419,7 @@ class _Step:
 
     def estimate(self) -> tuple[int, int]:
         """Bytes of the activations of one sample, and of what a step adds to the weights; 0 where it is not known."""
-        try:
-            batch = self._on_device(self.batches.train(2))
-            context = self.trainer.precision_plugin.train_step_context
-            activations = step_cost(self.module, batch, context).activation_bytes
-        except Exception:  # Of the user's step, which meets fake tensors for the first time.
-            return 0, 0
-        parts = memory_estimate(self.trainer, self.module, None)
-        return activations // 2, parts["total"] - parts["weights"] - parts.get("averaged", 0)
+        return 0, 0
 
     def _on_device(self, batch: Any) -> Any:
         return self.trainer.strategy.batch_to_device(self.trainer.precision_plugin.convert_input(batch))

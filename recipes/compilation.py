@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from callbacks.lib.sample_noise import noise_keys
-from callbacks.lib.stateless_rnn import StatelessGRU, StatelessLSTM
 from datamodules.errors import UserError
 
 __all__ = ["CompileMode", "check_compile_mode", "check_compiler", "compile_network", "restore_network"]
@@ -70,7 +69,7 @@ def compile_network(
     when another size comes, would give a resumed run other kernels than the run that it continues. Another graph is
     compiled for validation, when layers are unfrozen, and for a batch, or sentences, of length one.
 
-    `StatelessGRU` and `StatelessLSTM` are single operations of the graph; torch ends it at other recurrent layers.
+    torch ends a graph at each recurrent layer, and runs the layer as it is.
 
     Args:
         mode: of torch.compile; True is its default.
@@ -89,19 +88,11 @@ def compile_network(
     slot: Any = network
     compiled, config = slot._compiled_call_impl, torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
-    recurrent = [layer for layer in network.modules() if isinstance(layer, nn.RNNBase)]
-    # Of others torch would compile each length anew.
-    ours = bool(recurrent) and all(isinstance(layer, (StatelessGRU, StatelessLSTM)) for layer in recurrent)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         _mark(tree_leaves((args, kwargs)), varying_dims)
         _mark([noise_keys()], 1)
-        before = config.allow_rnn
-        config.allow_rnn = before or ours
-        try:
-            return compiled(*args, **kwargs)
-        finally:
-            config.allow_rnn = before
+        return compiled(*args, **kwargs)
 
     slot._compiled_call_impl = call
 

@@ -56,9 +56,7 @@ class _Pipeline(nn.Module):
     @override
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         if self.preprocessing is not None:
-            # Changes no integer, and raises for floats, whose pixels might be from 0 to 1: neither TorchScript nor
-            # torch.export checks the type of an input.
-            images = self.preprocessing(torch.bitwise_or(images, 0))
+            images = self.preprocessing(images)
         return self.outputs(self.network(images.to(self.dtype)))
 
 
@@ -66,29 +64,25 @@ def network_graph(
     network: nn.Module,
     example: Tensor,
     preprocessing: nn.Module | None,
-    included: bool,
     outputs: Callable[[Tensor], dict[str, Tensor]],
 ) -> Graph:
     """A network of one input, for any batch size.
 
     Args:
         example: an input of the network, of shape (1, ...).
-        preprocessing: what maps uint8 images to the network's inputs; None where it is not known.
-        included: whether the preprocessing is in the graph, whose input is then called ``images``. Else the input is
-            ``normalised_images``, or ``inputs`` where no preprocessing is known.
+        preprocessing: what maps uint8 images to the network's inputs; the graph's input is then called ``images``.
+            Where it is not known, None, the input is called ``inputs``.
         outputs: gives the network's outputs their names.
     """
     sizes = tuple(example.shape[1:])
-    pipeline = _Pipeline(network, preprocessing if included else None, outputs)
+    pipeline = _Pipeline(network, preprocessing, outputs)
     generator = torch.Generator().manual_seed(1)
     layout = f"of shape ({', '.join(map(str, ('batch', *sizes)))})"
     kind = str(pipeline.dtype).removeprefix("torch.")
     if preprocessing is None:
         name, text = "inputs", f"{kind} {layout}, as the network takes it"
-    elif included:
-        name, text = "images", f"uint8 {layout}: channels first, pixels from 0 to 255"
     else:
-        name, text = "normalised_images", f"{kind} {layout}: channels first, (pixels / 255 - mean) / std"
+        name, text = "images", f"uint8 {layout}: channels first, pixels from 0 to 255"
 
     def random(batch: int) -> tuple[Tensor]:
         if name == "images":

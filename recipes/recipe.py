@@ -2,22 +2,19 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby, takewhile
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.fabric.utilities.data import AttributeDict
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -34,7 +31,6 @@ from recipes.graphs import Graph, network_graph
 from recipes.optim import build_optimizer, check_optimizer, default_rate, is_lbfgs
 from recipes.parameter_groups import parameter_groups
 from recipes.schedules import Plateau, Schedule, ScheduleName, ScheduleSettings
-from recipes.step_capture import StepCapture, check_capture, runner_for
 from recipes.version import __version__
 from recipes.weights import WeightsReport, load_weights, read_weights
 
@@ -129,7 +125,6 @@ class RecipeParameters(AttributeDict):
     fused: bool | None
     channels_last: bool
     compile: bool | CompileMode
-    cuda_graph: bool
     weights: str | None
     weights_min_share: float
     weights_only: str | Sequence[str] | None
@@ -166,7 +161,6 @@ class Recipe(pl.LightningModule):
         fused: one kernel for the whole update; by default where the device has it.
         channels_last: the memory layout of convolutions in which bf16 kernels are fast.
         compile: train with torch.compile, of the network only; or one of its modes, such as max-autotune.
-        cuda_graph: run the whole step of a small network as one CUDA graph, on one GPU.
         weights: file of weights to begin with (.pt, .pth, .ckpt, .safetensors), or none.
         weights_min_share: refuse weights of which less than this share of the tensors fits.
         weights_only: load layers by name only, as in "encoder.*" or '["encoder.*", "embedding"]'.
@@ -189,7 +183,7 @@ class Recipe(pl.LightningModule):
     base_batch_size = 256
     """The global batch size to which the default learning rate refers."""
 
-    free_parameters: ClassVar[frozenset[str]] = frozenset({"fused", "channels_last", "compile", "cuda_graph"})
+    free_parameters: ClassVar[frozenset[str]] = frozenset({"fused", "channels_last", "compile"})
     """Parameters of the constructor that do not make the experiment: a run may be resumed with other values.
 
     A subclass joins its own, as in ``free_parameters = Recipe.free_parameters | {"top_k"}``.
@@ -203,7 +197,7 @@ class Recipe(pl.LightningModule):
 
     rare_parameters: ClassVar[frozenset[str]] = frozenset(
         {
-            *("momentum", "optimizer_args", "decay_all", "fused", "channels_last", "compile", "cuda_graph"),
+            *("momentum", "optimizer_args", "decay_all", "fused", "channels_last", "compile"),
             *("gamma", "power", "min_lr", "plateau_patience"),
             *("weights_min_share", "weights_only", "weights_skip"),
         }
@@ -250,7 +244,6 @@ class Recipe(pl.LightningModule):
         fused: bool | None = None,
         channels_last: bool = True,
         compile: bool | CompileMode = False,
-        cuda_graph: bool = False,
         weights: str | None = None,
         weights_min_share: float = 0.5,
         weights_only: str | Sequence[str] | None = None,
@@ -266,10 +259,6 @@ class Recipe(pl.LightningModule):
             weights_min_share=(weights_min_share, SHARE),
         )
         check_compile_mode(compile)
-        if compile and cuda_graph:
-            raise UserError(f"compile={compile!r} and cuda_graph=True are two ways to launch kernels; pass one of them")
-        if cuda_graph and self.varying_dims > 1:
-            raise UserError("cuda_graph=True captures batches of one size, and sentences differ; pass cuda_graph=False")
         check_optimizer(optimizer, optimizer_args or {})
         ScheduleSettings(schedule, lr, milestones, gamma, power, min_lr, plateau_patience)
         self.save_hyperparameters()
@@ -279,8 +268,6 @@ class Recipe(pl.LightningModule):
             self.network.to(memory_format=torch.channels_last)
         self.run_config: dict[str, Any] = {}
         self._has_weights = False
-        self._capture: StepCapture | None = None
-        self._batch: Any = None
         self._saved_data: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     @property
@@ -312,15 +299,11 @@ class Recipe(pl.LightningModule):
         return {name: f"{value:.4f}" for name, value in scores.items()}
 
     def result_tables(self) -> dict[str, Table]:
-        """Tables that a run keeps beside ``results.json``, by file name (.csv or .json); of the last evaluation.
+        """Tables that a run keeps beside ``results.json``, by file name (.csv, .json or .txt); of the last evaluation.
 
         The validate and test commands write them beside the file of ``--output``, whose name theirs begin with.
         """
         return {}
-
-    def score_table(self) -> list[dict[str, str]]:
-        """What the validate and test commands print below the scores: rows with cells as text; none by default."""
-        return []
 
     @classmethod
     def settings_from_data(cls, data: pl.LightningDataModule) -> dict[str, Any]:  # noqa: ARG003
@@ -426,7 +409,7 @@ class Recipe(pl.LightningModule):
         return found
 
     @torch.inference_mode()
-    def predict(self, inputs: Any, save_seen: str | Path | None = None) -> list[dict[str, Any]]:
+    def predict(self, inputs: Any) -> list[dict[str, Any]]:
         """Predict as the predict command does, on the device of this module.
 
         The recipe needs to know how its data were prepared: from a checkpoint that it was loaded from, or from the data
@@ -435,7 +418,6 @@ class Recipe(pl.LightningModule):
         Args:
             inputs: what the predict command takes, and objects in memory: images as files, folders, PIL images, arrays
                 or tensors, or a list of them (`datamodules.loading.given_images`); sentences as text.
-            save_seen: folder into which images are written as the network sees them.
 
         Returns:
             The rows that the command writes into its ``--output``, one or more for each input.
@@ -459,8 +441,6 @@ class Recipe(pl.LightningModule):
             )
         contract = data_contract(data)
         contract.take_inputs(inputs)
-        if save_seen is not None:
-            data.hparams["save_seen"] = str(save_seen)
         modes = [(module, module.training) for module in self.modules()]
         self.eval()
         try:
@@ -514,16 +494,15 @@ class Recipe(pl.LightningModule):
         """The outputs of an exported graph by name, from the output of the network."""
         return {"outputs": outputs}
 
-    def graphs(self, include_preprocessing: bool = True) -> list[Graph]:
+    def graphs(self) -> list[Graph]:
         """What is exported with its computation: the network, for inputs of the shape of `example_input_array`.
 
-        Args:
-            include_preprocessing: the graph takes uint8 images, where their preprocessing is known.
+        It takes uint8 images, where their preprocessing is known.
         """
         example = self.example_input_array
         if not isinstance(example, Tensor):
             return []
-        return [network_graph(self.network, example, self.preprocessing(), include_preprocessing, self.named_outputs)]
+        return [network_graph(self.network, example, self.preprocessing(), self.named_outputs)]
 
     def export_metadata(self) -> dict[str, Any]:
         """What the users of an exported file have to know; an override adds to it.
@@ -539,7 +518,7 @@ class Recipe(pl.LightningModule):
             metadata["layout"] = "NCHW"
         return metadata
 
-    def export_files(self, kind: str) -> dict[str, str]:
+    def export_files(self) -> dict[str, str]:
         """Texts that belong into the folder of an export of several graphs, by the name of the file."""
         return {}
 
@@ -632,13 +611,8 @@ class Recipe(pl.LightningModule):
         """Log what somebody may not expect of the schedule in this run; an override has to call it.
 
         Raises:
-            UserError: the schedule follows a score, and nothing is validated; or the step cannot be captured.
+            UserError: the schedule follows a score, and nothing is validated.
         """
-        self._capture = self._batch = None  # Of a run that has failed.
-        if self.hparams.cuda_graph:
-            runner = runner_for(self.trainer.strategy.root_device)
-            check_capture(self.trainer, self)
-            self._capture = StepCapture(self.trainer, self, runner)
         followed = self.monitor if self.lr_schedule.schedule == "plateau" else ""
         if followed.startswith("val/") and not self.trainer.enable_validation:
             raise UserError(
@@ -646,31 +620,6 @@ class Recipe(pl.LightningModule):
             )
         if note := self.lr_schedule.note(self.trainer):
             rank_zero_only(log.warning)(note)
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Keep the batch for a captured step; an override has to call it."""
-        if self._capture is not None:
-            self._batch = batch
-
-    @override
-    def optimizer_step(
-        self,
-        epoch: int,
-        batch_idx: int,
-        optimizer: Optimizer | LightningOptimizer,
-        optimizer_closure: Callable[[], Any] | None = None,
-    ) -> None:
-        """Make the update, from a captured step where ``cuda_graph`` is set; an override has to call it."""
-        if self._capture is None:
-            optimizer.step(closure=optimizer_closure)
-        else:
-            self._capture.step(self._batch, batch_idx, optimizer, optimizer_closure)
-
-    @override
-    def on_train_end(self) -> None:
-        """Free the memory of a captured step; an override has to call it."""
-        self._capture = self._batch = None
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

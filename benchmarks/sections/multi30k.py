@@ -86,7 +86,7 @@ def recipe_commands(flags: Sequence[str], files: Path, runs: Path, epochs: int) 
     names = ("train.de", "train.en", "val.de", "val.en")
     given = [text for side, name in zip(sides, names) for text in (side, str(files / name))]
     fit = [*given, "--test-fraction", "0", "--max-epochs", str(epochs), *flags]
-    fit += ["--run-dir", str(runs), "--name", f"{epochs}-epochs", "--no-report", "--logger", "none"]
+    fit += ["--run-dir", str(runs), "--name", f"{epochs}-epochs", "--logger", "none"]
     checkpoint = runs / "seq2seq" / f"{epochs}-epochs" / "checkpoints" / "best.ckpt"
     output = ["--output", str(runs / "translations.json")]
     return fit, ["predict", "--ckpt", str(checkpoint), f"@{files / 'test_2016_flickr.de'}", *output]

@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from callbacks.drawing.evaluation_samples import EvaluationSamples, first_training_batch, tensorboards
 from callbacks.lib.best_effort import best_effort
-from callbacks.lib.part_timer import timed
 from datamodules.ranges import NATURAL, check_ranges
 
 if TYPE_CHECKING:
@@ -229,7 +228,7 @@ class ClassificationImages(EvaluationSamples, pl.Callback):
         images, targets = batch
         if not are_images(images) or not isinstance(targets, Tensor) or not self.samples or not len(images):
             return
-        with timed(trainer, "draw"), best_effort("images in TensorBoard"):
+        with best_effort("images in TensorBoard"):
             classes = targets.shape[1] if targets.dim() == 2 else int(targets.max()) + 1
             names = getattr(pl_module, "class_names", None) or [str(i) for i in range(classes)]
             images, targets = (part[: self.samples].detach().cpu() for part in (images.float(), targets))

@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import module
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loops import training_epoch_loop
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors import checkpoint_connector
@@ -36,14 +35,12 @@ __all__ = [
     "collective_timeout",
     "deal_to_ranks",
     "epoch_sums",
-    "finish_closure",
     "forget_module",
     "hook_calls",
     "keep_logged",
     "keep_signal_handlers",
     "make_no_update",
     "means_of_trained_epoch",
-    "observe_fetches",
     "original_training_loader",
     "raised_by_restoring",
     "replace_closures",
@@ -56,7 +53,6 @@ __all__ = [
     "saves_within_epochs",
     "set_collective_timeout",
     "set_logged_batch",
-    "set_trainer",
     "set_writer",
     "skips_backward",
     "stop_after_updates",
@@ -120,11 +116,6 @@ def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
     """The Trainer that runs a module; None where `LightningModule.trainer` would raise."""
     trainer: pl.Trainer | None = module._trainer
     return trainer
-
-
-def set_trainer(module: pl.LightningModule, trainer: pl.Trainer | None) -> None:
-    """Sets or removes what `attached_trainer` gives, so that a copy of the module does not copy its Trainer."""
-    module._trainer = trainer
 
 
 def forget_module(callback: pl.Callback) -> None:
@@ -385,46 +376,6 @@ def make_no_update(trainer: pl.Trainer) -> Callable[[], None]:
         del loop._should_accumulate
 
     return undo
-
-
-def observe_fetches(trainer: pl.Trainer, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-    """Calls a function before and after each training batch is fetched from its loader; returns how to undo it.
-
-    Args:
-        trainer: one in `on_train_start`; the loop hands its two methods to the fetcher when an epoch begins.
-    """
-    loop: Any = trainer.fit_loop.epoch_loop
-    begin, end = loop._on_before_fetch, loop._on_after_fetch
-
-    def on_before_fetch() -> None:
-        begin()
-        before()
-
-    def on_after_fetch() -> None:
-        after()
-        end()
-
-    loop._on_before_fetch, loop._on_after_fetch = on_before_fetch, on_after_fetch
-
-    def undo() -> None:
-        vars(loop).pop("_on_before_fetch", None)
-        vars(loop).pop("_on_after_fetch", None)
-
-    return undo
-
-
-def finish_closure(trainer: pl.Trainer, closure: Any, outputs: Any) -> None:
-    """Makes the closure of a step look called, where something else has made the step.
-
-    Args:
-        closure: what Lightning passes to `LightningModule.optimizer_step`.
-        outputs: what `training_step` returned, without autograd's graph.
-    """
-    progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad
-    progress.increment_ready()
-    progress.increment_started()
-    progress.increment_completed()
-    closure._result = ClosureResult.from_training_step_output(outputs)
 
 
 def original_training_loader(trainer: pl.Trainer) -> tuple[Any, bool]:

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
-from callbacks.lib.recurrent_op import recurrent_layer
 from callbacks.lib.sample_noise import StatelessLayer, dropout_factors
 
 __all__ = ["StatelessGRU", "StatelessLSTM"]
@@ -25,13 +24,6 @@ def _packed_rows(packed: PackedSequence) -> tuple[Tensor, int]:
     return samples * len(sizes) + steps, len(sizes)
 
 
-def _autocast(data: Tensor, states: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """What a recurrent layer gets, in the type of autocast where it is on; an operation of ours is not on its lists."""
-    kind = data.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else data.dtype
-    return data.to(dtype), [state.to(dtype) for state in states], [weight.to(dtype) for weight in weights]
-
-
 class _StatelessRNN(StatelessLayer, nn.RNNBase):
     """Recurrent layers whose dropout between the layers is a function of the sample.
 
@@ -45,8 +37,6 @@ class _StatelessRNN(StatelessLayer, nn.RNNBase):
         packed = input if isinstance(input, PackedSequence) else None
         data: Tensor = input if packed is None else packed.data
         if not self.training or self.p_between == 0:
-            if self._is_one_operation(data, packed):
-                return self._run_layers(data, None, hx, None, 0, 0)
             return super().forward(input, hx)
         if packed is not None:
             samples = int(packed.batch_sizes[0])
@@ -62,21 +52,13 @@ class _StatelessRNN(StatelessLayer, nn.RNNBase):
         """The probability with which outputs of a layer that another follows are dropped."""
         return self.dropout if self.num_layers > 1 else 0.0
 
-    def _is_one_operation(self, data: Tensor, packed: PackedSequence | None) -> bool:
-        """Whether a layer is an operation of the graph that is being compiled."""
-        # An exported graph is for programs that do not have the operation.
-        compiles = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-        batched = packed is None and data.dim() == 3 and self.batch_first
-        return compiles and batched and not self.bidirectional and not self.proj_size
-
     def _run_layers(
-        self, data: Tensor, packed: PackedSequence | None, hx: Any, keys: Tensor | None, layer: int, call: int
+        self, data: Tensor, packed: PackedSequence | None, hx: Any, keys: Tensor, layer: int, call: int
     ) -> Any:
-        """Run one layer after the other, with dropout between them where there are keys."""
+        """Run one layer after the other, with dropout between them."""
         directions = 2 if self.bidirectional else 1
         if hx is None:
-            samples = data.shape[0 if self.batch_first else 1] if keys is None else len(keys)
-            shape = (self.num_layers * directions, samples)
+            shape = (self.num_layers * directions, len(keys))
             sizes = (self.proj_size or self.hidden_size, self.hidden_size)
             states = tuple(data.new_zeros(*shape, size) for size in (sizes if self.mode == "LSTM" else sizes[:1]))
         else:
@@ -91,14 +73,12 @@ class _StatelessRNN(StatelessLayer, nn.RNNBase):
             parts = [state[here].contiguous() for state in states]
             start = parts if self.mode == "LSTM" else parts[0]
             settings: Any = ([w for direction in weights[here] for w in direction], self.bias, 1, 0.0, True)
-            if self._is_one_operation(data, packed):
-                data, *end = recurrent_layer(self.mode, *_autocast(data, parts, settings[0]))
-            elif packed is None:
+            if packed is None:
                 data, *end = run(data, start, *settings, self.bidirectional, self.batch_first)
             else:
                 data, *end = run(data, packed.batch_sizes, start, *settings, self.bidirectional)
             ends.append(end)
-            if keys is not None and number + 1 < self.num_layers:
+            if number + 1 < self.num_layers:
                 data = data * self._factors(data, keys, layer, call, number, rows, time)
         final = [torch.cat(end) for end in zip(*ends)]
         if packed is not None:

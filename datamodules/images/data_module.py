@@ -46,11 +46,10 @@ from datamodules.images.known_sets import (
 from datamodules.images.pixel_cache import PixelCache, cache_folder, make_room
 from datamodules.images.statistics import pixel_statistics, usual_size
 from datamodules.loading.file_table import FileTable
-from datamodules.loading.given_images import GivenImages, given_images, save_seen
+from datamodules.loading.given_images import GivenImages, given_images
 from datamodules.loading.image_lists import find_images
 from datamodules.loading.image_tree import split_by_class
 from datamodules.loading.labels import BALANCE
-from datamodules.loading.listing_cache import cached_tree
 from datamodules.loading.normalise import Normalise
 from datamodules.loading.sampling import share_of_each
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
@@ -135,15 +134,13 @@ class ImageFolderDataModule(ClassificationDataModule):
         drop_last: drop the incomplete last batch of an epoch.
         download: download missing files of the known sets.
         predict_inputs: images, and folders of images, that `predict` reads.
-        save_seen: folder into which `predict` writes the images as the network sees them.
 
     Raises:
         UserError: for invalid parameters, and at set-up for a folder that cannot be trained on.
     """
 
     free_parameters = DataContract.free_parameters | {"cache_gb", "cache_dir", "download"}
-    call_parameters = DataContract.call_parameters | {"save_seen"}
-    rare_parameters = frozenset({"save_seen", "drop_last", "download", "cache_dir", "pixel_mean", "pixel_std"})
+    rare_parameters = frozenset({"drop_last", "download", "cache_dir", "pixel_mean", "pixel_std"})
 
     def __init__(
         self,
@@ -169,7 +166,6 @@ class ImageFolderDataModule(ClassificationDataModule):
         drop_last: bool = False,
         download: bool = True,
         predict_inputs: Sequence[str] | None = None,
-        save_seen: str | None = None,
     ) -> None:
         super().__init__()
         for name, value, allowed in (
@@ -441,8 +437,7 @@ class ImageFolderDataModule(ClassificationDataModule):
                 "dataset='folder' needs `data_dir`, a folder with a folder of images for each class, a .zip or .tar of"
                 " it, or a list"
             )
-        place = self.hparams.data_dir
-        tree = cached_tree(cache_folder("listings"), place, lambda: find_images(place, self.hparams.on_corrupt))
+        tree = find_images(self.hparams.data_dir, self.hparams.on_corrupt)
         for note in tree.notes:
             _warn(f"note: {note}")
         title = Path(self.hparams.data_dir).resolve().name
@@ -596,8 +591,6 @@ class ImageFolderDataModule(ClassificationDataModule):
         return loader
 
     def _prediction_transform(self, images: Tensor, numbers: Tensor, epoch: int) -> Tensor:
-        if self.hparams.save_seen:
-            save_seen(self.hparams.save_seen, images, numbers, self.prediction_names)
         return self.normalise(images)
 
     def _part_loader(self, part: str) -> WorkerEvaluationLoader | list[WorkerEvaluationLoader]:

@@ -10,7 +10,6 @@ import torch
 
 from datamodules.errors import UserError
 from datamodules.loading.file_table import FileTable
-from datamodules.loading.file_tree import files_below
 from datamodules.loading.heic import HEIC
 from datamodules.loading.image_tree import (
     PARTS,
@@ -198,8 +197,7 @@ def find_images(place: str | Path, on_faults: Literal["error", "skip"] | None = 
     if place.is_file() and not is_archive(place) and (files := list_files(place)):
         return read_lists(files, on_faults)
     opened = open_place(place)
-    held = find_parts(opened.folder) if place.is_dir() else any(map(is_image, files_below(opened.folder)))
-    if not held and (files := list_files(place)):
+    if place.is_dir() and not find_parts(opened.folder) and (files := list_files(place)):
         return read_lists(files, on_faults)
     return scan_tree(place, opened)
 

@@ -21,7 +21,7 @@ from datamodules.base import ClassificationDataModule
 from datamodules.contract import DataContract
 from datamodules.errors import UserError
 from datamodules.loading.download import DownloadError, digest_of, download
-from datamodules.loading.given_images import GivenImages, given_images, save_seen
+from datamodules.loading.given_images import GivenImages, given_images
 from datamodules.loading.image_tree import split_by_class
 from datamodules.loading.labels import BALANCE
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
@@ -202,15 +202,13 @@ class MNISTDataModule(ClassificationDataModule):
         seed: seed of the split, the shuffling and the augmentation.
         download: download missing files.
         predict_inputs: images, and folders of images, that `predict` reads.
-        save_seen: folder into which `predict` writes the images as the network sees them.
 
     Raises:
         UserError: at set-up, for a missing folder and for damaged, empty or contradicting files.
     """
 
     free_parameters = DataContract.free_parameters | {"download"}
-    call_parameters = DataContract.call_parameters | {"save_seen"}
-    rare_parameters = frozenset({"save_seen", "drop_last", "download", "flip"})
+    rare_parameters = frozenset({"drop_last", "download", "flip"})
     photographs = False
 
     def __init__(
@@ -232,7 +230,6 @@ class MNISTDataModule(ClassificationDataModule):
         seed: int = 1,
         download: bool = True,
         predict_inputs: list[str] | None = None,
-        save_seen: str | None = None,
     ) -> None:
         super().__init__()
         if dataset not in ("auto", *DATASETS):
@@ -659,8 +656,6 @@ class MNISTDataModule(ClassificationDataModule):
         self._unreadable, self._unclear = images.unreadable, images.unclear
         if len(images.unreadable) == len(given):
             raise UserError(next(iter(images.unreadable.values())))
-        if self.hparams.save_seen:
-            save_seen(self.hparams.save_seen, images.pixels, images.numbers, given.names)
         pixels, numbers = images.pixels.to(self._device), images.numbers.to(self._device)
         return EvaluationLoader(
             pixels,

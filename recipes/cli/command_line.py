@@ -18,7 +18,6 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from callbacks.lib.slurm_job import requeue_on
-from callbacks.lib.terminal import wrap
 from datamodules.errors import RunFailedError, UserError, system_failure
 from recipes.cli.commands import Trained, carry_out
 from recipes.cli.console import configure_logging
@@ -84,7 +83,7 @@ _TRAINER_TEXTS = LIMIT_TEXTS | {
 # They belong to one call and not to the experiment, so they are not saved with a run.
 _OF_ONE_CALL = {
     *("name", "run_dir", "resume", "resume_anyway", "ckpt", "output", "format", "config", "inputs", "profiler"),
-    *("trust_modules", "include_preprocessing", "summary", "profile"),
+    "trust_modules",
     *LaunchSettings.__dataclass_fields__,
 }
 # They take weights alone, too.
@@ -145,11 +144,11 @@ def run(
 def _print_texts(title: str, texts: dict[str, str], width: int) -> None:
     """Print names and their texts, in a column or, where there is no room for one, below the names."""
     column = max(map(len, texts)) + 2
-    print("\n".join(wrap(f"{title}:", width)))  # noqa: T201
+    print(f"{title}:")  # noqa: T201
     for name, text in texts.items():
         beside = width >= column + 34
         indent = " " * (column + 2 if beside else 4)
-        lines = wrap(text, width - len(indent), "")
+        lines = textwrap.wrap(text, width - len(indent), break_long_words=False, break_on_hyphens=False)
         first = f"  {name:<{column}}{lines[0]}" if beside else f"  {name}\n{indent}{lines[0]}"
         print("\n".join([first, *(indent + line for line in lines[1:])]))  # noqa: T201
 
@@ -318,8 +317,6 @@ class CommandLine:
             raise UserError("--patience is a number of validations, 1 or more, for --early-stopping SCORE")
         if namespace.barebones and namespace.early_stopping:
             raise UserError("--barebones has no scores to stop by; leave --early-stopping out")
-        if command != "export" and not namespace.include_preprocessing:
-            raise UserError(f"--include-preprocessing is for export; leave it out to {command}")
         if command == "fit":
             if namespace.format is not None:
                 raise UserError("--format is for export; a run writes its own checkpoints")
@@ -346,9 +343,7 @@ class CommandLine:
             raise UserError(f"{command} needs a checkpoint; pass --ckpt {example}{bare}")
         if command == "export":
             if namespace.format is None:
-                raise UserError(
-                    "export needs a format; pass --format safetensors, state-dict, torchscript, onnx or pt2"
-                )
+                raise UserError("export needs a format; pass --format safetensors, state-dict or onnx")
             return
         if namespace.format is not None:
             raise UserError(f"--format is for export; {command} chooses by the suffix of --output")
@@ -361,7 +356,7 @@ class CommandLine:
         summary = without_markup((self.classes.recipe.__doc__ or "").strip().splitlines()[0])
         usage = f"usage: {self.program} [{'|'.join(_COMMANDS)}] [flags]"
         lines = textwrap.wrap(usage, width, subsequent_indent="  ", break_on_hyphens=False)
-        print("\n".join([*lines, "", *wrap(summary, width, ""), ""]))  # noqa: T201
+        print("\n".join([*lines, "", *textwrap.wrap(summary, width), ""]))  # noqa: T201
         _print_texts("Commands", _COMMANDS, width)
         self.parser.print_flags(everything)
         rest = {} if everything else {"--help-all": "all flags, with their full texts"}

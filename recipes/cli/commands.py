@@ -22,14 +22,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from callbacks.checkpointing.guard import CheckpointGuard
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
+from callbacks.drawing.evaluation_samples import EvaluatedCheckpoint
 from callbacks.lib.best_effort import forget_failures
 from callbacks.lib.lightning_internals import raised_by_restoring
 from callbacks.lib.memory import available_memory, peak_memory
 from callbacks.lib.signals import SIGNALS, Preempted
 from callbacks.lib.slurm_job import is_batch_job, requeue_on
 from callbacks.lib.trainer_attributes import callbacks_of
-from callbacks.step_profiler import StepProfiler
-from callbacks.step_summary import StepSummary, with_unit
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError, is_out_of_memory
 from recipes.cli.early_stopping import why_stopped
@@ -52,8 +51,8 @@ from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.launch.settings import Command
 from recipes.launch.streams import output_failure
 from recipes.recipe import Recipe
-from recipes.results.run_figures import RunFigures
 from recipes.results.stopwatch import Stopwatch, stopwatch_for
+from recipes.results.texts import with_unit
 from recipes.results.weights_recorder import WeightsRecorder
 from recipes.resume.resume_point import start_from
 from recipes.resume.saved_run import read_run
@@ -141,7 +140,7 @@ def _check_parts(experiment: Experiment) -> None:
 
 def _export(experiment: Experiment) -> None:
     run = experiment.settings.run
-    written = export(experiment.recipe, run.ckpt or "", run.format or "", run.output, run.include_preprocessing)
+    written = export(experiment.recipe, run.ckpt or "", run.format or "", run.output)
     inputs = {f"input {name}": text for name, text in written.inputs.items()}
     print_pairs({"written": shown(written.path), **inputs, "checked": written.check})
 
@@ -177,9 +176,7 @@ def _fit(given: Experiment, typed: Command, started_at: float) -> Trained:
         settings = experiment.settings
         guard = FolderGuard(folder, yaml.safe_dump(dict(settings.config), sort_keys=False)) if folder else None
         more = _run_callbacks(experiment, folder, guard) if folder and guard else []
-        depth = settings.run.summary
-        summary = StepSummary(2 if depth is True else depth) if depth else None
-        more += [stopwatch, *([summary] if summary else []), *([StepProfiler(folder)] if settings.run.profile else [])]
+        more.append(stopwatch)
         trainer = build_trainer(experiment, more, folder, _checkpoint_io(more))
         if guard and is_rank_zero():
             guard.write()
@@ -188,7 +185,7 @@ def _fit(given: Experiment, typed: Command, started_at: float) -> Trained:
             _record_start(experiment, folder)
         outcome = _train_and_test(trainer, experiment, folder, stopwatch, typed.program)
         if trainer.is_global_zero:
-            report(trainer, experiment, folder, stopwatch, outcome, typed, summary)
+            report(trainer, experiment, folder, stopwatch, outcome, typed)
             report_unsaved(folder, guard is not None and guard.removed)
         return Trained(folder, experiment.recipe, experiment.data, outcome)
 
@@ -223,13 +220,12 @@ def _best_checkpoint(trainer: pl.Trainer, folder: Path | None) -> str | None:
 def _train_and_test(
     trainer: pl.Trainer, experiment: Experiment, folder: Path | None, stopwatch: Stopwatch, program: str
 ) -> Outcome:
-    """Train, then score the best checkpoint as validate and test do, and draw its figures."""
+    """Train, then score the best checkpoint as validate and test do, and draw its samples."""
     recipe, data, resume = experiment.recipe, experiment.data, experiment.settings.run.resume
     if folder and 0 in (trainer.max_epochs, trainer.max_steps):
         rank_zero_print("nothing is trained in 0 epochs or steps: the initial weights are saved and scored")
     with _interruptible(trainer, experiment, folder, program), _restoring(resume), _within_memory(trainer, experiment):
         trainer.fit(recipe, data, ckpt_path=resume, weights_only=True)
-    stopwatch.replace_first("other")
     stopped, epochs = why_stopped(callbacks_of(trainer)), trainer.current_epoch
     if experiment.settings.trainer["barebones"]:
         return Outcome({}, None, stopped, epochs)
@@ -240,20 +236,18 @@ def _train_and_test(
     parts = {f"{name}{suffix}" for name in logged for suffix in ("_step", "_epoch")}
     last = {name: logged.get(f"{name}_epoch", value) for name, value in logged.items() if name not in parts}
     step = read_run(best).updates if best else trainer.global_step
-    figures = [RunFigures(folder if experiment.settings.run.report else None, step)] if folder else []
-    renew_callbacks(trainer, experiment, stopwatch, *figures)
+    renew_callbacks(trainer, experiment, stopwatch, EvaluatedCheckpoint(step))
     tests = is_overridden("test_step", recipe) and is_overridden("test_dataloader", data)
     if folder and (experiment.validates or tests):
-        draws = experiment.settings.run.report or any(isinstance(log, TensorBoardLogger) for log in trainer.loggers)
+        draws = any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
         rank_zero_print(f"scoring {shown(best) if best else 'the weights'}{' and drawing' if draws else ''} ...")
     with _interruptible(trainer, experiment, folder, program), _within_memory(trainer, experiment):
         if experiment.validates:
-            with stopwatch.timed("test"), _without_points(trainer):
+            with _without_points(trainer):
                 validated = trainer.validate(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
             scores |= validated[0] if validated else {}
         if tests:
-            with stopwatch.timed("test"):
-                tested = trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
+            tested = trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
             scores |= tested[0] if tested else {}
     # A recipe that only trains has no others.
     return Outcome(scores or last, best, stopped, epochs)
@@ -315,17 +309,13 @@ def _evaluate(experiment: Experiment, program: str) -> None:
 
 
 def _print_scores(recipe: Recipe, scores: Mapping[str, Any], files: Mapping[str, str]) -> None:
-    """Print the scores of an evaluation, its table, and where its tables are.
+    """Print the scores of an evaluation but those of single classes, and where its tables are.
 
     Args:
         files: that were written, by the names in `Recipe.result_tables`.
     """
-    by_class, tables = recipe.score_table(), recipe.result_tables()
-    # The table has them.
-    print_pairs({name: f"{value:.4f}" for name, value in scores.items() if not (by_class and "_class_" in name)})
-    if by_class:
-        rank_zero_print("")
-        print_rows(by_class)
+    tables = recipe.result_tables()
+    print_pairs({name: f"{value:.4f}" for name, value in scores.items() if "_class_" not in name})
     if tables:
         rank_zero_print("")
         rows = [f"{files.get(name, f'FILE_{name}')} ({len(table.rows):,} rows)" for name, table in tables.items()]

@@ -32,7 +32,7 @@ from recipes.results.results_file import read_results
 __all__ = ["Fitted", "fit"]
 
 RECIPES = ("mnist", "resnet", "seq2seq")
-_NOT_OF_FIT = frozenset({"ckpt", "output", "format", "include_preprocessing", "trust_modules", "callbacks"})
+_NOT_OF_FIT = frozenset({"ckpt", "output", "format", "trust_modules", "callbacks"})
 _LAUNCHED = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID")
 
 
@@ -174,7 +174,7 @@ def fit(
     Example:
         >>> from sklearn.datasets import load_digits
         >>> digits = load_digits()
-        >>> options = {"max_epochs": 1, "report": False, "verbose": False, "run_dir": getfixture("tmp_path")}
+        >>> options = {"max_epochs": 1, "verbose": False, "run_dir": getfixture("tmp_path")}
         >>> result = fit("mnist", data=(digits.images / 16, digits.target), **options)
         >>> result.model.training, result.checkpoint.name, sorted(result.scores)[:2]
         (False, 'best.ckpt', ['test/accuracy', 'test/accuracy_class_0'])

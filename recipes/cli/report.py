@@ -3,7 +3,6 @@
 import inspect
 import platform
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -17,10 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from callbacks.lib.best_effort import best_effort, unsaved
-from callbacks.lib.layers import is_split
 from callbacks.lib.memory import peak_memory
-from callbacks.lib.terminal import fit_pairs, fit_rows, terminal_width
-from callbacks.step_summary import StepSummary, with_unit
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from recipes.cli.experiment import Experiment, takes_inputs
@@ -29,7 +25,7 @@ from recipes.launch.settings import Command
 from recipes.launch.streams import print_error, unwritten_streams
 from recipes.results.html_report import REPORT, write_report
 from recipes.results.origin import commit_of, hardware, versions
-from recipes.results.results_file import PARTS, RESULTS, Best, Results, write_results
+from recipes.results.results_file import RESULTS, Best, Results, write_results
 from recipes.results.stopwatch import Stopwatch, count_parameters, loader_sizes
 from recipes.results.texts import memory_text
 from recipes.resume.saved_run import read_run
@@ -37,35 +33,13 @@ from recipes.resume.saved_run import read_run
 __all__ = [
     "Outcome",
     "check_output",
-    "flops_per_sample",
     "print_pairs",
     "print_rows",
     "report",
     "report_unsaved",
     "shown",
+    "table_lines",
 ]
-
-
-def flops_per_sample(module: pl.LightningModule) -> int | None:
-    """Floating-point operations of a forward pass of one sample; a multiply-add counts as two.
-
-    None where the module has no ``example_input_array``.
-    """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    example = module.example_input_array
-    if not isinstance(example, torch.Tensor) or is_split(module):
-        return None
-    if example.is_floating_point():
-        # precision 64-true and 16-true change the weights' type.
-        example = example.to(next(module.parameters()).dtype)
-        module.example_input_array = example
-    training = module.training
-    module.eval()
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        module(example[:1].to(module.device))
-    module.train(training)
-    return int(counter.get_total_flops())
 
 
 def shown(path: str | Path) -> str:
@@ -76,26 +50,35 @@ def shown(path: str | Path) -> str:
         return str(path)
 
 
-def _print_lines(lines: list[str]) -> None:
-    """Print lines as they are, in which ``[bold]`` and ``[/]`` are markup."""
-    console = Console(highlight=False, force_jupyter=False)  # A notebook shows standard output, too.
-    for line in lines:
-        console.print(line.rstrip(), soft_wrap=True)
-
-
 def print_pairs(rows: dict[str, str]) -> None:
-    """Print two columns, a name and its value, or lines of both where the terminal is narrow."""
-    pairs = fit_pairs(rows, terminal_width(sys.stdout))
-    _print_lines([f"[bold]{name}[/]" + escape("\n".join(lines)) for name, lines in pairs])
+    """Print two columns, a name and its value."""
+    console = Console(highlight=False, force_jupyter=False)  # A notebook shows standard output, too.
+    column = max(map(len, rows)) + 2
+    for name, value in rows.items():
+        console.print(f"[bold]{name:<{column}}[/]{escape(value)}", soft_wrap=True)
+
+
+def table_lines(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """The lines of a table with a column per key.
+
+    Args:
+        rows: at least one; all have the same keys.
+
+    Example:
+        >>> print(*table_lines([{"file": "a.png", "class": "7", "probability": "0.99"}]), sep="\\n")
+        file   class  probability
+        a.png  7      0.99
+    """
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(f"{cell:<{room}}" for cell, room in zip(row, widths)).rstrip() for row in cells]
 
 
 def print_rows(rows: Sequence[Mapping[str, str]]) -> None:
-    """Print a table with a column per key, or lines of each row on a narrow terminal; nothing without rows."""
-    if not rows:
-        return
-    width = terminal_width(sys.stdout)
-    first, *others = map(escape, fit_rows(rows, width))
-    _print_lines([f"[bold]{first}[/]", *others])
+    """Print a table with a column per key; nothing without rows."""
+    console = Console(highlight=False, force_jupyter=False)
+    for number, line in enumerate(table_lines(rows) if rows else ()):
+        console.print(line if number else f"[bold]{line}[/]", markup=not number, soft_wrap=True)
 
 
 def check_output(output: str | None, endings: Sequence[str]) -> None:
@@ -104,13 +87,6 @@ def check_output(output: str | None, endings: Sequence[str]) -> None:
         raise UserError(f"--output {output}: expected a name that ends in {' or '.join(endings)}")
     if output is not None and not Path(output).parent.is_dir():
         raise UserError(f"--output {output}: there is no folder {Path(output).parent}")
-
-
-def _describe(seconds: Mapping[str, float]) -> str:
-    """The seconds of a run's parts in words, the longest first."""
-    names = dict(zip(PARTS, ("start-up", "training", "validation", "saving", "drawing", "scoring", "other")))
-    parts = sorted(((value, names.get(part, part)) for part, value in seconds.items() if part != "total"), reverse=True)
-    return f"{seconds['total']:.1f} s: " + ", ".join(f"{name} {value:.1f}" for value, name in parts if value >= 0.05)
 
 
 @dataclass(frozen=True)
@@ -153,40 +129,31 @@ def report(
     stopwatch: Stopwatch,
     outcome: Outcome,
     command: Command,
-    summary: StepSummary | None = None,
 ) -> None:
     """Write results.json and TensorBoard's graph and hyper-parameters into `folder`, and print the final table.
 
     Args:
         command: as it was typed.
-        summary: has estimated the memory of training.
     """
     recipe, data, config = experiment.recipe, data_contract(experiment.data), experiment.settings.config
     program, scores, best = command.program, outcome.scores, outcome.best
     parameters, trainable = count_parameters(recipe)[0], stopwatch.trainable
-    flops = flops_per_sample(recipe)
     sizes = stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders) | dict(data.sizes)
-    rate, seconds = stopwatch.samples_per_second(sizes.get("train", 0)), stopwatch.by_part()
+    rate, seconds = stopwatch.samples_per_second(sizes.get("train", 0)), stopwatch.seconds()
     headline, device = recipe.headline(scores), trainer.strategy.root_device
     memory = {
         "host": peak_memory(torch.device("cpu")),
         "device": peak_memory(device) if device.type == "cuda" else None,
     }
-    validation = " with validation" if seconds["validate"] else ""
     speed = f", {rate:,.0f} samples/s" if rate else ""
     rows = {
         "data": ": ".join(filter(None, (data.title, ", ".join(f"{n:,} {part}" for part, n in sizes.items())))),
         "parameters": f"{parameters:,} ({trainable:,} trainable)",
-        **({"FLOPs per sample": f"{with_unit(flops)}, forward"} if flops is not None else {}),
         **headline,
-        "training": f"{seconds['train'] + seconds['validate']:.1f} s{validation}{speed}",
-        "time": _describe(seconds),
+        "training": f"{seconds['train']:.1f} s{speed}",
+        "time": f"{seconds['total']:.1f} s, of which start-up {seconds['start_up']:.1f}",
         "peak memory": memory_text(memory),
     }
-    estimate = summary.estimate if summary else {}
-    if summary and estimate:
-        took = with_unit(summary.taken, "B")
-        rows["memory of training"] = f"{took}, {with_unit(estimate['total'], 'B')} were estimated"
     if outcome.stopped_early:
         rows["stopped early"] = outcome.stopped_early
     if folder is not None and best:
@@ -217,15 +184,12 @@ def report(
         headline=headline,
         best=_best(outcome, recipe.monitor),
         seconds=seconds,
-        earlier_seconds=stopwatch.earlier_by_part(),
         epochs=outcome.epochs,
         samples_per_second=rate,
         peak_memory_bytes=memory,
-        memory_estimate_bytes=estimate or None,
         stopped_early=outcome.stopped_early or None,
         parameters=parameters,
         trainable_parameters=trainable,
-        flops_per_sample=flops,
         data={"name": data.title, "sizes": sizes, "left_out": dict(data.left_out)},
         config=dict(config),
         changed=list(experiment.settings.changed),
@@ -239,9 +203,8 @@ def report(
                 write_rows(folder / name, table.rows, table.columns)
         if tables:
             rows["tables"] = f"{', '.join(tables)} in {shown(folder)}"
-        if experiment.settings.run.report:
-            with best_effort(REPORT):
-                rows["report"] = shown(write_report(folder))
+        with best_effort(REPORT):
+            rows["report"] = shown(write_report(folder))
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.log_graph(recipe)

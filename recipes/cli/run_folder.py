@@ -166,7 +166,6 @@ def tensorboard_name(name: str, main: Collection[str], by_epoch: bool) -> tuple[
     mean = score.removesuffix("_epoch")
     if (
         name == "epoch"
-        or score.startswith("seen_class_")
         or (part == "test" and "_class_" in score)
         or (part == "train" and score != mean and not by_epoch)
     ):
@@ -250,7 +249,7 @@ class _TensorBoard(TensorBoardLogger):
         """Write the graph of the recipe, or its graphs side by side; or why there is none, which is printed, too."""
         with torch.no_grad():
             split = is_split(model)
-            graphs = model.graphs(include_preprocessing=False) if isinstance(model, Recipe) and not split else []
+            graphs = model.graphs() if isinstance(model, Recipe) and not split else []
         none = "FSDP2 splits the network over the devices" if split else "the recipe has no example_input_array"
         reason = "" if graphs else none
         if graphs:

@@ -21,13 +21,12 @@ from recipes.cli.settings import RunSettings, run_callbacks
 from recipes.cli.trainer import build_trainer
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.lr_finder import RateSweep, draw_rate_test, sweep_rates
-from recipes.results.results_file import FIGURES
 
 __all__ = ["with_found_batch_size", "with_found_rate"]
 
 # What neither changes an update nor is wanted twice.
 _AVERAGES = ("ema", "swa", "lawa", "average_from", "average_every")
-_LEFT_OUT = ("warmup", "early_stopping", "patience", "callbacks", "histogram_every")
+_LEFT_OUT = ("warmup", "early_stopping", "patience", "callbacks")
 _TRAINER: dict[str, Any] = {
     **dict.fromkeys(("fast_dev_run", "barebones", "enable_checkpointing", "enable_progress_bar"), False),
     **dict.fromkeys(("max_time", "min_epochs", "min_steps", "profiler"), None),
@@ -138,9 +137,9 @@ def with_found_rate(experiment: Experiment, folder: Path | None) -> Experiment:
     rank_zero_print(f"searching the learning rate in up to {sweep.updates} updates ...")
     with _without_messages():
         found = sweep_rates(recipe, experiment.data, sweep, trainer)
-    image = folder / FIGURES / "lr_find.png" if folder else None
+    image = folder / "figures" / "lr_find.png" if folder else None
     if image and is_rank_zero():
-        with best_effort(FIGURES):
+        with best_effort("figures"):
             draw_rate_test(found, image)
     rank_zero_print(f"{found.line()}; to repeat the run without the search pass --lr {found.lr:g}")
     recipe.hparams["lr"] = found.lr

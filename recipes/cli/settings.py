@@ -53,7 +53,6 @@ class RunSettings:
         ckpt: checkpoint to validate, test, predict with or export; its settings are the defaults.
         output: JSON or CSV file for scores and predictions, or the file that export writes.
         format: format of the file that export writes.
-        include_preprocessing: an exported graph takes uint8 images; else what the network takes, normalised floats.
         seed: seed of all random numbers; random draws one, which is recorded and kept by a resume.
         deterministic: stop at operations without a deterministic implementation.
         benchmark: let cuDNN choose its algorithms by timing them.
@@ -83,13 +82,7 @@ class RunSettings:
         early_stopping: end the run when this score no longer improves; such as val/loss, see patience.
         patience: validations without improvement after which early stopping ends the run; 3 where none is given.
         logger: any of tensorboard,csv,wandb,mlflow, or none.
-        summary: before training print the layers with their outputs, parameters, FLOPs and activations, to this depth
-            (2 without a number, -1 for all), and an estimate of the memory of training.
-        profile: trace 10 updates into the run's folder, and print where their time went.
-        training_monitor: log gradient norm, update-to-weight ratio, data wait and memory; groups logs the first two of
-            each parameter group, too.
-        histogram_every: updates between histograms of weights and gradients in TensorBoard; 0 writes none.
-        report: write figures, and a page with the run's scores, curves, figures and settings, report.html.
+        training_monitor: log the gradient norm.
     """
 
     name: str | None = None
@@ -100,8 +93,7 @@ class RunSettings:
     save_top_k: int = 1
     ckpt: str | None = None
     output: str | None = None
-    format: Literal["safetensors", "state-dict", "torchscript", "onnx", "pt2"] | None = None
-    include_preprocessing: bool = True
+    format: Literal["safetensors", "state-dict", "onnx"] | None = None
     seed: int | Literal["random"] = 1
     deterministic: bool = False
     benchmark: bool | None = None
@@ -128,11 +120,7 @@ class RunSettings:
     early_stopping: str | None = None
     patience: int | None = None
     logger: str = "tensorboard,csv"
-    summary: bool | int = False
-    profile: bool = False
-    training_monitor: bool | Literal["groups"] = True
-    histogram_every: int = 0
-    report: bool = True
+    training_monitor: bool = True
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -142,7 +130,6 @@ class RunSettings:
             warmup_start_factor=(self.warmup_start_factor, SHARE),
             base_batch_size=(self.base_batch_size, COUNT),
             patience=(self.patience, COUNT),
-            histogram_every=(self.histogram_every, Range(0, whole=True)),
         )
         if self.auto_micro_batch and self.gradient_compression:
             raise UserError(
@@ -199,7 +186,7 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
     if settings.lean_loop:
         callbacks.append(LeanLoop())
     if settings.training_monitor:
-        callbacks.append(TrainingMonitor(settings.training_monitor == "groups", settings.histogram_every))
+        callbacks.append(TrainingMonitor())
     if settings.sync_bn:
         check_batchnorm(recipe)  # Before other processes start.
         callbacks.append(SyncBN(None if settings.sync_bn is True else settings.sync_bn))

@@ -25,9 +25,7 @@ __all__ = ["Exported", "export"]
 _ENDINGS = {
     "safetensors": ".safetensors",
     "state-dict": ".pt",
-    "torchscript": ".torchscript.pt",
     "onnx": ".onnx",
-    "pt2": ".pt2",
 }
 _WEIGHTS = ("safetensors", "state-dict")
 _BATCHES = (2, 1, 5)
@@ -109,7 +107,7 @@ def _export_weights(recipe: Recipe, path: Path, kind: str, metadata: dict[str, A
         if not isinstance(example, Tensor):
             return Exported(path, {}, "every tensor equal to the checkpoint's")
         expected, found = (
-            network_graph(each, example, None, False, recipe.named_outputs) for each in (recipe.network, network)
+            network_graph(each, example, None, recipe.named_outputs) for each in (recipe.network, network)
         )
         return Exported(path, {}, _agreement(kind, _errors(expected, found.module), tolerance=0.0))
 
@@ -119,7 +117,7 @@ def _remove_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _export_graphs(recipe: Recipe, path: Path, kind: str, graphs: list[Graph], metadata: dict[str, Any]) -> Exported:
+def _export_graphs(recipe: Recipe, path: Path, graphs: list[Graph], metadata: dict[str, Any]) -> Exported:
     """Write a file for each graph: all of them and what belongs to them get their names, or none does."""
     inputs = {put.name: put.text for graph in graphs for put in graph.inputs}
     metadata = metadata | {"inputs": inputs}
@@ -128,32 +126,30 @@ def _export_graphs(recipe: Recipe, path: Path, kind: str, graphs: list[Graph], m
     if len(graphs) > 1:
         if path.is_file():
             raise UserError(f"--output {path} is a file; {recipe.title} is exported to a folder of several files")
-        files = [path / f"{graph.name}{_ENDINGS[kind]}" for graph in graphs]
-        texts = {"metadata.json": json.dumps(metadata, indent=1, ensure_ascii=False), **recipe.export_files(kind)}
+        files = [path / f"{graph.name}.onnx" for graph in graphs]
+        texts = {"metadata.json": json.dumps(metadata, indent=1, ensure_ascii=False), **recipe.export_files()}
     errors: list[float] = []
     with ExitStack() as stack:
         if len(graphs) > 1:
             stack.callback(_remove_empty, path)
         for graph, file in zip(graphs, files, strict=True):
             part = stack.enter_context(_part_of(file))
-            errors += _errors(graph, write_graph(graph, part, kind, metadata))
+            errors += _errors(graph, write_graph(graph, part, metadata))
         for name, text in texts.items():
             stack.enter_context(whole_or_nothing(path / name)).write_text(text, encoding="utf-8")
-        return Exported(path, inputs, _agreement(kind, errors, _TOLERANCE))
+        return Exported(path, inputs, _agreement("onnx", errors, _TOLERANCE))
 
 
 @torch.no_grad()
-def export(
-    recipe: Recipe, checkpoint_path: str, kind: str, output: str | None = None, include_preprocessing: bool = True
-) -> Exported:
+def export(recipe: Recipe, checkpoint_path: str, kind: str, output: str | None = None) -> Exported:
     """Write the network of a checkpoint, and compare the outputs of the files with those of the network.
 
     Args:
         recipe: built with the checkpoint's settings.
-        kind: safetensors or state-dict for the weights alone, under the names of `recipe.network`; torchscript, onnx or
-            pt2 (`torch.export`) with the computation, for any batch size.
+        kind: safetensors or state-dict for the weights alone, under the names of `recipe.network`; onnx with the
+            computation, for any batch size. Its graph takes uint8 images, where the checkpoint knows how they are
+            normalised.
         output: the file, or the folder where a network has several graphs; by default beside the checkpoint.
-        include_preprocessing: graphs take uint8 images, where the checkpoint knows how they are normalised.
 
     Raises:
         UserError: weights are NaN, the recipe or this installation cannot write the format, or a file has other
@@ -161,7 +157,7 @@ def export(
     """
     _check_packages(kind)
     checkpoint = _load(recipe, checkpoint_path)
-    graphs = [] if kind in _WEIGHTS else recipe.graphs(include_preprocessing)
+    graphs = [] if kind in _WEIGHTS else recipe.graphs()
     if kind not in _WEIGHTS and not graphs:
         raise UserError(
             f"{recipe.title} cannot be written as {kind}: it has no example_input_array with the shape of the network's"
@@ -180,6 +176,6 @@ def export(
         try:
             if kind in _WEIGHTS:
                 return _export_weights(recipe, path, kind, metadata)
-            return _export_graphs(recipe, path, kind, graphs, metadata)
+            return _export_graphs(recipe, path, graphs, metadata)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror or error}; pass another --output") from error

@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from callbacks.drawing.grad_cam import GradCAM
 from callbacks.freezing import FreezeLayers
-from callbacks.parameter_group_table import ParameterGroupTable
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from datamodules.images.augmentation import is_small, share_kept
@@ -259,7 +258,7 @@ class ResNetFineTuner(Classifier):
         if options.cache_features:
             callbacks.append(FeatureCache())
         drawn = self.last_block or self.found_stages.has_maps
-        return [*callbacks, ParameterGroupTable(), *([GradCAM(self._block)] if drawn else [])]
+        return [*callbacks, *([GradCAM(self._block)] if drawn else [])]
 
     @override
     def on_fit_start(self) -> None:

@@ -26,8 +26,8 @@ _FREE = {
     *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "save_every", "save_top_k", "model_registry"),
     *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "val_check_interval"),
     *("check_val_every_n_epoch", "num_sanity_val_steps", "log_every_n_steps", "enable_checkpointing"),
-    *("enable_progress_bar", "profiler", "detect_anomaly", "early_stopping", "patience", "logger", "report"),
-    *("training_monitor", "histogram_every", "auto_micro_batch"),
+    *("enable_progress_bar", "profiler", "detect_anomaly", "early_stopping", "patience", "logger"),
+    *("training_monitor", "auto_micro_batch"),
 }
 
 

@@ -215,15 +215,21 @@ class Translator(Recipe):
 
     @override
     def result_tables(self) -> dict[str, Table]:
-        """The sources, translations and references of the last test, in the order of the file."""
+        """The sources, translations and references of the last test, in the order of the file.
+
+        The translations and the references by themselves, too, line by line: sacrebleu's command takes these.
+        """
         columns = "source", "translation", "reference"
         rows = [dict(zip(columns, texts, strict=True)) for _, *texts in self._tested]
-        return {TRANSLATIONS: Table(columns, rows)} if rows else {}
+        if not rows:
+            return {}
+        lines = {"test_hypotheses.txt": Table(columns[1:2], rows), "test_references.txt": Table(columns[2:], rows)}
+        return {TRANSLATIONS: Table(columns, rows)} | lines
 
     # Exports
 
     @override
-    def graphs(self, include_preprocessing: bool = True) -> list[Graph]:
+    def graphs(self) -> list[Graph]:
         """The encoder, and one step of the decoder."""
         return translation_graphs(self.network, self.hparams.source_vocab_size, self.hparams.target_vocab_size)
 
@@ -241,9 +247,9 @@ class Translator(Recipe):
         return metadata
 
     @override
-    def export_files(self, kind: str) -> dict[str, str]:
-        """For onnx a script that translates, which needs onnxruntime and numpy only."""
-        if kind != "onnx" or self.vocabularies is None:
+    def export_files(self) -> dict[str, str]:
+        """A script that translates, which needs onnxruntime and numpy only."""
+        if self.vocabularies is None:
             return {}
         return {"translate.py": Path(__file__).with_name("onnx_translate.py").read_text(encoding="utf-8")}
 

@@ -97,7 +97,7 @@ def pods(folder: Path, name: str) -> list[Agent]:
     container = REPLICAS["Master"]["template"]["spec"]["containers"][0]
     assert container["command"][0] == "torchrun"
     command = [word.replace("/shared", str(folder)) for word in [*container["command"][1:], *container["args"]]]
-    small = ["--dataset=digits", "--accelerator=cpu", "--precision=32", "--max-epochs=10", "--report=false"]
+    small = ["--dataset=digits", "--accelerator=cpu", "--precision=32", "--max-epochs=10"]
     small += ["--batch-size=16", "--enable-progress-bar=false", "--save-every=5 steps"]
     port = free_port()
     return [Agent(folder, f"{name}-{pod}", [*command, *small], variables(pod, port)) for pod in range(NODES)]

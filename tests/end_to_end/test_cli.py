@@ -47,7 +47,6 @@ def test_a_run_leaves_its_settings_checkpoints_curves_and_results(trained):
     assert results["data"]["sizes"] == {"train": 1322, "val": 115, "test": 360}
     assert 0.1 < results["scores"]["test/accuracy"] <= 1
     assert results["config"]["precision"] != "auto"
-    assert results["flops_per_sample"] > 1e5
     with (run_folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows if row["train/loss"]] == ["1", "3", "5", "7", "9"]
@@ -86,12 +85,7 @@ def test_tensorboard_shows_pictures_the_graph_and_the_hyperparameters(trained):
     assert sorted(scalars)[:6] == sorted(main)
     # One curve for both groups of the optimiser, and no point of a single class but of the validation.
     assert {name for name in scalars if name.startswith("updates")} == {
-        f"updates/{name}"
-        for names in (
-            ("accuracy", "loss", "lr", "samples_per_second"),
-            ("gradient_norm", "update_to_weight_ratio", "data_wait", "host_memory_gib"),
-        )
-        for name in names
+        f"updates/{name}" for name in ("accuracy", "loss", "lr", "samples_per_second", "gradient_norm")
     }
     assert not [name for name in scalars if name.startswith("final") or "test/accuracy_class" in name]
     assert epochs["loss/train"] == epochs["loss/val"] == epochs["accuracy/test"] == [1]
@@ -248,7 +242,7 @@ def test_help_is_grouped_and_fits_two_screens(tmp_path):
     for word in ("Run:", "Data:", "Recipe:", "Trainer:", "--devices", "--max-epochs", "--help-all", "--print-config"):
         assert word in out
     _, everything, _ = type_in(tmp_path, "--help-all")
-    for rare in ("--check-val-every-n-epoch", "--plateau-patience", "--focal-gamma", "--save-seen"):
+    for rare in ("--check-val-every-n-epoch", "--optimizer-args"):
         assert rare in everything
         assert rare not in out
 

@@ -22,7 +22,6 @@ from callbacks import (
     RankConsistency,
     SeedControl,
     SyncBN,
-    TrainingMonitor,
     WarmupLR,
     WeightAveraging,
 )
@@ -218,18 +217,6 @@ def warm_start(folder: Path) -> str:
     return "works: every rank splits the weights of the file"
 
 
-def training_monitor(folder: Path) -> str:
-    norms = []
-    for devices in (2, 1):
-        monitor = TrainingMonitor(every=1, peak_flops=1e12)
-        run = Run(folder, devices).fit(monitor)
-        norms.append([monitor.values[f"monitor/{name}"] for name in ("gradient_norm", "update_to_weight_ratio")])
-        assert ("monitor/mfu" in monitor.values) == (devices == 1), "FSDP modules cannot be copied"
-        assert gap(run.weights, Run(folder, devices).fit().weights) == 0
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-    return "works: the norms of one device; FLOPs are not counted, and it says so"
-
-
 class _Spoil(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
         if trainer.global_rank == 1:
@@ -286,7 +273,6 @@ TABLE: dict[str, Callable[[Path], str]] = {
     "preemption": preemption,
     "checkpoint: export, predict": checkpoint,
     "warm start by --weights": warm_start,
-    "TrainingMonitor, without a logger": training_monitor,
     "FiniteWeights": finite_weights,
     "RankConsistency": rank_consistency,
 }

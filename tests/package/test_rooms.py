@@ -50,9 +50,8 @@ MAY_IMPORT = {
     "recipes.graphs": "",
     "recipes.text_scores": "datamodules.errors",
     "recipes.compilation": "datamodules.errors callbacks.lib",
-    "recipes.step_capture": _CALLBACKS,
     "recipes.recipe": f"{_CALLBACKS} datamodules.loading recipes.compilation recipes.graphs "
-    "recipes.optim recipes.parameter_groups recipes.schedules recipes.step_capture recipes.version recipes.weights",
+    "recipes.optim recipes.parameter_groups recipes.schedules recipes.version recipes.weights",
     "recipes.tta": "datamodules.errors",
     "recipes.classification_scores": "recipes.recipe",
     "recipes.classification": f"{_CALLBACKS} callbacks.drawing datamodules.loading recipes.classification_scores "

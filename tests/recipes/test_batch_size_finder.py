@@ -217,7 +217,7 @@ def _searched_and_run(folder: str) -> list[tuple[int, str, str]]:
     line += (
         " --max-epochs 1 --limit-train-batches 3 --limit-val-batches 1 --accelerator cpu --precision 32 --logger none"
     )
-    line += " --num-workers 0 --no-report --enable-progress-bar false"
+    line += " --num-workers 0 --enable-progress-bar false"
     with data_limit(800_000_000):
         return [type_line("recipes:ResNetFineTuner", "datamodules:ImageFolderDataModule", shlex.split(line), folder)]
 
@@ -301,7 +301,7 @@ class Exhausted(Quadrants):
 
 def test_a_run_that_is_out_of_memory_says_in_one_line_what_to_pass(tmp_path: Path):
     names = {"recipe": f"{__name__}:Exhausted", "data": "tests.support.stock_data:Points"}
-    quick = "--max-epochs 1 --logger none --no-report"
+    quick = "--max-epochs 1 --logger none"
     plain, accumulated, smaller = typed(
         tmp_path,
         f"{quick} --batch-size 10",

@@ -97,17 +97,6 @@ def test_images_are_taken_as_arrays_tensors_images_files_and_folders(digits, tmp
         assert [row["probability"] for row in rows] == pytest.approx([row["probability"] for row in expected], abs=1e-5)
 
 
-def test_a_checkpoint_does_not_choose_a_folder_to_write_into(digits, tmp_path: Path):
-    checkpoint = torch.load(digits[0], weights_only=True)
-    checkpoint["datamodule_hyper_parameters"]["save_seen"] = str(tmp_path / "chosen")
-    torch.save(checkpoint, tmp_path / "a.ckpt")
-    recipe = MNISTClassifier.load_from_checkpoint(tmp_path / "a.ckpt")
-    recipe.predict(load_digits()["test"][0][:2])
-    assert not (tmp_path / "chosen").exists()
-    recipe.predict(load_digits()["test"][0][:2], save_seen=tmp_path / "asked for")
-    assert len(list((tmp_path / "asked for").iterdir())) == 2
-
-
 def test_of_three_channels_a_colour_image_is_made_where_the_network_sees_colours():
     pixels = np.zeros((3, 40, 40), np.uint8)
     assert given_images(pixels, colour=True).names == ["images[0]"]
@@ -186,7 +175,7 @@ def test_the_command_names_what_it_cannot_read_and_ends_with_status_1_after_the_
     ckpt = f"predict --ckpt {digits[0]} --top-k 1"
     mixed, unclear, missing, other = typed(
         tmp_path,
-        f"{ckpt} torn.png blank.png good.png --output rows.json --save-seen seen",
+        f"{ckpt} torn.png blank.png good.png --output rows.json",
         f"{ckpt} blank.png",
         f"{ckpt} missing.png",
         "predict --ckpt other.ckpt good.png",
@@ -199,8 +188,6 @@ def test_the_command_names_what_it_cannot_read_and_ends_with_status_1_after_the_
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["class"] is None for row in rows] == [True, True, False]
     assert rows[1]["note"] == "unclear: no strokes found"
-    with Image.open(tmp_path / "seen" / "0002_good.png") as seen, Image.open(tmp_path / "good.png") as good:
-        assert seen.tobytes() == good.tobytes()
     assert unclear.status == 0
     assert "unclear: no strokes found" in unclear.out
     assert missing.status == 2
@@ -214,7 +201,7 @@ class _Nothing(pl.LightningDataModule):
         return []
 
 
-def test_a_resnet_predicts_images_of_any_form_and_shows_what_it_saw(tmp_path: Path):
+def test_a_resnet_predicts_images_of_any_form(tmp_path: Path):
     recipe = ResNetFineTuner(num_classes=10, weights="none", image_size=32, small_images=True)
     data = ImageFolderDataModule(dataset="digits", batch_size=8)
     _trained(recipe, data, tmp_path / "a.ckpt", max_steps=1, limit_val_batches=0)
@@ -222,16 +209,10 @@ def test_a_resnet_predicts_images_of_any_form_and_shows_what_it_saw(tmp_path: Pa
     Image.fromarray(pixels).save(tmp_path / "a.png")
     (tmp_path / "torn.png").write_text("no image")
     recipe = ResNetFineTuner.load_from_checkpoint(tmp_path / "a.ckpt")
-    rows = recipe.predict(
-        [pixels, tmp_path / "torn.png", tmp_path / "a.png", pixels.transpose(2, 0, 1) / 255], tmp_path / "seen"
-    )
+    rows = recipe.predict([pixels, tmp_path / "torn.png", tmp_path / "a.png", pixels.transpose(2, 0, 1) / 255])
     assert [row["class"] is None for row in rows] == [False, True, False, False]
     assert rows[1]["note"] == "cannot be read as an image: its content is not an image"
     assert rows[0]["probability"] == pytest.approx(rows[2]["probability"]) == pytest.approx(rows[3]["probability"])
-    seen = sorted((tmp_path / "seen").iterdir())
-    assert [file.name for file in seen] == ["0000_images[0].png", "0002_a.png", "0003_images[3].png"]
-    assert Image.open(seen[0]).size == (32, 32)
-    assert seen[0].read_bytes() == seen[1].read_bytes()
 
 
 def test_a_translator_predicts_sentences_and_reads_folders_of_text_files(tmp_path: Path):

@@ -17,12 +17,10 @@ import yaml
 from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
 
-from callbacks.parameter_group_table import group_rows, markdown_table
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from datamodules.images.data_module import ImageFolderDataModule
 from recipes.cli import console
-from recipes.parameter_groups import layer_groups
 from recipes.resnet.feature_cache import frozen_stages
 from recipes.resnet.network import ARCHITECTURES, build_network, build_resnet
 from recipes.resnet.recipe import ResNetFineTuner
@@ -225,14 +223,6 @@ def test_groups_hold_every_parameter_once_with_the_rate_of_their_layer():
     assert {g["weight_decay"] for g in groups if g["name"].endswith(".no_decay")} == {0.0}
 
 
-def test_a_table_of_groups_counts_what_trains():
-    layer = torch.nn.Linear(3, 2)
-    layer.bias.requires_grad_(False)
-    rows = group_rows(layer_groups([("fc", [layer])], weight_decay=0.1, lr=0.5))
-    assert rows == [("fc.decay", "6", "6", "0.5", "0.1"), ("fc.no_decay", "2", "0", "0.5", "0")]
-    assert markdown_table(rows).splitlines()[2] == "| fc.decay | 6 | 6 | 0.5 | 0.1 |"
-
-
 def test_stages_count_as_frozen_only_where_batchnorm_is_in_evaluation_too():
     stages = stages_of(build_resnet("resnet18", num_classes=2), torch.zeros(1, 3, 64, 64)).stages
     for _, modules in stages[:3]:
@@ -393,17 +383,6 @@ def test_a_last_batch_of_one_small_image_says_what_to_do(stripes):
         pl.Trainer(**QUIET, **options).fit(recipe, data)
 
 
-def test_the_table_of_a_resumed_run_shows_the_rates_that_are_asked_for():
-    def build(lr: float) -> tuple[torch.optim.Optimizer, Any]:
-        recipe = ResNetFineTuner(num_classes=2, weights="none", lr=lr)
-        chosen: Any = recipe.configure_optimizers()
-        return chosen["optimizer"], chosen["lr_scheduler"]["scheduler"]
-
-    (old, _), (new, _) = build(0.5), build(0.25)
-    new.load_state_dict(old.state_dict())
-    assert {row[3] for row in group_rows(new.param_groups)} == {"0.25"}
-
-
 def _read_damaged(folder: str) -> str:
     err, rank = io.StringIO(), int(os.environ["RANK"])
     data = ImageFolderDataModule(data_dir=folder, image_size=SIZE, eval_batch_size=6, on_corrupt="skip", num_workers=0)
@@ -487,7 +466,7 @@ def test_small_photographs_train_a_network_of_their_own_from_scratch_and_say_so(
         place = folder / file.relative_to(stripes)
         place.parent.mkdir(parents=True, exist_ok=True)
         Image.open(file).resize((16, 16)).save(place)
-    args = ["--data-dir", str(folder), "--max-epochs", "1", "--batch-size", "8", "--arch", "resnet20", "--report=false"]
+    args = ["--data-dir", str(folder), "--max-epochs", "1", "--batch-size", "8", "--arch", "resnet20"]
     status, _, err = type_in(tmp_path, *args, "--name", "small")
     assert status == 0, err
     assert "images of 16 pixels as the files have, --augment light (shifts and mirroring), pixels normalised" in err

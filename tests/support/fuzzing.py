@@ -163,7 +163,7 @@ def random_line(random: Random, grammar: Grammar) -> list[str]:
     if command and command[0] in grammar.commands[1:] and random.random() < 0.95:
         line += ["--ckpt", "good.ckpt"]
     if command == ["export"] and random.random() < 0.8:
-        line += ["--format", random.choice(["safetensors", "state-dict", "torchscript", "onnx", "pt2"])]
+        line += ["--format", random.choice(["safetensors", "state-dict", "onnx"])]
     for _ in range(random.choice([1, 1, 2, 2, 3, 5])):
         line += _flag(random, grammar)
     if command == ["predict"]:

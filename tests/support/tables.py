@@ -19,13 +19,10 @@ from callbacks.finite_weights import FiniteWeights
 from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lean_loop import LeanLoop
-from callbacks.parameter_group_table import ParameterGroupTable
 from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.run_progress import RunProgress
 from callbacks.seed_control import SeedControl
-from callbacks.step_profiler import StepProfiler
-from callbacks.step_summary import StepSummary
 from callbacks.sync_bn import SyncBN
 from callbacks.train_loss import TrainLoss
 from callbacks.training_monitor import TrainingMonitor
@@ -47,14 +44,11 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "FiniteWeights": lambda: FiniteWeights(),
     "RankConsistency": lambda: RankConsistency(),
     "BNRecalibration": lambda: BNRecalibration(batches=3),
-    "ParameterGroupTable": lambda: ParameterGroupTable(),
     "GradCAM": lambda: GradCAM("network.0.0", samples=2),
     "ClassificationImages": lambda: ClassificationImages(samples=2, mistakes=2),
     "RunProgress": lambda: RunProgress(),
     "TrainLoss": lambda: TrainLoss(),
-    "StepProfiler": lambda: StepProfiler(None, updates=2, skip=1),
-    "StepSummary": lambda: StepSummary(),
-    "TrainingMonitor": lambda: TrainingMonitor(groups=True, every=2),
+    "TrainingMonitor": lambda: TrainingMonitor(every=2),
     "Preemption": lambda: Preemption(),
     "TranslationSamples": lambda: TranslationSamples(samples=2),
     "LeanLoop": lambda: LeanLoop(),
@@ -75,13 +69,10 @@ TOGETHER = (
     "FiniteWeights",
     "RankConsistency",
     "BNRecalibration",
-    "ParameterGroupTable",
     "GradCAM",
     "ClassificationImages",
     "RunProgress",
     "TrainLoss",
-    "StepProfiler",
-    "StepSummary",
     "TrainingMonitor",
     "Preemption",
     "TranslationSamples",

@@ -75,24 +75,6 @@ def test_the_attached_trainer_is_none_before_a_run() -> None:
     assert internals.attached_trainer(module) is trainer
 
 
-def test_every_fetch_of_a_training_batch_is_observed_until_undone() -> None:
-    calls: list[str] = []
-
-    def observe(trainer: pl.Trainer, *_: Any) -> None:
-        undo.append(internals.observe_fetches(trainer, lambda: calls.append("before"), lambda: calls.append("after")))
-
-    undo: list[Callable[[], None]] = []
-    hook = LambdaCallback(
-        on_train_start=observe,
-        on_train_batch_start=lambda *_: calls.append("batch"),
-        on_train_end=lambda *_: undo.pop()(),
-    )
-    trainer, module = trainer_with(hook, max_epochs=2), tiny()
-    trainer.fit(module, loader())
-    assert calls == ["before", "after", "batch"] * 8
-    assert not {"_on_before_fetch", "_on_after_fetch"} & vars(trainer.fit_loop.epoch_loop).keys()
-
-
 def test_a_stop_waits_for_the_end_of_an_update(tmp_path: Path) -> None:
     def until(batch: int) -> int:
         def stop(trainer: pl.Trainer, *_: Any) -> None:
@@ -552,16 +534,3 @@ def test_no_other_file_touches_a_private_name_of_lightning() -> None:
 )
 def test_the_search_finds_each_kind_of_use(code: str) -> None:
     assert list(violations(code, names_of_lightning(), set(), {"_trainer"}))
-
-
-def test_a_closure_that_something_else_has_made_counts_as_called_and_gives_its_outputs():
-    class Elsewhere(Tiny):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-            internals.finish_closure(self.trainer, optimizer_closure, {"loss": torch.tensor(7.0), "count": 3})
-
-    outputs: list[Any] = []
-    keep = LambdaCallback(on_train_batch_end=lambda *args: outputs.append(args[2]))
-    trainer = trainer_with(keep)
-    trainer.fit(Elsewhere(image_network().double(), torch.optim.SGD, lr=0.1), loader())
-    assert outputs == [{"loss": torch.tensor(7.0), "count": 3}] * 4
-    assert trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad.total.completed == 4

@@ -20,32 +20,6 @@ LINES = b"a\tb\n"
 CURE = "if these are your data, unpack the file and pass what was in it"
 
 
-def test_a_compressed_text_is_read_up_to_its_limit(tmp_path: Path) -> None:
-    path = tmp_path / "pairs.tsv.gz"
-    path.write_bytes(gzip.compress(LINES * 250))
-    assert len(read_lines(path, most=1000)) == 250
-    for member in (gzip.compress(LINES * 251), gzip.compress(LINES) * 251):
-        path.write_bytes(member)
-        with pytest.raises(UserError, match=r"pairs.tsv.gz is refused: .* unpack to more than 1,000, .* limit .*1,000"):
-            read_lines(path, most=1000)
-
-
-@pytest.mark.parametrize("lies", [False, True])
-def test_a_zip_archive_is_read_up_to_its_limit_whatever_its_directory_says(lies: bool, tmp_path: Path) -> None:
-    path = tmp_path / "pairs.zip"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("pairs.tsv", LINES * 5000)
-    if lies:
-        size = struct.pack("<I", len(LINES) * 5000)
-        path.write_bytes(path.read_bytes().replace(size, struct.pack("<I", 400)))
-        with pytest.raises(UserError, match="is damaged"):
-            read_lines(path, most=1000)
-    else:
-        with pytest.raises(UserError, match=f"unpack to 20,000, and the limit .* is 1,000; {CURE}"):
-            read_lines(path, most=1000)
-        assert len(read_lines(path)) == 5000
-
-
 def test_an_archive_that_names_files_outside_of_it_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("../../outside.tsv", LINES)

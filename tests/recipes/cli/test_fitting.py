@@ -21,7 +21,7 @@ from recipes import Fitted, MNISTClassifier, fit, run
 from tests.support.minimal_recipe import Line, Points
 from tests.support.ranks import run_ranks
 
-QUIET = {"verbose": False, "report": False, "logger": "none", "precision": "32-true", "accelerator": "cpu"}
+QUIET = {"verbose": False, "logger": "none", "precision": "32-true", "accelerator": "cpu"}
 FEW = QUIET | {"max_epochs": 2, "limit_train_batches": 3, "batch_size": 64}
 
 
@@ -36,7 +36,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def _fitted_and_typed(folder: str) -> tuple[bool, list[str]]:
     os.chdir(folder)
     result = fit("mnist", dataset="digits", name="called", **FEW)
-    flags = "--dataset digits --name typed --report false --logger none --precision 32-true --accelerator cpu"
+    flags = "--dataset digits --name typed --logger none --precision 32-true --accelerator cpu"
     flags += " --max-epochs 2 --limit-train-batches 3 --batch-size 64"
     run(MNISTClassifier, MNISTDataModule, args=flags.split())
     configs = [Path(f"runs/mnist/{name}/config.yaml").read_text().splitlines() for name in ("called", "typed")]
@@ -98,7 +98,7 @@ import sys
 import warnings
 from recipes import fit
 
-options = {"dataset": "digits", "max_epochs": 1, "limit_train_batches": 2, "report": False, "logger": "none"}
+options = {"dataset": "digits", "max_epochs": 1, "limit_train_batches": 2, "logger": "none"}
 fit("mnist", **options, verbose=False, batch_size=4)
 print("now")
 fit("mnist", **options)

@@ -12,7 +12,7 @@ from callbacks.checkpointing.verified_io import write_checkpoint
 from callbacks.checkpointing.weights_hash import weights_hash
 from tests.support.command_lines import contents, typed
 
-FIT = "--name one --max-epochs 2 --precision 32-true --logger none --report false --lr 0.02 --optimizer adamw"
+FIT = "--name one --max-epochs 2 --precision 32-true --logger none --lr 0.02 --optimizer adamw"
 
 
 @pytest.fixture(scope="module")
