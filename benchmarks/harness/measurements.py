@@ -134,7 +134,7 @@ def stopwatch(work: Callable[[], Any], clock: Callable[[], float] = time.perf_co
 def alternate(
     contenders: Mapping[str, Callable[[], float]], repeats: int, warmup: int = 1, progress: Progress | None = None
 ) -> Timings:
-    """Runs the contenders in turn, `repeats` times, after `warmup` rounds that do not count; a single round counts.
+    """Runs the contenders in turn, `repeats` times, after `warmup` rounds that do not count.
 
     Every other round goes backwards, so that a machine that slows down or warms up favours no contender. Ctrl-C ends it
     and keeps the complete rounds.
@@ -154,7 +154,6 @@ def alternate(
     """
     if repeats < 1 or not contenders:
         raise ValueError(f"found {repeats} repeats of {len(contenders)} contenders, expected one of each at least")
-    warmup = warmup if repeats > 1 else 0
     names, total = list(contenders), (warmup + repeats) * len(contenders)
     rounds: list[dict[str, float]] = []
     interrupted = False

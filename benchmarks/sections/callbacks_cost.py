@@ -39,8 +39,13 @@ class Classifier(pl.LightningModule):
         self.network = nn.Sequential(nn.Linear(784, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 10))
 
     @override
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.network(inputs)
+        return logits
+
+    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.network(batch[0]), batch[1])
+        return F.cross_entropy(self(batch[0]), batch[1])
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -71,7 +71,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
             HELP: lambda: seconds_of("-m", "recipes.mnist", "--help"),
             FIRST_STEP: lambda: first_step(root, str(root / "runs"), parts),
         }
-        timings = alternate(contenders, repeats, progress=progress)
+        timings = alternate(contenders, repeats, warmup=0 if options.quick else 1, progress=progress)
     rows: dict[str, list[Spread | None]] = {
         name: [timings.spread(name), timings.ratio(name, COMPARED_WITH[name]) if name in COMPARED_WITH else None]
         for name in contenders

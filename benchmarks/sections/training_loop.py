@@ -84,7 +84,6 @@ class Network:
     def measure(self, repeats: int, progress: Progress | None) -> None:
         """Time all in turn."""
         torch.set_num_threads(self.threads)
-        self.warmup = int(repeats > 1)
         contenders = {name: partial(self._time, name) for name in self.loops}
         self.timings = alternate(contenders, repeats, progress=progress)
 
@@ -97,7 +96,7 @@ class Network:
 
     def lower_quartile_ratio(self, name: str, to: str = PLAIN) -> Spread:
         """The ratio of the lower quartiles of the steps, in the rounds that count."""
-        counted = slice(self.warmup, self.warmup + self.timings.rounds)
+        counted = slice(1, 1 + self.timings.rounds)
         pairs = zip(self.lower_quartiles[name][counted], self.lower_quartiles[to][counted])
         return Spread(tuple(a / b for a, b in pairs))
 
