@@ -23,16 +23,9 @@ from torch import Tensor
 from typing_extensions import override
 
 import callbacks
+from benchmarks.harness import measurements
 from benchmarks.harness.bare_trainer import Again, bare_trainer, suppress_output
-from benchmarks.harness.measurements import (
-    Column,
-    Section,
-    Spread,
-    alternate,
-    describe_machine,
-    print_section,
-    write_json,
-)
+from benchmarks.harness.measurements import Column, Section, Spread, alternate
 from benchmarks.harness.terminal import interruptible
 from benchmarks.harness.tiny_recipes import ThinResNet
 from datamodules import TranslationDataModule
@@ -123,7 +116,6 @@ def translator(quick: bool) -> Workload:
 
 
 WORKLOADS: dict[str, Callable[[bool], Workload]] = {"mnist": mnist, "resnet50": resnet, "translator": translator}
-"""By name; each takes whether it shall be tiny."""
 
 
 def _now(device: torch.device) -> float:
@@ -237,24 +229,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=WORKLOADS, help="one of them, in place of all")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu shows that it runs")
     parser.add_argument("--quick", action="store_true", help="tiny and not compiled, for no figures")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds (default: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, after each table")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA GPU here; --device cpu --quick shows that it runs")
     device, console = torch.device(args.device), Console(highlight=False)
-    machine, done, failed = describe_machine(False), {}, False
-    steps, repeats = (2, 1) if args.quick else (50, args.repeats)
+    machine, done = measurements.describe_machine(False), dict[str, Section]()
+    steps, repeats = (2, 1) if args.quick else (50, 3)
     for name in [args.only] if args.only else WORKLOADS:
         with suppress_output():
             done[name] = measure(WORKLOADS[name](args.quick), device, steps, repeats, not args.quick)
-        print_section(done[name], console)
+        measurements.print_section(done[name], console)
         if args.json is not None:
-            write_json(args.json, machine, done, done[name].interrupted)
-        failed = failed or bool(done[name].notes)
+            measurements.write_json(args.json, machine, done, done[name].interrupted)
         if done[name].interrupted:
             return 130
-    return int(failed)
+    return int(any(section.notes for section in done.values()))
 
 
 if __name__ == "__main__":
