@@ -4,7 +4,7 @@
   with its title goes on where it ended.
 - ```` ```python ````: run in one namespace for the page, as the cells of a notebook are.
 - ```` ```bash ````: run line by line. Lines of this project get flags that make a run of a few batches; a line before
-  the block ``<!-- as it is -->`` leaves these out, and ``<!-- parsed: REASON -->`` only checks the flags of its lines.
+  the block ``<!-- as it is -->`` leaves these out, and ``<!-- parsed: REASON -->`` only checks the flags of trainings.
 - others: not run.
 """
 
@@ -20,7 +20,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 __all__ = ["ROOT", "Block", "blocks_of", "page_text", "run_page", "shell_lines"]
 
@@ -40,6 +40,7 @@ _LIMITS = {
     "predict": [],
 }
 _QUIET = ["--accelerator", "cpu", "--enable-progress-bar", "false"]
+_OTHERS = [["validate"], ["test"], ["predict"], ["export"], ["verify"]]
 # They change nothing that a page shows, or need what a test machine has not.
 _NOT_RUN = ("pip", "git", "cd", "mkdir", "export", "tensorboard", "source", "nvidia-smi", "jupyter")
 
@@ -144,11 +145,13 @@ def _run_line(words: list[str], folder: Path, how: str) -> None:
     if words[0] in _NOT_RUN:
         return
     if how.startswith("parsed:"):
-        _check_flags(recipe, args)
-        return
-    if recipe not in (None, "recipes") and how != "as it is":
+        if recipe in (None, "recipes") or args[:1] in _OTHERS:
+            return
+        args = [*args, "--print-config"]
+    elif recipe not in (None, "recipes") and how != "as it is":
         args = _as_trial(args)
-    if any(word.startswith("--devices") for word in words) or not (recipe or words[0] == "python"):
+    several = any(word.startswith("--devices") for word in words) and "--print-config" not in args
+    if several or not (recipe or words[0] == "python"):
         command = [sys.executable, "-m", recipe, *args] if recipe else words
         command = [sys.executable, *command[1:]] if command[0] == "python" else command
         env = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
@@ -161,20 +164,6 @@ def _run_line(words: list[str], folder: Path, how: str) -> None:
     else:
         with _called(words[1:], folder):
             runpy.run_path(words[1], run_name="__main__")
-
-
-def _check_flags(recipe: str | None, args: list[str]) -> None:
-    """Parse the flags of a line; `UserError` where there is no such flag, or it takes no such value."""
-    if recipe is None or recipe == "recipes":
-        return
-
-    def take(parser: Any, commands: Any) -> None:
-        if args[:1] == ["predict"]:
-            parser.add_argument("inputs", nargs="*")
-        parser.parse(args[1:] if args and args[0] in commands else args)
-
-    # In the recipe's `__main__`, `run` passes its parser to this function and returns.
-    runpy.run_module(recipe, {"TAKE_PARSER": take}, run_name="__main__", alter_sys=True)
 
 
 def run_page(page: str, folder: str) -> None:

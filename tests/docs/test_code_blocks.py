@@ -54,7 +54,7 @@ def test_blocks_have_their_titles_comments_and_indents() -> None:
 FAULTS = {
     "```python\n1 / 0\n```": "ZeroDivisionError",
     "```bash\npython -m recipes.mnist --sede 1\n```": "status 2",
-    "<!-- parsed: x -->\n```bash\nsrun python -m recipes.mnist --sede 1\n```": "sede",
+    "<!-- parsed: x -->\n```bash\nsrun python -m recipes.mnist --sede 1\n```": "status 2",
     '```python title="a.py"\nraise ValueError("b")\n```\n\n```bash\npython a.py\n```': "ValueError",
 }
 
