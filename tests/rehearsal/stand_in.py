@@ -1,22 +1,14 @@
 """A device without hardware: torch takes its tensors for those of an accelerator, and their numbers are real.
 
-It is torch's own way to add a device in Python: the backend PrivateUse1 under the name "standin", with a device guard,
-a module of the device and `torch.accelerator`. A tensor of it is a wrapper subclass around a CPU tensor; each
-operation runs the CPU's kernel on what is inside. So a run on it has the numbers of a run on the CPU, and code that
-chooses by ``device.type`` takes the accelerator's way. As on CUDA:
+It is torch's own way to add a device in Python, the backend PrivateUse1. A tensor of it is a wrapper subclass around a
+CPU tensor; each operation runs the CPU's kernel on what is inside. So a run on it has the numbers of a run on the CPU,
+and code that chooses by ``device.type`` takes the accelerator's way. As on CUDA, tensors of the CPU and of the device
+do not mix, but for CPU scalars in pointwise operations; `Wait` records what makes the host wait for the device, as
+``torch.cuda.set_sync_debug_mode`` finds it, and who asked; a copy to the host that is ``non_blocking`` arrives when an
+event behind it, or the device, is synchronised, and until then the host reads NaN, or the smallest integer.
 
-- Tensors of the CPU and of the device do not mix in an operation, but for CPU scalars in pointwise operations.
-- `Wait` records what makes the host wait for the device, and who asked: ``item()``, ``tolist()``, ``bool()``,
-  ``nonzero()``, an index that is boolean or lies on the CPU, ``unique``, ``bincount``, ``equal``, and copies from and
-  to the device that are not ``non_blocking``. It is what ``torch.cuda.set_sync_debug_mode`` finds.
-- A copy to the host that is ``non_blocking`` arrives when an event behind it, or the device, is synchronised. Until
-  then the host reads NaN, or the smallest number of an integer type.
-- Random numbers come from a generator of the device, which its module seeds.
-
-What it cannot show: the rounding of the device's kernels and the order of their sums, speed, streams and the caching
-allocator, a source in pinned memory that is overwritten too early, synchronisations inside of CUDA's kernels that are
-not on the list, cuDNN, NCCL and graphs. It needs a process of its own (`tests.support.ranks`), since torch does not
-forget a backend.
+What it cannot show: the rounding of the device's kernels, speed, streams, the caching allocator, pinned memory, cuDNN,
+NCCL and graphs. It needs a process of its own (`tests.support.ranks`), since torch does not forget a backend.
 """
 
 import contextlib
@@ -40,17 +32,8 @@ ROOT = str(Path(__file__).resolve().parents[2])
 _NOT_SHOWN = {__file__, torch._compile.__file__, torch._dynamo.eval_frame.__file__}
 
 aten = torch.ops.aten
-_WAITING = {
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "equal",
-    "is_nonzero",
-    "bincount",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-}
+_WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "bincount"}
+_WAITING |= {"_unique2", "unique_dim", "unique_consecutive"}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 _COPIES = {aten.copy_.default, aten._to_copy.default, aten._copy_from.default}
 # Lengths stay on the host, as cuDNN wants them.
@@ -61,7 +44,7 @@ class Wait:
     """What made the host wait for the device: an operation, and the functions that asked for it.
 
     Attributes:
-        frames: file, function, line and class of each function on the stack, the innermost first.
+        frames: file, function and line of each function on the stack, the innermost first.
         phase: "training step" and "validation step" go from the fetch of a batch to the end of its hooks, so that
             transfers and loggers are in them; "elsewhere" is the rest, as the start of a run and the end of an epoch.
         update: updates made in the run, in a training step.
@@ -75,13 +58,13 @@ class Wait:
         self.operation, self.phase = operation, ""
         self.update = self.batch = -1
         self.last = False
-        self.frames: list[tuple[str, str, int, str]] = []
+        self.frames: list[tuple[str, str, int]] = []
         self._depth: int | None = None
         frame: Any = sys._getframe(1)
         while frame is not None:
             code, owner = frame.f_code, frame.f_locals.get("self")
             if code.co_filename not in _NOT_SHOWN:
-                self.frames.append((code.co_filename, code.co_name, frame.f_lineno, type(owner).__name__))
+                self.frames.append((code.co_filename, code.co_name, frame.f_lineno))
             self._place(code.co_name, type(owner).__name__, owner)
             frame = frame.f_back
         self.phase = self.phase or "elsewhere"
@@ -105,7 +88,7 @@ class Wait:
     @property
     def site(self) -> str:
         """The innermost function of this project that asked, as "callbacks/train_loss.py:_totals"; else Lightning's."""
-        named = [(path, function) for path, function, *_ in self.frames if not function.startswith("<")]
+        named = [(path, function) for path, function, _ in self.frames if not function.startswith("<")]
         ours = tuple(f"{ROOT}/{package}/" for package in ("callbacks", "datamodules", "recipes"))
         chosen: tuple[Callable[[str], bool], ...] = (
             lambda path: path.startswith(ours),
@@ -117,7 +100,7 @@ class Wait:
         return f"{path.removeprefix(ROOT + '/').rpartition('site-packages/')[2]}:{function}"
 
     def __repr__(self) -> str:
-        stack = [f"{Path(path).name}:{line} {name}" for path, name, line, _ in self.frames[:12]]
+        stack = [f"{Path(path).name}:{line} {name}" for path, name, line in self.frames[:12]]
         return f"{self.phase} {self.batch}: {self.operation} in {self.site} ({' < '.join(stack)})"
 
 

@@ -1,8 +1,7 @@
 """Nothing in a step waits for the device, in training and validation, in all recipes and all callbacks.
 
-Each run is a real Trainer on the stand-in device (`tests.rehearsal.stand_in`), which finds what
-``torch.cuda.set_sync_debug_mode("error")`` finds on a GPU, and says who asked and at which update. Its numbers are
-real, so the same runs show that nothing is read before it has arrived: their weights are those of the CPU.
+Each run is a real Trainer on the stand-in device (`tests.rehearsal.stand_in`). Its numbers are real, so the same runs
+show that nothing is read before it has arrived: their weights are those of the CPU.
 
 The places in `MEANT` wait on purpose, each only when it says. What is not shown stands in the module of the device: the
 inside of CUDA's kernels, cuDNN and NCCL, streams, the allocator.
@@ -21,9 +20,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.seed_control import SeedControl
-from callbacks.train_loss import TrainLoss
 from datamodules import ImageFolderDataModule, MNISTDataModule, TranslationDataModule
 from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator
 from recipes.classification import Classifier
@@ -36,8 +33,6 @@ from tests.support.tables import (
     Tiny,
     image_network,
     noisy_images,
-    sentence_network,
-    sentences,
     silence,
 )
 
@@ -133,9 +128,6 @@ MEANT = {
     "callbacks/training_monitor.py:on_train_batch_end": Meant(
         _TRAINING, functools.partial(at_logs, every=2), "the norms that are logged, every 2 updates in the table"
     ),
-    "lightning/pytorch/trainer/connectors/logger_connector/logger_connector.py:log_metrics": Meant(
-        _TRAINING, at_logs, "what a user's step logs"
-    ),
     "callbacks/lib/undo.py:copied": Meant(
         _TRAINING, in_the_first_update, "a copy for an optimizer's first step that runs out of memory"
     ),
@@ -181,20 +173,6 @@ def _images(names: Sequence[str], dropout: float = 0.2, others: Sequence[pl.Call
     return module, _loaders((inputs.float(), targets)), [*callbacks, *others]
 
 
-class LogsItsLoss(Tiny):
-    """A user's module that logs in every step, and counts targets by a mask."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        found = super().training_step(batch, batch_idx)
-        self.log("loss", found["loss"], on_step=True, on_epoch=True)
-        return found
-
-
-def _sentences() -> Any:
-    module = LogsItsLoss(sentence_network(), torch.optim.SGD, lr=0.1, fused=True)
-    return module, _loaders(sentences(22)), [GradientAccumulation(2), TrainLoss("train/loss")]
-
-
 def _mnist() -> Any:
     data = MNISTDataModule("digits", batch_size=32, eval_batch_size=32)
     return MNISTClassifier(network="classic", fused=True, tta="crops"), data, []
@@ -216,7 +194,6 @@ _FEW = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1, "enab
 RUNS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "every callback": (functools.partial(_images, TOGETHER), {}),
     "SWA": (functools.partial(_images, ["RunProgress", "WeightAveraging, SWA"]), {}),
-    "a module that logs in each step": (_sentences, {"enable_progress_bar": False}),
     "mnist": (_mnist, _FEW),
     "resnet": (_resnet, _FEW),
     "seq2seq": (functools.partial(_translator, teacher_forcing=0.5), _FEW),
