@@ -1,6 +1,5 @@
 """Compressed files and images that stand for more than memory holds are refused with the size, the limit and a cure."""
 
-import gzip
 import struct
 import zipfile
 import zlib
