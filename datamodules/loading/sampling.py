@@ -17,7 +17,6 @@ __all__ = [
     "epoch_order",
     "evaluation_spans",
     "num_training_steps",
-    "share_of_each",
     "split_indices",
     "systematic_draws",
     "training_span",
@@ -101,26 +100,6 @@ def split_indices(n: int, held_out: int, seed: int) -> tuple[Tensor, Tensor]:
         )
     order = permutation(n, seed, "split")
     return order[held_out:].sort().values, order[:held_out].sort().values
-
-
-def share_of_each(groups: Tensor, share: float, seed: int) -> Tensor:
-    """The sorted positions of a share of each group, at least one; those of a smaller share are among a larger one's.
-
-    Args:
-        groups: the group of each sample, such as its class, int64 of shape (n,).
-        share: above 0, 1 at most.
-
-    Example:
-        >>> classes = torch.tensor([0, 0, 0, 0, 1])
-        >>> classes[share_of_each(classes, 0.5, seed=1)].tolist()
-        [0, 0, 1]
-    """
-    order = permutation(len(groups), seed, "share")
-    order = order[groups[order].argsort(stable=True)]
-    counts = groups.unique(return_counts=True)[1]
-    kept = (counts.double() * share).round().clamp(min=1)
-    place = torch.arange(len(groups)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    return order[place < kept.repeat_interleave(counts)].sort().values
 
 
 def num_training_steps(n: int, batch_size: int, world_size: int, drop_last: bool = False) -> int:

@@ -8,7 +8,6 @@ from datamodules.loading.sampling import (
     epoch_order,
     evaluation_spans,
     num_training_steps,
-    share_of_each,
     split_indices,
     systematic_draws,
     training_spans,
@@ -110,27 +109,6 @@ def test_another_seed_holds_out_others_and_chance_decides_which():
 def test_holding_out_everything_is_refused_with_the_parameter_to_change(held_out):
     with pytest.raises(UserError, match=rf"cannot hold {held_out} of 10 samples out.*0 to 9.*`val_fraction`"):
         split_indices(10, held_out, seed=1)
-
-
-classes = st.lists(st.integers(0, 4), min_size=1, max_size=60).map(torch.tensor)
-shares = st.floats(0.001, 1)
-
-
-@given(groups=classes, first=shares, second=shares, seed=st.integers(0, 9))
-def test_a_share_holds_that_share_of_each_class_and_smaller_ones_are_within_larger_ones(groups, first, second, seed):
-    small, large = (share_of_each(groups, share, seed) for share in sorted((first, second)))
-    assert set(small.tolist()) <= set(large.tolist())
-    for share, rows in zip(sorted((first, second)), (small, large)):
-        assert rows.tolist() == sorted(set(rows.tolist()))
-        for group, count in zip(*(part.tolist() for part in groups.unique(return_counts=True))):
-            assert int((groups[rows] == group).sum()) == max(1, round(count * share))
-    assert share_of_each(groups, 1.0, seed).tolist() == list(range(len(groups)))
-
-
-def test_another_seed_takes_another_share():
-    first, second = (set(share_of_each(torch.arange(1_000) % 2, 0.1, seed).tolist()) for seed in (1, 2))
-    assert len(first) == len(second) == 100
-    assert len(first & second) < 30  # 10 expected, standard deviation 3
 
 
 weighted = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 3)), min_size=1, max_size=60).filter(
