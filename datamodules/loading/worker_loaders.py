@@ -348,7 +348,7 @@ class WorkerTrainLoader(_Workers, TrainSampling):
         names: Iterable[str] = (),
     ) -> None:
         targets = reader.targets
-        super().__init__(rows, batch_size, seed, rank, world_size, False, shuffle, weights, targets, names=names)
+        super().__init__(rows, batch_size, seed, rank, world_size, shuffle, weights, targets, names=names)
         self._set_reader(reader, min(num_workers, len(self)), pin_memory, skip_unreadable, transform, device, mix)
 
 
