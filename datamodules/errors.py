@@ -3,7 +3,7 @@
 import errno
 from typing import ClassVar
 
-__all__ = ["RunFailedError", "UserError", "first_line", "is_out_of_memory", "system_failure"]
+__all__ = ["RunFailedError", "UserError", "is_out_of_memory", "system_failure"]
 
 
 class UserError(ValueError):
@@ -41,11 +41,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     refused = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
     # Not by torch.OutOfMemoryError: this module is imported before torch.
     return refused or type(error).__name__ == "OutOfMemoryError" or any(part in str(error) for part in _NO_MEMORY)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of what an error says."""
-    return str(error).strip().partition("\n")[0]
 
 
 def system_failure(error: BaseException) -> str | None:
