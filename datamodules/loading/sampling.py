@@ -102,10 +102,9 @@ def split_indices(n: int, held_out: int, seed: int) -> tuple[Tensor, Tensor]:
     return order[held_out:].sort().values, order[:held_out].sort().values
 
 
-def num_training_steps(n: int, batch_size: int, world_size: int, drop_last: bool = False) -> int:
+def num_training_steps(n: int, batch_size: int, world_size: int) -> int:
     """Micro-batches in an epoch, the same on every rank."""
-    samples = batch_size * world_size
-    return n // samples if drop_last else -(-n // samples)
+    return -(-n // (batch_size * world_size))
 
 
 def training_span(n: int, batch_size: int, rank: int, world_size: int, start: int) -> tuple[int, int]:
@@ -119,9 +118,7 @@ def training_span(n: int, batch_size: int, rank: int, world_size: int, start: in
     return first, first + size + (rank < larger)
 
 
-def training_spans(
-    n: int, batch_size: int, rank: int, world_size: int, drop_last: bool = False, consumed: int = 0
-) -> Iterator[tuple[int, int]]:
+def training_spans(n: int, batch_size: int, rank: int, world_size: int, consumed: int = 0) -> Iterator[tuple[int, int]]:
     """This rank's part of each step of an epoch, as `training_span` says.
 
     Args:
@@ -133,10 +130,8 @@ def training_spans(
         >>> list(training_spans(7, batch_size=2, rank=1, world_size=2))
         [(2, 4), (6, 7)]
     """
-    slice_size = batch_size * world_size
-    end = n // slice_size * slice_size if drop_last else n
-    for start in range(consumed, end, slice_size):
-        yield training_span(end, batch_size, rank, world_size, start)
+    for start in range(consumed, n, batch_size * world_size):
+        yield training_span(n, batch_size, rank, world_size, start)
 
 
 def evaluation_spans(n: int, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[int, int]]:

@@ -57,14 +57,6 @@ def test_an_update_consumes_the_same_slice_however_it_is_split(n, batch_size, sp
         assert [[sample for step in update for sample in _joined(step)] for update in updates] == expected
 
 
-@given(n=sizes, batch_size=batch_sizes, world_size=worlds)
-def test_drop_last_leaves_out_less_than_one_step(n, batch_size, world_size):
-    steps = _steps(n, batch_size, world_size, drop_last=True)
-    assert all(len(part) == batch_size for step in steps for part in step)
-    assert len(steps) == num_training_steps(n, batch_size, world_size, drop_last=True)
-    assert 0 <= n - sum(len(_joined(step)) for step in steps) < batch_size * world_size
-
-
 @given(data=st.data(), n=sizes, before=st.tuples(batch_sizes, worlds), after=st.tuples(batch_sizes, worlds))
 def test_a_resume_sees_the_rest_exactly_once_on_any_number_of_ranks(data, n, before, after):
     first = _steps(n, *before)
