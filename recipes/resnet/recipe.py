@@ -220,7 +220,6 @@ class ResNetFineTuner(Classifier):
             options.lr,
             options.layer_lr_decay,
             options.head_lr_factor,
-            options.decay_all,
         )
 
     @override

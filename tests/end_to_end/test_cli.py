@@ -248,7 +248,7 @@ def test_help_is_grouped_and_fits_two_screens(tmp_path):
     for word in ("Run:", "Data:", "Recipe:", "Trainer:", "--devices", "--max-epochs", "--help-all", "--print-config"):
         assert word in out
     _, everything, _ = type_in(tmp_path, "--help-all")
-    for rare in ("--check-val-every-n-epoch", "--plateau-patience", "--focal-gamma", "--save-seen"):
+    for rare in ("--check-val-every-n-epoch", "--schedule-args", "--focal-gamma", "--save-seen"):
         assert rare in everything
         assert rare not in out
 

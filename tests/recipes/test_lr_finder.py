@@ -138,7 +138,7 @@ def test_a_sweep_without_room_is_refused():
 
 
 def test_a_run_that_finds_its_rate_is_the_run_with_that_rate_and_a_resume_does_not_search_again(tmp_path: Path):
-    quick, more = "--max-epochs 2 --logger none --batch-size 16", "--warmup 3 --ema 0.9 --schedule cosine --min-lr 1e-5"
+    quick, more = "--max-epochs 2 --logger none --batch-size 16", "--warmup 3 --ema 0.9 --schedule cosine"
     found, resumed, invalid = typed(
         tmp_path,
         f"{quick} --name found --lr find {more}",

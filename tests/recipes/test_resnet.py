@@ -77,7 +77,6 @@ def fit(folder: str, weights: str, world_size: int = 1, **options: Any) -> dict[
         optimizer="sgd",
         lr=0.01,
         schedule="constant",
-        fused=False,
         **options,
     )
     data = ImageFolderDataModule(
@@ -324,7 +323,7 @@ def test_where_layers_before_the_head_train_images_are_read_and_that_is_said(str
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_images_come_in_the_precision_of_the_weights(stripes, precision):
-    recipe = ResNetFineTuner(num_classes=2, weights="none", fused=False)
+    recipe = ResNetFineTuner(num_classes=2, weights="none")
     data = ImageFolderDataModule(data_dir=str(stripes), image_size=SIZE, batch_size=8, mixup=0.2)
     options: dict[str, Any] = {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False}
     trainer = pl.Trainer(**QUIET, precision=precision, **options)
@@ -333,7 +332,7 @@ def test_images_come_in_the_precision_of_the_weights(stripes, precision):
 
 
 def test_a_last_batch_of_one_small_image_says_what_to_do(stripes):
-    recipe = ResNetFineTuner(num_classes=2, weights="none", fused=False)
+    recipe = ResNetFineTuner(num_classes=2, weights="none")
     # 24 images leave one.
     data = ImageFolderDataModule(data_dir=str(stripes), image_size=SIZE, batch_size=23, augment="none")
     options: dict[str, Any] = {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False}
