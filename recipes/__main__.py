@@ -25,7 +25,6 @@ def find_recipes() -> dict[str, str]:
 def _print_list(program: str) -> None:
     print(f"usage: {program} RECIPE [fit|validate|test|predict|verify|export] [flags]")  # noqa: T201
     print(f"       {program} verify RUN")  # noqa: T201
-    print(f"       {program} compare RUN RUN ... [--output FILE]")  # noqa: T201
     print(f"       {program} list | completion bash|zsh | --version\n")  # noqa: T201
     for name, summary in find_recipes().items():
         print(f"{name}: {summary}")  # noqa: T201
@@ -38,17 +37,6 @@ def _print_completion(shells: list[str]) -> None:
     from recipes.cli.completion import completion_script
 
     print(completion_script(shells[0], find_recipes()))  # noqa: T201
-
-
-def _compare(args: list[str], program: str) -> None:
-    from datamodules.errors import UserError
-    from recipes.cli.compare import compare
-    from recipes.cli.messages import one_line
-
-    try:
-        compare(args, program)
-    except UserError as error:
-        sys.exit(_error(one_line(str(error)), error.exit_status))
 
 
 def _recipe_of(runs: list[str]) -> str:
@@ -90,14 +78,12 @@ def main() -> None:
         print(f"lightning-recipes {__version__}")  # noqa: T201
     elif name == "completion":
         _print_completion(args[1:])
-    elif name == "compare":
-        _compare(args[1:], program)
     elif name in (recipes := find_recipes()):
         del sys.argv[1]
         run_module(f"recipes.{name}", {"PROGRAM": f"{program} {name}"}, run_name="__main__", alter_sys=True)
         return
     else:
-        close = difflib.get_close_matches(name, ["list", "compare", "verify", "completion", *recipes], n=1)
+        close = difflib.get_close_matches(name, ["list", "verify", "completion", *recipes], n=1)
         hint = f"did you mean {close[0]}?" if close else f"{program} list shows them"
         sys.exit(_error(f"there is no recipe {name!r}; {hint}"))
     end_after_printing()

@@ -14,19 +14,16 @@ from callbacks.drawing.classification_images import ClassificationImages
 from callbacks.lib.exchange import gather
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
-from datamodules.loading.loaders import EvaluationSampling, TrainSampling
+from datamodules.loading.loaders import EvaluationSampling
 from datamodules.loading.sample_numbers import sample_numbers
-from datamodules.ranges import COUNT, SHARE, Range, check_choice, check_ranges
+from datamodules.ranges import COUNT, SHARE, check_choice, check_ranges
 from recipes.classification_scores import (
-    MOST_CLASSES_LOGGED,
     ClassificationScores,
     ScoredSamples,
     class_table,
     mistakes_table,
-    worst_classes,
 )
 from recipes.labels import LabelCheck
-from recipes.losses import focal_loss
 from recipes.recipe import Recipe, RecipeParameters, Table
 from recipes.tta import TTA, check_views, mean_log_probabilities
 
@@ -54,6 +51,17 @@ def _in_dtype_of(module: torch.nn.Module, inputs: Tensor) -> Tensor:
     return inputs.to(next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32))
 
 
+def weighted_loss(logits: Tensor, targets: Tensor, weight: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """The sum of the weighted cross-entropy over the targets; divided by their number it is equal on any split.
+
+    torch's weighted mean divides by the weights of the batch, so that a batch cut in two has another mean. Half
+    precision is computed in float32.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    targets = targets.to(logits) if targets.is_floating_point() else targets
+    return F.cross_entropy(logits, targets, weight.to(logits), reduction="sum", label_smoothing=label_smoothing)
+
+
 def _has_own_transfers(owner: pl.LightningModule | pl.LightningDataModule | None) -> bool:
     """Whether batches go through a hook of the user, who may change labels there; those of this package do not."""
     if owner is None:
@@ -67,7 +75,6 @@ class ClassifierParameters(RecipeParameters):
 
     num_classes: int
     label_smoothing: float
-    focal_gamma: float
     top_k: int
     tta: TTA
 
@@ -94,8 +101,6 @@ class Classifier(Recipe):
     Args:
         num_classes: labels are 0 to this less one; null takes the data's.
         label_smoothing: share of the target spread over all classes (Szegedy et al., 2016).
-        focal_gamma: the training loss is the focal loss (Lin et al., 2017), whose gamma this is, such as 2; 0 is the
-            cross-entropy.
         top_k: how many classes ``predict`` names for each image, the likeliest first.
         tta: test-time augmentation of the final scores, validate, test and predict: the mean over the image and its
             mirror image (flip), or over five shifted crops, and their mirror images where the data allow it (crops).
@@ -109,7 +114,7 @@ class Classifier(Recipe):
     """The probability of the likeliest class below which `predict` calls an image unclear."""
 
     free_parameters: ClassVar[frozenset[str]] = Recipe.free_parameters | {"top_k", "tta"}
-    rare_parameters: ClassVar[frozenset[str]] = Recipe.rare_parameters | {"focal_gamma", "top_k"}
+    rare_parameters: ClassVar[frozenset[str]] = Recipe.rare_parameters | {"top_k"}
 
     hparams: ClassifierParameters
     class_weights: Tensor | None
@@ -119,7 +124,6 @@ class Classifier(Recipe):
         self,
         num_classes: int | None = 10,
         label_smoothing: float = 0.0,
-        focal_gamma: float = 0.0,
         top_k: int = 5,
         tta: TTA = "none",
         **kwargs: Any,
@@ -133,12 +137,11 @@ class Classifier(Recipe):
         check_ranges(
             num_classes=(num_classes, COUNT),
             label_smoothing=(label_smoothing, SHARE),
-            focal_gamma=(focal_gamma, Range(0, 100)),
             top_k=(top_k, COUNT),
         )
         check_choice("tta", tta, get_args(TTA))
         super().__init__(**kwargs)
-        self.label_smoothing, self.focal_gamma = label_smoothing, focal_gamma
+        self.label_smoothing = label_smoothing
         self.register_buffer("class_weights", None, persistent=False)
         self.top_k, self.tta = top_k, tta
         self.val_scores, self.val_samples = ClassificationScores(num_classes), ScoredSamples()
@@ -149,7 +152,6 @@ class Classifier(Recipe):
         self._names_in_checkpoint: Sequence[str] | None = None
         self.confusion_matrix: Tensor | None = None
         self._tables: dict[str, Table] = {}
-        self._scored = ""
 
     @classmethod
     @override
@@ -177,11 +179,6 @@ class Classifier(Recipe):
         is not known, such as one that shuffles.
         """
         return self._tables
-
-    @override
-    def score_table(self) -> list[dict[str, str]]:
-        """The classes of the last evaluation, or ten of many."""
-        return worst_classes(self._tables[f"{self._scored}_per_class.csv"])
 
     @override
     def named_outputs(self, outputs: Tensor) -> dict[str, Tensor]:
@@ -212,16 +209,9 @@ class Classifier(Recipe):
 
     @override
     def prediction_table(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-        """The most likely class of each image, and the others together in the column "then"."""
+        """The most likely class of each image; the file of ``--output`` has the others, too."""
         table = super().prediction_table(rows)
-        for row in table:
-            others = [row.pop(name) for name in list(row) if _RUNNER_UP.fullmatch(name)]
-            if others:
-                pairs = zip(others[::2], others[1::2], strict=True)
-                then = ", ".join(f"{name} {probability}" for name, probability in pairs if name != "-")
-                note = {"note": row.pop("note")} if "note" in row else {}
-                row |= {"then": then} | note
-        return table
+        return [{name: text for name, text in row.items() if not _RUNNER_UP.fullmatch(name)} for row in table]
 
     @override
     def setup(self, stage: str) -> None:
@@ -283,19 +273,6 @@ class Classifier(Recipe):
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()
         self.label_checks["train"].raise_found()
-        self._log_seen_classes()
-
-    def _log_seen_classes(self) -> None:
-        """Log how often each class was seen in the epoch, as "train/seen_class_0", where a loader of ours knows."""
-        loader, classes, trainer = self.trainer.train_dataloader, len(self.class_names), self.trainer
-        if not isinstance(loader, TrainSampling) or classes > MOST_CLASSES_LOGGED or not trainer.loggers:
-            return
-        steps = int(min(len(loader), trainer.num_training_batches))
-        counts = loader.class_counts(trainer.current_epoch, steps, classes)
-        if counts is not None and trainer.is_global_zero:
-            row = {f"train/seen_class_{i}": float(count) for i, count in enumerate(counts.tolist())}
-            for logger in trainer.loggers:
-                logger.log_metrics({**row, "epoch": trainer.current_epoch}, step=trainer.global_step - 1)
 
     @override
     def on_validation_start(self) -> None:
@@ -314,8 +291,8 @@ class Classifier(Recipe):
         inputs, targets = batch
         targets, count = self.label_checks["train"](targets)
         logits = self(_in_dtype_of(self, inputs))
-        if self.focal_gamma or self.class_weights is not None:
-            total = focal_loss(logits, targets, self.focal_gamma, self.class_weights, self.label_smoothing)
+        if self.class_weights is not None:
+            total = weighted_loss(logits, targets, self.class_weights, self.label_smoothing)
             loss = total / (count.clamp(min=1) if isinstance(count, Tensor) else max(1, count))
         else:
             loss = F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
@@ -365,7 +342,6 @@ class Classifier(Recipe):
         """Make the tables of an evaluation outside training."""
         if self.trainer.state.fn == "fit" or self.confusion_matrix is None:
             return
-        self._scored = prefix
         self._tables[f"{prefix}_per_class.csv"] = class_table(self.confusion_matrix, self.class_names)
         loader = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
         numbers, names = sample_numbers(loader), data_contract(self.data_module()).sample_names(prefix)

@@ -14,21 +14,18 @@ from typing_extensions import override
 from recipes.recipe import MeanOverTargets, Table
 
 __all__ = [
-    "MOST_CLASSES_LOGGED",
     "ClassificationScores",
     "ScoredSamples",
     "calibration_error",
     "class_table",
     "macro_f1",
     "mistakes_table",
-    "worst_classes",
 ]
 
 _BINS = 15
 # What float32 holds below 1. A sum of integers is the same in any order, and 2^39 samples fit.
 _FIXED_POINT = 2**24
-MOST_CLASSES_LOGGED = 25
-_MOST_CLASSES_SHOWN = 10
+_MOST_CLASSES_LOGGED = 25
 
 
 def macro_f1(confusion: Tensor) -> Tensor:
@@ -128,7 +125,7 @@ class ClassificationScores(torch.nn.Module):
         }
         if len(matrix) > 5:
             scores["top5_accuracy"] = top5 / samples
-        if len(matrix) <= MOST_CLASSES_LOGGED:
+        if len(matrix) <= _MOST_CLASSES_LOGGED:
             per_class = correct / present.clamp(min=1)
             scores |= {f"accuracy_class_{i}": value for i, value in enumerate(per_class)}
         return scores, matrix
@@ -139,40 +136,31 @@ class ClassificationScores(torch.nn.Module):
         self.counts.reset()
 
 
-class ScoredSamples(Metric):
-    """The true and the predicted class of each sample of this rank, and their probabilities.
-
-    It is a metric so that a batch which is repeated in smaller pieces counts once.
-    """
-
-    full_state_update = False
-    batches: list[Tensor]
+class ScoredSamples:
+    """The true and the predicted class of each sample of this rank, and their probabilities."""
 
     def __init__(self) -> None:
-        super().__init__(sync_on_compute=False)
-        self.add_state("batches", [], dist_reduce_fx=None)
+        self.reset()
 
-    @override
     def update(self, logits: Tensor, targets: Tensor) -> None:
         """Add a batch, as `ClassificationScores` does."""
         probabilities = logits.float().softmax(1)
         probability, predicted = probabilities.max(1)
         of_target = probabilities.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
         # One tensor a batch; float32 holds the number of any class.
-        self.batches.append(torch.stack((targets.float(), predicted.float(), probability, of_target), 1))
+        self._batches.append(torch.stack((targets.float(), predicted.float(), probability, of_target), 1))
 
-    @override
-    def compute(self) -> Tensor:
-        """This rank's samples in their order, float32 of shape (n, 4)."""
-        return torch.cat(self.batches).cpu() if self.batches else torch.empty(0, 4)
+    def reset(self) -> None:
+        """Forget all batches."""
+        self._batches: list[Tensor] = []
 
     def mistakes(self, numbers: Tensor) -> Tensor | None:
-        """The number of each sample whose prediction is wrong, and its row of `compute`, float64 of shape (m, 5).
+        """Number, true and predicted class and their probabilities of each mistake, float64 of shape (m, 5).
 
         Args:
             numbers: of the samples in their order, int64 of shape (n,) or longer; None is returned for fewer.
         """
-        found = self.compute().double()
+        found = torch.cat(self._batches).cpu().double() if self._batches else torch.empty(0, 4).double()
         if len(numbers) < len(found):
             return None
         wrong = (found[:, 0] >= 0) & (found[:, 0] != found[:, 1])
@@ -221,22 +209,3 @@ def class_table(confusion: Tensor, class_names: Sequence[str]) -> Table:
         scores = (round(part / whole, 6) if whole else None for part, whole in shares)
         rows.append((name, samples, *scores, class_names[taken] if most else None, most))
     return Table(columns, [dict(zip(columns, row, strict=True)) for row in rows])
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.2f} %"
-
-
-def worst_classes(table: Table) -> list[dict[str, str]]:
-    """The rows of `class_table` as text: all where they are few, else those of the classes with the lowest F1."""
-    rows = [row for row in table.rows if row["samples"]]
-    title = "class"
-    if len(rows) > _MOST_CLASSES_SHOWN:
-        title = f"worst {_MOST_CLASSES_SHOWN} of {len(rows):,}"
-        rows = sorted(rows, key=lambda row: row["f1"])[:_MOST_CLASSES_SHOWN]
-    return [
-        {title: row["class"], "samples": f"{row['samples']:,}"}
-        | {"precision": _percent(row["precision"]), "recall": _percent(row["recall"]), "F1": _percent(row["f1"])}
-        | {"taken for": f"{row['taken_for']} ({row['times']:,})" if row["times"] else ""}
-        for row in rows
-    ]

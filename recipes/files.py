@@ -27,18 +27,22 @@ def write_text(path: Path, text: str) -> None:
 def write_rows(
     path: Path, rows: Sequence[Mapping[str, Any]] | Mapping[str, Any], columns: Sequence[str] | None = None
 ) -> None:
-    """Write JSON or CSV, by the file's suffix.
+    """Write JSON, CSV, or the first column as lines of text, by the file's suffix.
 
     Args:
-        columns: of a CSV file; by default the keys of the first row.
+        columns: of a CSV or text file; by default the keys of the first row.
 
     Raises:
         OSError: the file is as it was before.
     """
+    table = [rows] if isinstance(rows, Mapping) else rows
+    if path.suffix == ".txt" and columns:
+        # A line for each row, whatever its text holds: other programs compare the files line by line.
+        write_text(path, "".join(" ".join(str(row[columns[0]]).split("\n")) + "\n" for row in table))
+        return
     if path.suffix != ".csv":
         write_text(path, json.dumps(rows, indent=2, ensure_ascii=False, default=str) + "\n")
         return
-    table = [rows] if isinstance(rows, Mapping) else rows
     with whole_or_nothing(path) as part, part.open("w", newline="", encoding="utf-8", errors=_ERRORS) as file:
         writer = csv.DictWriter(file, fieldnames=columns or list(table[0]))
         writer.writeheader()

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from itertools import groupby, takewhile
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import lightning.pytorch as pl
@@ -15,7 +14,6 @@ from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -279,15 +277,11 @@ class Recipe(pl.LightningModule):
         return {name: f"{value:.4f}" for name, value in scores.items()}
 
     def result_tables(self) -> dict[str, Table]:
-        """Tables that a run keeps beside ``results.json``, by file name (.csv or .json); of the last evaluation.
+        """Tables that a run keeps beside ``results.json``, by file name (.csv, .json or .txt); of the last evaluation.
 
         The validate and test commands write them beside the file of ``--output``, whose name theirs begin with.
         """
         return {}
-
-    def score_table(self) -> list[dict[str, str]]:
-        """What the validate and test commands print below the scores: rows with cells as text; none by default."""
-        return []
 
     @classmethod
     def settings_from_data(cls, data: pl.LightningDataModule) -> dict[str, Any]:  # noqa: ARG003
@@ -393,7 +387,7 @@ class Recipe(pl.LightningModule):
         return found
 
     @torch.inference_mode()
-    def predict(self, inputs: Any, save_seen: str | Path | None = None) -> list[dict[str, Any]]:
+    def predict(self, inputs: Any) -> list[dict[str, Any]]:
         """Predict as the predict command does, on the device of this module.
 
         The recipe needs to know how its data were prepared: from a checkpoint that it was loaded from, or from the data
@@ -402,7 +396,6 @@ class Recipe(pl.LightningModule):
         Args:
             inputs: what the predict command takes, and objects in memory: images as files, folders, PIL images, arrays
                 or tensors, or a list of them (`datamodules.loading.given_images`); sentences as text.
-            save_seen: folder into which images are written as the network sees them.
 
         Returns:
             The rows that the command writes into its ``--output``, one or more for each input.
@@ -426,8 +419,6 @@ class Recipe(pl.LightningModule):
             )
         contract = data_contract(data)
         contract.take_inputs(inputs)
-        if save_seen is not None:
-            data.hparams["save_seen"] = str(save_seen)
         modes = [(module, module.training) for module in self.modules()]
         self.eval()
         try:
@@ -558,22 +549,9 @@ class Recipe(pl.LightningModule):
         return parameter_groups(self, self.hparams.weight_decay)
 
     @override
-    def configure_model(self) -> None:
-        """Split the network's parameters over the devices where the strategy is fsdp2; nothing otherwise."""
-        if self.device_mesh is not None and not isinstance(self.network, FSDPModule):
-            for parameter in self.network.parameters():
-                # FSDP2 splits contiguous memory only, and channels_last is not.
-                parameter.data = parameter.data.contiguous()
-            # Else a rank keeps the weights in full until a backward pass, and gathers fewer times than the others.
-            fully_shard(self.network, mesh=self.device_mesh["data_parallel"], reshard_after_forward=True)
-
-    @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
         # A fused optimiser under AMP with gradient clipping raises inside Lightning (#21435).
         fused = False if getattr(attached_trainer(self), "gradient_clip_val", None) else None
-        # Of torch's fused optimisers only Adam's know shards.
-        if self.device_mesh is not None:
-            fused = False
         optimizer = build_optimizer(
             self.hparams.optimizer,
             self.parameter_groups(),

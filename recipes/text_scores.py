@@ -1,4 +1,4 @@
-"""BLEU and chrF of translations from integer counts, with bootstrap intervals, and whether two systems differ.
+"""BLEU and chrF of translations from integer counts, with bootstrap intervals.
 
 The numbers are sacrebleu's (tests compare them). Its tokenisers are used; its scores are not, since they keep all
 resamples of a test set in memory at once. Nothing here needs torch.
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from datamodules.errors import UserError
 
@@ -27,7 +26,6 @@ __all__ = [
     "character_counts",
     "check_tokenizer",
     "chrf",
-    "p_value",
     "standard_metrics",
     "tokenizer",
     "word_counts",
@@ -191,13 +189,10 @@ class Estimate:
     Args:
         score: of all sentences.
         interval: half the width of the interval that holds 95 % of the resamples' scores (Koehn, 2004).
-        resamples: the scores of test sets of as many sentences, drawn with replacement; float64 of shape (1000,). The
-            same sentences are drawn for every system.
     """
 
     score: float
     interval: float
-    resamples: NDArray[np.float64]
 
     @classmethod
     def of(cls, metric: Metric, hypotheses: Sequence[str], references: Sequence[str]) -> "Estimate":
@@ -210,18 +205,6 @@ class Estimate:
         counts = np.array([metric.count(*pair) for pair in zip(hypotheses, references, strict=True)], dtype=np.int64)
         generator, size = np.random.default_rng(_SEED), len(counts)
         draws = (np.bincount(generator.integers(size, size=size), minlength=size) for _ in range(_RESAMPLES))
-        resamples = np.array([metric.score((draw @ counts).tolist()) for draw in draws])
-        ordered, cut = np.sort(resamples), _RESAMPLES // 40
-        return cls(metric.score(counts.sum(0).tolist()), float(ordered[-1 - cut] - ordered[cut]) / 2, resamples)
-
-
-def p_value(one: Estimate, other: Estimate) -> float:
-    """The probability of a difference at least as large if the systems were equally good.
-
-    Paired bootstrap resampling (Koehn, 2004), with the differences of the resamples around their mean (Riezler and
-    Maxwell, 2005), as in sacrebleu.
-    """
-    # Equal systems have a p-value of 1, where sacrebleu, which asks for larger differences only, has 0.001.
-    differences = np.abs(one.resamples - other.resamples)
-    extreme = int((differences - differences.mean() >= abs(one.score - other.score)).sum())
-    return (extreme + 1) / (_RESAMPLES + 1)
+        ordered = sorted(metric.score((draw @ counts).tolist()) for draw in draws)
+        cut = _RESAMPLES // 40
+        return cls(metric.score(counts.sum(0).tolist()), float(ordered[-1 - cut] - ordered[cut]) / 2)

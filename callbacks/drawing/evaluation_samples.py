@@ -1,22 +1,16 @@
 """What callbacks that draw have in common: samples kept of evaluation batches, shown when the evaluation ends."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.loggers import TensorBoardLogger
-from PIL import Image
 
 from callbacks.lib.best_effort import best_effort
-from callbacks.lib.part_timer import timed
-from callbacks.lib.whole_files import whole_or_nothing
+from callbacks.lib.trainer_attributes import callbacks_of
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["EvaluationSamples", "FigureTarget", "first_training_batch", "tensorboards"]
+__all__ = ["EvaluatedCheckpoint", "EvaluationSamples", "first_training_batch", "tensorboards"]
 
 
 def tensorboards(trainer: pl.Trainer) -> list[Any]:
@@ -30,20 +24,26 @@ def first_training_batch(trainer: pl.Trainer, batch_idx: int) -> bool:
     return first and any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
 
 
-def rendered(figure: "Figure") -> Any:
-    """A figure as an array of pixels, uint8 of shape (height, width, 3): drawing it is what takes time."""
+def rendered(image: Any) -> Any:
+    """A figure of matplotlib as an array of pixels, uint8 of shape (height, width, 3); an array as it is."""
+    if isinstance(image, np.ndarray):
+        return image
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    canvas: Any = FigureCanvasAgg(figure)
+    canvas: Any = FigureCanvasAgg(image)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3]
 
 
-class FigureTarget(NamedTuple):
-    """A folder for PNG files, ``STAGE_NAME.png``, if any, and the updates behind the checkpoint that is evaluated."""
+class EvaluatedCheckpoint(pl.Callback):
+    """Tells the callbacks that draw which checkpoint is evaluated, where it is not the last one.
 
-    folder: Path | None
-    step: int
+    Args:
+        step: the updates behind it.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
 
 
 class EvaluationSamples:
@@ -55,9 +55,6 @@ class EvaluationSamples:
     checkpoint are drawn by `trainer.validate(ckpt_path="best")`.
     """
 
-    target: FigureTarget | None = None
-    """Where figures are written to besides TensorBoard."""
-
     def _forget(self) -> None:
         """Drop the samples: an evaluation begins, or they were drawn."""
         raise NotImplementedError
@@ -66,34 +63,25 @@ class EvaluationSamples:
         """Keep samples of a batch; `batches` is the number of batches of each loader."""
         raise NotImplementedError
 
-    def _figures(self, pl_module: pl.LightningModule, stage: str) -> "dict[str, Figure]":
-        """Figures of the samples, by name; `stage` is "val" or "test"."""
+    def _figures(self, pl_module: pl.LightningModule, stage: str) -> dict[str, Any]:
+        """Figures of matplotlib or arrays of pixels, by name; `stage` is "val" or "test"."""
         raise NotImplementedError
 
     def _draw(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        writers, folder = tensorboards(trainer), self.target.folder if self.target else None
-        if not trainer.is_global_zero or not (writers or folder):
+        writers = tensorboards(trainer)
+        if not trainer.is_global_zero or not writers:
             return
-        with timed(trainer, "draw"):
-            images: dict[str, Any] = {}
-            with best_effort("figures"):
-                images = {name: rendered(figure) for name, figure in self._figures(pl_module, stage).items()}
-            for name, image in images.items():
-                if folder:
-                    with (
-                        best_effort(f"the folder {folder.name}"),
-                        whole_or_nothing(folder / f"{name.replace('/', '_')}.png") as part,
-                    ):
-                        Image.fromarray(image).save(part, "PNG")
-                with best_effort("images in TensorBoard"):
-                    for writer in writers:
-                        writer.add_image(name, image, self._step(trainer), dataformats="HWC")
-                        writer.flush()
-            self._forget()
+        with best_effort("images in TensorBoard"):
+            for name, image in self._figures(pl_module, stage).items():
+                for writer in writers:
+                    writer.add_image(name, rendered(image), self._step(trainer), dataformats="HWC")
+                    writer.flush()
+        self._forget()
 
     def _step(self, trainer: pl.Trainer) -> int:
         """The updates behind the weights that are evaluated."""
-        return trainer.global_step if self.target is None else self.target.step
+        checkpoints = (callback for callback in callbacks_of(trainer) if isinstance(callback, EvaluatedCheckpoint))
+        return next((checkpoint.step for checkpoint in checkpoints), trainer.global_step)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._forget()

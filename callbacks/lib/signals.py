@@ -6,13 +6,10 @@ its Slurm environment saves in the middle of whatever the process was doing. Her
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
-from callbacks.lib.terminal import fitted
 
 __all__ = ["SIGNALS", "Preempted", "SignalFlag", "ending_on_signals", "name_of"]
 
@@ -98,7 +95,7 @@ class SignalFlag:
             # By the system and not by a handler: the second one works where Python waits for other code, too.
             signal.signal(signum, signal.SIG_DFL)
             if self.on_interrupt:
-                os.write(2, f"\n{fitted(self.on_interrupt, sys.stderr)}\n".encode())
+                os.write(2, f"\n{self.on_interrupt}\n".encode())
 
 
 @contextmanager

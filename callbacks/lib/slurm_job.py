@@ -11,10 +11,13 @@ import subprocess
 import time
 from collections.abc import Mapping
 
+from callbacks.lib.signals import SIGNALS
+
 __all__ = ["NotRequeued", "batch_job", "is_batch_job", "requeue", "requeue_on", "restarts"]
 
 # Seconds for Slurm to reply, within the 25 that the command line's failure monitor gives rank 0 to exit.
 _SLURM_ANSWERS = 20.0
+_ATTEMPTS = 3
 
 
 class NotRequeued(Exception):
@@ -25,25 +28,50 @@ class _Failed(NotRequeued):
     """A command of Slurm failed."""
 
 
-def _scontrol(*args: str, deadline: float) -> str:
-    """What ``scontrol`` prints."""
-    text = f"scontrol {' '.join(args)}"
-    # Slurm sends SIGTERM to the processes of a job that it requeues, at times before the request has returned; a signal
-    # that is ignored stays so in a program that exec starts. In a session of its own: what ends this process with its
-    # group does not end the request.
-    command = ["sh", "-c", 'trap "" TERM; exec scontrol "$@"', "sh", *args]
+def _run(*args: str, within: float) -> tuple[int, str, str]:
+    """The status, the output and the errors of ``scontrol``.
+
+    Slurm sends signals to the processes of a job that it ends or requeues, at times before the request has returned. A
+    process inherits which signals are blocked, and the program that it executes does, too; one that is ignored stays so
+    as well. In a session of its own: what ends this process with its group does not end the request.
+
+    Raises:
+        subprocess.TimeoutExpired: it did not end within so many seconds.
+        OSError: it cannot be started.
+    """
+    command = ["sh", "-c", 'trap "" TERM INT USR1; exec scontrol "$@"', "sh", *args]
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        within = max(0.1, deadline - time.monotonic())
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=within, check=False, start_new_session=True
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
-    except subprocess.TimeoutExpired as error:
-        raise _Failed(f"{text} did not end within {within:.0f} s") from error
-    except OSError as error:
-        raise _Failed(f"{text}: {error}") from error
-    if done.returncode:
-        raise _Failed(f"{text} ended with {done.returncode}: {done.stderr.strip()}")
-    return done.stdout
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    try:
+        output, errors = process.communicate(timeout=within)
+    except BaseException:
+        process.kill()
+        process.communicate()
+        raise
+    return process.returncode, output, errors
+
+
+def _scontrol(*args: str, deadline: float) -> str:
+    """What ``scontrol`` prints; it is asked again where a signal has ended it."""
+    text = f"scontrol {' '.join(args)}"
+    for _ in range(_ATTEMPTS):
+        within = max(0.1, deadline - time.monotonic())
+        try:
+            status, output, errors = _run(*args, within=within)
+        except subprocess.TimeoutExpired as error:
+            raise _Failed(f"{text} did not end within {within:.0f} s") from error
+        except OSError as error:
+            raise _Failed(f"{text}: {error}") from error
+        if status >= 0:
+            break
+    if status:
+        raise _Failed(f"{text} ended with {status}: {errors.strip()}")
+    return output
 
 
 def _record(job: str, deadline: float) -> dict[str, str]:

@@ -3,20 +3,20 @@
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from datamodules.loading.archive_files import Archive
+from datamodules.loading.archives import Archive
 
-__all__ = ["FileTable", "zero_terminated"]
+__all__ = ["FileTable"]
 
 _AT_ONCE = 1 << 16  # Names that are decoded together.
 
 
-def zero_terminated(names: Iterable[str]) -> bytes:
+def _zero_terminated(names: Iterable[str]) -> bytes:
     """The bytes of names, a zero behind each, which no name of a file holds."""
     return "".join(f"{name}\0" for name in names).encode("utf-8", "surrogateescape")
 
@@ -28,7 +28,7 @@ class FileTable(Sequence[str]):
     workers are not forked, torch moves the tensor to shared memory. A million names of 30 letters take 50 MB.
 
     Args:
-        names: of the files; what they begin with in common may be left to `root`. Or bytes with a zero behind each.
+        names: of the files; what they begin with in common may be left to `root`.
         root: the beginning of each name, such as a folder with its slash.
         archive: that holds files of these names; without one they are on disk.
 
@@ -38,8 +38,8 @@ class FileTable(Sequence[str]):
         ('images/bee/1.jpg', ['images/bee/2.jpg', 'images/ant/1.jpg'])
     """
 
-    def __init__(self, names: Iterable[str] | bytearray = (), root: str = "", archive: Archive | None = None) -> None:
-        joined = names if isinstance(names, bytearray) else bytearray(zero_terminated(names))
+    def __init__(self, names: Iterable[str] = (), root: str = "", archive: Archive | None = None) -> None:
+        joined = bytearray(_zero_terminated(names))
         self._root, self._archive = root, archive
         self._bytes = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
         self._ends = (self._bytes == 0).nonzero().flatten()
@@ -120,20 +120,7 @@ class FileTable(Sequence[str]):
 
     def digest(self) -> str:
         """A hash of the whole table's names and of which of them are taken, for the keys of caches; 64 letters."""
-        found = hashlib.sha256(zero_terminated([self._root]))
+        found = hashlib.sha256(_zero_terminated([self._root]))
         for part in (self._bytes, self._rows):
             found.update(part.numpy().data)
         return found.hexdigest()
-
-    def state(self) -> dict[str, Any]:
-        """What `from_state` makes an equal table of: tensors and plain values."""
-        archive = self._archive and (self._archive.path, self._archive.members, self._archive.state)
-        names = {"root": self._root, "bytes": self._bytes, "ends": self._ends, "rows": self._rows}
-        return {**names, "archive": archive}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "FileTable":
-        """The table of a `state`; its tensors are not copied."""
-        found = cls(root=state["root"], archive=Archive(*state["archive"]) if state["archive"] else None)
-        found._bytes, found._ends, found._rows = state["bytes"], state["ends"], state["rows"]
-        return found

@@ -14,7 +14,7 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.loading.image_tree import describe_left_out, images_below
 
-__all__ = ["GivenImages", "as_bytes", "given_images", "save_seen"]
+__all__ = ["GivenImages", "as_bytes", "given_images"]
 
 _COLOURS = (1, 3, 4)
 _warn = rank_zero_only(logging.getLogger("lightning_recipes").warning)
@@ -130,24 +130,3 @@ def as_bytes(pixels: "np.ndarray[Any, Any]", source: str, least: float = 0.0) ->
     return np.concatenate(
         [(pixels[start : start + 4096] * 255).round().astype(np.uint8) for start in range(0, len(pixels), 4096)]
     )
-
-
-def save_seen(folder: str | Path, images: Tensor, numbers: Tensor, names: Sequence[str]) -> None:
-    """Write the images that a network sees as PNG files, whose names begin with the numbers of the inputs.
-
-    Args:
-        images: uint8 of shape (batch, 1 or 3, height, width), before they are normalised.
-        numbers: of the inputs, of shape (batch,).
-        names: of all inputs.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        for image, number in zip(images.cpu(), numbers.tolist(), strict=True):
-            stem = Path(names[number]).stem
-            pixels = image[0] if len(image) == 1 else image.permute(1, 2, 0)
-            Image.fromarray(pixels.numpy()).save(Path(folder) / f"{number:04}_{stem}.png")
-    except OSError as error:
-        raise UserError(f"save_seen={str(folder)!r}: {error.strerror or error}; pass another folder") from error

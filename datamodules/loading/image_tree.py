@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.loading.archives import ARCHIVES, ArchiveIndex, index_archive, refuse_compressed
+from datamodules.loading.archives import ARCHIVES
 from datamodules.loading.file_table import FileTable
-from datamodules.loading.file_tree import Folder, Listing, State, files_below
+from datamodules.loading.file_tree import Folder, files_below, list_folder, open_archive
 from datamodules.loading.heic import HEIC, reads_heic
 from datamodules.loading.randomness import permutation
 
@@ -38,6 +38,13 @@ PARTS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), 
 """The usual names of the parts of a set."""
 
 
+class Opened(NamedTuple):
+    """A folder, and the files in it and below it by their numbers."""
+
+    folder: Folder
+    table: FileTable
+
+
 @dataclass(frozen=True)
 class ImageTree:
     """Image files and their classes.
@@ -48,22 +55,12 @@ class ImageTree:
             where they exist.
         notes: remarks for the user, a line each.
         left_out: how many files or rows are not used, by reason.
-        states: of all folders and archives that were listed, by path, before they were; see `state_of`. Without these
-            it is unknown when the tree changes.
     """
 
     classes: tuple[str, ...]
     parts: dict[str, tuple[FileTable, Tensor]]
     notes: list[str]
     left_out: dict[str, int] = field(default_factory=dict)
-    states: dict[str, State] = field(default_factory=dict)
-
-
-class Opened(NamedTuple):
-    """A folder, and what tells about the files in it."""
-
-    folder: Folder
-    source: Listing | ArchiveIndex
 
 
 def is_archive(file: str | Path) -> bool:
@@ -123,9 +120,9 @@ def _split(folder: Folder) -> tuple[list[int], list[str]]:
 
 def images_below(folder: str | Path) -> tuple[list[str], list[str]]:
     """The files in a folder and its subfolders, sorted: those that are images by their suffix, and the others."""
-    listing = Listing(Path(folder))
-    images, others = _split(listing.top)
-    return list(listing.table.select(torch.tensor(images, dtype=torch.int64))), others
+    top, table = list_folder(Path(folder))
+    images, others = _split(top)
+    return list(table.select(torch.tensor(images, dtype=torch.int64))), others
 
 
 def find_parts(folder: Folder) -> dict[str, Folder]:
@@ -134,152 +131,72 @@ def find_parts(folder: Folder) -> dict[str, Folder]:
     Raises:
         UserError: there are two folders of a part, or none to train on.
     """
-    inner = [folder.folders[name] for name in sorted(folder.folders)]
-    found = _by_part(folder, [(place.name, place) for place in inner if place.folders])
+    found: dict[str, Folder] = {}
+    for part, names in PARTS.items():
+        inner = [here for known in names for here in folder.folders.values() if here.name.lower() == known]
+        places = [here for here in inner if here.folders]
+        if len(places) > 1:
+            raise UserError(f"{folder.path} holds both {places[0].name} and {places[1].name}; keep one of them")
+        if places:
+            found[part] = places[0]
     if found and "train" not in found:
         held = " and ".join(place.name for place in found.values())
         raise UserError(f"{folder.path} holds {held} with class folders, but no train")
     return found
 
 
-def _by_part(folder: Folder, named: list[tuple[str, Folder]]) -> dict[str, Folder]:
-    """Which of the entries of a folder, with their names, is which part."""
-    found: dict[str, Folder] = {}
-    for part, names in PARTS.items():
-        places = [place for known in names for name, place in named if name.lower() == known]
-        if len(places) > 1:
-            raise UserError(f"{folder.path} holds both {places[0].name} and {places[1].name}; keep one of them")
-        if places:
-            found[part] = places[0]
-    return found
-
-
-def _only_folder(folder: Folder) -> Folder | None:
-    """The one folder that holds all others, as often in archives."""
-    inner = next(iter(folder.folders.values()), None)
-    return inner if inner and inner.folders and len(folder.folders) == 1 else None
-
-
 def open_place(place: Path) -> Opened:
-    """A folder on disk, an archive, or a folder in an archive, such as photos.zip/insects.
+    """A folder on disk, or an archive, of which a folder that holds all others is left out.
 
     Raises:
         UserError: there is none.
     """
     if place.is_dir():
-        listing = Listing(place)
-        return Opened(listing.top, listing)
-    for path in (place, *place.parents):
-        refuse_compressed(path)
-        if is_archive(path) and path.is_file():
-            index = index_archive(path)
-            folder: Folder | None = index.top
-            for name in place.relative_to(path).parts:
-                folder = folder.folders.get(name) if folder else None
-            if folder:
-                return Opened(folder, index)
-    what = "is a file" if place.is_file() else "does not exist"
-    raise UserError(
-        f"data_dir={str(place)!r} {what}; pass a folder that holds a folder of images for each class, or a .zip or"
-        " .tar of it"
-    )
+        return Opened(*list_folder(place))
+    if not is_archive(place) or not place.is_file():
+        what = "is neither a folder nor an archive" if place.is_file() else "does not exist"
+        raise UserError(
+            f"data_dir={str(place)!r} {what}; pass a folder that holds a folder of images for each class, or a .zip or"
+            " an uncompressed .tar of it"
+        )
+    folder, table = open_archive(place)
+    while len(folder.folders) == 1 and not find_parts(folder):
+        inner = next(iter(folder.folders.values()))
+        if not inner.folders:
+            break
+        folder = inner
+    return Opened(folder, table)
 
 
-def _unused(folder: Folder, parts: dict[str, Folder]) -> list[str]:
-    """A note for each folder beside those of the parts that holds images, or folders that may."""
-    notes = []
-    for name in sorted(folder.folders.keys() - {place.name for place in parts.values()}):
-        beside = folder.folders[name]
-        images = sum(map(is_image, beside.files))
-        if beside.folders:
-            notes.append(f"{beside.path} is not used: it is none of train, val and test")
-        elif images:
-            notes.append(f"{beside.path} is not used: its {images:,} images are in no folder of a class")
-    return notes
+def _class_images(part: str, place: Folder) -> tuple[dict[str, list[int]], list[str], list[str]]:
+    """The numbers of the images of each class, the files that are not used, and remarks on empty classes."""
+    found: dict[str, list[int]] = {}
+    ignored = sorted(place.prefix + name for name in place.files)
+    empty: list[str] = []
+    for name in sorted(place.folders):
+        images, others = _split(place.folders[name])
+        ignored += others
+        if images:
+            found[name] = images
+        else:
+            held = f", but {describe_left_out(others)}" if others else ""
+            empty.append(f"class {name} is left out of {part}: {place.folders[name].path} holds no image{held}")
+    if len(empty) > _MOST_NOTES:
+        empty = [f"{empty[0]}; so are {len(empty) - 1:,} more folders of {place.path}"]
+    return found, ignored, empty
 
 
-def _parts_of(opened: Opened) -> tuple[dict[str, Opened], list[str]]:
-    """The folder of each part, which holds the classes, and remarks on others."""
-    folder, source = opened
-    parts = find_parts(folder)
-    if isinstance(source, ArchiveIndex):
-        while not parts and (inner := _only_folder(folder)):
-            folder, parts = inner, find_parts(inner)
-    elif not parts:
-        files = [Folder(folder.prefix + name) for name in sorted(folder.files) if is_archive(name)]
-        # Beside class folders they are other files.
-        beside = files and any(_split(inner)[0] for inner in folder.folders.values())
-        archives = _by_part(folder, [(Path(file.name).stem, file) for file in files if not beside])
-        if "train" in archives:
-            opened_parts = {part: open_place(Path(archive.path)) for part, archive in archives.items()}
-            for part, (top, index) in opened_parts.items():
-                while inner := _only_folder(top):
-                    top = inner
-                opened_parts[part] = Opened(top, index)
-            return opened_parts, []
-    notes = _unused(folder, parts) if parts else []
-    return {part: Opened(place, source) for part, place in (parts or {"train": folder}).items()}, notes
-
-
-def _expected(folder: Folder) -> str:
-    """What to pass instead of a folder that holds no classes."""
-    for name in sorted(folder.folders):
-        inner = folder.folders[name]
-        # Archives often hold a folder of their own name.
-        if sum(bool(part.folders) or bool(_split(part)[0]) for part in inner.folders.values()) > 1:
-            return f"did you mean data_dir={inner.path!r}?"
-    return "expected a folder of images for each class, such as ants/1.jpg, in it or in its folders train and val"
-
-
-def scan_tree(folder: str | Path, opened: Opened | None = None) -> ImageTree:
-    """The images in FOLDER/train/CLASS, FOLDER/val/CLASS and FOLDER/test/CLASS, or in FOLDER/CLASS.
-
-    Args:
-        folder: on disk or in a .zip or .tar archive, or one that holds train.zip and val.zip or .tar.
-        opened: what `open_place` made of it.
-
-    Raises:
-        UserError: there is no such folder, there are fewer than two classes, or val or test has one that train lacks.
-    """
-    opened = opened or open_place(Path(folder))
-    found: dict[str, dict[str, list[int]]] = {}
-    ignored: list[str] = []
-    parts, notes = _parts_of(opened)
-    for part, (place, _) in parts.items():
-        found[part] = {}
-        empty: list[str] = []
-        ignored += sorted(place.prefix + name for name in place.files)
-        for name in sorted(place.folders):
-            images, others = _split(place.folders[name])
-            ignored += others
-            if images:
-                found[part][name] = images
-            else:
-                held = f", but {describe_left_out(others)}" if others else ""
-                at = place.folders[name].path
-                empty.append(f"class {name} is left out of {part}: {at} holds no image{held}")
-        if len(empty) > _MOST_NOTES:
-            more = len(empty) - 1
-            empty = [f"{empty[0]}; so are {more:,} more folders of {place.path}"]
-        notes += empty
-    classes = tuple(sorted(found["train"]))
-    for name in classes:
-        if name.encode("utf-8", "replace").decode() != name:
-            raise UserError(f"the name of the class folder {name!r} is no UTF-8 text; rename it")
+def _check_classes(place: Path, found: dict[str, dict[str, list[int]]], ignored: list[str]) -> list[str]:
+    """Refuse what cannot be trained on, and remark on classes that a part lacks."""
+    classes, notes = sorted(found["train"]), []
+    expected = "expected a folder of images for each class, such as ants/1.jpg, in it or in its folders train and val"
     if not classes:
-        others = [file for file in ignored if not is_image(file)]
-        if count := len(ignored) - len(others):
-            what = f"{count:,} images that are" if count > 1 else "an image that is"
-            raise UserError(f"{folder} holds {what} in no folder of a class; {_expected(opened.folder)}")
-        found_instead = f" (found {describe_left_out(others)})" if others else ""
-        raise UserError(f"{folder} holds no class with images{found_instead}; {_expected(opened.folder)}")
-    if named := [name for name in classes if name.lower() in sum(PARTS.values(), ())]:
-        at = parts["train"].folder.prefix + named[0]
-        if len(named) == len(classes):
-            raise UserError(f"{at} holds images without class folders; {_expected(opened.folder)}")
-        notes.append(f"{at} is taken as a class, as it holds images without class folders")
+        instead = f" (found {describe_left_out(ignored)})" if ignored else ""
+        raise UserError(f"{place} holds no class with images{instead}; {expected}")
     if len(classes) == 1:
-        raise UserError(f"{folder} holds images of one class only, {classes[0]}; {_expected(opened.folder)}")
+        raise UserError(f"{place} holds images of one class only, {classes[0]}; {expected}")
+    if all(name.lower() in sum(PARTS.values(), ()) for name in classes):
+        raise UserError(f"{place} holds images in {' and '.join(classes)} without class folders; {expected}")
     for part, by_class in found.items():
         if unknown := sorted(set(by_class) - set(classes)):
             raise UserError(
@@ -288,24 +205,40 @@ def scan_tree(folder: str | Path, opened: Opened | None = None) -> ImageTree:
             )
         if missing := sorted(set(classes) - set(by_class)):
             notes.append(f"{part} has no image of {', '.join(missing)}: scores say nothing about them")
+    return notes
+
+
+def scan_tree(place: str | Path, opened: Opened | None = None) -> ImageTree:
+    """The images in FOLDER/train/CLASS, FOLDER/val/CLASS and FOLDER/test/CLASS, or in FOLDER/CLASS.
+
+    Args:
+        place: a folder on disk, or a .zip or .tar archive.
+        opened: what `open_place` made of it.
+
+    Raises:
+        UserError: there is no such folder, there are fewer than two classes, or val or test has one that train lacks.
+    """
+    folder, table = opened or open_place(Path(place))
+    found: dict[str, dict[str, list[int]]] = {}
+    ignored: list[str] = []
+    notes: list[str] = []
+    for part, inner in (find_parts(folder) or {"train": folder}).items():
+        found[part], others, empty = _class_images(part, inner)
+        ignored += others
+        notes += empty
+    notes += _check_classes(Path(place), found, ignored)
     loose, others = [file for file in ignored if is_image(file)], [file for file in ignored if not is_image(file)]
     if loose:
         notes.append(f"left out {len(loose):,} images that are in no folder of a class, such as {loose[0]}")
     if others:
         notes.append(f"left out {len(others):,} files that are no images by their endings: {describe_left_out(others)}")
-    files: dict[str, tuple[FileTable, Tensor]] = {}
+    classes = tuple(sorted(found["train"]))
+    parts: dict[str, tuple[FileTable, Tensor]] = {}
     for part, by_class in found.items():
         rows = [torch.tensor(by_class.get(name, []), dtype=torch.int64) for name in classes]
         targets = torch.arange(len(classes)).repeat_interleave(torch.tensor([len(of_class) for of_class in rows]))
-        files[part] = (parts[part].source.table.select(torch.cat(rows)), targets)
-    sources = {id(source): source for _, source in (opened, *parts.values())}.values()
-    return ImageTree(
-        classes,
-        files,
-        [note for source in sources for note in source.notes] + notes,
-        left_out_by_ending(ignored),
-        {path: state for source in sources for path, state in source.states.items()},
-    )
+        parts[part] = (table.select(torch.cat(rows)), targets)
+    return ImageTree(classes, parts, notes, left_out_by_ending(ignored))
 
 
 def split_by_class(

@@ -129,16 +129,6 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
         order = self.rows.index_select(0, positions.to(self.rows.device, non_blocking=True))
         return order if repeats is None else order + (repeats * self._samples).to(order.device, non_blocking=True)
 
-    def class_counts(self, epoch: int, steps: int, num_classes: int) -> Tensor | None:
-        """How often all ranks together see each class in the first steps of an epoch, int64 of shape (classes,).
-
-        It is computed on the CPU; None where the targets are no classes.
-        """
-        if self._classes is None:
-            return None
-        seen = self._positions(epoch)[0][: steps * self.batch_size * self.world_size]
-        return self._classes[seen].clamp(min=-1).add(1).bincount(minlength=num_classes + 1)[1:]
-
 
 class EvaluationSampling(_SampleLoader):
     """Every sample once, in the order of the rows."""

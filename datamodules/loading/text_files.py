@@ -1,34 +1,33 @@
-"""Text files, plain, .gz, .zip or .zst: their lines, tables in them, and which lines cannot be used.
+"""Text files, plain, .gz, .bz2, .xz or .zip: their lines, tables in them, and which lines cannot be used.
 
 Files are read and decompressed piece by piece, so that a corpus of many gigabytes takes no more memory than its lines.
 """
 
+import bz2
 import codecs
 import contextlib
 import csv
 import gzip
-import importlib
 import itertools
-import os
-import sys
+import lzma
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from io import BufferedReader
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from datamodules.errors import UserError
-from datamodules.loading.unpacking import Readable, bounded_blocks, refusal, unpacked_limit
 
 __all__ = ["NOT_UTF8", "Faults", "csv_rows", "decoded_lines", "iter_lines", "read_lines", "text_suffix"]
 
 NOT_UTF8 = "not in UTF-8"
 """Why a line cannot be used."""
 
-_MOST_TEXT = 1 << 50  # A text is not held at once, so that only the ratio to the packed size bounds it.
+_BLOCK = 1 << 20  # Bytes that are read at a time.
+_OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
+"""By the first bytes of a compressed file, what reads it."""
 
 
 @dataclass
@@ -90,15 +89,6 @@ def _records(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     return [record for record in records if not any(part[0] in "_." for part in Path(record.filename).parts)]
 
 
-def _zstd_file(file: BufferedReader, path: Path) -> tuple[Readable, type[Exception]]:
-    """A decompressing stream and the error that it raises for damaged files: Python's from 3.14 on, or its backport."""
-    try:
-        zstd: Any = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
-    except ImportError:
-        raise UserError(f"{path} is compressed by zstd; run pip install 'lightning-recipes[zst]' to read it") from None
-    return zstd.ZstdFile(file), zstd.ZstdError
-
-
 def _text_record(archive: zipfile.ZipFile, path: Path) -> zipfile.ZipInfo:
     records = _records(archive)
     if len(records) != 1:
@@ -107,60 +97,52 @@ def _text_record(archive: zipfile.ZipFile, path: Path) -> zipfile.ZipInfo:
     return records[0]
 
 
-def _blocks(path: Path, most: int) -> Iterator[bytes]:
-    """The bytes of a file, of a compressed file, or of the one text in a zip archive, piece by piece.
+def _open(path: Path, opened: ExitStack) -> IO[bytes]:
+    """A stream of the bytes of a file, of a compressed file, or of the one text in a zip archive."""
+    file = opened.enter_context(path.open("rb"))
+    start = file.peek(6)
+    if start.startswith(b"PK\x03\x04"):
+        archive = opened.enter_context(zipfile.ZipFile(file))
+        return opened.enter_context(archive.open(_text_record(archive, path)))
+    for magic, opener in _OPENERS.items():
+        if start.startswith(magic):
+            stream: IO[bytes] = opener(file)
+            return stream
+    return file
 
-    Args:
-        most: bytes that a compressed file may unpack to; see `unpacked_limit`.
-    """
-    damaged: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile)
-    damaged += (RuntimeError, NotImplementedError)
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """The text of a file, piece by piece."""
     try:
         with ExitStack() as opened:
-            file = opened.enter_context(path.open("rb"))
-            start, packed = file.peek(4)[:4], os.fstat(file.fileno()).st_size
-            limit = unpacked_limit(packed, most)
-            stream: Readable = file
-            if start[:2] == b"\x1f\x8b":
-                stream = gzip.GzipFile(fileobj=file)
-            elif start == b"\x28\xb5\x2f\xfd":
-                stream, error = _zstd_file(file, path)
-                damaged += (error,)
-            elif start == b"PK\x03\x04":
-                archive = opened.enter_context(zipfile.ZipFile(file))
-                record = _text_record(archive, path)
-                if record.file_size > limit:
-                    raise refusal(path, packed, f"{record.file_size:,}", limit)
-                stream = opened.enter_context(archive.open(record))
-            yield from bounded_blocks(stream, path, packed, _MOST_TEXT if stream is file else limit)
+            stream = _open(path, opened)
+            while block := stream.read(_BLOCK):
+                yield block
     except IsADirectoryError as error:
         raise UserError(f"{path} is a folder; pass a file of sentences") from error
     except FileNotFoundError as error:
         raise UserError(f"there is no file {path}") from error
-    except damaged as error:
-        raise UserError(f"{path} is damaged: {error}") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
+        raise UserError(f"{path} is damaged: {error}") from error
 
 
-def iter_lines(path: Path, most: int = _MOST_TEXT) -> Iterator[str | None]:
+def iter_lines(path: Path) -> Iterator[str | None]:
     """The lines of a UTF-8 file (or UTF-16 with its mark), one after the other; None where one is not UTF-8.
 
     A line ends with LF or CRLF, as in Windows, or with CR in files that have no LF. Nothing else ends a line, such as
     U+0085 and U+2028, so that aligned files stay aligned.
 
-    Args:
-        most: bytes that a compressed file may unpack to; see `unpacked_limit`.
-
     Raises:
-        UserError: the file is missing, damaged, empty or no text, or unpacks to too much.
+        UserError: the file is missing, damaged, empty or no text.
     """
-    return _decoded(_blocks(path, most), str(path))
+    return _decoded(_blocks(path), str(path))
 
 
-def read_lines(path: Path, most: int = _MOST_TEXT) -> list[str | None]:
+def read_lines(path: Path) -> list[str | None]:
     """The lines of a file, see `iter_lines`."""
-    return list(iter_lines(path, most))
+    return list(iter_lines(path))
 
 
 def decoded_lines(data: bytes, where: str) -> list[str | None]:
@@ -238,7 +220,7 @@ def text_suffix(path: Path) -> str:
         # A damaged one is refused where it is read.
         with contextlib.suppress(zipfile.BadZipFile, OSError), zipfile.ZipFile(path) as archive:
             return next((Path(record.filename).suffix.lower() for record in _records(archive)), "")
-    packed = path.suffix.lower() in (".gz", ".zip", ".zst")
+    packed = path.suffix.lower() in (".gz", ".bz2", ".xz", ".zip")
     return Path(path.stem).suffix.lower() if packed else path.suffix.lower()
 
 

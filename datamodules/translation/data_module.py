@@ -128,8 +128,8 @@ class TranslationDataModule(BaseDataModule):
     files shares no source sentence with what is left of them. Published validation and test files are used whole.
 
     Args:
-        data_file: pairs, one per line with a tab between, or .csv, or .jsonl; also .gz, .zip or .zst. Several files are
-            a list. Without any file a small artificial French-English corpus is generated.
+        data_file: pairs, one per line with a tab between, or .csv, or .jsonl; also .gz, .bz2, .xz or .zip. Several
+            files are a list. Without any file a small artificial French-English corpus is used.
         source_file: source sentences, one per line; goes with `target_file` and replaces `data_file`. Several files are
             a list, and the first belongs to the first of `target_file`.
         target_file: their translations, line by line.

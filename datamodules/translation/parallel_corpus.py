@@ -1,4 +1,4 @@
-"""Sentence pairs from files, also .gz, .zip or .zst: a pair in each line, or aligned files; faulty lines are named."""
+"""Sentence pairs from files, also compressed: a pair in each line, or aligned files; faulty lines are named."""
 
 import json
 import os

@@ -18,11 +18,10 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from callbacks.lib.slurm_job import requeue_on
-from callbacks.lib.terminal import wrap
 from datamodules.errors import RunFailedError, UserError, system_failure
 from recipes.cli.commands import Trained, carry_out
 from recipes.cli.console import configure_logging
-from recipes.cli.experiment import AUTO, FIND, Classes, Settings, build_experiment, takes_inputs
+from recipes.cli.experiment import Classes, Settings, build_experiment, takes_inputs
 from recipes.cli.flags import FlagGroup, FlagParser, help_width, nearest, without_markup
 from recipes.cli.help_cache import keep_help
 from recipes.cli.limits import LIMIT_TEXTS, check_trainer_numbers
@@ -39,10 +38,11 @@ from recipes.failures.orphans import declare_parent, drop_inherited_variables, e
 from recipes.failures.rendezvous import UPDATES_DONE
 from recipes.launch.devices import detect_machine, devices_of, shared_cores
 from recipes.launch.host_tuning import stop_gpu_search, tune_allocator
-from recipes.launch.plan import Launch, check_strategy, plan_launch
+from recipes.launch.plan import Launch, plan_launch
 from recipes.launch.precision import check_precision, resolve_precision
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.launch.settings import Command, LaunchSettings, flag_of
+from recipes.launch.strategies import check_strategy
 from recipes.launch.streams import end_after_printing, print_error, secure_streams
 from recipes.recipe import Recipe
 from recipes.results.stopwatch import process_age
@@ -84,7 +84,7 @@ _TRAINER_TEXTS = LIMIT_TEXTS | {
 # They belong to one call and not to the experiment, so they are not saved with a run.
 _OF_ONE_CALL = {
     *("name", "run_dir", "resume", "resume_anyway", "ckpt", "output", "format", "config", "inputs", "profiler"),
-    *("trust_modules", "summary", "profile"),
+    "trust_modules",
     *LaunchSettings.__dataclass_fields__,
 }
 # They take weights alone, too.
@@ -145,11 +145,11 @@ def run(
 def _print_texts(title: str, texts: dict[str, str], width: int) -> None:
     """Print names and their texts, in a column or, where there is no room for one, below the names."""
     column = max(map(len, texts)) + 2
-    print("\n".join(wrap(f"{title}:", width)))  # noqa: T201
+    print(f"{title}:")  # noqa: T201
     for name, text in texts.items():
         beside = width >= column + 34
         indent = " " * (column + 2 if beside else 4)
-        lines = wrap(text, width - len(indent), "")
+        lines = textwrap.wrap(text, width - len(indent), break_long_words=False, break_on_hyphens=False)
         first = f"  {name:<{column}}{lines[0]}" if beside else f"  {name}\n{indent}{lines[0]}"
         print("\n".join([first, *(indent + line for line in lines[1:])]))  # noqa: T201
 
@@ -157,19 +157,11 @@ def _print_texts(title: str, texts: dict[str, str], width: int) -> None:
 def _build_parser(classes: Classes, program: str) -> FlagParser:
     trainer_skips = frozenset((_OWN_TRAINER_PARAMETERS + _REPLACED_TRAINER_PARAMETERS).split())
     trainer_common = frozenset(_COMMON_TRAINER_PARAMETERS.split())
-    find = (FIND, "chooses it by a range test before the run")
-    auto = (AUTO, "finds the largest that fits into memory and is no slower")
     groups = [
         FlagGroup("Run", RunSettings, common=frozenset(_COMMON_RUN_SETTINGS.split())),
         FlagGroup("Launch", LaunchSettings, common=frozenset(_COMMON_LAUNCH_SETTINGS.split())),
-        FlagGroup(
-            "Data",
-            classes.data,
-            frozenset({"predict_inputs"}),
-            rare=classes.declared.rare_parameters,
-            literals={"batch_size": auto},
-        ),
-        FlagGroup("Recipe", classes.recipe, rare=classes.recipe.rare_parameters, literals={"lr": find}),
+        FlagGroup("Data", classes.data, frozenset({"predict_inputs"}), rare=classes.declared.rare_parameters),
+        FlagGroup("Recipe", classes.recipe, rare=classes.recipe.rare_parameters),
         FlagGroup("Trainer", pl.Trainer, trainer_skips, common=trainer_common, texts=_TRAINER_TEXTS),
     ]
     parser = FlagParser(groups, program)
@@ -357,7 +349,7 @@ class CommandLine:
         summary = without_markup((self.classes.recipe.__doc__ or "").strip().splitlines()[0])
         usage = f"usage: {self.program} [{'|'.join(_COMMANDS)}] [flags]"
         lines = textwrap.wrap(usage, width, subsequent_indent="  ", break_on_hyphens=False)
-        print("\n".join([*lines, "", *wrap(summary, width, ""), ""]))  # noqa: T201
+        print("\n".join([*lines, "", *textwrap.wrap(summary, width), ""]))  # noqa: T201
         _print_texts("Commands", _COMMANDS, width)
         self.parser.print_flags(everything)
         rest = {} if everything else {"--help-all": "all flags, with their full texts"}
@@ -461,7 +453,7 @@ class CommandLine:
             print_error(warning)
         self.typed = self.typed.started_by(launch.launcher, launch.num_nodes, launch.devices)
         check_precision(str(values["precision"]), here, self.typed)
-        check_strategy(values["strategy"], self.typed)
+        check_strategy(values["strategy"])
         if alone:
             return launch, None
         if launch.address is not None and not launch.spawns:
@@ -477,7 +469,7 @@ class CommandLine:
         self, command: str, namespace: Namespace, point: ResumePoint
     ) -> tuple[Settings, RunConnection | None]:
         """The values of all flags, and the connection to the other ranks."""
-        tuned = namespace.tune_allocator and tune_allocator()
+        tuned = tune_allocator()
         stop_gpu_search()
         asked, namespace.resume = namespace.resume, point.checkpoint
         inputs = namespace.inputs if command == "predict" else []

@@ -1,7 +1,6 @@
 """The commands: fit, validate, test, predict and export."""
 
 import os
-import re
 import signal
 import sys
 import traceback
@@ -22,23 +21,20 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from callbacks.checkpointing.guard import CheckpointGuard
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
+from callbacks.drawing.evaluation_samples import EvaluatedCheckpoint
 from callbacks.lib.best_effort import forget_failures
 from callbacks.lib.lightning_internals import raised_by_restoring
-from callbacks.lib.memory import available_memory, peak_memory
 from callbacks.lib.signals import SIGNALS, Preempted
 from callbacks.lib.slurm_job import is_batch_job, requeue_on
 from callbacks.lib.trainer_attributes import callbacks_of
-from callbacks.step_profiler import StepProfiler
-from callbacks.step_summary import StepSummary, with_unit
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError, is_out_of_memory
 from recipes.cli.early_stopping import why_stopped
-from recipes.cli.experiment import Experiment, as_user_errors, smaller_batches
+from recipes.cli.experiment import Experiment, Settings, as_user_errors
 from recipes.cli.folder_guard import FolderGuard
 from recipes.cli.imports import is_known
 from recipes.cli.report import Outcome, print_pairs, print_rows, report, report_unsaved, shown
 from recipes.cli.run_folder import log_settings, run_folder
-from recipes.cli.searches import with_found_batch_size, with_found_rate
 from recipes.cli.settings import checkpoint_callbacks
 from recipes.cli.stock_loaders import evaluate_each_sample_once
 from recipes.cli.trainer import build_trainer, renew_callbacks
@@ -52,7 +48,6 @@ from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.launch.settings import Command
 from recipes.launch.streams import output_failure
 from recipes.recipe import Recipe
-from recipes.results.run_figures import RunFigures
 from recipes.results.stopwatch import Stopwatch, stopwatch_for
 from recipes.results.weights_recorder import WeightsRecorder
 from recipes.resume.resume_point import start_from
@@ -166,20 +161,16 @@ def _run_callbacks(experiment: Experiment, folder: Path, guard: FolderGuard) -> 
     return callbacks
 
 
-def _fit(given: Experiment, typed: Command, started_at: float) -> Trained:
+def _fit(experiment: Experiment, typed: Command, started_at: float) -> Trained:
     """Train in the run's folder, which a trial of a few batches has not, then test the best checkpoint."""
     forget_failures()
-    settings, stopwatch = given.settings, stopwatch_for(given.data, started_at)
-    title, point = given.recipe.title, settings.resume_point
+    settings, stopwatch = experiment.settings, stopwatch_for(experiment.data, started_at)
+    title, point = experiment.recipe.title, settings.resume_point
 
     def train(folder: Path | None) -> Trained:
-        experiment = with_found_rate(with_found_batch_size(given), folder)
-        settings = experiment.settings
         guard = FolderGuard(folder, yaml.safe_dump(dict(settings.config), sort_keys=False)) if folder else None
         more = _run_callbacks(experiment, folder, guard) if folder and guard else []
-        depth = settings.run.summary
-        summary = StepSummary(2 if depth is True else depth) if depth else None
-        more += [stopwatch, *([summary] if summary else []), *([StepProfiler(folder)] if settings.run.profile else [])]
+        more.append(stopwatch)
         trainer = build_trainer(experiment, more, folder, _checkpoint_io(more))
         if guard and is_rank_zero():
             guard.write()
@@ -188,7 +179,7 @@ def _fit(given: Experiment, typed: Command, started_at: float) -> Trained:
             _record_start(experiment, folder)
         outcome = _train_and_test(trainer, experiment, folder, stopwatch, typed.program)
         if trainer.is_global_zero:
-            report(trainer, experiment, folder, stopwatch, outcome, typed, summary)
+            report(trainer, experiment, folder, stopwatch, outcome, typed)
             report_unsaved(folder, guard is not None and guard.removed)
         return Trained(folder, experiment.recipe, experiment.data, outcome)
 
@@ -223,13 +214,12 @@ def _best_checkpoint(trainer: pl.Trainer, folder: Path | None) -> str | None:
 def _train_and_test(
     trainer: pl.Trainer, experiment: Experiment, folder: Path | None, stopwatch: Stopwatch, program: str
 ) -> Outcome:
-    """Train, then score the best checkpoint as validate and test do, and draw its figures."""
+    """Train, then score the best checkpoint as validate and test do, and draw its samples."""
     recipe, data, resume = experiment.recipe, experiment.data, experiment.settings.run.resume
     if folder and 0 in (trainer.max_epochs, trainer.max_steps):
         rank_zero_print("nothing is trained in 0 epochs or steps: the initial weights are saved and scored")
     with _interruptible(trainer, experiment, folder, program), _restoring(resume), _within_memory(trainer, experiment):
         trainer.fit(recipe, data, ckpt_path=resume, weights_only=True)
-    stopwatch.replace_first("other")
     stopped, epochs = why_stopped(callbacks_of(trainer)), trainer.current_epoch
     if experiment.settings.trainer["barebones"]:
         return Outcome({}, None, stopped, epochs)
@@ -240,20 +230,18 @@ def _train_and_test(
     parts = {f"{name}{suffix}" for name in logged for suffix in ("_step", "_epoch")}
     last = {name: logged.get(f"{name}_epoch", value) for name, value in logged.items() if name not in parts}
     step = read_run(best).updates if best else trainer.global_step
-    figures = [RunFigures(folder if experiment.settings.run.report else None, step)] if folder else []
-    renew_callbacks(trainer, experiment, stopwatch, *figures)
+    renew_callbacks(trainer, experiment, stopwatch, EvaluatedCheckpoint(step))
     tests = is_overridden("test_step", recipe) and is_overridden("test_dataloader", data)
     if folder and (experiment.validates or tests):
-        draws = experiment.settings.run.report or any(isinstance(log, TensorBoardLogger) for log in trainer.loggers)
+        draws = any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
         rank_zero_print(f"scoring {shown(best) if best else 'the weights'}{' and drawing' if draws else ''} ...")
     with _interruptible(trainer, experiment, folder, program), _within_memory(trainer, experiment):
         if experiment.validates:
-            with stopwatch.timed("test"), _without_points(trainer):
+            with _without_points(trainer):
                 validated = trainer.validate(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
             scores |= validated[0] if validated else {}
         if tests:
-            with stopwatch.timed("test"):
-                tested = trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
+            tested = trainer.test(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
             scores |= tested[0] if tested else {}
     # A recipe that only trains has no others.
     return Outcome(scores or last, best, stopped, epochs)
@@ -315,17 +303,13 @@ def _evaluate(experiment: Experiment, program: str) -> None:
 
 
 def _print_scores(recipe: Recipe, scores: Mapping[str, Any], files: Mapping[str, str]) -> None:
-    """Print the scores of an evaluation, its table, and where its tables are.
+    """Print the scores of an evaluation but those of single classes, and where its tables are.
 
     Args:
         files: that were written, by the names in `Recipe.result_tables`.
     """
-    by_class, tables = recipe.score_table(), recipe.result_tables()
-    # The table has them.
-    print_pairs({name: f"{value:.4f}" for name, value in scores.items() if not (by_class and "_class_" in name)})
-    if by_class:
-        rank_zero_print("")
-        print_rows(by_class)
+    tables = recipe.result_tables()
+    print_pairs({name: f"{value:.4f}" for name, value in scores.items() if "_class_" not in name})
     if tables:
         rank_zero_print("")
         rows = [f"{files.get(name, f'FILE_{name}')} ({len(table.rows):,} rows)" for name, table in tables.items()]
@@ -363,6 +347,24 @@ def _restoring(checkpoint: str | None) -> Iterator[None]:
         ) from error
 
 
+def _smaller_batches(settings: Settings, evaluates: bool) -> str:
+    """The sizes of a run that is out of memory, and what to pass instead.
+
+    Args:
+        evaluates: it was out while a batch was validated, tested or predicted.
+    """
+    data, run, tokens = settings.data, settings.run, settings.tokens_parameter
+    name = tokens if tokens and data.get(tokens) else "batch_size"
+    if evaluates:
+        name = "eval_batch_size" if "eval_batch_size" in data else name
+        return f"with {name}={data.get(name)}: pass a smaller `{name}`"
+    if run.global_batch_size is not None:
+        now = f"{name}={data.get(name)} and global_batch_size={run.global_batch_size}"
+        return f"with {now}: pass a smaller `{name}`, to which `accumulate` adapts"
+    factor = f"accumulate={run.accumulate}"
+    return f"with {name}={data.get(name)} and {factor}: pass a smaller `{name}` with as many times the `accumulate`"
+
+
 @contextmanager
 def _within_memory(trainer: pl.Trainer, experiment: Experiment) -> Iterator[None]:
     """Turn an error that says that memory is out into one line, which says what to pass."""
@@ -372,16 +374,9 @@ def _within_memory(trainer: pl.Trainer, experiment: Experiment) -> Iterator[None
         if isinstance(error, UserError) or not is_out_of_memory(error):
             raise
         evaluates = any(frame.name in _EVALUATION_STEPS for frame in traceback.extract_tb(error.__traceback__))
-        device = trainer.strategy.root_device
-        left = f"{with_unit(peak_memory(device), 'B')} taken at most, {with_unit(available_memory(device), 'B')} left"
-        asked = re.search(r"tried to allocate [\d.]+ \w+", str(error), re.IGNORECASE)
-        reason = asked[0].replace("T", "t", 1) if asked else first_line(error)[:160]
-        settings, size = experiment.settings, experiment.settings.data.get("batch_size")
-        samples = f" with {size} samples on each device" if isinstance(size, int) and not evaluates else ""
         rank = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
-        raise RunFailedError(
-            f"out of memory{rank}{samples} ({reason}; {left}): {smaller_batches(settings, evaluates)}"
-        ) from error
+        advice = _smaller_batches(experiment.settings, evaluates)
+        raise RunFailedError(f"out of memory{rank} {advice} ({first_line(error)[:160]})") from error
 
 
 @contextmanager

@@ -54,9 +54,6 @@ def completion_script(shell: str, recipes: dict[str, str]) -> str:
     root = argparse.ArgumentParser("lightning-recipes", add_help=False)
     names = root.add_subparsers()
     names.add_parser("list", add_help=False, help="list the recipes")
-    comparison = names.add_parser("compare", add_help=False, help="compare runs")
-    comparison.add_argument("run", nargs="*").complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-    comparison.add_argument("--output").complete = shtab.FILE  # type: ignore[attr-defined]
     verification = names.add_parser(
         "verify", add_help=False, help="train a part of a run again, and compare the weights"
     )

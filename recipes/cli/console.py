@@ -12,7 +12,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from callbacks.lib.terminal import fitted
 from recipes.launch.rank_zero import is_rank_zero
 
 __all__ = ["configure_logging", "prints_progress", "warnings_only"]
@@ -31,7 +30,7 @@ class _OneLine(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         # A message about one rank, such as a damaged file, is logged by no other.
         if is_rank_zero() or getattr(record, "any_rank", False):
-            print(fitted(self._translate(record.getMessage()), sys.stderr), file=sys.stderr)  # noqa: T201
+            print(self._translate(record.getMessage()), file=sys.stderr)  # noqa: T201
 
 
 _level: ContextVar[int] = ContextVar("_level", default=logging.INFO)
@@ -61,7 +60,11 @@ def configure_logging(translate: Callable[[str], str] = str) -> None:
     """
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    for name, change in (("lightning.pytorch.profilers", str), ("lightning_recipes", translate)):
+    for name, change in (
+        ("lightning.pytorch.profilers", str),
+        ("lightning.pytorch.callbacks.model_summary", str),
+        ("lightning_recipes", translate),
+    ):
         logger = logging.getLogger(name)
         logger.setLevel(_level.get())
         logger.handlers, logger.propagate = [_OneLine(change)], False
@@ -73,7 +76,7 @@ def configure_logging(translate: Callable[[str], str] = str) -> None:
         if not any(map(Path(filename).is_relative_to, _PACKAGES)):
             show(message, category, filename, lineno, *rest, **named)
         elif is_rank_zero():
-            print(fitted(f"warning: {translate(str(message))}", sys.stderr), file=sys.stderr)  # noqa: T201
+            print(f"warning: {translate(str(message))}", file=sys.stderr)  # noqa: T201
 
     show_ours.others = show  # type: ignore[attr-defined]
     warnings.showwarning = show_ours

@@ -174,7 +174,7 @@ def fit(
     Example:
         >>> from sklearn.datasets import load_digits
         >>> digits = load_digits()
-        >>> options = {"max_epochs": 1, "report": False, "verbose": False, "run_dir": getfixture("tmp_path")}
+        >>> options = {"max_epochs": 1, "verbose": False, "run_dir": getfixture("tmp_path")}
         >>> result = fit("mnist", data=(digits.images / 16, digits.target), **options)
         >>> result.model.training, result.checkpoint.name, sorted(result.scores)[:2]
         (False, 'best.ckpt', ['test/accuracy', 'test/accuracy_class_0'])

@@ -1,9 +1,7 @@
 """The results of a run: the table at its end, results.json and TensorBoard's hyper-parameters."""
 
-import inspect
 import platform
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -17,19 +15,17 @@ from rich.console import Console
 from rich.markup import escape
 
 from callbacks.lib.best_effort import best_effort, unsaved
-from callbacks.lib.layers import is_split
 from callbacks.lib.memory import peak_memory
-from callbacks.lib.terminal import fit_pairs, fit_rows, terminal_width
-from callbacks.step_summary import StepSummary, with_unit
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from recipes.cli.experiment import Experiment, takes_inputs
 from recipes.files import write_rows
 from recipes.launch.settings import Command
 from recipes.launch.streams import print_error, unwritten_streams
+from recipes.recipe import Table
 from recipes.results.html_report import REPORT, write_report
-from recipes.results.origin import commit_of, hardware, versions
-from recipes.results.results_file import PARTS, RESULTS, Best, Results, write_results
+from recipes.results.origin import hardware, versions
+from recipes.results.results_file import RESULTS, Best, Results, write_results
 from recipes.results.stopwatch import Stopwatch, count_parameters, loader_sizes
 from recipes.results.texts import memory_text
 from recipes.resume.saved_run import read_run
@@ -37,35 +33,13 @@ from recipes.resume.saved_run import read_run
 __all__ = [
     "Outcome",
     "check_output",
-    "flops_per_sample",
     "print_pairs",
     "print_rows",
     "report",
     "report_unsaved",
     "shown",
+    "table_lines",
 ]
-
-
-def flops_per_sample(module: pl.LightningModule) -> int | None:
-    """Floating-point operations of a forward pass of one sample; a multiply-add counts as two.
-
-    None where the module has no ``example_input_array``.
-    """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    example = module.example_input_array
-    if not isinstance(example, torch.Tensor) or is_split(module):
-        return None
-    if example.is_floating_point():
-        # precision 64-true and 16-true change the weights' type.
-        example = example.to(next(module.parameters()).dtype)
-        module.example_input_array = example
-    training = module.training
-    module.eval()
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        module(example[:1].to(module.device))
-    module.train(training)
-    return int(counter.get_total_flops())
 
 
 def shown(path: str | Path) -> str:
@@ -76,26 +50,35 @@ def shown(path: str | Path) -> str:
         return str(path)
 
 
-def _print_lines(lines: list[str]) -> None:
-    """Print lines as they are, in which ``[bold]`` and ``[/]`` are markup."""
-    console = Console(highlight=False, force_jupyter=False)  # A notebook shows standard output, too.
-    for line in lines:
-        console.print(line.rstrip(), soft_wrap=True)
-
-
 def print_pairs(rows: dict[str, str]) -> None:
-    """Print two columns, a name and its value, or lines of both where the terminal is narrow."""
-    pairs = fit_pairs(rows, terminal_width(sys.stdout))
-    _print_lines([f"[bold]{name}[/]" + escape("\n".join(lines)) for name, lines in pairs])
+    """Print two columns, a name and its value."""
+    console = Console(highlight=False, force_jupyter=False)  # A notebook shows standard output, too.
+    column = max(map(len, rows)) + 2
+    for name, value in rows.items():
+        console.print(f"[bold]{name:<{column}}[/]{escape(value)}", soft_wrap=True)
+
+
+def table_lines(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """The lines of a table with a column per key.
+
+    Args:
+        rows: at least one; all have the same keys.
+
+    Example:
+        >>> print(*table_lines([{"file": "a.png", "class": "7", "probability": "0.99"}]), sep="\\n")
+        file   class  probability
+        a.png  7      0.99
+    """
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(f"{cell:<{room}}" for cell, room in zip(row, widths)).rstrip() for row in cells]
 
 
 def print_rows(rows: Sequence[Mapping[str, str]]) -> None:
-    """Print a table with a column per key, or lines of each row on a narrow terminal; nothing without rows."""
-    if not rows:
-        return
-    width = terminal_width(sys.stdout)
-    first, *others = map(escape, fit_rows(rows, width))
-    _print_lines([f"[bold]{first}[/]", *others])
+    """Print a table with a column per key; nothing without rows."""
+    console = Console(highlight=False, force_jupyter=False)
+    for number, line in enumerate(table_lines(rows) if rows else ()):
+        console.print(line if number else f"[bold]{line}[/]", markup=not number, soft_wrap=True)
 
 
 def check_output(output: str | None, endings: Sequence[str]) -> None:
@@ -104,13 +87,6 @@ def check_output(output: str | None, endings: Sequence[str]) -> None:
         raise UserError(f"--output {output}: expected a name that ends in {' or '.join(endings)}")
     if output is not None and not Path(output).parent.is_dir():
         raise UserError(f"--output {output}: there is no folder {Path(output).parent}")
-
-
-def _describe(seconds: Mapping[str, float]) -> str:
-    """The seconds of a run's parts in words, the longest first."""
-    names = dict(zip(PARTS, ("start-up", "training", "validation", "saving", "drawing", "scoring", "other")))
-    parts = sorted(((value, names.get(part, part)) for part, value in seconds.items() if part != "total"), reverse=True)
-    return f"{seconds['total']:.1f} s: " + ", ".join(f"{name} {value:.1f}" for value, name in parts if value >= 0.05)
 
 
 @dataclass(frozen=True)
@@ -130,14 +106,6 @@ class Outcome:
     epochs: int
 
 
-def _source_of(kind: type) -> Path | None:
-    """The file of a class; None for one of a notebook or an interactive session."""
-    try:
-        return Path(inspect.getfile(kind))
-    except (OSError, TypeError):
-        return None
-
-
 def _best(outcome: Outcome, monitor: str | None) -> Best | None:
     if outcome.best is None:
         return None
@@ -146,63 +114,13 @@ def _best(outcome: Outcome, monitor: str | None) -> Best | None:
     return Best(checkpoint=outcome.best, epoch=saved.epoch, step=saved.updates, monitor=monitored, value=value)
 
 
-def report(
-    trainer: pl.Trainer,
-    experiment: Experiment,
-    folder: Path | None,
-    stopwatch: Stopwatch,
-    outcome: Outcome,
-    command: Command,
-    summary: StepSummary | None = None,
-) -> None:
-    """Write results.json and TensorBoard's graph and hyper-parameters into `folder`, and print the final table.
-
-    Args:
-        command: as it was typed.
-        summary: has estimated the memory of training.
-    """
-    recipe, data, config = experiment.recipe, data_contract(experiment.data), experiment.settings.config
-    program, scores, best = command.program, outcome.scores, outcome.best
-    parameters, trainable = count_parameters(recipe)[0], stopwatch.trainable
-    flops = flops_per_sample(recipe)
+def _results(
+    trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, outcome: Outcome, command: Command
+) -> Results:
+    recipe, data, device = experiment.recipe, data_contract(experiment.data), trainer.strategy.root_device
     sizes = stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders) | dict(data.sizes)
-    rate, seconds = stopwatch.samples_per_second(sizes.get("train", 0)), stopwatch.by_part()
-    headline, device = recipe.headline(scores), trainer.strategy.root_device
-    memory = {
-        "host": peak_memory(torch.device("cpu")),
-        "device": peak_memory(device) if device.type == "cuda" else None,
-    }
-    validation = " with validation" if seconds["validate"] else ""
-    speed = f", {rate:,.0f} samples/s" if rate else ""
-    rows = {
-        "data": ": ".join(filter(None, (data.title, ", ".join(f"{n:,} {part}" for part, n in sizes.items())))),
-        "parameters": f"{parameters:,} ({trainable:,} trainable)",
-        **({"FLOPs per sample": f"{with_unit(flops)}, forward"} if flops is not None else {}),
-        **headline,
-        "training": f"{seconds['train'] + seconds['validate']:.1f} s{validation}{speed}",
-        "time": _describe(seconds),
-        "peak memory": memory_text(memory),
-    }
-    estimate = summary.estimate if summary else {}
-    if summary and estimate:
-        took = with_unit(summary.taken, "B")
-        rows["memory of training"] = f"{took}, {with_unit(estimate['total'], 'B')} were estimated"
-    if outcome.stopped_early:
-        rows["stopped early"] = outcome.stopped_early
-    if folder is not None and best:
-        rows |= {
-            "best checkpoint": shown(best),
-        }
-        if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
-            rows["TensorBoard"] = f"tensorboard --logdir {shlex.quote(shown(folder.parent))}"
-        example = f" {recipe.predict_example}" if takes_inputs(type(experiment.data)) else ""
-        if example or is_overridden("predict_dataloader", experiment.data):
-            rows["predict"] = f"{program} predict --ckpt {shlex.quote(shown(best))}{example}"
-    if folder is None:
-        print_pairs(rows)
-        return
-    ended_at = datetime.now().astimezone()
-    results = Results(
+    seconds, ended_at = stopwatch.seconds(), datetime.now().astimezone()
+    return Results(
         recipe=recipe.title,
         command=command.using(),
         started_at=(ended_at - timedelta(seconds=seconds["total"])).isoformat(timespec="seconds"),
@@ -212,40 +130,90 @@ def report(
         devices=trainer.num_devices,
         num_nodes=trainer.num_nodes,
         versions=versions(),
-        commit=commit_of(source) if (source := _source_of(type(recipe))) else None,
-        scores=scores,
-        headline=headline,
+        scores=outcome.scores,
+        headline=recipe.headline(outcome.scores),
         best=_best(outcome, recipe.monitor),
         seconds=seconds,
-        earlier_seconds=stopwatch.earlier_by_part(),
         epochs=outcome.epochs,
-        samples_per_second=rate,
-        peak_memory_bytes=memory,
-        memory_estimate_bytes=estimate or None,
+        samples_per_second=stopwatch.samples_per_second(sizes.get("train", 0)),
+        peak_memory_bytes={
+            "host": peak_memory(torch.device("cpu")),
+            "device": peak_memory(device) if device.type == "cuda" else None,
+        },
         stopped_early=outcome.stopped_early or None,
-        parameters=parameters,
-        trainable_parameters=trainable,
-        flops_per_sample=flops,
+        parameters=count_parameters(recipe)[0],
+        trainable_parameters=stopwatch.trainable,
         data={"name": data.title, "sizes": sizes, "left_out": dict(data.left_out)},
-        config=dict(config),
+        config=dict(experiment.settings.config),
         changed=list(experiment.settings.changed),
     )
-    # Before anything is printed: a terminal may have gone.
+
+
+def _table(results: Results) -> dict[str, str]:
+    """The rows of the table at the end of a run."""
+    data, seconds, rate = results["data"], results["seconds"], results["samples_per_second"]
+    sizes = ", ".join(f"{size:,} {part}" for part, size in data["sizes"].items())
+    rows = {
+        "data": ": ".join(filter(None, (data["name"], sizes))),
+        "parameters": f"{results['parameters']:,} ({results['trainable_parameters']:,} trainable)",
+        **results["headline"],
+        "training": f"{seconds['train']:.1f} s" + (f", {rate:,.0f} samples/s" if rate else ""),
+        "time": f"{seconds['total']:.1f} s, of which start-up {seconds['start_up']:.1f}",
+        "peak memory": memory_text(results["peak_memory_bytes"]),
+    }
+    return rows | ({"stopped early": results["stopped_early"]} if results["stopped_early"] else {})
+
+
+def _next_steps(trainer: pl.Trainer, experiment: Experiment, best: str, program: str) -> dict[str, str]:
+    """Where the best checkpoint is, and what to type with it."""
+    rows = {"best checkpoint": shown(best)}
+    if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
+        rows["TensorBoard"] = f"tensorboard --logdir {shlex.quote(shown(Path(best).parents[2]))}"
+    example = f" {experiment.recipe.predict_example}" if takes_inputs(type(experiment.data)) else ""
+    if example or is_overridden("predict_dataloader", experiment.data):
+        rows["predict"] = f"{program} predict --ckpt {shlex.quote(shown(best))}{example}"
+    return rows
+
+
+def _write(folder: Path, results: Results, tables: Mapping[str, Table]) -> dict[str, str]:
+    """Write the files of a finished run; returns the rows that name them."""
+    rows = {}
     with best_effort(RESULTS):
         write_results(folder, results)
-        tables = recipe.result_tables()
         for name, table in tables.items():
             with best_effort(name):
                 write_rows(folder / name, table.rows, table.columns)
         if tables:
             rows["tables"] = f"{', '.join(tables)} in {shown(folder)}"
-        if experiment.settings.run.report:
-            with best_effort(REPORT):
-                rows["report"] = shown(write_report(folder))
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.log_graph(recipe)
-            logger.save()
+        with best_effort(REPORT):
+            rows["report"] = shown(write_report(folder))
+    return rows
+
+
+def report(
+    trainer: pl.Trainer,
+    experiment: Experiment,
+    folder: Path | None,
+    stopwatch: Stopwatch,
+    outcome: Outcome,
+    command: Command,
+) -> None:
+    """Write results.json, its tables, report.html and TensorBoard's graph into `folder`, and print the final table.
+
+    Args:
+        command: as it was typed.
+    """
+    results = _results(trainer, experiment, stopwatch, outcome, command)
+    rows = _table(results)
+    if folder is not None:
+        if outcome.best:
+            rows |= _next_steps(trainer, experiment, outcome.best, command.program)
+        # Before anything is printed: a terminal may have gone.
+        rows |= _write(folder, results, experiment.recipe.result_tables())
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.log_graph(experiment.recipe)
+                logger.save()
     print_pairs(rows)
 
 

@@ -1,11 +1,8 @@
 """Which process prints and writes for the run."""
 
 import os
-import sys
 
 from lightning.pytorch.utilities import rank_zero_only
-
-from callbacks.lib.terminal import fitted
 
 __all__ = ["is_rank_zero", "rank_zero_print"]
 
@@ -20,6 +17,6 @@ def is_rank_zero() -> bool:
 
 
 def rank_zero_print(message: str) -> None:
-    """Print a line on rank 0, on a terminal as several that fit."""
+    """Print a line on rank 0."""
     if is_rank_zero():
-        print(fitted(message, sys.stdout), flush=True)  # noqa: T201
+        print(message, flush=True)  # noqa: T201

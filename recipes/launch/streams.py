@@ -14,8 +14,6 @@ from typing import Any
 
 from typing_extensions import Buffer, override
 
-from callbacks.lib.terminal import fitted
-
 __all__ = ["end_after_printing", "output_failure", "print_error", "secure_streams", "unwritten_streams"]
 
 _NAMES = ("stdin", "stdout", "stderr")
@@ -117,10 +115,10 @@ def end_after_printing() -> None:
 
 
 def print_error(line: str) -> None:
-    """Print a line on standard error, or several on a narrow terminal; where that is closed, on standard output."""
+    """Print a line on standard error; where that is closed, on standard output."""
     for stream in (sys.stderr, sys.stdout):
         file = _lossy_file(stream)
         before = file.failures if file is not None else 0
-        print(fitted(line, stream), file=stream, flush=True)
+        print(line, file=stream, flush=True)
         if file is None or file.failures == before:
             return

@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from callbacks.drawing.grad_cam import GradCAM
 from callbacks.freezing import FreezeLayers
-from callbacks.parameter_group_table import ParameterGroupTable
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from datamodules.images.augmentation import is_small, share_kept
@@ -202,7 +201,7 @@ class ResNetFineTuner(Classifier):
                 raise
             raise UserError(
                 f"a batch of {len(batch[0])} image on a device has one pixel in {self.block.name}, and BatchNorm cannot"
-                " train on a single value; pass another `batch_size`, drop_last=True, small_images=True, a larger"
+                " train on a single value; pass another `batch_size`, small_images=True, a larger"
                 ' `image_size`, or bn="eval"'
             ) from error
 
@@ -239,7 +238,7 @@ class ResNetFineTuner(Classifier):
         if options.cache_features:
             callbacks.append(FeatureCache())
         drawn = [GradCAM(self.block.name)] if self.block.has_maps else []
-        return [*callbacks, ParameterGroupTable(), *drawn]
+        return [*callbacks, *drawn]
 
     @override
     def on_fit_start(self) -> None:

@@ -7,16 +7,9 @@ from typing import Any, TypedDict, cast
 from datamodules.errors import UserError
 from recipes.files import write_rows
 
-__all__ = ["FIGURES", "PARTS", "RESULTS", "Best", "Results", "read_results", "set_aside", "write_results"]
+__all__ = ["RESULTS", "Best", "Results", "read_results", "set_aside", "write_results"]
 
 RESULTS = "results.json"
-FIGURES = "figures"
-"""The folder in a run's folder with the figures of its best checkpoint: ``STAGE_NAME.png``."""
-
-PARTS = ("start_up", "train", "validate", "save", "draw", "test", "other")
-"""The parts of a run's seconds; "validate" is validation in training, and "test" scores the best checkpoint."""
-
-_LARGEST_FILE = 1 << 24  # Bytes. Results have some thousands; a score per class of ImageNet takes 200,000.
 
 
 class Best(TypedDict):
@@ -36,11 +29,9 @@ class Best(TypedDict):
 class Results(TypedDict, total=False):
     """The entries of ``results.json``. Files of earlier versions lack some of them.
 
-    `scores` are of the checkpoint `best`. `seconds` has `PARTS` and their sum, "total": the wall clock of the program
-    that has written the file. Of a resumed run `earlier_seconds` holds the same of its earlier starts, up to the
-    checkpoint it was resumed from; what they trained beyond it is in neither. `epochs` counts all. `devices` are those
-    of one node, and `peak_memory_bytes` that of the process with rank 0. `memory_estimate_bytes` is what ``--summary``
-    has estimated.
+    `scores` are of the checkpoint `best`. `seconds` has "start_up" to the beginning of training, "train" without
+    validation, and "total" of the program that has written the file, which are those after a resume; `epochs` counts
+    all. `devices` are those of one node, and `peak_memory_bytes` that of the process with rank 0.
     """
 
     recipe: str
@@ -52,20 +43,16 @@ class Results(TypedDict, total=False):
     devices: int
     num_nodes: int
     versions: dict[str, str]
-    commit: str | None
     scores: dict[str, float]
     headline: dict[str, str]
     best: Best | None
     seconds: dict[str, float]
-    earlier_seconds: dict[str, float] | None
     epochs: int
     samples_per_second: float
     peak_memory_bytes: dict[str, int | None]
-    memory_estimate_bytes: dict[str, int] | None
     stopped_early: str | None
     parameters: int
     trainable_parameters: int
-    flops_per_sample: int | None
     data: dict[str, Any]
     config: dict[str, Any]
     changed: list[str]
@@ -80,8 +67,6 @@ def read_results(folder: Path) -> Results:
     path = folder / RESULTS
     if not path.is_file():
         raise UserError(f"there is no {path}: expected the folder of a run that has finished")
-    if (size := path.stat().st_size) > _LARGEST_FILE:
-        raise UserError(f"{path} has {size:,} bytes, and a file of results has {_LARGEST_FILE:,} at most")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

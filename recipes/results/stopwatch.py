@@ -1,8 +1,8 @@
-"""What a run measures of itself while it trains: seconds by part, samples, parameters and memory."""
+"""What a run measures of itself while it trains: seconds, samples and parameters."""
 
 import contextlib
 import time
-from collections.abc import Mapping, Sized
+from collections.abc import Sized
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,9 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from typing_extensions import override
 
-from callbacks.lib.part_timer import PartTimer
 from datamodules.contract import DataContract
-from recipes.results.results_file import PARTS
 
 __all__ = [
     "SampleCounter",
@@ -56,65 +54,32 @@ def process_age() -> float:
     return max(0.0, time.time() - float(psutil.Process().create_time()))
 
 
-def _with_total(seconds: Mapping[str, float]) -> dict[str, float]:
-    rounded = {part: round(seconds.get(part, 0.0), 6) for part in PARTS}
-    return {**rounded, "total": round(sum(rounded.values()), 6)}
-
-
-class Stopwatch(PartTimer, pl.Callback):
-    """Measures the seconds of each of `PARTS`, the epochs trained, and the parameters that trained.
+class Stopwatch(pl.Callback):
+    """Measures the seconds of start-up and of training, the epochs trained, and the parameters that trained.
 
     `started` is True from the first epoch on, unless it ended before an update was made. `sizes` holds the samples of
-    the parts that the loaders tell and the data module does not have to. Checkpoints hold the seconds up to them.
+    the parts that the loaders tell and the data module does not have to.
 
     Args:
         started_at: `time.monotonic` when the program was started.
     """
 
     def __init__(self, started_at: float | None = None) -> None:
-        super().__init__("start_up", started_at)
         self.epochs = 0.0
         self.trainable = 0
         self.sizes: dict[str, int] = {}
         self.started = False
         self._first_batch = self._first_update = 0
-        self._earlier: dict[str, float] = {}
-
-    @override
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        now = self.seconds()
-        seconds = {part: now.get(part, 0.0) + self._earlier.get(part, 0.0) for part in PARTS}
-        checkpoint["stopwatch"] = {"seconds": seconds, "trainable": self.trainable}
-
-    @override
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        if trainer.state.fn == "fit" and (saved := checkpoint.get("stopwatch")):
-            self._earlier = {part: float(saved["seconds"][part]) for part in PARTS}
-            self.trainable = int(saved["trainable"])
-
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit":
-            untyped: Any = trainer
-            # All callbacks save through it, and it gathers the state of all ranks before it writes.
-            untyped.save_checkpoint = self.timed("save")(trainer.save_checkpoint)
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit":
-            del trainer.save_checkpoint
+        self._started_at = self._train_start = time.monotonic() if started_at is None else started_at
+        self._train_seconds = 0.0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._first_batch, self._first_update = trainer.fit_loop.total_batch_idx, trainer.global_step
         # Here, since frozen layers are unfrozen when the run has ended.
         self.trainable = count_parameters(pl_module)[1]
-        self.replace_first("other")
-        self.begin("train")
+        self._train_start = time.monotonic()
+        self._train_seconds -= self._train_start
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -127,7 +92,7 @@ class Stopwatch(PartTimer, pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.end()
+        self._train_seconds += time.monotonic()
         self.trainable = count_parameters(pl_module)[1]
         batches = trainer.fit_loop.total_batch_idx - self._first_batch
         loader: Any = trainer.train_dataloader
@@ -143,24 +108,25 @@ class Stopwatch(PartTimer, pl.Callback):
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self.begin("validate")
+            self._train_seconds += time.monotonic()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self.end()
+            self._train_seconds -= time.monotonic()
 
-    def by_part(self) -> dict[str, float]:
-        """Seconds of each part since the program was started, and their sum under ``"total"``."""
-        return _with_total(self.seconds())
-
-    def earlier_by_part(self) -> dict[str, float] | None:
-        """The same of the earlier starts of a resumed run, up to the checkpoint it was resumed from; None without."""
-        return _with_total(self._earlier) if self._earlier else None
+    def seconds(self) -> dict[str, float]:
+        """Seconds from the start of the program to that of the training, of training without validation, and in all."""
+        parts = {
+            "start_up": self._train_start - self._started_at,
+            "train": self._train_seconds,
+            "total": time.monotonic() - self._started_at,
+        }
+        return {name: round(value, 6) for name, value in parts.items()}
 
     def samples_per_second(self, samples_per_epoch: int) -> float:
-        """Training samples of all devices per second of training, without validation, saving and drawing."""
-        return self._samples(samples_per_epoch) / max(1e-9, self.seconds().get("train", 0.0))
+        """Training samples of all devices per second of training, without validation."""
+        return self._samples(samples_per_epoch) / max(1e-9, self._train_seconds)
 
     def _samples(self, samples_per_epoch: int) -> float:
         return self.epochs * samples_per_epoch

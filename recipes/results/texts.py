@@ -2,10 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Any, TypeGuard
 
-__all__ = ["duration", "is_number", "memory_text", "score_text", "time_text", "value_text"]
+__all__ = ["is_number", "memory_text", "score_text", "value_text", "with_unit"]
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -44,35 +43,6 @@ def score_text(value: Any) -> str:
     return f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.4g}"
 
 
-def duration(seconds: Any) -> str:
-    """Seconds as text.
-
-    Example:
-        >>> duration(12.34), duration(754), duration(3 * 3600 + 120)
-        ('12.3 s', '12 min 34 s', '3 h 2 min')
-    """
-    if not is_number(seconds):
-        return value_text(seconds)
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-def time_text(text: Any) -> str:
-    """A time in ISO 8601 to the minute; "" where it is none.
-
-    Example:
-        >>> time_text("2026-11-22T14:05:59+01:00"), time_text(None)
-        ('2026-11-22 14:05', '')
-    """
-    try:
-        return f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M}"
-    except (TypeError, ValueError):
-        return ""
-
-
 def memory_text(sizes: Any) -> str:
     """Bytes by where they were used.
 
@@ -83,3 +53,16 @@ def memory_text(sizes: Any) -> str:
     if not isinstance(sizes, Mapping):
         return ""
     return ", ".join(f"{size / 1e9:.2f} GB {where}" for where, size in sizes.items() if is_number(size))
+
+
+def with_unit(number: float, unit: str = "") -> str:
+    """A number with three digits and k, M, G or T.
+
+    Example:
+        >>> with_unit(102778), with_unit(51380224, "B"), with_unit(0)
+        ('103 k', '51.4 MB', '0')
+    """
+    for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g} {prefix}{unit}"
+    return f"{number:.3g} {unit}".rstrip()

@@ -215,10 +215,16 @@ class Translator(Recipe):
 
     @override
     def result_tables(self) -> dict[str, Table]:
-        """The sources, translations and references of the last test, in the order of the file."""
+        """The sources, translations and references of the last test, in the order of the file.
+
+        The translations and the references by themselves, too, line by line: sacrebleu's command takes these.
+        """
         columns = "source", "translation", "reference"
         rows = [dict(zip(columns, texts, strict=True)) for _, *texts in self._tested]
-        return {TRANSLATIONS: Table(columns, rows)} if rows else {}
+        if not rows:
+            return {}
+        lines = {"test_hypotheses.txt": Table(columns[1:2], rows), "test_references.txt": Table(columns[2:], rows)}
+        return {TRANSLATIONS: Table(columns, rows)} | lines
 
     # Exports
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from docs.code_blocks import ROOT, blocks_of
 
 # 322 rows in updates of 64, twice over: the sixth update of an epoch holds two rows.
-COMMON = {"max_epochs": 2, "precision": "64-true", "accelerator": "cpu", "report": False, "verbose": False}
+COMMON = {"max_epochs": 2, "precision": "64-true", "accelerator": "cpu", "verbose": False}
 FIT = "fit(Progress, Patients, name={name!r}, resume={resume!r}, callbacks={callbacks}, **{settings!r})"
 # Accumulated windows of 64 rows, in one process and in two, of micro-batches of 64, 32, 16 and 8 rows.
 SPLITS = {1: [64, 16], 2: [32, 8]}

@@ -47,7 +47,6 @@ def test_a_run_leaves_its_settings_checkpoints_curves_and_results(trained):
     assert results["data"]["sizes"] == {"train": 1322, "val": 115, "test": 360}
     assert 0.1 < results["scores"]["test/accuracy"] <= 1
     assert results["config"]["precision"] != "auto"
-    assert results["flops_per_sample"] > 1e5
     with (run_folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows if row["train/loss"]] == ["1", "3", "5", "7", "9"]
@@ -86,12 +85,7 @@ def test_tensorboard_shows_pictures_the_graph_and_the_hyperparameters(trained):
     assert sorted(scalars)[:6] == sorted(main)
     # One curve for both groups of the optimiser, and no point of a single class but of the validation.
     assert {name for name in scalars if name.startswith("updates")} == {
-        f"updates/{name}"
-        for names in (
-            ("accuracy", "loss", "lr", "samples_per_second"),
-            ("gradient_norm", "update_to_weight_ratio", "data_wait", "host_memory_gib"),
-        )
-        for name in names
+        f"updates/{name}" for name in ("accuracy", "loss", "lr", "samples_per_second", "gradient_norm")
     }
     assert not [name for name in scalars if name.startswith("final") or "test/accuracy_class" in name]
     assert epochs["loss/train"] == epochs["loss/val"] == epochs["accuracy/test"] == [1]
@@ -197,10 +191,6 @@ def test_predict_reads_dark_and_light_pictures_and_writes_a_file(trained):
         (["--ckpt", "some.ckpt"], "error: fit begins with new weights; pass --resume FILE"),
         (["test", "--resume", "some.ckpt"], "error: --resume continues training; pass --ckpt FILE to test"),
         (["test", "--ckpt", "a", "--output", "no/such.json"], "error: --output no/such.json: there is no folder no"),
-        (
-            ["--dataset", "digits", "--batch-size", "5000", "--drop-last"],
-            "error: a batch of 5,000 is larger than the training set",
-        ),
         (["--dataset", "mnist", "--no-download", "--data-dir", "no"], "error: the folder no does not exist"),
     ],
 )
@@ -248,7 +238,7 @@ def test_help_is_grouped_and_fits_two_screens(tmp_path):
     for word in ("Run:", "Data:", "Recipe:", "Trainer:", "--devices", "--max-epochs", "--help-all", "--print-config"):
         assert word in out
     _, everything, _ = type_in(tmp_path, "--help-all")
-    for rare in ("--check-val-every-n-epoch", "--schedule-args", "--focal-gamma", "--save-seen"):
+    for rare in ("--check-val-every-n-epoch", "--schedule-args"):
         assert rare in everything
         assert rare not in out
 
@@ -319,7 +309,7 @@ def test_ctrl_c_keeps_the_last_checkpoint_and_resuming_ends_where_the_whole_run_
 def test_two_devices_learn_the_same_as_one(tmp_path):
     """Two processes of 64 and one of 128 take the same samples per update; BatchNorm is left out: see SyncBN."""
     args = ["--dataset", "digits", "--max-epochs", "2", "--precision", "64", "--lr", "0.001"]
-    args += ["--accelerator", "cpu", "--name", "run", "--drop-last"]
+    args += ["--accelerator", "cpu", "--name", "run"]
     for devices in (1, 2):
         split = ["--devices", str(devices), "--batch-size", str(128 // devices), "--run-dir", f"on{devices}"]
         command = [sys.executable, str(ROOT / "tests" / "support" / "plain_recipe.py"), *args, *split]

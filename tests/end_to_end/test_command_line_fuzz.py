@@ -20,7 +20,6 @@ TINY += ["--limit-predict-batches", "1", "--accelerator", "cpu", "--precision", 
 TINY += [
     "--enable-progress-bar",
     "false",
-    "--no-report",
     "--logger",
     "csv",
 ]  # TensorBoard's images take most of a run's time.

@@ -10,7 +10,7 @@ from tests.support.agents import shell_environment, wait_until
 from tests.support.namespaces import two_nodes
 
 ARGS = ["--accelerator", "cpu", "--precision", "32", "--dataset", "digits", "--max-epochs", "2000", "--name", "run"]
-ARGS += ["--devices", "1", "--num-nodes", "2", "--master-port", "29500", "--no-enable-progress-bar", "--no-report"]
+ARGS += ["--devices", "1", "--num-nodes", "2", "--master-port", "29500", "--no-enable-progress-bar"]
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ ARGS += [
     "--global-batch-size",
     "64",
     "--no-enable-progress-bar",
-    "--no-report",
     "--save-every",
     "5 steps",
 ]

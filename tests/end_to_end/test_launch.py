@@ -92,7 +92,7 @@ def test_slurms_processes_find_each_other_and_take_nodes_and_devices_from_it(tmp
     assert results["hardware"].startswith("4 x")
     assert (results["devices"], results["num_nodes"]) == (2, 2)
     seconds = results["seconds"]
-    assert sum(seconds.values()) == pytest.approx(2 * seconds["total"])
+    assert seconds["start_up"] + seconds["train"] < seconds["total"]
 
 
 @pytest.mark.parametrize(

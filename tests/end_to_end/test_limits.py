@@ -10,7 +10,7 @@ import torch
 from tests.support.command_lines import type_line
 from tests.support.ranks import run_ranks
 
-COMMON = "--dataset digits --accelerator cpu --precision 64 --lr 0.001 --schedule constant --name run --no-report"
+COMMON = "--dataset digits --accelerator cpu --precision 64 --lr 0.001 --schedule constant --name run"
 
 
 CLASSES = "tests.support.plain_recipe:Plain", "datamodules:MNISTDataModule"

@@ -14,7 +14,7 @@ from tests.support.command_lines import Typed, type_line
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-COMMON = ["--accelerator", "cpu", "--precision", "32", "--enable-progress-bar=false", "--no-report"]
+COMMON = ["--accelerator", "cpu", "--precision", "32", "--enable-progress-bar=false"]
 LAST = "runs/characters/run/checkpoints/last.ckpt"
 
 

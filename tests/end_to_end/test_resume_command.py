@@ -32,7 +32,6 @@ ARGS += [
     "--val-check-interval",
     "2",
     "--no-enable-progress-bar",
-    "--no-report",
 ]
 AUTO = ["--name", "run", "--resume", "auto"]
 BATCHES = 11

@@ -19,7 +19,6 @@ ARGS += [
     "--accelerator",
     "cpu",
     "--no-enable-progress-bar",
-    "--no-report",
     "--data-file",
     "pairs.tsv",
 ]

@@ -40,7 +40,7 @@ def _complete(script: Path, line: str) -> list[str]:
 
 
 def test_recipes_commands_flags_and_values_are_completed(script: Path) -> None:
-    assert {"list", "compare", "verify", "mnist", "resnet", "seq2seq"} <= {*_complete(script, "lightning-recipes ")}
+    assert {"list", "verify", "mnist", "resnet", "seq2seq"} <= {*_complete(script, "lightning-recipes ")}
     assert _complete(script, "lightning-recipes se") == ["seq2seq"]
     assert _complete(script, "lightning-recipes mnist ex") == ["export"]
     assert _complete(script, "lightning-recipes mnist --max-ep") == ["--max-epochs"]
@@ -56,7 +56,6 @@ def test_a_recipe_has_its_own_flags_only(script: Path) -> None:
 
 def test_values_that_name_files_are_completed_from_the_disk(script: Path) -> None:
     assert _complete(script, "lightning-recipes mnist --config scr") == ["script"]
-    assert _complete(script, "lightning-recipes compare run --output scr") == ["script"]
     assert _complete(script, "lightning-recipes mnist --max-epochs scr") == []
 
 

@@ -248,7 +248,7 @@ def stripes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_network_by_name_trains_resumes_and_predicts_from_the_command_line(stripes: Path, tmp_path: Path):
     args = ["--data-dir", str(stripes), "--arch", "mobilenet_v3_small", "--weights", "none", "--image-size", "32"]
-    args += ["--batch-size", "8", "--name", "mobile", "--report=false"]
+    args += ["--batch-size", "8", "--name", "mobile"]
     status, _, err = type_in(tmp_path, *args, "--max-epochs", "1")
     assert status == 0, err
     assert err.count("layers of the network: features.0, features.1, ") == 1

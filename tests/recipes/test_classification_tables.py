@@ -16,14 +16,12 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset, TensorDataset
 
-from callbacks.lib.terminal import fit_rows
-from callbacks.lib.undo import keep_metrics
 from datamodules import ImageFolderDataModule, MNISTDataModule
 from datamodules.contract import DataContract
 from datamodules.loading.loaders import EvaluationLoader
 from datamodules.loading.sample_numbers import sample_numbers
 from recipes.classification import Classifier
-from recipes.classification_scores import ScoredSamples, class_table, worst_classes
+from recipes.classification_scores import class_table
 from recipes.cli.stock_loaders import evaluate_each_sample_once, share_of
 from recipes.files import write_rows
 from tests.support.command_lines import typed
@@ -98,17 +96,6 @@ def test_two_ranks_write_the_files_of_one_without_unreadable_images(tmp_path: Pa
     # The extremes are the most confident.
     assert {Path(row["file"]).name for row in rows[:2]} == {"01.png", "19.png"}
     assert sum(int(row["samples"]) for row in tables["val_per_class.csv"]) == (17 if unreadable else 20)
-
-
-def test_a_limited_evaluation_names_the_samples_that_it_came_to(tmp_path: Path):
-    save_images(tmp_path)
-    recipe = Bright(num_classes=2)
-    data = ImageFolderDataModule("folder", str(tmp_path), image_size=8, eval_batch_size=3, on_corrupt="skip")
-    trainer(limit_val_batches=2).validate(recipe, data, verbose=False)
-    names = [Path(row["file"]).name for row in recipe.result_tables()["val_mistakes.csv"].rows]
-    # The files by class and name: dark 00 02 04, then 06 07 08.
-    assert names == []
-    assert recipe.result_tables()["val_per_class.csv"].rows[0]["samples"] == 4
 
 
 def test_images_held_out_of_your_own_files_are_named_and_those_of_a_set_numbered(tmp_path: Path):
@@ -223,18 +210,6 @@ def test_a_stock_loader_has_the_same_tables_on_two_ranks():
     assert run_ranks(_test_stock, 2, 2) == [one, one]
 
 
-def test_a_batch_that_is_repeated_counts_once():
-    samples = ScoredSamples()
-    samples.update(torch.eye(2), torch.tensor([1, 1]))
-    undo = keep_metrics([samples])
-    samples.update(torch.eye(2), torch.tensor([0, 0]))
-    undo()
-    assert samples.mistakes(torch.tensor([7, 8])).tolist() == [[7, 1, 0, *torch.eye(2).softmax(1)[0].double().tolist()]]
-    assert samples.mistakes(torch.tensor([7])) is None, "more samples than numbers"
-    samples.update(torch.full((1, 2), torch.nan), torch.tensor([1]))
-    assert samples.mistakes(torch.arange(3))[1].isfinite().all()
-
-
 def test_the_scores_of_classes_are_those_of_scikit_learn():
     from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
@@ -254,22 +229,6 @@ def test_the_scores_of_classes_are_those_of_scikit_learn():
     assert [row["recall"] for row in empty] == [1, None, 0]
     assert [row["f1"] for row in empty] == [pytest.approx(6 / 7, abs=1e-6), None, 0]
     assert [row["taken_for"] for row in empty] == [None, None, "a"]
-
-
-def test_of_many_classes_the_worst_are_shown_within_80_columns():
-    matrix = 50 * torch.eye(120, dtype=torch.int64)
-    matrix[torch.arange(15), torch.arange(15) + 1] = torch.arange(15) + 1
-    matrix[119] = 0  # It has no sample, so no score is bad.
-    names = [f"Brown bear {i}" for i in range(120)]
-    shown = worst_classes(class_table(matrix, names))
-    assert len(shown) == 10
-    assert [row["worst 10 of 119"] for row in shown[:3]] == ["Brown bear 14", "Brown bear 13", "Brown bear 12"]
-    assert shown[0]["taken for"] == "Brown bear 15 (15)"
-    lines = fit_rows(shown, None)
-    assert max(map(len, lines)) <= 80
-    few = worst_classes(class_table(matrix[:10, :10], names[:10]))
-    assert [row["class"] for row in few] == names[:10]
-    assert worst_classes(class_table(torch.tensor([[0, 0], [0, 2]]), ["no", "yes"]))[0]["class"] == "yes"
 
 
 def test_the_commands_write_and_print_the_tables(tmp_path: Path):
@@ -310,8 +269,6 @@ def test_the_commands_write_and_print_the_tables(tmp_path: Path):
     assert 1 - len(mistakes) / 360 == pytest.approx(scores["test/accuracy"], abs=1e-6)
     assert list(mistakes[0]) == ["sample", "true", "predicted", "probability_predicted", "probability_true"]
     assert "accuracy_class" not in test.out, "the table has them"
-    header = next(line for line in test.out.splitlines() if line.startswith("class"))
-    assert header.split() == ["class", "samples", "precision", "recall", "F1", "taken", "for"]
     assert f"scores_test_mistakes.csv ({len(mistakes)} rows)" in test.out
     assert "--output FILE.json writes  FILE_test_per_class.csv (10 rows), FILE_test_mistakes.csv" in bare.out
     assert not list(tmp_path.glob("FILE*"))

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from callbacks import GradientAccumulation
 from callbacks.drawing.classification_images import most_confident_mistakes
-from datamodules import MNISTDataModule, RunFailedError, TrainLoader, UserError
+from datamodules import RunFailedError, TrainLoader, UserError
 from recipes.classification import Classifier
 from recipes.classification_scores import ClassificationScores
 from recipes.labels import LabelCheck
@@ -124,36 +124,6 @@ def test_labels_that_a_hook_changes_are_checked_behind_it():
         trainer().fit(Shifted(), loader(with_label(0, row=1)))
 
 
-class Rejecting(MNISTDataModule):
-    """Leaves out the samples with odd labels, behind the hooks of the package."""
-
-    @override
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        images, labels = super().on_after_batch_transfer(batch, dataloader_idx)
-        return images, labels.where(labels % 2 == 0, IGNORED)
-
-
-def test_labels_that_a_subclass_of_a_data_module_leaves_out_do_not_count():
-    counts: list[tuple[int, int]] = []
-
-    class Counting(Classifier):
-        """A linear classifier of images."""
-
-        def build_network(self) -> nn.Module:
-            return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
-
-        @override
-        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
-            output = super().training_step(batch, batch_idx)
-            counts.append((int(output["count"]), int((batch[1] >= 0).sum())))
-            return output
-
-    data = Rejecting(dataset="digits", batch_size=32)
-    trainer(limit_train_batches=3, limit_val_batches=0).fit(Counting(num_classes=10), data)
-    assert all(count == given < 32 for count, given in counts)
-    assert len(counts) == 3
-
-
 @pytest.mark.parametrize("every", [1, 50])
 def test_batches_without_any_label_end_no_run_however_often_is_logged(every: int):
     labels = torch.full_like(LABELS, IGNORED)
@@ -164,15 +134,14 @@ def test_batches_without_any_label_end_no_run_however_often_is_logged(every: int
     assert run.callback_metrics["train/loss"].isfinite()
 
 
-@pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(
     ("labels", "cure"), [(LABELS.double(), "long"), (LABELS.unsqueeze(1), "squeeze"), (F.one_hot(LABELS), "argmax")]
 )
-def test_labels_of_another_form_are_refused_with_the_conversion(labels: Tensor, cure: str, known: bool):
+def test_labels_of_another_form_are_refused_with_the_conversion(labels: Tensor, cure: str):
     with pytest.raises(UserError, match=rf"expected class numbers 0 to 2.*pass labels\.{cure}\("):
-        trainer().fit(Linear(), loader(labels, known))
+        trainer().fit(Linear(), loader(labels))
     with pytest.raises(UserError, match=rf"expected class numbers 0 to 2.*pass labels\.{cure}\("):
-        trainer().validate(Linear(), loader(labels, known), verbose=False)
+        trainer().validate(Linear(), loader(labels, known=False), verbose=False)
 
 
 def test_probabilities_are_labels_in_training_alone():
@@ -301,14 +270,3 @@ def test_a_set_without_any_label_is_refused():
         trainer().validate(Linear(), loader(none), verbose=False)
     with pytest.raises(RunFailedError, match="no validation sample has a label"):
         trainer().validate(Linear(), loader(none, known=False), verbose=False)
-
-
-def test_images_without_a_label_are_drawn_without_one(tmp_path: Path):
-    from lightning.pytorch.loggers import TensorBoardLogger
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    trainer(logger=TensorBoardLogger(tmp_path)).fit(Linear(), loader(PARTLY), loader(PARTLY))
-    tags: set[str] = set()
-    for file in tmp_path.rglob("events*"):
-        tags |= set(EventAccumulator(str(file)).Reload().Tags()["images"])
-    assert tags == {"train/samples", "val/predictions", "val/mistakes", "val/confusion_matrix"}

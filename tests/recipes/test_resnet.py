@@ -13,11 +13,9 @@ import torch.nn.functional as F
 import yaml
 from PIL import Image
 
-from callbacks.parameter_group_table import group_rows, markdown_table
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from datamodules.images.data_module import ImageFolderDataModule
-from recipes.parameter_groups import layer_groups
 from recipes.resnet.feature_cache import what_moves
 from recipes.resnet.network import ARCHITECTURES, build_network, build_resnet
 from recipes.resnet.recipe import ResNetFineTuner
@@ -207,14 +205,6 @@ def test_groups_hold_every_parameter_once_with_the_rate_of_their_layer():
     assert {g["weight_decay"] for g in groups if g["name"].endswith(".no_decay")} == {0.0}
 
 
-def test_a_table_of_groups_counts_what_trains():
-    layer = torch.nn.Linear(3, 2)
-    layer.bias.requires_grad_(False)
-    rows = group_rows(layer_groups([("fc", [layer])], weight_decay=0.1, lr=0.5))
-    assert rows == [("fc.decay", "6", "6", "0.5", "0.1"), ("fc.no_decay", "2", "0", "0.5", "0")]
-    assert markdown_table(rows).splitlines()[2] == "| fc.decay | 6 | 6 | 0.5 | 0.1 |"
-
-
 def test_features_stay_only_where_batchnorm_before_the_head_is_in_evaluation_too():
     network = build_resnet("resnet18", num_classes=2)
     for layer in list(network.children())[:-1]:
@@ -336,19 +326,8 @@ def test_a_last_batch_of_one_small_image_says_what_to_do(stripes):
     # 24 images leave one.
     data = ImageFolderDataModule(data_dir=str(stripes), image_size=SIZE, batch_size=23, augment="none")
     options: dict[str, Any] = {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False}
-    with pytest.raises(UserError, match="another `batch_size`, drop_last=True"):
+    with pytest.raises(UserError, match="another `batch_size`, small_images=True"):
         pl.Trainer(**QUIET, **options).fit(recipe, data)
-
-
-def test_the_table_of_a_resumed_run_shows_the_rates_that_are_asked_for():
-    def build(lr: float) -> tuple[torch.optim.Optimizer, Any]:
-        recipe = ResNetFineTuner(num_classes=2, weights="none", lr=lr)
-        chosen: Any = recipe.configure_optimizers()
-        return chosen["optimizer"], chosen["lr_scheduler"]["scheduler"]
-
-    (old, _), (new, _) = build(0.5), build(0.25)
-    new.load_state_dict(old.state_dict())
-    assert {row[3] for row in group_rows(new.param_groups)} == {"0.25"}
 
 
 def type_in(folder: Path, *args: str) -> Typed:
@@ -406,7 +385,7 @@ def test_small_photographs_train_a_network_of_their_own_from_scratch_and_say_so(
         place = folder / file.relative_to(stripes)
         place.parent.mkdir(parents=True, exist_ok=True)
         Image.open(file).resize((16, 16)).save(place)
-    args = ["--data-dir", str(folder), "--max-epochs", "1", "--batch-size", "8", "--arch", "resnet20", "--report=false"]
+    args = ["--data-dir", str(folder), "--max-epochs", "1", "--batch-size", "8", "--arch", "resnet20"]
     status, _, err = type_in(tmp_path, *args, "--name", "small")
     assert status == 0, err
     assert "images of 16 pixels as the files have, --augment light (shifts and mirroring), pixels normalised" in err

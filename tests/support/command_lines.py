@@ -39,7 +39,7 @@ def type_line(recipe: str, data: str, args: list[str], folder: str) -> Typed:
 
 def _type_each(recipe: str, data: str, commands: list[list[str]], folder: str) -> list[Typed]:
     # A page and its figures take half a second.
-    return [type_line(recipe, data, [*args, *COMMON, "--report=false"], folder) for args in commands]
+    return [type_line(recipe, data, [*args, *COMMON], folder) for args in commands]
 
 
 def typed(

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from callbacks.auto_micro_batch import AutoMicroBatch
 from callbacks.bn_recalibration import BNRecalibration
 from callbacks.checkpointing.guard import CheckpointGuard
 from callbacks.drawing.classification_images import ClassificationImages
@@ -19,13 +18,10 @@ from callbacks.finite_weights import FiniteWeights
 from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lean_loop import LeanLoop
-from callbacks.parameter_group_table import ParameterGroupTable
 from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.run_progress import RunProgress
 from callbacks.seed_control import SeedControl
-from callbacks.step_profiler import StepProfiler
-from callbacks.step_summary import StepSummary
 from callbacks.sync_bn import SyncBN
 from callbacks.train_loss import TrainLoss
 from callbacks.training_monitor import TrainingMonitor
@@ -39,49 +35,39 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "SeedControl": lambda: SeedControl(seed=1),
     "GradientAccumulation": lambda: GradientAccumulation({0: 2, "1 epochs": 3}),
     "GradientAccumulation, global batch": lambda: GradientAccumulation(global_batch_size=16),
-    "AutoMicroBatch": lambda: AutoMicroBatch(),
     "WarmupLR": lambda: WarmupLR("60%", kind="cosine", scale="linear", base_batch_size=8),
     "SyncBN": lambda: SyncBN(),
-    "SyncBN, groups of one": lambda: SyncBN(group_size=1),
     "FreezeLayers": lambda: FreezeLayers(until="1", unfreeze={"0.0": "1 epochs", "0": "60%"}),
     "FiniteWeights": lambda: FiniteWeights(),
     "RankConsistency": lambda: RankConsistency(),
     "BNRecalibration": lambda: BNRecalibration(batches=3),
-    "ParameterGroupTable": lambda: ParameterGroupTable(),
     "GradCAM": lambda: GradCAM("network.0.0", samples=2),
     "ClassificationImages": lambda: ClassificationImages(samples=2, mistakes=2),
     "RunProgress": lambda: RunProgress(),
     "TrainLoss": lambda: TrainLoss(),
-    "StepProfiler": lambda: StepProfiler(None, updates=2, skip=1),
-    "StepSummary": lambda: StepSummary(),
-    "TrainingMonitor": lambda: TrainingMonitor(groups=True, every=2),
+    "TrainingMonitor": lambda: TrainingMonitor(every=2),
     "Preemption": lambda: Preemption(),
     "TranslationSamples": lambda: TranslationSamples(samples=2),
     "LeanLoop": lambda: LeanLoop(),
     "CheckpointGuard": lambda: CheckpointGuard(),
     "WeightAveraging": lambda: WeightAveraging(ema=0.9, average_from="5 steps"),
     "WeightAveraging, SWA": lambda: WeightAveraging(swa=True, average_from="40%", average_every="2 steps"),
-    "WeightAveraging, LAWA": lambda: WeightAveraging(lawa=2),
 }
 """Every callback of the package with tiny settings. Build SeedControl before the module, as its docstring says."""
 
 TOGETHER = (
     "SeedControl",
     "GradientAccumulation",
-    "AutoMicroBatch",
     "WarmupLR",
     "SyncBN",
     "FreezeLayers",
     "FiniteWeights",
     "RankConsistency",
     "BNRecalibration",
-    "ParameterGroupTable",
     "GradCAM",
     "ClassificationImages",
     "RunProgress",
     "TrainLoss",
-    "StepProfiler",
-    "StepSummary",
     "TrainingMonitor",
     "Preemption",
     "TranslationSamples",

@@ -42,6 +42,15 @@ def test_a_running_job_is_requeued_once(scontrol):
     assert requeue({}) is None
 
 
+def test_a_request_that_a_signal_ends_is_made_again(scontrol):
+    scontrol(killed=2)
+    assert requeue(BATCH) == "71"
+    assert scontrol.asked() == "requeue 71\n"
+    scontrol(killed=3)
+    with pytest.raises(NotRequeued, match="scontrol show job 71 ended with -9"):
+        requeue(BATCH)
+
+
 def test_a_request_that_another_rank_was_quicker_with_has_succeeded(scontrol):
     scontrol(status=1, after=RUNNING.replace("Restarts=0", "Restarts=1"))
     assert requeue(BATCH) == "71"

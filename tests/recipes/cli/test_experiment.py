@@ -76,7 +76,7 @@ def _typed(args: list[str], folder: str) -> tuple[int, int]:
 
     os.chdir(folder)
     status, Points.built = 0, 0
-    common = ["--accelerator", "cpu", "--precision", "32", "--enable-progress-bar=false", "--no-report"]
+    common = ["--accelerator", "cpu", "--precision", "32", "--enable-progress-bar=false"]
     try:
         run(Points3, Points, args=[*args[:1], *common, *args[1:]] if args[:1] == ["validate"] else [*common, *args])
     except SystemExit as end:
