@@ -24,7 +24,7 @@ from callbacks.train_loss import TrainLoss
 from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError
 from datamodules.loading.normalise import Normalise
-from datamodules.ranges import RATE, SHARE, Range, check_ranges
+from datamodules.ranges import RATE, Range, check_ranges
 from recipes.compilation import CompileMode, check_compile_mode, check_compiler, compile_network, restore_network
 from recipes.graphs import Graph, network_graph
 from recipes.optim import build_optimizer, check_optimizer, default_rate, is_lbfgs
@@ -119,8 +119,6 @@ class RecipeParameters(AttributeDict):
     channels_last: bool
     compile: bool | CompileMode
     weights: str | None
-    weights_min_share: float
-    weights_only: str | Sequence[str] | None
     weights_skip: str | Sequence[str] | None
 
 
@@ -147,8 +145,6 @@ class Recipe(pl.LightningModule):
         channels_last: the memory layout of convolutions in which bf16 kernels are fast.
         compile: train with torch.compile, of the network only; or one of its modes, such as max-autotune.
         weights: file of weights to begin with (.pt, .pth, .ckpt, .safetensors), or none.
-        weights_min_share: refuse weights of which less than this share of the tensors fits.
-        weights_only: load layers by name only, as in "encoder.*" or '["encoder.*", "embedding"]'.
         weights_skip: layers by name that keep their initial weights, as in "fc.*".
     """
 
@@ -183,7 +179,7 @@ class Recipe(pl.LightningModule):
     rare_parameters: ClassVar[frozenset[str]] = frozenset(
         {
             *("momentum", "optimizer_args", "schedule_args", "channels_last", "compile"),
-            *("weights_min_share", "weights_only", "weights_skip"),
+            "weights_skip",
         }
     )
     """Parameters of the constructor whose flags ``--help-all`` shows, and ``--help`` does not.
@@ -223,8 +219,6 @@ class Recipe(pl.LightningModule):
         channels_last: bool = True,
         compile: bool | CompileMode = False,
         weights: str | None = None,
-        weights_min_share: float = 0.5,
-        weights_only: str | Sequence[str] | None = None,
         weights_skip: str | Sequence[str] | None = None,
     ) -> None:
         super().__init__()
@@ -234,7 +228,6 @@ class Recipe(pl.LightningModule):
             lr=(lr, RATE),
             weight_decay=(weight_decay, Range(0, 10**6)),
             momentum=(momentum, Range(0, 1, below=True)),
-            weights_min_share=(weights_min_share, SHARE),
         )
         check_compile_mode(compile)
         check_optimizer(optimizer, optimizer_args or {})
@@ -508,8 +501,11 @@ class Recipe(pl.LightningModule):
         """
         return read_weights(weights), weights
 
-    def load_weights(self) -> WeightsReport | None:
+    def load_weights(self, min_share: float = 0.5) -> WeightsReport | None:
         """Load what ``weights`` names into the network, and log which tensors were loaded; None where it names nothing.
+
+        Args:
+            min_share: the least share of the network's tensors that has to match.
 
         Raises:
             UserError: as `recipes.weights.read_weights` and `recipes.weights.load_weights` do.
@@ -518,8 +514,7 @@ class Recipe(pl.LightningModule):
         if options.weights is None or options.weights == "none":
             return None
         state, source = self.pretrained_weights(options.weights)
-        choice = (options.weights_min_share, options.weights_only, options.weights_skip)
-        report = load_weights(self.network, state, source, *choice)
+        report = load_weights(self.network, state, source, min_share, options.weights_skip)
         rank_zero_only(log.warning)(report.line())
         return report
 
