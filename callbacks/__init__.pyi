@@ -1,10 +1,7 @@
-from .auto_micro_batch import AutoMicroBatch as AutoMicroBatch
 from .bn_recalibration import BNRecalibration as BNRecalibration
 from .checkpointing.exact_checkpoint import ExactCheckpoint as ExactCheckpoint
 from .checkpointing.guard import CheckpointGuard as CheckpointGuard
 from .checkpointing.verified_io import VerifiedCheckpointIO as VerifiedCheckpointIO
-from .deprecated import NoProfiler as NoProfiler
-from .deprecated import SkipUnusedHooks as SkipUnusedHooks
 from .drawing.classification_images import ClassificationImages as ClassificationImages
 from .drawing.grad_cam import GradCAM as GradCAM
 from .drawing.grad_cam import grad_cam as grad_cam
@@ -15,7 +12,6 @@ from .gradient_accumulation import GradientAccumulation as GradientAccumulation
 from .lean_loop import LeanLoop as LeanLoop
 from .lib.accumulation import AccumulationWindow as AccumulationWindow
 from .lib.accumulation import scale_gradients as scale_gradients
-from .lib.batch_norm import average_statistics as average_statistics
 from .lib.batch_norm import recalibrate as recalibrate
 from .lib.batch_norm import restore_batchnorm as restore_batchnorm
 from .lib.batch_norm import sync_batchnorm as sync_batchnorm

@@ -4,7 +4,6 @@ Lightning divides every loss by the full factor and gives micro-batches and rank
 updated too weakly (#19987) and a sentence in a short batch counts more than one in a long batch (#20350).
 """
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +11,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from callbacks.lib.accumulation import (
     AccumulationWindow,
-    MeanLoss,
+    check_closures,
     check_schedule,
     check_single_accumulation,
     check_strategy,
@@ -27,7 +26,6 @@ from callbacks.lib.accumulation import (
     move_place_in_epoch,
     samples_per_batch,
     scale_gradients,
-    uses_loss,
     warn_of_separate_statistics,
     weigh_loss,
 )
@@ -57,10 +55,9 @@ class GradientAccumulation(pl.Callback):
     averages them, GradScaler unscales them and clipping reads their norm. That costs one all-reduce of one number per
     update, and none on one device.
 
-    An optimiser may call its closure any number of times per update (LBFGS, SAM) where the update has one micro-batch:
-    each call is the mean over all targets. Of several micro-batches only the last could be computed again, so that is
-    refused. To LBFGS, and to optimisers other than torch's, the closure returns the mean loss over all targets of the
-    update, equal on every rank: line searches depend on it. It is a second number in the same all-reduce.
+    An optimiser that calls its closure several times per update (LBFGS, SAM) is refused on several devices or
+    micro-batches: each call would compute only a part of the update. The loss that a closure returns is that of the
+    rank's last micro-batch.
 
     BatchNorm normalises over what a layer is given at once, which no weight changes: where that is a part of an update,
     a warning says so.
@@ -77,9 +74,9 @@ class GradientAccumulation(pl.Callback):
 
     Raises:
         UserError: `global_batch_size` does not divide, both arguments are given, something else accumulates as well,
-            or the strategy cannot. With one micro-batch per update such a strategy gets a warning only. LBFGS would
-            accumulate over several micro-batches.
-        RunFailedError: another optimiser calls its closure again, and the update has several micro-batches.
+            or the strategy cannot. With one micro-batch per update such a strategy gets a warning only. LBFGS on
+            several devices or micro-batches.
+        RunFailedError: another optimiser calls its closure again there.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[GradientAccumulation(global_batch_size=1024)], logger=False)
@@ -104,12 +101,8 @@ class GradientAccumulation(pl.Callback):
         self._undo_no_update: Callable[[], None] | None = None
         self._running = False
         self._count: int | Tensor = 0
-        self._sums_in = torch.device("cpu"), torch.float32
         self._window = AccumulationWindow()
-        self._mean_loss: MeanLoss | None = None
         self._called = False
-        self.closed_by_other = False
-        """Whether `close_window` is called after the last backward pass, rather than all done before it."""
 
     def accumulation_schedule(self, trainer: pl.Trainer) -> AccumulationSchedule:
         """Micro-batches per update; known from `on_train_start` on where it follows from the global batch size."""
@@ -134,8 +127,7 @@ class GradientAccumulation(pl.Callback):
         self._schedule = self.accumulation_schedule(trainer)
         largest = max(factor for _, factor in self._schedule.entries)
         check_schedule(trainer, largest)
-        if largest > 1 and isinstance(trainer.optimizers[0], LBFGS):
-            raise UserError(describe_second_call(trainer.optimizers[0], largest))
+        check_closures(trainer, largest)
         warn_of_separate_statistics(trainer, pl_module, largest)
         self._running = True
         self.sums.reset()
@@ -145,12 +137,8 @@ class GradientAccumulation(pl.Callback):
         trainer.accumulate_grad_batches = current_factor(trainer, self._schedule)
         self._window = AccumulationWindow(trainer.accumulate_grad_batches)
         self.sums_over_ranks = self._weighs and trainer.world_size > 1
-        floating = (p.dtype for p in pl_module.parameters() if p.is_floating_point())
-        self._sums_in = trainer.strategy.root_device, torch.promote_types(next(floating, torch.float32), torch.float32)
         if self._weighs and (trainer.world_size > 1 or largest > 1):
             self._release_module = observe_counts(pl_module, self._set_count)
-            if uses_loss(trainer.optimizers[0]):
-                self._mean_loss = MeanLoss(trainer.optimizers[0])
         of_windows = GradientAccumulation.on_before_backward, GradientAccumulation.on_before_optimizer_step
         drop_idle_hooks(self, of_windows if self._release_module is None else ())
 
@@ -183,58 +171,23 @@ class GradientAccumulation(pl.Callback):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         if self._release_module is None:
             return  # The mean loss has the right gradient already.
-        if not self.closed_by_other:
-            self._check_call(trainer)
+        if self._called:
+            raise RunFailedError(describe_second_call(trainer.optimizers[0]))
+        self._called = True
         dtype = torch.promote_types(loss.dtype, torch.float32)
         count: Any = self._count
         count = count.detach().to(loss.device, dtype, non_blocking=True) if isinstance(count, Tensor) else float(count)
-        if self._mean_loss is not None:
-            self._mean_loss.add(loss.to(dtype) * trainer.accumulate_grad_batches, count)
-        self._sums_in = loss.device, dtype
-        if self.closed_by_other or not ends_window(trainer):
+        if not ends_window(trainer):
             weigh_loss(loss, self._window.weight(count))
             return
-        earlier, weight = self._window.last_weight(count, trainer.world_size, lambda count: self._total(trainer, count))
+
+        def sum_over_ranks(count: float | Tensor) -> float | Tensor:
+            return self.sums(count, device=loss.device, dtype=dtype)
+
+        several = trainer.world_size > 1
+        earlier, weight = self._window.last_weight(count, trainer.world_size, sum_over_ranks if several else None)
         self._scale_gradients(trainer, earlier)
         weigh_loss(loss, weight)
-
-    def _check_call(self, trainer: pl.Trainer) -> None:
-        if self._called and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches:
-            raise RunFailedError(describe_second_call(trainer.optimizers[0], trainer.accumulate_grad_batches))
-        self._called = True
-
-    def _total(self, trainer: pl.Trainer, count: float | Tensor) -> float | Tensor:
-        """The count of all ranks; closes the mean loss over them."""
-        numbers = [count] if self._mean_loss is None else [count, self._mean_loss.total]
-        if trainer.world_size > 1:
-            device, dtype = self._sums_in
-            numbers = [*self.sums(*numbers, device=device, dtype=dtype)]
-        if self._mean_loss is not None:
-            self._mean_loss.close(numbers[1], numbers[0])
-        return numbers[0]
-
-    @property
-    def weighs(self) -> bool:
-        """Whether each loss gets the weight of its targets; known from `on_train_start` on."""
-        return self._release_module is not None
-
-    def begin_batch(self, trainer: pl.Trainer) -> Callable[[], None]:
-        """For `AutoMicroBatch`: a batch is computed; returns how to forget what was computed of it."""
-        self._check_call(trainer)
-        window, loss = copy.copy(self._window), 0.0 if self._mean_loss is None else self._mean_loss.total
-
-        def undo() -> None:
-            self._window = copy.copy(window)
-            if self._mean_loss is not None:
-                self._mean_loss.total = loss
-
-        return undo
-
-    def close_window(self, trainer: pl.Trainer) -> None:
-        """For `AutoMicroBatch`: make gradients that no backward pass follows those of the mean over all targets."""
-        self._scale_gradients(
-            trainer, self._window.close(trainer.world_size, lambda count: self._total(trainer, count))
-        )
 
     def _scale_gradients(self, trainer: pl.Trainer, weight: float | Tensor) -> None:
         scale_gradients((p for group in trainer.optimizers[0].param_groups for p in group["params"]), weight)
@@ -246,8 +199,6 @@ class GradientAccumulation(pl.Callback):
         if self._window.is_open:
             # The window's last training_step returned None (on one device), so there was no last backward pass.
             self._scale_gradients(trainer, self._window.close())
-            if self._mean_loss is not None:
-                self._mean_loss.total = 0.0
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -262,9 +213,6 @@ class GradientAccumulation(pl.Callback):
         if self._release_module is not None:
             self._release_module()
             self._release_module = None
-        if self._mean_loss is not None:
-            self._mean_loss.remove()
-            self._mean_loss = None
         if self._undo_no_update is not None:
             self._undo_no_update()
             self._undo_no_update = None

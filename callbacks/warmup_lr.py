@@ -116,11 +116,6 @@ class WarmupLR(pl.Callback):
             for optimizer, done in zip(trainer.optimizers, updates, strict=True)
         ]
 
-    def abandon_step(self) -> None:
-        """Put the rates back after a step that has raised an exception, and that is to be repeated."""
-        for factor in self._factors:
-            factor.abandon_step()
-
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

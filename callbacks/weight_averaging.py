@@ -24,9 +24,9 @@ from callbacks.lib.durations import Duration
 from callbacks.lib.trainer_attributes import callbacks_of, set_callbacks
 from callbacks.lib.updates import duration_to_updates, total_updates
 from datamodules.errors import UserError
-from datamodules.ranges import COUNT, Range, check_ranges
+from datamodules.ranges import Range, check_ranges
 
-__all__ = ["WeightAveraging", "add_sample", "ema_weight", "mean_of", "mean_weight"]
+__all__ = ["WeightAveraging", "add_sample", "ema_weight", "mean_weight"]
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 _BN_SAMPLES = 2048
@@ -71,13 +71,6 @@ def add_sample(averages: list[Tensor], sample: list[Tensor], weight: float) -> N
     torch._foreach_lerp_(averages, sample, weight)
 
 
-@torch.no_grad()
-def mean_of(samples: Sequence[list[Tensor]], out: list[Tensor]) -> None:
-    """Writes the equal mean of samples into `out`."""
-    for number, sample in enumerate(samples):
-        add_sample(out, sample, mean_weight(number))
-
-
 def averaged_tensors(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """The floating-point parameters of a module, tied ones once, and the running statistics of its BatchNorm."""
     parameters: list[Tensor] = [p for p in module.parameters() if p.is_floating_point()]
@@ -97,8 +90,7 @@ def exchange(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 class WeightAveraging(pl.Callback):
     """Evaluates and saves an average of the weights; training goes on from those that are not averaged.
 
-    One of three: an exponential moving average; the equal mean over the last part of the run (SWA; Izmailov et al.,
-    2018); or that of the weights at the ends of the last epochs (LAWA; Kaddour, 2022).
+    Either an exponential moving average, or the equal mean over the last part of the run (SWA; Izmailov et al., 2018).
 
     From the first sample on validation, best checkpoint, test and export have the averaged weights; until then those
     of the training. The ``state_dict`` of a checkpoint holds the averaged ones, and its ``current_model_state`` the
@@ -107,7 +99,7 @@ class WeightAveraging(pl.Callback):
     Statistics of BatchNorm are computed for the averaged weights before they are evaluated or saved, as by
     `BNRecalibration`, from 2,048 samples of the training set.
 
-    Memory: one more copy of the parameters on their device; with `lawa` one more for each of the last.
+    Memory: one more copy of the parameters on their device.
 
     Runs on: `on_train_batch_end`; one kernel and no wait for the device. An update that float16 skipped is no sample,
     but for fused optimisers, which decide on the device. `on_validation_start` and `on_validation_end` exchange the
@@ -117,14 +109,13 @@ class WeightAveraging(pl.Callback):
     Args:
         ema: decay of an exponential moving average; it warms up, see `ema_weight`.
         swa: an equal mean.
-        lawa: how many of the last samples an equal mean is of.
         average_from: the weights after so much of the run are the first sample, as in "500 steps", "10%" or "2 epochs";
             by default those of the first update, and with `swa` after 75 %.
-        average_every: whole steps or epochs from one sample to the next; by default a step, with `lawa` an epoch.
-            Izmailov et al. average the ends of epochs, of which a short run has few.
+        average_every: whole steps or epochs from one sample to the next. Izmailov et al. average the ends of epochs, of
+            which a short run has few.
 
     Raises:
-        UserError: not one of the three, a number outside its range, another average of Lightning's, a run that ends
+        UserError: not one of the two, a number outside its range, another average of Lightning's, a run that ends
             before the first sample, parameters in half precision, or a strategy that splits them.
 
     Example:
@@ -133,34 +124,30 @@ class WeightAveraging(pl.Callback):
 
     loads_raw_weights = True
     """For `ExactCheckpoint`, which does it where a run no longer averages."""
+    copies = 1
+    """How many times a checkpoint holds the weights besides its ``state_dict``."""
 
     def __init__(
         self,
         ema: float | None = None,
         swa: bool = False,
-        lawa: int | None = None,
         average_from: int | str | None = None,
-        average_every: int | str | None = None,
+        average_every: int | str = "1 steps",
     ) -> None:
-        given = [f"ema={ema}"] * (ema is not None) + ["swa=True"] * swa + [f"lawa={lawa}"] * (lawa is not None)
-        if len(given) != 1:
-            found = " and ".join(given) or "`average_from` and `average_every` alone make no average"
-            raise UserError(f"{found}: pass one of ema=0.999, swa=True and lawa=5")
-        check_ranges(ema=(ema, Range(0, 1, above=True, below=True)), lawa=(lawa, COUNT))
-        self.ema, self.lawa = ema, lawa
-        self.start = _duration("average_from", average_from, "75%" if swa else "0 steps")
-        self.every = _duration("average_every", average_every, "1 steps" if lawa is None else "1 epochs")
+        if (ema is None) != swa:
+            found = f"ema={ema} and swa=True" if swa else "`average_from` alone makes no average"
+            raise UserError(f"{found}: pass one of ema=0.999 and swa=True")
+        check_ranges(ema=(ema, Range(0, 1, above=True, below=True)))
+        self.ema = ema
+        default = "75%" if swa else "0 steps"
+        self.start = _duration("average_from", default if average_from is None else average_from)
+        self.every = _duration("average_every", average_every)
         if self.every.unit == "%" or self.every.value < 1 or self.every.value != int(self.every.value):
             raise UserError(f'average_every={str(self.every)!r}: write whole steps or epochs, as in "1 epochs"')
         self._statistics = BNRecalibration(samples=_BN_SAMPLES)
         self._handles: list[RemovableHandle] = []
         self._first_of_all = LambdaCallback(on_train_batch_end=self._end_batch, on_train_end=self._end)
         self._forget()
-
-    @property
-    def copies(self) -> int:
-        """How many times a checkpoint holds the weights besides its ``state_dict``."""
-        return 1 + (self.lawa or 0)
 
     def _forget(self) -> None:
         self.samples = 0
@@ -173,7 +160,6 @@ class WeightAveraging(pl.Callback):
         self._others: list[Tensor] = []
         self._parameters: list[Tensor] = []
         self._averages: list[Tensor] = []
-        self._last: list[list[Tensor]] = []
         self._loaded: dict[str, Any] | None = None
 
     @override
@@ -207,12 +193,11 @@ class WeightAveraging(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # Statistics are computed whenever they are saved.
         self.samples = self._statistics_of = state_dict["samples"]
-        self._last = state_dict["last"]
         self._statistics.load_state_dict(state_dict["statistics"])
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"samples": self.samples, "last": self._last, "statistics": self._statistics.state_dict()}
+        return {"samples": self.samples, "statistics": self._statistics.state_dict()}
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -266,15 +251,11 @@ class WeightAveraging(pl.Callback):
         self._tensors = [*self._parameters, *statistics]
         self._others = [tensor.detach().clone() for tensor in self._tensors]
         self._averages = self._others[: len(self._parameters)]
-        self._last = [[v.to(p.device) for v, p in zip(s, self._parameters, strict=True)] for s in self._last]
 
     def _sample(self, pl_module: pl.LightningModule) -> None:
         if not self.samples:
             self._begin(pl_module)
-        if self.lawa is not None:
-            self._last = [*self._last, [p.detach().clone() for p in self._parameters]][-self.lawa :]
-            mean_of(self._last, out=self._averages)
-        elif self.samples:
+        else:
             weight = mean_weight(self.samples) if self.ema is None else ema_weight(self.samples, self.ema)
             add_sample(self._averages, self._parameters, weight)
         self.samples += 1
@@ -339,8 +320,8 @@ class WeightAveraging(pl.Callback):
             self._handles.pop().remove()
 
 
-def _duration(name: str, value: int | str | None, default: str) -> Duration:
+def _duration(name: str, value: int | str) -> Duration:
     try:
-        return Duration.parse(default if value is None else value)
+        return Duration.parse(value)
     except UserError as error:
         raise UserError(f"`{name}`: {error}") from error

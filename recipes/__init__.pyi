@@ -1,11 +1,7 @@
-from .batch_size_finder import BatchSizeTest as BatchSizeTest
-from .batch_size_finder import find_batch_size as find_batch_size
 from .classification import Classifier as Classifier
 from .cli.command_line import run as run
 from .cli.fitting import Fitted as Fitted
 from .cli.fitting import fit as fit
-from .lr_finder import RateTest as RateTest
-from .lr_finder import find_learning_rate as find_learning_rate
 from .mnist.recipe import MNISTClassifier as MNISTClassifier
 from .recipe import MeanOverTargets as MeanOverTargets
 from .recipe import Recipe as Recipe

@@ -14,7 +14,6 @@ from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -571,23 +570,10 @@ class Recipe(pl.LightningModule):
         return parameter_groups(self, self.hparams.weight_decay, self.hparams.decay_all)
 
     @override
-    def configure_model(self) -> None:
-        """Split the network's parameters over the devices where the strategy is fsdp2; nothing otherwise."""
-        if self.device_mesh is not None and not isinstance(self.network, FSDPModule):
-            for parameter in self.network.parameters():
-                # FSDP2 splits contiguous memory only, and channels_last is not.
-                parameter.data = parameter.data.contiguous()
-            # Else a rank keeps the weights in full until a backward pass, and gathers fewer times than the others.
-            fully_shard(self.network, mesh=self.device_mesh["data_parallel"], reshard_after_forward=True)
-
-    @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
         fused = self.hparams.fused
         # A fused optimiser under AMP with gradient clipping raises inside Lightning (#21435).
         if fused is None and getattr(attached_trainer(self), "gradient_clip_val", None):
-            fused = False
-        # Of torch's fused optimisers only Adam's know shards.
-        if fused is None and self.device_mesh is not None:
             fused = False
         optimizer = build_optimizer(
             self.hparams.optimizer,

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import load_plain
@@ -322,7 +321,7 @@ def load_weights(
     only: str | Sequence[str] | None = None,
     skip: str | Sequence[str] | None = None,
 ) -> WeightsReport:
-    """Copy what fits by name and shape into a module, in the module's precision, on its device and as it is sharded.
+    """Copy what fits by name and shape into a module, in the module's precision and on its device.
 
     >>> report = load_weights(nn.Linear(3, 2), {"module.weight": torch.ones(2, 3)}, "a.pt")
     >>> report.line()
@@ -356,8 +355,6 @@ def load_weights(
         target = targets[name]
         if not value.to(target.dtype).isfinite().all() and target.isfinite().all():
             raise UserError(f"weights from {source_name}: {name} has NaN or infinite values; pass another file")
-        if isinstance(target, DTensor):
-            fitting[name] = distribute_tensor(value.to(target.device), target.device_mesh, target.placements)
     # With the values that the module keeps, and its version numbers, so that nothing is converted from an older format.
     everything.update(fitting)
     module.load_state_dict(everything, strict=False)

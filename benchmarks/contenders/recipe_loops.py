@@ -39,13 +39,12 @@ def recipe_class(network: Callable[[], nn.Module]) -> type[MNISTClassifier]:
     return Benchmarked
 
 
-def recipe_loop(job: Job, root: Path, augment: bool, lean: bool = True) -> Laps:
+def recipe_loop(job: Job, root: Path, augment: bool) -> Laps:
     """The command line at its defaults: logging, scores, bar, checkpoints and exactness are on.
 
     Args:
         root: folder of MNIST's files.
         augment: shift, turn and zoom the images, as is the recipe's default.
-        lean: use `LeanLoop`, as is the default.
     """
     laps = Laps(job.settling)
     with ExitStack() as stack:
@@ -57,7 +56,7 @@ def recipe_loop(job: Job, root: Path, augment: bool, lean: bool = True) -> Laps:
             "--data-dir": root, "--dataset": "mnist", "--run-dir": runs, "--precision": job.precision,
             "--batch-size": job.batch_size, "--max-epochs": 1, "--limit-train-batches": job.steps,
             "--limit-val-batches": 1, "--limit-test-batches": 1, "--lr": LR, "--weight-decay": WEIGHT_DECAY,
-            "--accelerator": "cpu", "--val-fraction": 0.01, "--lean-loop": lean,
+            "--accelerator": "cpu", "--val-fraction": 0.01,
         }  # fmt: skip
         args = [str(part) for pair in flags.items() for part in pair]
         run(

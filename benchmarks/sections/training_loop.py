@@ -39,11 +39,10 @@ from recipes.mnist.network import MNISTNet
 __all__ = ["run"]
 
 BATCH_SIZE = 256
-PLAIN, OURS, AUGMENTED, LONG = (
+PLAIN, OURS, AUGMENTED = (
     "plain PyTorch loop",
     "recipe, not augmented",
     "recipe, augmented",
-    "recipe, --lean-loop false",
 )
 BARE, STOCK, FABRIC = "bare Trainer", "stock Lightning", "Fabric"
 TINY, DEFAULT = "tiny", "default"
@@ -62,7 +61,6 @@ def loops(root: Path) -> dict[str, Loop]:
         PLAIN: plain_loop,
         OURS: partial(recipe_loop, root=root, augment=False),
         AUGMENTED: partial(recipe_loop, root=root, augment=True),
-        LONG: partial(recipe_loop, root=root, augment=False, lean=False),
         BARE: bare_loop,
         STOCK: partial(stock_loop, root=root),
         FABRIC: fabric_loop,
@@ -76,8 +74,8 @@ class Network:
     def __init__(self, name: str, job: Job, root: Path, threads: int) -> None:
         self.name, self.job, self.threads = name, job, threads
         self.loops = loops(root)
-        # Augmenting takes as long as a tiny step, and the way through the loop matters to those only.
-        del self.loops[AUGMENTED if name == TINY else LONG]
+        if name == TINY:
+            del self.loops[AUGMENTED]  # Augmenting takes as long as a tiny step.
         self.lower_quartiles: dict[str, list[float]] = {loop: [] for loop in self.loops}
         self.timings = Timings({})
 

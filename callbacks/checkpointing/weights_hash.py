@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["first_difference", "weights_hash"]
+__all__ = ["weights_hash"]
 
 
 def _bytes(tensor: Tensor) -> Any:
@@ -35,21 +35,3 @@ def weights_hash(state_dict: Mapping[str, Any]) -> str | None:
         else:  # What a module keeps by `get_extra_state`.
             sha256.update(f"{name} {value!r}\n".encode())
     return sha256.hexdigest()
-
-
-def first_difference(state_dict: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
-    """The first entry in which two state dicts differ, in words; None where their tensors are equal to the bit."""
-    if (names := list(state_dict)) != list(expected):
-        return f"the entries are others: {', '.join(sorted({*names} ^ {*expected})[:3]) or 'in another order'}"
-    for name, value in state_dict.items():
-        other = expected[name]
-        if not isinstance(value, Tensor) or not isinstance(other, Tensor):
-            continue
-        if (value.dtype, value.shape) != (other.dtype, other.shape):
-            return f"{name} is {value.dtype} {tuple(value.shape)}, and was {other.dtype} {tuple(other.shape)}"
-        size = value.element_size()
-        wrong = (_bytes(value) != _bytes(other)).reshape(-1, size).any(1)
-        if wrong.any():
-            most = float((value.detach().cpu() - other.detach().cpu()).abs().max())
-            return f"{name}, in {int(wrong.sum()):,} of {value.numel():,} elements, by up to {most:.3g}"
-    return None

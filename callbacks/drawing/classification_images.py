@@ -19,7 +19,7 @@ from datamodules.ranges import NATURAL, check_ranges
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["ClassificationImages", "confusion_figure", "labelled_grid", "most_confident_mistakes", "samples_figure"]
+__all__ = ["ClassificationImages", "confusion_figure", "labelled_grid", "most_confident_mistakes"]
 
 
 def mistake_confidence(logits: Tensor, targets: Tensor) -> Tensor:
@@ -40,40 +40,31 @@ def most_confident_mistakes(logits: Tensor, targets: Tensor, count: int) -> Tens
     return best.indices[best.values >= 0]
 
 
-def share_of_batch(count: int, batch_idx: int, batches: float) -> int:
-    """How many of `count` samples this batch gives, so that they come evenly from a pass of so many batches.
+def samples_of_batch(
+    outputs: Any, batch: Any, count: int, batch_idx: int, batches: float
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Images, logits and targets of this batch's share of `count` samples, which come evenly from so many batches.
 
-    The images of a folder are sorted by class: the first ones all show the same.
-
-    Example:
-        >>> [share_of_batch(5, batch_idx, batches=3) for batch_idx in range(3)]
-        [1, 2, 2]
+    The images of a folder are sorted by class: the first ones all show the same. None where there are no images.
     """
-    if math.isinf(batches):
-        return count if batch_idx == 0 else 0
-    return int(count * (batch_idx + 1) // batches - count * batch_idx // batches)
+    if not isinstance(outputs, dict) or "logits" not in outputs or not are_images(batch[0]):
+        return None
+    images, targets = batch
+    share = count if batch_idx == 0 else 0
+    if not math.isinf(batches):
+        share = int(count * (batch_idx + 1) // batches - count * batch_idx // batches)
+    share = min(share, len(images))
+    if not share:
+        return None
+    step = len(images) // share
+    # Copies: a slice would keep the whole batch in memory.
+    images, logits, targets = (part[::step][:share].clone() for part in (images, outputs["logits"].float(), targets))
+    return images, logits, targets
 
 
 def are_images(inputs: Any) -> bool:
     """Whether a network's inputs can be drawn: of shape (batch, 1 or 3, height, width)."""
     return isinstance(inputs, Tensor) and inputs.dim() == 4 and inputs.shape[1] in (1, 3)
-
-
-def wrapped(text: str, width: int, lines: int = 3) -> str:
-    """Text for a figure in a few short lines, broken at blanks and underscores; the rest is left out.
-
-    Example:
-        >>> print(wrapped("american_staffordshire_terrier (93 %)", 28))
-        american_staffordshire_
-        terrier (93 %)
-    """
-    # Between two dollars matplotlib reads a formula.
-    return _in_lines(text, width, lines).replace("$", r"\$")
-
-
-def _in_lines(text: str, width: int, lines: int) -> str:
-    rows = textwrap.wrap(text.replace("_", "_ "), width, max_lines=lines, placeholder="...")
-    return "\n".join(row.replace("_ ", "_") for row in rows)
 
 
 def stretched(image: Tensor) -> Any:
@@ -96,59 +87,41 @@ def label_text(target: Tensor, class_names: Sequence[str]) -> str:
     return class_names[int(target)] if target >= 0 else "no label"
 
 
-def labelled_grid(images: Tensor, targets: Tensor, class_names: Sequence[str], columns: int = 8) -> Any:
-    """Images under their labels, uint8 of shape (height, width, 3), at a fraction of the cost of a figure.
+def prediction_texts(logits: Tensor, targets: Tensor, class_names: Sequence[str]) -> list[str]:
+    """The predicted class of each sample with its probability, and the true one where that is another.
+
+    Example:
+        >>> prediction_texts(torch.tensor([[9.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 1]), ["ant", "bee"])
+        ['ant (100 %)', 'ant (100 %), is bee']
+    """
+    shares, predicted = (part.tolist() for part in logits.softmax(1).max(1))
+    return [
+        f"{class_names[guess]} ({100 * share:.0f} %)" + (f", is {class_names[true]}" if 0 <= true != guess else "")
+        for guess, share, true in zip(predicted, shares, targets.tolist(), strict=True)
+    ]
+
+
+def labelled_grid(images: Tensor, labels: Sequence[str], columns: int = 8, side: int = 96) -> Any:
+    """Images under their labels, uint8 of shape (height, width, 3); those of mistakes, with ", is", are red.
 
     Args:
         images: of shape (n, 1 or 3, height, width), in any range: each is stretched to black and white.
-        targets: classes, of shape (n,), or soft labels of shape (n, classes).
+        side: of an image in the grid, in pixels.
     """
-    side, gap, line = 96, 6, 13
+    gap, line = 6, 13
     font = ImageFont.load_default(11)
-    labels = [_in_lines(label_text(target, class_names), side // 6, 2) for target in targets]
-    height = side + gap + line * max(1 + label.count("\n") for label in labels)
-    rows = -(-len(images) // columns)
-    grid = Image.new("RGB", (columns * (side + gap) + gap, rows * (height + gap) + gap), "white")
+    rows = [textwrap.wrap(text.replace("_", "_ "), side // 6, max_lines=4, placeholder="...") for text in labels]
+    texts = ["\n".join(row).replace("_ ", "_") for row in rows]
+    height = side + gap + line * max(map(len, rows))
+    grid = Image.new("RGB", (columns * (side + gap) + gap, -(-len(images) // columns) * (height + gap) + gap), "white")
     draw = ImageDraw.Draw(grid)
-    for i, (image, label) in enumerate(zip(images, labels, strict=True)):
+    for i, (image, text) in enumerate(zip(images, texts, strict=True)):
         left, top = gap + i % columns * (side + gap), gap + i // columns * (height + gap)
         tile = Image.fromarray((stretched(image) * 255).round().astype(np.uint8)).convert("RGB")
         scaling = Image.Resampling.NEAREST if max(tile.size) <= side else Image.Resampling.BILINEAR
-        draw.multiline_text((left, top), label, fill="black", font=font, spacing=1)
+        draw.multiline_text((left, top), text, fill="red" if ", is " in labels[i] else "black", font=font, spacing=1)
         grid.paste(tile.resize((side, side), scaling), (left, top + height - side))
     return np.asarray(grid)
-
-
-def samples_figure(
-    images: Tensor, logits: Tensor, targets: Tensor, class_names: Sequence[str], title: str, columns: int = 8
-) -> "Figure":
-    """A grid of images under their predictions, the wrong ones in red with the true class.
-
-    Args:
-        images: of shape (n, channels, height, width), in any range: each is stretched to black and white.
-        logits: of shape (n, classes).
-        targets: of shape (n,); a negative one is not known.
-    """
-    from matplotlib.figure import Figure
-
-    confidence, predicted = logits.softmax(1).max(1)
-    side = 1.35 if images.shape[3] <= 64 else 2.0  # In inches.
-    width = int(14 * side)
-    labels = []
-    wrong = ((predicted != targets) & (targets >= 0)).tolist()
-    for i, (guess, share, target) in enumerate(zip(predicted.tolist(), confidence.tolist(), targets.tolist())):
-        label = wrapped(f"{class_names[guess]} ({100 * share:.0f} %)", width)
-        labels.append(f"{label}\n{wrapped(f'is {class_names[target]}', width)}" if wrong[i] else label)
-    rows = max(1, -(-len(images) // columns))
-    tallest = max((label.count("\n") + 1 for label in labels), default=1)
-    figure = Figure(figsize=(side * columns, (side + 0.14 * tallest) * rows + 0.5), layout="constrained")
-    figure.suptitle(title)
-    for i, axes in enumerate(figure.subplots(rows, columns, squeeze=False).flat):
-        axes.set_axis_off()
-        if i < len(images):
-            axes.imshow(stretched(images[i]), cmap="gray")
-            axes.set_title(labels[i], fontsize=8, color="tab:red" if wrong[i] else "black")
-    return figure
 
 
 def confusion_figure(matrix: Tensor, class_names: Sequence[str], title: str) -> "Figure":
@@ -160,27 +133,18 @@ def confusion_figure(matrix: Tensor, class_names: Sequence[str], title: str) -> 
     from matplotlib.figure import Figure
 
     classes = len(class_names)
-    names = [wrapped(name, 32, lines=1) for name in class_names]
-    longest = max(map(len, names))
-    fontsize = 10 if classes <= 25 else 7
-    cells = min(16.0, max(3.0, (0.55 if classes <= 25 else 0.16) * classes))
-    side = cells + 1.2 + 0.0085 * fontsize * longest
+    side = min(16.0, max(4.0, 0.55 * classes)) + 0.07 * min(32, max(map(len, class_names)))
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.subplots()
     share = matrix / matrix.sum(1, keepdim=True).clamp(min=1)
     # A root: the few mistakes of a good classifier would be white on a linear scale.
     axes.imshow(share.sqrt().numpy(), cmap="Blues", vmin=0, vmax=1)
-    # More names than that would run into each other; then matplotlib numbers some.
-    if classes <= 120:
-        # An upright name needs room in its column.
-        angle = 0 if 0.009 * fontsize * longest < cells / classes else 45 if classes <= 25 else 90
-        axes.set_xticks(range(classes), names, fontsize=fontsize, rotation=angle)
-        if angle:
-            for label in axes.get_xticklabels():
-                label.set(ha="right", va="center", rotation_mode="anchor")
-        axes.set_yticks(range(classes), names, fontsize=fontsize)
     axes.set(title=title, xlabel="predicted", ylabel="true")
-    if classes <= 25:
+    if classes <= 25:  # Names and counts of more would run into each other.
+        # Between two dollars matplotlib reads a formula.
+        names = [textwrap.shorten(name.replace("$", r"\$"), 32, placeholder="...") for name in class_names]
+        axes.set_xticks(range(classes), names, rotation=90)
+        axes.set_yticks(range(classes), names)
         for (row, column), value in zip(torch.cartesian_prod(*[torch.arange(classes)] * 2), matrix.flatten()):
             if value:
                 colour = "white" if share[row, column] > 0.25 else "black"
@@ -216,7 +180,7 @@ class ClassificationImages(EvaluationSamples, pl.Callback):
     @override
     def _forget(self) -> None:
         self._num_classes = 0
-        self._samples: list[tuple[Tensor, ...]] = []
+        self._samples: list[tuple[Tensor, Tensor, Tensor]] = []
         self._worst: tuple[Tensor, ...] | None = None
 
     @override
@@ -229,11 +193,12 @@ class ClassificationImages(EvaluationSamples, pl.Callback):
         if not are_images(images) or not isinstance(targets, Tensor) or not self.samples or not len(images):
             return
         with best_effort("images in TensorBoard"):
+            images, targets = (part[: self.samples].detach().cpu() for part in (images.float(), targets))
             classes = targets.shape[1] if targets.dim() == 2 else int(targets.max()) + 1
             names = getattr(pl_module, "class_names", None) or [str(i) for i in range(classes)]
-            images, targets = (part[: self.samples].detach().cpu() for part in (images.float(), targets))
+            grid = labelled_grid(images, [label_text(target, names) for target in targets])
             for writer in tensorboards(trainer):
-                writer.add_image("train/samples", labelled_grid(images, targets, names), 0, dataformats="HWC")
+                writer.add_image("train/samples", grid, 0, dataformats="HWC")
                 writer.flush()
 
     @override
@@ -241,14 +206,11 @@ class ClassificationImages(EvaluationSamples, pl.Callback):
         if not isinstance(outputs, dict) or "logits" not in outputs or outputs["logits"].dim() != 2:
             return
         self._num_classes = outputs["logits"].shape[1]
-        images, targets = batch
-        if not are_images(images):
+        if found := samples_of_batch(outputs, batch, self.samples, batch_idx, batches[dataloader_idx]):
+            self._samples.append(found)
+        if not are_images(batch[0]):
             return
-        new: tuple[Tensor, ...] = (images, outputs["logits"].float(), targets)
-        if count := min(share_of_batch(self.samples, batch_idx, batches[dataloader_idx]), len(targets)):
-            step = len(targets) // count
-            # Copies: a slice would keep the whole batch in memory.
-            self._samples.append(tuple(part[::step][:count].clone() for part in new))
+        new: tuple[Tensor, ...] = (batch[0], outputs["logits"].float(), batch[1])
         if self._worst is not None:
             new = tuple(torch.cat(pair) for pair in zip(self._worst, new, strict=True))
         # A fixed number, with correct predictions where mistakes are few: counting them would wait for the device.
@@ -256,23 +218,21 @@ class ClassificationImages(EvaluationSamples, pl.Callback):
         self._worst = tuple(part[keep] for part in new)
 
     @override
-    def _figures(self, pl_module: pl.LightningModule, stage: str) -> "dict[str, Figure]":
+    def _figures(self, pl_module: pl.LightningModule, stage: str) -> dict[str, Any]:
         if not self._num_classes:
             return {}
-        matrix = getattr(pl_module, "confusion_matrix", None)
         names = getattr(pl_module, "class_names", None) or [str(i) for i in range(self._num_classes)]
-        figures = {}
+        matrix, figures = getattr(pl_module, "confusion_matrix", None), {}
         if self._samples:
             images, logits, targets = (torch.cat(parts).cpu() for parts in zip(*self._samples, strict=True))
-            title = f"{stage}: predictions"
-            figures[f"{stage}/predictions"] = samples_figure(images.float(), logits, targets, names, title)
+            texts = prediction_texts(logits, targets, names)
+            figures[f"{stage}/predictions"] = labelled_grid(images.float(), texts)
         if self._worst is not None:
             images, logits, targets = (part.cpu() for part in self._worst)
             keep = most_confident_mistakes(logits, targets, self.mistakes)
-            images, logits, targets = images[keep].float(), logits[keep], targets[keep]
             if len(keep):
-                title = f"{stage}: most confident mistakes"
-                figures[f"{stage}/mistakes"] = samples_figure(images, logits, targets, names, title)
+                texts = prediction_texts(logits[keep], targets[keep], names)
+                figures[f"{stage}/mistakes"] = labelled_grid(images[keep].float(), texts)
         if matrix is not None:
             figures[f"{stage}/confusion_matrix"] = confusion_figure(matrix.cpu(), names, f"{stage}: confusion matrix")
         return figures

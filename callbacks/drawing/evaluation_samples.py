@@ -1,7 +1,7 @@
 """What callbacks that draw have in common: samples kept of evaluation batches, shown when the evaluation ends."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -9,9 +9,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from callbacks.lib.best_effort import best_effort
 from callbacks.lib.trainer_attributes import callbacks_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["EvaluatedCheckpoint", "EvaluationSamples", "first_training_batch", "tensorboards"]
 
@@ -27,11 +24,13 @@ def first_training_batch(trainer: pl.Trainer, batch_idx: int) -> bool:
     return first and any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
 
 
-def rendered(figure: "Figure") -> Any:
-    """A figure as an array of pixels, uint8 of shape (height, width, 3): drawing it is what takes time."""
+def rendered(image: Any) -> Any:
+    """A figure of matplotlib as an array of pixels, uint8 of shape (height, width, 3); an array as it is."""
+    if isinstance(image, np.ndarray):
+        return image
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    canvas: Any = FigureCanvasAgg(figure)
+    canvas: Any = FigureCanvasAgg(image)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3]
 
@@ -64,8 +63,8 @@ class EvaluationSamples:
         """Keep samples of a batch; `batches` is the number of batches of each loader."""
         raise NotImplementedError
 
-    def _figures(self, pl_module: pl.LightningModule, stage: str) -> "dict[str, Figure]":
-        """Figures of the samples, by name; `stage` is "val" or "test"."""
+    def _figures(self, pl_module: pl.LightningModule, stage: str) -> dict[str, Any]:
+        """Figures of matplotlib or arrays of pixels, by name; `stage` is "val" or "test"."""
         raise NotImplementedError
 
     def _draw(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -73,10 +72,9 @@ class EvaluationSamples:
         if not trainer.is_global_zero or not writers:
             return
         with best_effort("images in TensorBoard"):
-            for name, figure in self._figures(pl_module, stage).items():
-                image = rendered(figure)
+            for name, image in self._figures(pl_module, stage).items():
                 for writer in writers:
-                    writer.add_image(name, image, self._step(trainer), dataformats="HWC")
+                    writer.add_image(name, rendered(image), self._step(trainer), dataformats="HWC")
                     writer.flush()
         self._forget()
 

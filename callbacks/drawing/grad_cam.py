@@ -8,25 +8,21 @@ what it would replace here is one call of `torch.autograd.grad`.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
-from callbacks.drawing.classification_images import are_images, share_of_batch, stretched, wrapped
+from callbacks.drawing.classification_images import label_text, labelled_grid, prediction_texts, samples_of_batch
 from callbacks.drawing.evaluation_samples import EvaluationSamples
 from callbacks.lib.layers import find_layer
 from datamodules.errors import UserError
 from datamodules.ranges import NATURAL, check_ranges
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["GradCAM", "grad_cam", "grad_cam_figure"]
+__all__ = ["GradCAM", "grad_cam", "grad_cam_grid"]
 
 
 @contextmanager
@@ -96,33 +92,21 @@ def grad_cam(module: nn.Module, layer: nn.Module | str, images: Tensor, classes:
     return torch.where(strongest > 0, maps / strongest, 0.0)
 
 
-def grad_cam_figure(
-    images: Tensor, maps: Tensor, logits: Tensor, targets: Tensor, class_names: Sequence[str], title: str
-) -> "Figure":
-    """Images with their true class, and below each the same under its map, with the class that the map explains.
+def grad_cam_grid(images: Tensor, maps: Tensor, logits: Tensor, targets: Tensor, class_names: Sequence[str]) -> Any:
+    """Images, and below each the same under its map, with the class that the map explains, as `labelled_grid`.
 
     Args:
-        images: of shape (n, channels, height, width), in any range.
+        images: of shape (n, 1 or 3, height, width), in any range.
         maps: of shape (n, height, width), 0 to 1.
         logits: of shape (n, classes).
         targets: of shape (n,); a negative one is not known.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(2.0 * len(images), 5.0), layout="constrained")
-    figure.suptitle(title)
-    confidence, predicted = (part.tolist() for part in logits.softmax(1).max(1))
-    true = targets.tolist()
-    for i, (above, below) in enumerate(figure.subplots(2, len(images), squeeze=False).T):
-        for axes in (above, below):
-            axes.set_axis_off()
-            axes.imshow(stretched(images[i]), cmap="gray")
-        below.imshow(maps[i].numpy(), cmap="turbo", vmin=0, vmax=1, alpha=0.5)
-        if true[i] >= 0:
-            above.set_title(wrapped(f"is {class_names[true[i]]}", 28), fontsize=8)
-        label = wrapped(f"{class_names[predicted[i]]} ({100 * confidence[i]:.0f} %)", 28)
-        below.set_title(label, fontsize=8, color="tab:red" if 0 <= true[i] != predicted[i] else "black")
-    return figure
+    low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
+    grey = ((images - low) / (high - low).clamp(min=1e-6)).expand(-1, 3, -1, -1)
+    # From blue to red.
+    heat = torch.stack((maps, torch.zeros_like(maps), 1 - maps), 1)
+    labels = [label_text(target, class_names) for target in targets] + prediction_texts(logits, targets, class_names)
+    return labelled_grid(torch.cat((grey, (grey + heat) / 2)), labels, columns=len(images), side=192)
 
 
 class GradCAM(EvaluationSamples, pl.Callback):
@@ -152,7 +136,6 @@ class GradCAM(EvaluationSamples, pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         find_layer(pl_module, self.layer)
-        self._split = isinstance(trainer.strategy, ModelParallelStrategy)
 
     @override
     def _forget(self) -> None:
@@ -160,23 +143,14 @@ class GradCAM(EvaluationSamples, pl.Callback):
 
     @override
     def _keep(self, outputs: Any, batch: Any, batch_idx: int, batches: Sequence[float], dataloader_idx: int) -> None:
-        if not isinstance(outputs, dict) or "logits" not in outputs or not are_images(batch[0]):
-            return
-        if self._split:
-            return  # The backward pass would wait for the other ranks.
-        images, targets = batch
-        if count := min(share_of_batch(self.samples, batch_idx, batches[dataloader_idx]), len(images)):
-            step = len(images) // count
-            images, logits, targets = (part[::step][:count].clone() for part in (images, outputs["logits"], targets))
-            self._kept.append((images, logits, targets))
+        if found := samples_of_batch(outputs, batch, self.samples, batch_idx, batches[dataloader_idx]):
+            self._kept.append(found)
 
     @override
-    def _figures(self, pl_module: pl.LightningModule, stage: str) -> "dict[str, Figure]":
+    def _figures(self, pl_module: pl.LightningModule, stage: str) -> dict[str, Any]:
         if not self._kept:
             return {}
         images, logits, targets = (torch.cat(parts) for parts in zip(*self._kept, strict=True))
         maps = grad_cam(pl_module, self.layer, images, logits.argmax(1)).cpu()
         names = getattr(pl_module, "class_names", None) or [str(i) for i in range(logits.shape[1])]
-        images, logits, targets = images.float().cpu(), logits.float().cpu(), targets.cpu()
-        title = f"{stage}: Grad-CAM of the predicted class"
-        return {f"{stage}/grad_cam": grad_cam_figure(images, maps, logits, targets, names, title)}
+        return {f"{stage}/grad_cam": grad_cam_grid(images.float().cpu(), maps, logits.cpu(), targets.cpu(), names)}

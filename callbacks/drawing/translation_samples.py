@@ -7,12 +7,11 @@ import lightning.pytorch as pl
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks.drawing.evaluation_samples import EvaluationSamples, first_training_batch, tensorboards
+from callbacks.drawing.evaluation_samples import EvaluationSamples, tensorboards
 from callbacks.lib.best_effort import best_effort
 from datamodules.ranges import NATURAL, check_ranges
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["Translation", "TranslationSamples", "attention_figure", "translations_table"]
@@ -43,12 +42,6 @@ def _cell(text: str) -> str:
     return text.replace("<", "&lt;").replace("|", "&#124;")
 
 
-def pairs_table(sources: Sequence[str], targets: Sequence[str]) -> str:
-    """Pairs of sentences as a table in Markdown."""
-    rows = [f"| {_cell(source)} | {_cell(target)} |" for source, target in zip(sources, targets, strict=True)]
-    return "\n".join(["| source | target |", "|---|---|", *rows])
-
-
 def translations_table(samples: Sequence[Translation]) -> str:
     """Samples as a table in Markdown, with a tick at those that equal the reference.
 
@@ -65,19 +58,6 @@ def translations_table(samples: Sequence[Translation]) -> str:
     )
 
 
-def _draw_attention(axes: "Axes", sample: Translation, source: list[str], tokens: list[str]) -> None:
-    weights = sample.attention
-    assert weights is not None
-    axes.imshow(weights[: len(tokens), : len(source)].float().numpy(), cmap="Blues", vmin=0, vmax=1, aspect="equal")
-    axes.set_xticks(range(len(source)), source, rotation=90)
-    axes.set_yticks(range(len(tokens)), tokens)
-    axes.xaxis.tick_top()
-    axes.set_xticks([i - 0.5 for i in range(1, len(source))], minor=True)
-    axes.set_yticks([i - 0.5 for i in range(1, len(tokens))], minor=True)
-    axes.grid(which="minor", color="white", linewidth=0.5)
-    axes.tick_params(which="both", length=0, labelsize=9)
-
-
 def attention_figure(samples: Sequence[Translation], title: str | None = None, columns: int = 3) -> "Figure":
     """Heat maps of the attention weights: a row for each target token, a column for each source token.
 
@@ -92,15 +72,17 @@ def attention_figure(samples: Sequence[Translation], title: str | None = None, c
     rows = -(-len(samples) // columns)
     longest = max(len(token) for pair in tokens for side in pair for token in side)
     # Inches: a third for each token, and room for the longest beside them.
-    width = 0.33 * max(len(source) for source, _ in tokens) + 0.1 * longest + 0.3
-    height = 0.33 * max(len(target) for _, target in tokens) + 0.1 * longest + 0.3
-    size = max(2.0, columns * width), max(2.0, rows * height + (0.4 if title else 0.0))
-    figure = Figure(figsize=size, layout="constrained")
-    if title:
-        figure.suptitle(title)
+    width, height = (0.33 * max(len(pair[side]) for pair in tokens) + 0.1 * longest + 0.3 for side in (0, 1))
+    figure = Figure(figsize=(max(2.0, columns * width), max(2.0, rows * height + 0.4)), layout="constrained")
+    figure.suptitle(title or "")
     panels = figure.subplots(rows, columns, squeeze=False).flat
     for axes, sample, (source, target) in zip(panels, samples, tokens):
-        _draw_attention(axes, sample, source, target)
+        weights = sample.attention
+        assert weights is not None
+        axes.imshow(weights[: len(target), : len(source)].float().numpy(), cmap="Blues", vmin=0, vmax=1)
+        axes.set_xticks(range(len(source)), source, rotation=90)
+        axes.set_yticks(range(len(target)), target)
+        axes.xaxis.tick_top()
     for axes in list(figure.axes)[len(samples) :]:
         axes.set_axis_off()
     return figure
@@ -113,8 +95,7 @@ class TranslationSamples(EvaluationSamples, pl.Callback):
     training and of a test, on rank 0. It needs a module whose evaluation steps return lists of ``sources``,
     ``translations`` and ``references``, and may add ``attention``, a function from a sentence's index in the batch to
     weights of shape (time, source), or to None, and ``tokens``, a function from that index to the tokens of source and
-    translation. Where it has a method ``sentences``, which returns the sources and the
-    references of a batch as text, the first pairs of a run are logged at its start.
+    translation.
 
     Args:
         samples: sentences to show.
@@ -127,19 +108,6 @@ class TranslationSamples(EvaluationSamples, pl.Callback):
         check_ranges(samples=(samples, NATURAL))
         self.samples = samples
         self._forget()
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        sentences = getattr(pl_module, "sentences", None)
-        if not first_training_batch(trainer, batch_idx) or not callable(sentences):
-            return
-        with best_effort("texts in TensorBoard"):
-            sources, targets = sentences(batch)
-            for writer in tensorboards(trainer):
-                writer.add_text("train/pairs", pairs_table(sources[: self.samples], targets[: self.samples]), 0)
-                writer.flush()
 
     @override
     def _forget(self) -> None:
@@ -160,7 +128,7 @@ class TranslationSamples(EvaluationSamples, pl.Callback):
             self._shown.append(Translation(outputs["sources"][i], texts[i], outputs["references"][i], weights, pieces))
 
     @override
-    def _figures(self, pl_module: pl.LightningModule, stage: str) -> "dict[str, Figure]":
+    def _figures(self, pl_module: pl.LightningModule, stage: str) -> dict[str, Any]:
         maps = [sample for sample in self._shown if sample.attention is not None]
         return {f"{stage}/attention": attention_figure(maps, f"{stage}: attention weights")} if maps else {}
 

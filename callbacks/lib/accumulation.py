@@ -5,7 +5,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,19 +18,17 @@ from datamodules.errors import UserError
 
 __all__ = [
     "AccumulationWindow",
-    "MeanLoss",
     "batches_for_samples",
+    "check_closures",
     "check_schedule",
     "check_single_accumulation",
     "check_strategy",
     "current_factor",
     "describe_second_call",
     "ends_window",
-    "is_replicated",
     "move_place_in_epoch",
     "samples_per_batch",
     "scale_gradients",
-    "uses_loss",
     "warn_of_separate_statistics",
     "weigh_loss",
 ]
@@ -113,21 +110,14 @@ class AccumulationWindow:
     ) -> tuple[float | Tensor, float | Tensor]:
         """The weight of the gradients so far, and that of the last micro-batch."""
         self._total = self._total + count
-        divisor = self._divisor(world_size, sum_over_ranks)
-        return self._close(divisor), count * self._divided_by / divisor
-
-    def close(
-        self, world_size: int = 1, sum_over_ranks: Callable[[float | Tensor], float | Tensor] | None = None
-    ) -> float | Tensor:
-        """The weight of the gradients so far, where no micro-batch follows."""
-        return self._close(self._divisor(world_size, sum_over_ranks))
-
-    def _divisor(
-        self, world_size: int, sum_over_ranks: Callable[[float | Tensor], float | Tensor] | None
-    ) -> float | Tensor:
         total = self._total if sum_over_ranks is None else sum_over_ranks(self._total)
         # DDP averages over the ranks, so each divides by the targets of an average rank.
-        return at_least_one(total) / world_size
+        divisor = at_least_one(total) / world_size
+        return self._close(divisor), count * self._divided_by / divisor
+
+    def close(self) -> float | Tensor:
+        """The weight of the gradients so far, where no micro-batch follows."""
+        return self._close(at_least_one(self._total))
 
     def _close(self, divisor: float | Tensor) -> float | Tensor:
         earlier = 1.0 if self._unit is None else self._unit / divisor
@@ -135,70 +125,25 @@ class AccumulationWindow:
         return earlier
 
 
-def uses_loss(optimizer: Optimizer) -> bool:
-    """Whether a step may depend on the loss that its closure returns: of torch's own optimisers only LBFGS's does."""
-    return isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith("torch.optim.")
-
-
-class MeanLoss:
-    """The mean loss over all targets of an update, which the optimiser gets from its closure.
-
-    Line searches decide by that loss how far to go and when to end. By the loss of its own batch each rank would decide
-    for itself, and wait in collective calls that the others do not make.
+def check_closures(trainer: pl.Trainer, largest: int) -> None:
+    """Refuses LBFGS where its closure would compute a part of the update.
 
     Args:
-        optimizer: its closures return this mean, until `remove`.
+        largest: micro-batches of an update.
 
-    Example:
-        >>> optimizer = LBFGS([torch.zeros(1, requires_grad=True)])
-        >>> loss = MeanLoss(optimizer)
-        >>> loss.add(torch.tensor(5.0), 1)
-        >>> loss.add(torch.tensor(1.0), 3)
-        >>> loss.close(loss.total, 4)
-        >>> optimizer.step(closure=lambda: torch.tensor(1.0))
-        tensor(2.)
-        >>> loss.remove()
+    Raises:
+        UserError: there are several devices or micro-batches.
     """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.total: float | Tensor = 0.0
-        """The sum of the losses over the targets since the last `close`."""
-        self._mean: float | Tensor = 0.0
-        self._handle = optimizer.register_step_pre_hook(self._before_step)
-
-    def add(self, loss: Tensor, count: float | Tensor) -> None:
-        """Add a mean loss over so many targets; a mean over none may be NaN."""
-        if isinstance(count, Tensor):
-            self.total = self.total + torch.where(count > 0, loss.detach() * count, 0.0)
-        elif count:
-            self.total = self.total + loss.detach() * count
-
-    def close(self, total: float | Tensor, count: float | Tensor) -> None:
-        """Set the mean, from the sum of the losses and the number of targets, over all ranks."""
-        self._mean, self.total = total / at_least_one(count), 0.0
-
-    def remove(self) -> None:
-        """Leave the optimiser as it was."""
-        self._handle.remove()
-
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = kwargs.get("closure")
-        if closure is None:
-            return None  # A step that calls its parent class's step runs this once for each.
-
-        def with_mean() -> Any:
-            loss = closure()
-            return loss if loss is None else torch.as_tensor(self._mean, dtype=loss.dtype, device=loss.device)
-
-        return args, kwargs | {"closure": with_mean}
+    if (largest > 1 or trainer.world_size > 1) and isinstance(trainer.optimizers[0], LBFGS):
+        raise UserError(describe_second_call(trainer.optimizers[0]))
 
 
-def describe_second_call(optimizer: Optimizer, steps: int) -> str:
-    """What is wrong with an optimiser that calls its closure again, where an update has several micro-batches."""
-    name = type(optimizer).__name__
+def describe_second_call(optimizer: Optimizer) -> str:
+    """What is wrong with an optimiser that calls its closure again on several devices or micro-batches."""
     return (
-        f"{name} calls its closure several times per update, but of the {steps} micro-batches of an update only the"
-        " last can be computed again: pass steps=1 and a `batch_size` that holds the whole update, or another optimiser"
+        f"{type(optimizer).__name__} calls its closure several times per update, which is exact on one device with one"
+        " micro-batch per update only: pass devices=1, steps=1 and a `batch_size` that holds the whole update, or"
+        " another optimiser"
     )
 
 
@@ -223,24 +168,14 @@ def check_single_accumulation(trainer: pl.Trainer, pl_module: pl.LightningModule
         raise UserError(f"{' and '.join(found)} would both accumulate: keep one GradientAccumulation")
 
 
-def is_replicated(strategy: Strategy) -> bool:
-    """Whether each rank holds the whole model, and no forward pass waits for another rank's: one device, or DDP."""
-    # DeepSpeed's strategy is derived from Lightning's DDP.
-    return isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) and not strategy.handles_gradient_accumulation
-
-
 def check_strategy(trainer: pl.Trainer, accumulates: bool) -> bool:
     """Whether counts weigh: the strategy averages gradients over the ranks as DDP does, or there is one rank.
-
-    FSDP2 averages them, too, but after every micro-batch.
 
     Raises:
         UserError: they do not, and the run is to accumulate.
     """
     strategy = trainer.strategy
     averages = isinstance(strategy.model, DistributedDataParallel) or trainer.world_size == 1
-    if isinstance(strategy, ModelParallelStrategy) and not accumulates:
-        averages = strategy.device_mesh["data_parallel"].size() == trainer.world_size
     if averages and not strategy.handles_gradient_accumulation:
         return True
     name = type(strategy).__name__

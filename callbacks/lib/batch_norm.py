@@ -20,11 +20,10 @@ from typing_extensions import override
 from datamodules.errors import UserError
 
 __all__ = [
-    "average_statistics",
+    "broadcast_tensors",
     "check_batchnorm",
     "combine_moments",
     "exempt_from_broadcast",
-    "is_synchronised",
     "processes_together",
     "recalibrate",
     "restore_batchnorm",
@@ -75,7 +74,7 @@ def running_statistics(layer: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _SynchronisedFunction(torch.autograd.Function):
-    """Normalises with the statistics of a group: one all-gather forwards, one all-reduce backwards.
+    """Normalises with the statistics of all processes: one all-gather forwards, one all-reduce backwards.
 
     The gradients of weight and bias are this process's part, as everywhere under DDP, which averages them.
     """
@@ -89,16 +88,15 @@ class _SynchronisedFunction(torch.autograd.Function):
         running: tuple[Tensor, Tensor] | None,
         momentum: float,
         eps: float,
-        group: dist.ProcessGroup | None,
     ) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         moments = _local_moments(x, dtype)
-        parts = [torch.empty_like(moments) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, moments, group)
+        parts = [torch.empty_like(moments) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, moments)
         mean, variance, total = combine_moments(torch.stack(parts))
         if total == 1:
             raise ValueError(
-                "batch normalisation found 1 value per channel in the whole group, expected 2 or more: "
+                "batch normalisation found 1 value per channel on all processes, expected 2 or more: "
                 "pass drop_last=True or a larger batch size"
             )
         if running is not None and total > 0:
@@ -106,7 +104,7 @@ class _SynchronisedFunction(torch.autograd.Function):
             running[1].lerp_((variance * (total / (total - 1))).to(running[1].dtype), momentum)
         mean, variance = mean.to(dtype), variance.to(dtype)
         ctx.save_for_backward(x, weight, mean, variance)
-        ctx.eps, ctx.group, ctx.total = eps, group, max(total.item(), 1)
+        ctx.eps, ctx.total = eps, max(total.item(), 1)
         if x.numel() == 0:
             return torch.empty_like(x)
         weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
@@ -129,7 +127,7 @@ class _SynchronisedFunction(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # A process without samples has nothing to add, but the others wait for it.
             sums = sums.clone()
-            dist.all_reduce(sums, group=ctx.group)
+            dist.all_reduce(sums)
             scale = (variance + ctx.eps).rsqrt()
             scale = scale if weight is None else scale * weight.to(scale.dtype)
             slope, shift = (-scale * sums / ctx.total).to(scale.dtype)
@@ -142,7 +140,7 @@ class _SynchronisedFunction(torch.autograd.Function):
                 # torch.batch_norm: the function in nn.functional of torch 2.11 refuses an eps of 0.
                 scaled = torch.batch_norm(grad_output, scale, None, unit - 1, unit, False, 0.0, 0.0, False)
                 grad_input = scaled.add_(projection)
-        return grad_input, grad_weight, grad_bias, None, None, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None
 
 
 def _not_compiled(function: Function) -> Function:
@@ -154,7 +152,7 @@ class _Synchronised(_BatchNorm):
     """The second base of the classes that `sync_batchnorm` makes."""
 
     original: ClassVar[type[_BatchNorm]]
-    process_group: ClassVar[dist.ProcessGroup | None]
+    process_group: ClassVar[None] = None  # For torch's `forward`.
     _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
     @override
@@ -177,7 +175,7 @@ class _Synchronised(_BatchNorm):
             momentum = 1.0 / batches.item() if momentum is None else momentum
             running = (mean, variance)
         apply: Callable[..., Tensor] = _SynchronisedFunction.apply
-        return apply(input, self.weight, self.bias, running, momentum, self.eps, self.process_group)
+        return apply(input, self.weight, self.bias, running, momentum, self.eps)
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -192,8 +190,8 @@ def _normalise_drop_activate(layer: Any, inputs: Tensor) -> Tensor:
     return outputs
 
 
-def _synchronised_class(cls: type[_BatchNorm], process_group: dist.ProcessGroup | None) -> type[_BatchNorm]:
-    attributes: dict[str, Any] = {"original": cls, "process_group": process_group}
+def _synchronised_class(cls: type[_BatchNorm]) -> type[_BatchNorm]:
+    attributes: dict[str, Any] = {"original": cls}
     forward = cls.forward
     if (forward.__module__, forward.__qualname__) == ("timm.layers.norm_act", "BatchNormAct2d.forward"):
         attributes["forward"] = _normalise_drop_activate
@@ -213,7 +211,7 @@ def check_batchnorm(module: nn.Module) -> None:
         UserError: a subclass normalises in a `forward` of its own.
     """
     for layer in _changeable(module):
-        _synchronised_class(type(layer), None)
+        _synchronised_class(type(layer))
 
 
 def _changeable(module: nn.Module) -> list[_BatchNorm]:
@@ -221,15 +219,12 @@ def _changeable(module: nn.Module) -> list[_BatchNorm]:
     return [m for m in module.modules() if isinstance(m, _BatchNorm) and not isinstance(m, done)]
 
 
-def sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
-    """Makes every batch normalisation layer of a module normalise over a process group, in place.
+def sync_batchnorm(module: nn.Module) -> None:
+    """Makes every batch normalisation layer of a module normalise over all processes, in place.
 
     `restore_batchnorm` undoes it. CUDA and other accelerators run torch's kernels, the CPU ours. Batch sizes may differ
     between processes and be zero on some. Layers in evaluation mode keep using their running statistics. Each process
     must call the layers in the same order. Layers with an activation inside, timm's BatchNormAct2d, are changed, too.
-
-    Args:
-        process_group: all processes if None.
 
     Raises:
         UserError: a subclass normalises in a `forward` of its own.
@@ -244,15 +239,10 @@ def sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = 
         'BatchNorm2d'
     """
     layers = _changeable(module)
-    classes = {cls: _synchronised_class(cls, process_group) for cls in {type(layer) for layer in layers}}
+    classes = {cls: _synchronised_class(cls) for cls in {type(layer) for layer in layers}}
     for layer in layers:
         untyped: Any = layer
         untyped.__class__ = classes[type(layer)]
-
-
-def is_synchronised(layer: nn.Module) -> bool:
-    """Whether a layer normalises over several processes, as ours or torch's."""
-    return isinstance(layer, (_Synchronised, nn.SyncBatchNorm))
 
 
 def processes_together(module: nn.Module, world_size: int) -> int | None:
@@ -262,12 +252,11 @@ def processes_together(module: nn.Module, world_size: int) -> int | None:
         >>> processes_together(nn.BatchNorm2d(3), 8), processes_together(nn.BatchNorm2d(3).eval(), 8)
         (1, None)
     """
-    layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.training]
+    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.training]
     if not layers:
         return None
-    if world_size == 1 or not all(map(is_synchronised, layers)):
-        return 1
-    return min(dist.get_world_size(layer.process_group) for layer in layers)
+    synchronised = all(isinstance(layer, (_Synchronised, nn.SyncBatchNorm)) for layer in layers)
+    return world_size if synchronised else 1
 
 
 def restore_batchnorm(module: nn.Module) -> None:
@@ -284,6 +273,16 @@ def running_buffers(module: nn.Module) -> list[Tensor]:
     return [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
 
 
+def broadcast_tensors(tensors: Sequence[Tensor]) -> None:
+    """Replaces tensors by those of rank 0, with one broadcast for each data type."""
+    for dtype in {tensor.dtype: None for tensor in tensors}:
+        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in same])
+        dist.broadcast(flat, 0)
+        for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
 def exempt_from_broadcast(ddp: DistributedDataParallel) -> None:
     """Keeps DDP from replacing running statistics with those of rank 0 before each forward pass."""
     layers = {id(buffer) for buffer in running_buffers(ddp.module)}
@@ -297,30 +296,6 @@ def exempt_from_broadcast(ddp: DistributedDataParallel) -> None:
         ddp.broadcast_buffers = False
     else:
         ddp.parameters_to_ignore |= {name for name, is_ours in names.items() if is_ours}
-
-
-@torch.no_grad()
-def average_statistics(module: nn.Module) -> None:
-    """Replaces the running statistics of batch normalisation layers by their means over all processes, in place.
-
-    Every process must call it; one all-reduce in all. The mean over processes is taken as the running mean is over
-    time: means of means, means of variances. That commutes with the running update, so a run learns the same however
-    often it is evaluated or saved; adding the variance between the processes' means would not.
-
-    DDP overwrites all statistics with those of rank 0 before each forward pass, so under plain DDP pass
-    ``broadcast_buffers=False``, or only the last step of the other ranks enters. ``SyncBN(group_size=1)`` does both.
-    """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return
-    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    buffers = [b for layer in layers for b in (layer.running_mean, layer.running_var) if b is not None]
-    if not buffers:
-        return
-    # In float64 the mean of equal float32 numbers is that number, for any number of processes.
-    flat = torch.cat([buffer.double() for buffer in buffers])
-    dist.all_reduce(flat)
-    for buffer, mean in zip(buffers, (flat / dist.get_world_size()).split([len(b) for b in buffers]), strict=True):
-        buffer.copy_(mean)
 
 
 @torch.no_grad()

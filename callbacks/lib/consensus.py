@@ -14,14 +14,7 @@ from torch import Tensor
 
 from callbacks.lib.targets import sum_over_ranks
 
-__all__ = ["DeferredFlags", "FlagAllReduce", "SumWithFlag", "collectives_made"]
-
-
-def collectives_made() -> int:
-    """How many collective calls this process has made so far, in all process groups."""
-    # There is no public name of either; a test holds them.
-    groups: Any = dist.distributed_c10d._world.pg_map
-    return sum(group._get_sequence_number_for_group() for group in groups)
+__all__ = ["DeferredFlags", "FlagAllReduce", "SumWithFlag"]
 
 
 class FlagAllReduce:
@@ -60,27 +53,17 @@ class FlagAllReduce:
 
     def maximum(self, *values: float) -> list[float]:
         """The largest of each value over the ranks."""
-        return self.start_maximum(*values)()
-
-    def start_maximum(self, *values: float) -> Callable[[], list[float]]:
-        """The same while others are computed or reduced; returns how to wait for the result."""
-        found: Tensor = torch.tensor(values, dtype=torch.float64)
-        work = None if self._single else dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group, async_op=True)
-
-        def wait() -> list[float]:
-            if work is not None:
-                work.wait()
-            return found.tolist()
-
-        return wait
+        found = torch.tensor(values, dtype=torch.float64)
+        if not self._single:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return list(found.tolist())
 
 
 class DeferredFlags:
     """Reads sums of flags without waiting for the device that computes them.
 
     On a CPU the last sum is read at once. Elsewhere it is copied behind the work queued so far, and read one update
-    later, when the device has the next one to work on. An optimiser that calls its closure several times sends several
-    sums per update, of which the last counts.
+    later, when the device has the next one to work on.
     """
 
     def __init__(self) -> None:
@@ -110,10 +93,10 @@ class DeferredFlags:
 
 
 class SumWithFlag:
-    """Sums numbers over the ranks once per update, and a flag in the same all-reduce.
+    """Sums a number over the ranks once per update, and a flag in the same all-reduce.
 
     Attributes:
-        flag: asked on each rank for its flag; without it only the numbers are summed.
+        flag: asked on each rank for its flag; without it only the number is summed.
     """
 
     def __init__(self) -> None:
@@ -124,22 +107,20 @@ class SumWithFlag:
         """Forget the flags of an earlier run."""
         self._flags = DeferredFlags()
 
-    def __call__(self, *values: float | Tensor, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-        """The sums over the ranks, without waiting for the device."""
-        if self.flag is None and len(values) == 1:
-            return [sum_over_ranks(values[0], device, dtype)]
-        flag = [] if self.flag is None else [float(self.flag())]
+    def __call__(self, value: float | Tensor, *, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The sum over the ranks, without waiting for the device."""
+        if self.flag is None:
+            return sum_over_ranks(value, device, dtype)
         # Not `as_tensor` of a number, which is a copy that waits for the device.
         numbers = [
-            value.to(device, dtype, non_blocking=True)
-            if isinstance(value, Tensor)
-            else torch.full((), value, device=device, dtype=dtype)
-            for value in (*values, *flag)
+            part.to(device, dtype, non_blocking=True)
+            if isinstance(part, Tensor)
+            else torch.full((), part, device=device, dtype=dtype)
+            for part in (value, float(self.flag()))
         ]
-        sums = list(sum_over_ranks(torch.stack(numbers), device, dtype).unbind())
-        if flag:
-            self._flags.push(sums.pop())
-        return sums
+        total, flags = sum_over_ranks(torch.stack(numbers), device, dtype).unbind()
+        self._flags.push(flags)
+        return total
 
     def any_flag(self) -> bool:
         """Whether the flag was set on any rank, to be called once per update.

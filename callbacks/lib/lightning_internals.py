@@ -29,21 +29,17 @@ __all__ = [
     "RUNNING_HOOK",
     "HookCalls",
     "PlateauSteps",
-    "TrainingBatch",
     "add_epoch_sums",
     "attached_trainer",
     "collective_timeout",
     "deal_to_ranks",
     "epoch_sums",
-    "forget_module",
     "hook_calls",
-    "keep_logged",
     "keep_signal_handlers",
     "make_no_update",
     "means_of_trained_epoch",
     "original_training_loader",
     "raised_by_restoring",
-    "replace_closures",
     "replace_hook_calls",
     "restart_training_loaders",
     "resume_max_steps_at_epoch_end",
@@ -52,7 +48,6 @@ __all__ = [
     "save_untrained",
     "saves_within_epochs",
     "set_collective_timeout",
-    "set_logged_batch",
     "set_writer",
     "skips_backward",
     "stop_after_updates",
@@ -116,12 +111,6 @@ def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
     """The Trainer that runs a module; None where `LightningModule.trainer` would raise."""
     trainer: pl.Trainer | None = module._trainer
     return trainer
-
-
-def forget_module(callback: pl.Callback) -> None:
-    """Removes the methods `log` of a module that Lightning gives to each callback, and that keep the module alive."""
-    for name in ("log", "log_dict"):
-        vars(callback).pop(name, None)
 
 
 # The loops
@@ -263,90 +252,6 @@ def means_of_trained_epoch(trainer: pl.Trainer, names: Collection[str]) -> dict[
             found[name] = metric.compute()
             metric._computed = None
     return found
-
-
-def keep_logged(trainer: pl.Trainer) -> Callable[[], None]:
-    """Notes what `log` holds of the running loop, and which hook runs; returns how to put both back."""
-    module: Any = trainer.lightning_module
-    hook = vars(module)[RUNNING_HOOK]
-    results: Any = trainer._results
-    logged = {
-        key: {name: value.clone() if isinstance(value, Tensor) else value for name, value in vars(metric).items()}
-        for key, metric in (results or {}).items()
-        if metric.is_tensor
-    }
-
-    def restore() -> None:
-        vars(module)[RUNNING_HOOK] = hook
-        for key in [key for key, metric in (results or {}).items() if metric.is_tensor and key not in logged]:
-            del results[key]
-        for key, values in logged.items():
-            vars(results[key]).update(values)
-
-    return restore
-
-
-def set_logged_batch(trainer: pl.Trainer, batch: Any) -> None:
-    """Sets the batch by whose size `log` weighs a mean."""
-    results: Any = trainer._results
-    if results is not None:
-        results.batch, results.batch_size = batch, None
-
-
-class TrainingBatch(NamedTuple):
-    """What Lightning's closure computes of a batch, in parts.
-
-    Args:
-        batch: on the device.
-        step: `training_step` of a batch; the result has ``closure_loss``, ``loss`` (detached) and ``extra``.
-        zero_grad: with its hooks; None where gradients accumulate.
-        backward: with its hooks.
-        makes_update: whether the optimiser steps after this batch.
-        plain: all of it, as Lightning does.
-        nothing: the result of a step that returned None.
-    """
-
-    batch: Any
-    step: Callable[[Any], Any]
-    zero_grad: Callable[[], None] | None
-    backward: Callable[[Tensor], None]
-    makes_update: bool
-    plain: Callable[[], Any]
-    nothing: Callable[[], Any]
-
-
-def replace_closures(trainer: pl.Trainer, compute: Callable[[TrainingBatch], Any]) -> Callable[[], None]:
-    """Lets a function compute loss and gradients of each training batch; returns how to undo it.
-
-    Closures of a `dataloader_iter`, and those without backward pass, stay as they are.
-
-    Args:
-        compute: returns a result as `TrainingBatch.step` does.
-    """
-    loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
-    make = loop._make_closure
-    with_gradients = torch.enable_grad()(compute)
-
-    def make_closure(kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
-        closure = make(kwargs, optimizer, batch_idx)
-        if "batch" in kwargs and closure._backward_fn is not None:
-            parts = TrainingBatch(
-                kwargs["batch"],
-                lambda batch: loop._training_step(type(kwargs)(kwargs, batch=batch)),
-                closure._zero_grad_fn,
-                closure._backward_fn,
-                not trainer.fit_loop._should_accumulate(),
-                closure.closure,
-                lambda: loop.output_result_cls.from_training_step_output(None),
-            )
-            closure.closure = lambda *_, **__: with_gradients(parts)
-        return closure
-
-    def undo() -> None:
-        vars(loop).pop("_make_closure", None)
-
-    loop._make_closure = make_closure
-    return undo
 
 
 def uncount_update(loop_state: dict[str, Any]) -> None:

@@ -112,11 +112,6 @@ class RateFactor:
             optimizer.register_step_post_hook(self._after_step),
         ]
 
-    def abandon_step(self) -> None:
-        """Put the rates back after a step that has raised an exception."""
-        self._depth = 0
-        self._restore()
-
     def remove(self) -> None:
         """Leave the optimiser as it was."""
         self._restore()

@@ -19,7 +19,6 @@ __all__ = [
     "begin_noise",
     "dropout_factors",
     "end_noise",
-    "narrow_noise",
     "noise_keys",
     "number_layers",
     "repeat_noise",
@@ -132,13 +131,6 @@ def repeat_noise() -> None:
     """The next forward pass over the same samples draws the same noise again, as for an optimizer's closure."""
     if _noise is not None:
         _noise.calls.clear()
-
-
-def narrow_noise(piece: slice) -> None:
-    """The next forward passes are over a piece of the micro-batch for which `begin_noise` was called."""
-    global _noise
-    if _noise is not None and _noise.open:
-        _noise = _Noise(_noise.batch[piece], _noise.batch)
 
 
 @contextmanager

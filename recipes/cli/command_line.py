@@ -21,7 +21,7 @@ from callbacks.lib.slurm_job import requeue_on
 from datamodules.errors import RunFailedError, UserError, system_failure
 from recipes.cli.commands import Trained, carry_out
 from recipes.cli.console import configure_logging
-from recipes.cli.experiment import AUTO, FIND, Classes, Settings, build_experiment, takes_inputs
+from recipes.cli.experiment import Classes, Settings, build_experiment, takes_inputs
 from recipes.cli.flags import FlagGroup, FlagParser, help_width, nearest, without_markup
 from recipes.cli.help_cache import keep_help
 from recipes.cli.limits import LIMIT_TEXTS, check_trainer_numbers
@@ -38,10 +38,11 @@ from recipes.failures.orphans import declare_parent, drop_inherited_variables, e
 from recipes.failures.rendezvous import UPDATES_DONE
 from recipes.launch.devices import detect_machine, devices_of, shared_cores
 from recipes.launch.host_tuning import stop_gpu_search, tune_allocator
-from recipes.launch.plan import Launch, check_strategy, plan_launch
+from recipes.launch.plan import Launch, plan_launch
 from recipes.launch.precision import check_precision, resolve_precision
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.launch.settings import Command, LaunchSettings, flag_of
+from recipes.launch.strategies import check_strategy
 from recipes.launch.streams import end_after_printing, print_error, secure_streams
 from recipes.recipe import Recipe
 from recipes.results.stopwatch import process_age
@@ -156,19 +157,11 @@ def _print_texts(title: str, texts: dict[str, str], width: int) -> None:
 def _build_parser(classes: Classes, program: str) -> FlagParser:
     trainer_skips = frozenset((_OWN_TRAINER_PARAMETERS + _REPLACED_TRAINER_PARAMETERS).split())
     trainer_common = frozenset(_COMMON_TRAINER_PARAMETERS.split())
-    find = (FIND, "chooses it by a range test before the run")
-    auto = (AUTO, "finds the largest that fits into memory and is no slower")
     groups = [
         FlagGroup("Run", RunSettings, common=frozenset(_COMMON_RUN_SETTINGS.split())),
         FlagGroup("Launch", LaunchSettings, common=frozenset(_COMMON_LAUNCH_SETTINGS.split())),
-        FlagGroup(
-            "Data",
-            classes.data,
-            frozenset({"predict_inputs"}),
-            rare=classes.declared.rare_parameters,
-            literals={"batch_size": auto},
-        ),
-        FlagGroup("Recipe", classes.recipe, rare=classes.recipe.rare_parameters, literals={"lr": find}),
+        FlagGroup("Data", classes.data, frozenset({"predict_inputs"}), rare=classes.declared.rare_parameters),
+        FlagGroup("Recipe", classes.recipe, rare=classes.recipe.rare_parameters),
         FlagGroup("Trainer", pl.Trainer, trainer_skips, common=trainer_common, texts=_TRAINER_TEXTS),
     ]
     parser = FlagParser(groups, program)
@@ -460,7 +453,7 @@ class CommandLine:
             print_error(warning)
         self.typed = self.typed.started_by(launch.launcher, launch.num_nodes, launch.devices)
         check_precision(str(values["precision"]), here, self.typed)
-        check_strategy(values["strategy"], self.typed)
+        check_strategy(values["strategy"])
         if alone:
             return launch, None
         if launch.address is not None and not launch.spawns:
@@ -476,7 +469,7 @@ class CommandLine:
         self, command: str, namespace: Namespace, point: ResumePoint
     ) -> tuple[Settings, RunConnection | None]:
         """The values of all flags, and the connection to the other ranks."""
-        tuned = namespace.tune_allocator and tune_allocator()
+        tuned = tune_allocator()
         stop_gpu_search()
         asked, namespace.resume = namespace.resume, point.checkpoint
         inputs = namespace.inputs if command == "predict" else []

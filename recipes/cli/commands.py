@@ -1,7 +1,6 @@
 """The commands: fit, validate, test, predict and export."""
 
 import os
-import re
 import signal
 import sys
 import traceback
@@ -25,19 +24,17 @@ from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.drawing.evaluation_samples import EvaluatedCheckpoint
 from callbacks.lib.best_effort import forget_failures
 from callbacks.lib.lightning_internals import raised_by_restoring
-from callbacks.lib.memory import available_memory, peak_memory
 from callbacks.lib.signals import SIGNALS, Preempted
 from callbacks.lib.slurm_job import is_batch_job, requeue_on
 from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError, is_out_of_memory
 from recipes.cli.early_stopping import why_stopped
-from recipes.cli.experiment import Experiment, as_user_errors, smaller_batches
+from recipes.cli.experiment import Experiment, Settings, as_user_errors
 from recipes.cli.folder_guard import FolderGuard
 from recipes.cli.imports import is_known
 from recipes.cli.report import Outcome, print_pairs, print_rows, report, report_unsaved, shown
 from recipes.cli.run_folder import log_settings, run_folder
-from recipes.cli.searches import with_found_batch_size, with_found_rate
 from recipes.cli.settings import checkpoint_callbacks
 from recipes.cli.stock_loaders import evaluate_each_sample_once
 from recipes.cli.trainer import build_trainer, renew_callbacks
@@ -52,7 +49,6 @@ from recipes.launch.settings import Command
 from recipes.launch.streams import output_failure
 from recipes.recipe import Recipe
 from recipes.results.stopwatch import Stopwatch, stopwatch_for
-from recipes.results.texts import with_unit
 from recipes.results.weights_recorder import WeightsRecorder
 from recipes.resume.resume_point import start_from
 from recipes.resume.saved_run import read_run
@@ -165,15 +161,13 @@ def _run_callbacks(experiment: Experiment, folder: Path, guard: FolderGuard) -> 
     return callbacks
 
 
-def _fit(given: Experiment, typed: Command, started_at: float) -> Trained:
+def _fit(experiment: Experiment, typed: Command, started_at: float) -> Trained:
     """Train in the run's folder, which a trial of a few batches has not, then test the best checkpoint."""
     forget_failures()
-    settings, stopwatch = given.settings, stopwatch_for(given.data, started_at)
-    title, point = given.recipe.title, settings.resume_point
+    settings, stopwatch = experiment.settings, stopwatch_for(experiment.data, started_at)
+    title, point = experiment.recipe.title, settings.resume_point
 
     def train(folder: Path | None) -> Trained:
-        experiment = with_found_rate(with_found_batch_size(given), folder)
-        settings = experiment.settings
         guard = FolderGuard(folder, yaml.safe_dump(dict(settings.config), sort_keys=False)) if folder else None
         more = _run_callbacks(experiment, folder, guard) if folder and guard else []
         more.append(stopwatch)
@@ -353,6 +347,24 @@ def _restoring(checkpoint: str | None) -> Iterator[None]:
         ) from error
 
 
+def _smaller_batches(settings: Settings, evaluates: bool) -> str:
+    """The sizes of a run that is out of memory, and what to pass instead.
+
+    Args:
+        evaluates: it was out while a batch was validated, tested or predicted.
+    """
+    data, run, tokens = settings.data, settings.run, settings.tokens_parameter
+    name = tokens if tokens and data.get(tokens) else "batch_size"
+    if evaluates:
+        name = "eval_batch_size" if "eval_batch_size" in data else name
+        return f"with {name}={data.get(name)}: pass a smaller `{name}`"
+    if run.global_batch_size is not None:
+        now = f"{name}={data.get(name)} and global_batch_size={run.global_batch_size}"
+        return f"with {now}: pass a smaller `{name}`, to which `accumulate` adapts"
+    factor = f"accumulate={run.accumulate}"
+    return f"with {name}={data.get(name)} and {factor}: pass a smaller `{name}` with as many times the `accumulate`"
+
+
 @contextmanager
 def _within_memory(trainer: pl.Trainer, experiment: Experiment) -> Iterator[None]:
     """Turn an error that says that memory is out into one line, which says what to pass."""
@@ -362,16 +374,9 @@ def _within_memory(trainer: pl.Trainer, experiment: Experiment) -> Iterator[None
         if isinstance(error, UserError) or not is_out_of_memory(error):
             raise
         evaluates = any(frame.name in _EVALUATION_STEPS for frame in traceback.extract_tb(error.__traceback__))
-        device = trainer.strategy.root_device
-        left = f"{with_unit(peak_memory(device), 'B')} taken at most, {with_unit(available_memory(device), 'B')} left"
-        asked = re.search(r"tried to allocate [\d.]+ \w+", str(error), re.IGNORECASE)
-        reason = asked[0].replace("T", "t", 1) if asked else first_line(error)[:160]
-        settings, size = experiment.settings, experiment.settings.data.get("batch_size")
-        samples = f" with {size} samples on each device" if isinstance(size, int) and not evaluates else ""
         rank = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
-        raise RunFailedError(
-            f"out of memory{rank}{samples} ({reason}; {left}): {smaller_batches(settings, evaluates)}"
-        ) from error
+        advice = _smaller_batches(experiment.settings, evaluates)
+        raise RunFailedError(f"out of memory{rank} {advice} ({first_line(error)[:160]})") from error
 
 
 @contextmanager

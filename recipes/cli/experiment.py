@@ -32,22 +32,7 @@ from recipes.resume.rebatch import resumed_batch
 from recipes.resume.resume_point import ResumePoint
 from recipes.resume.saved_run import read_run
 
-FIND = "find"
-"""The learning rate of a run that is to be found before it."""
-AUTO = "auto"
-"""The batch size of a run that is to be found before it."""
-
-__all__ = [
-    "AUTO",
-    "FIND",
-    "Classes",
-    "Experiment",
-    "Settings",
-    "as_user_errors",
-    "build_experiment",
-    "smaller_batches",
-    "takes_inputs",
-]
+__all__ = ["Classes", "Experiment", "Settings", "as_user_errors", "build_experiment", "takes_inputs"]
 
 
 @contextmanager
@@ -83,9 +68,8 @@ class Classes:
     in_program: bool = False
 
     def build_data(self, options: Mapping[str, Any]) -> pl.LightningDataModule:
-        """A data module; batches have one sample until their size is found."""
-        given = {name: 1 if (name, value) == ("batch_size", AUTO) else value for name, value in options.items()}
-        data = self.data(**given)
+        """A data module, with the samples that were given in memory."""
+        data = self.data(**options)
         if self.samples is not None:
             data_contract(data).take_samples(self.samples)
         return data
@@ -141,40 +125,6 @@ class Settings:
     collective_timeout: float
     notes: Mapping[str, str]
     interval: Interval | None = None
-
-
-def smaller_batches(settings: Settings, evaluates: bool) -> str:
-    """What to pass where memory is out: smaller batches that make the same updates, and a precision that takes less.
-
-    Args:
-        evaluates: it was out while a batch was validated, tested or predicted.
-    """
-    run, devices = settings.run, settings.launch.world_size
-    tokens = settings.tokens_parameter
-    name = tokens if tokens and settings.data.get(tokens) else "batch_size"
-    if evaluates and "eval_batch_size" in settings.data:
-        name = "eval_batch_size"
-    size, ways = settings.data.get(name), []
-    if isinstance(size, int) and size > 1:
-        half = size // 2
-        factor = run.accumulate if isinstance(run.accumulate, int) else 1
-        share = run.global_batch_size // devices if run.global_batch_size else factor * size
-        if name == "eval_batch_size":
-            same = ""
-        elif isinstance(run.accumulate, dict):
-            same = " and twice the `accumulate`, which make the same updates"
-        elif name == "batch_size":
-            half = max(part for part in range(1, half + 1) if share % part == 0)
-            update = f"accumulate={share // half}" if factor > 1 else f"global_batch_size={share * devices}"
-            same = f" with {update}, which make the same updates"
-        else:
-            same = "" if run.global_batch_size else f" with accumulate={2 * factor}"
-        ways.append(f"{name}={half}{same}")
-    if not run.auto_micro_batch:
-        ways.append("`auto_micro_batch`")
-    if "mixed" not in str(run.precision):
-        ways.append("precision='bf16-mixed'")
-    return f"pass {', or '.join([*ways, 'a smaller network'][:2])}"
 
 
 @dataclass(frozen=True)
@@ -242,23 +192,6 @@ def _with_seed(settings: Settings, connection: RunConnection | None) -> tuple[Se
     return replace(settings, run=replace(run, seed=seed), data=data, recipe=recipe, config=config, notes=notes), seed
 
 
-def _with_saved_choices(settings: Settings) -> Settings:
-    """Replace the learning rate "find" and the batch size "auto" by those of the checkpoint, where there is one."""
-    checkpoint = settings.run.resume or settings.run.ckpt
-    given = {**settings.data, **settings.recipe}
-    asked = [name for name, text in (("lr", FIND), ("batch_size", AUTO)) if given.get(name) == text]
-    if checkpoint is None or not asked:
-        if "batch_size" in asked and settings.command != "fit":
-            raise UserError(f"batch_size={AUTO!r} is for fit; pass a number to {settings.command}")
-        return settings
-    saved = read_run(checkpoint).config
-    data, recipe, config = (
-        {**values, **{name: saved[name] for name in asked if name in values and name in saved}}
-        for values in (settings.data, settings.recipe, settings.config)
-    )
-    return replace(settings, data=data, recipe=recipe, config=config)
-
-
 def _is_open(value: Any) -> bool:
     return value is None or value == "auto"
 
@@ -270,12 +203,7 @@ def _fill(options: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any
 
 
 def _build_recipe(settings: Settings, classes: Classes, data: pl.LightningDataModule) -> Recipe:
-    options: Mapping[str, Any] = {
-        # Found later, by training a copy.
-        name: value
-        for name, value in settings.recipe.items()
-        if (name, value) != ("lr", FIND)
-    }
+    options: Mapping[str, Any] = dict(settings.recipe)
     if not (settings.run.resume or settings.run.ckpt):
         options = _fill(options, classes.recipe.settings_from_data(data))
         samples, epochs = data_contract(data).sizes.get("train"), settings.trainer.get("max_epochs")
@@ -329,7 +257,7 @@ def build_experiment(settings: Settings, classes: Classes, connection: RunConnec
     Raises:
         UserError: a value is refused, the data cannot be read, or the devices cannot share the global batch.
     """
-    settings, seed = _with_seed(_with_global_batch(_with_saved_choices(settings)), connection)
+    settings, seed = _with_seed(_with_global_batch(settings), connection)
     with as_user_errors(MisconfigurationException):
         # First, because it seeds the initial weights.
         seeds = SeedControl(seed, settings.run.deterministic, settings.run.benchmark)

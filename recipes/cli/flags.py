@@ -59,7 +59,6 @@ class FlagGroup:
         common: parameters that ``--help`` shows; None shows all but those of `rare`.
         rare: parameters that only ``--help-all`` shows.
         texts: what parameters do, in place of the text in the class's docstring.
-        literals: a text that the flag of a parameter takes beside its values, and what it does.
     """
 
     title: str
@@ -68,7 +67,6 @@ class FlagGroup:
     common: frozenset[str] | None = None
     rare: frozenset[str] = frozenset()
     texts: Mapping[str, str] = field(default_factory=dict)
-    literals: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def describe_type(annotation: Any) -> str:
@@ -205,12 +203,6 @@ class FlagParser(ArgumentParser):
         for action in self._flags.values():
             if (annotation := getattr(action, "_typehint", None)) is not None:
                 action._typehint = _whole_numbers_first(annotation)  # type: ignore[attr-defined]
-        for name, (text, effect) in (pair for group in groups for pair in group.literals.items()):
-            if name in self._flags:
-                flag: Any = self._flags[name]
-                flag._typehint = Union[self._type(name), Literal[text]]  # noqa: UP007
-                said = flag.help.rstrip(".") + "; " if flag.help else ""  # The class may have no docstring.
-                flag.help = f"{said}{text} {effect}"
         for name, text in (pair for group in groups for pair in group.texts.items()):
             self._flags[name].help = text
 

@@ -10,10 +10,7 @@ __all__ = ["ALIASES", "as_flags", "one_line"]
 
 ALIASES = {
     "duration": "warmup",
-    "kind": "warmup_kind",
-    "start_factor": "warmup_start_factor",
     "steps": "accumulate",
-    "group_size": "sync_bn",
     "interval": "save_every",
     "until": "freeze_until",
     "patterns": "freeze_patterns",

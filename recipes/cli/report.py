@@ -1,6 +1,5 @@
 """The results of a run: the table at its end, results.json and TensorBoard's hyper-parameters."""
 
-import inspect
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
@@ -23,8 +22,9 @@ from recipes.cli.experiment import Experiment, takes_inputs
 from recipes.files import write_rows
 from recipes.launch.settings import Command
 from recipes.launch.streams import print_error, unwritten_streams
+from recipes.recipe import Table
 from recipes.results.html_report import REPORT, write_report
-from recipes.results.origin import commit_of, hardware, versions
+from recipes.results.origin import hardware, versions
 from recipes.results.results_file import RESULTS, Best, Results, write_results
 from recipes.results.stopwatch import Stopwatch, count_parameters, loader_sizes
 from recipes.results.texts import memory_text
@@ -106,20 +106,88 @@ class Outcome:
     epochs: int
 
 
-def _source_of(kind: type) -> Path | None:
-    """The file of a class; None for one of a notebook or an interactive session."""
-    try:
-        return Path(inspect.getfile(kind))
-    except (OSError, TypeError):
-        return None
-
-
 def _best(outcome: Outcome, monitor: str | None) -> Best | None:
     if outcome.best is None:
         return None
     saved, value = read_run(outcome.best), outcome.scores.get(monitor or "")
     monitored = monitor if value is not None else None
     return Best(checkpoint=outcome.best, epoch=saved.epoch, step=saved.updates, monitor=monitored, value=value)
+
+
+def _results(
+    trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, outcome: Outcome, command: Command
+) -> Results:
+    recipe, data, device = experiment.recipe, data_contract(experiment.data), trainer.strategy.root_device
+    sizes = stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders) | dict(data.sizes)
+    seconds, ended_at = stopwatch.seconds(), datetime.now().astimezone()
+    return Results(
+        recipe=recipe.title,
+        command=command.using(),
+        started_at=(ended_at - timedelta(seconds=seconds["total"])).isoformat(timespec="seconds"),
+        ended_at=ended_at.isoformat(timespec="seconds"),
+        host=platform.node(),
+        hardware=hardware(trainer),
+        devices=trainer.num_devices,
+        num_nodes=trainer.num_nodes,
+        versions=versions(),
+        scores=outcome.scores,
+        headline=recipe.headline(outcome.scores),
+        best=_best(outcome, recipe.monitor),
+        seconds=seconds,
+        epochs=outcome.epochs,
+        samples_per_second=stopwatch.samples_per_second(sizes.get("train", 0)),
+        peak_memory_bytes={
+            "host": peak_memory(torch.device("cpu")),
+            "device": peak_memory(device) if device.type == "cuda" else None,
+        },
+        stopped_early=outcome.stopped_early or None,
+        parameters=count_parameters(recipe)[0],
+        trainable_parameters=stopwatch.trainable,
+        data={"name": data.title, "sizes": sizes, "left_out": dict(data.left_out)},
+        config=dict(experiment.settings.config),
+        changed=list(experiment.settings.changed),
+    )
+
+
+def _table(results: Results) -> dict[str, str]:
+    """The rows of the table at the end of a run."""
+    data, seconds, rate = results["data"], results["seconds"], results["samples_per_second"]
+    sizes = ", ".join(f"{size:,} {part}" for part, size in data["sizes"].items())
+    rows = {
+        "data": ": ".join(filter(None, (data["name"], sizes))),
+        "parameters": f"{results['parameters']:,} ({results['trainable_parameters']:,} trainable)",
+        **results["headline"],
+        "training": f"{seconds['train']:.1f} s" + (f", {rate:,.0f} samples/s" if rate else ""),
+        "time": f"{seconds['total']:.1f} s, of which start-up {seconds['start_up']:.1f}",
+        "peak memory": memory_text(results["peak_memory_bytes"]),
+    }
+    return rows | ({"stopped early": results["stopped_early"]} if results["stopped_early"] else {})
+
+
+def _next_steps(trainer: pl.Trainer, experiment: Experiment, best: str, program: str) -> dict[str, str]:
+    """Where the best checkpoint is, and what to type with it."""
+    rows = {"best checkpoint": shown(best)}
+    if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
+        rows["TensorBoard"] = f"tensorboard --logdir {shlex.quote(shown(Path(best).parents[2]))}"
+    example = f" {experiment.recipe.predict_example}" if takes_inputs(type(experiment.data)) else ""
+    if example or is_overridden("predict_dataloader", experiment.data):
+        rows["predict"] = f"{program} predict --ckpt {shlex.quote(shown(best))}{example}"
+    return rows
+
+
+def _write(folder: Path, results: Results, tables: Mapping[str, Table]) -> dict[str, str]:
+    """Write the files of a finished run; returns the rows that name them."""
+    rows = {}
+    with best_effort(RESULTS):
+        write_results(folder, results)
+        for name, table in tables.items():
+            with best_effort(name):
+                write_rows(folder / name, table.rows, table.columns)
+        if tables:
+            rows["tables"] = f"{', '.join(tables)} in {shown(folder)}"
+        with best_effort(REPORT):
+            rows["report"] = shown(write_report(folder))
+    return rows
 
 
 def report(
@@ -130,85 +198,22 @@ def report(
     outcome: Outcome,
     command: Command,
 ) -> None:
-    """Write results.json and TensorBoard's graph and hyper-parameters into `folder`, and print the final table.
+    """Write results.json, its tables, report.html and TensorBoard's graph into `folder`, and print the final table.
 
     Args:
         command: as it was typed.
     """
-    recipe, data, config = experiment.recipe, data_contract(experiment.data), experiment.settings.config
-    program, scores, best = command.program, outcome.scores, outcome.best
-    parameters, trainable = count_parameters(recipe)[0], stopwatch.trainable
-    sizes = stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders) | dict(data.sizes)
-    rate, seconds = stopwatch.samples_per_second(sizes.get("train", 0)), stopwatch.seconds()
-    headline, device = recipe.headline(scores), trainer.strategy.root_device
-    memory = {
-        "host": peak_memory(torch.device("cpu")),
-        "device": peak_memory(device) if device.type == "cuda" else None,
-    }
-    speed = f", {rate:,.0f} samples/s" if rate else ""
-    rows = {
-        "data": ": ".join(filter(None, (data.title, ", ".join(f"{n:,} {part}" for part, n in sizes.items())))),
-        "parameters": f"{parameters:,} ({trainable:,} trainable)",
-        **headline,
-        "training": f"{seconds['train']:.1f} s{speed}",
-        "time": f"{seconds['total']:.1f} s, of which start-up {seconds['start_up']:.1f}",
-        "peak memory": memory_text(memory),
-    }
-    if outcome.stopped_early:
-        rows["stopped early"] = outcome.stopped_early
-    if folder is not None and best:
-        rows |= {
-            "best checkpoint": shown(best),
-        }
-        if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
-            rows["TensorBoard"] = f"tensorboard --logdir {shlex.quote(shown(folder.parent))}"
-        example = f" {recipe.predict_example}" if takes_inputs(type(experiment.data)) else ""
-        if example or is_overridden("predict_dataloader", experiment.data):
-            rows["predict"] = f"{program} predict --ckpt {shlex.quote(shown(best))}{example}"
-    if folder is None:
-        print_pairs(rows)
-        return
-    ended_at = datetime.now().astimezone()
-    results = Results(
-        recipe=recipe.title,
-        command=command.using(),
-        started_at=(ended_at - timedelta(seconds=seconds["total"])).isoformat(timespec="seconds"),
-        ended_at=ended_at.isoformat(timespec="seconds"),
-        host=platform.node(),
-        hardware=hardware(trainer),
-        devices=trainer.num_devices,
-        num_nodes=trainer.num_nodes,
-        versions=versions(),
-        commit=commit_of(source) if (source := _source_of(type(recipe))) else None,
-        scores=scores,
-        headline=headline,
-        best=_best(outcome, recipe.monitor),
-        seconds=seconds,
-        epochs=outcome.epochs,
-        samples_per_second=rate,
-        peak_memory_bytes=memory,
-        stopped_early=outcome.stopped_early or None,
-        parameters=parameters,
-        trainable_parameters=trainable,
-        data={"name": data.title, "sizes": sizes, "left_out": dict(data.left_out)},
-        config=dict(config),
-        changed=list(experiment.settings.changed),
-    )
-    # Before anything is printed: a terminal may have gone.
-    with best_effort(RESULTS):
-        write_results(folder, results)
-        tables = recipe.result_tables()
-        for name, table in tables.items():
-            with best_effort(name):
-                write_rows(folder / name, table.rows, table.columns)
-        if tables:
-            rows["tables"] = f"{', '.join(tables)} in {shown(folder)}"
-        with best_effort(REPORT):
-            rows["report"] = shown(write_report(folder))
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.log_graph(recipe)
-            logger.save()
+    results = _results(trainer, experiment, stopwatch, outcome, command)
+    rows = _table(results)
+    if folder is not None:
+        if outcome.best:
+            rows |= _next_steps(trainer, experiment, outcome.best, command.program)
+        # Before anything is printed: a terminal may have gone.
+        rows |= _write(folder, results, experiment.recipe.result_tables())
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.log_graph(experiment.recipe)
+                logger.save()
     print_pairs(rows)
 
 

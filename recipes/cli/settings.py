@@ -9,14 +9,12 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from callbacks.auto_micro_batch import AutoMicroBatch
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.checkpointing.guard import LastCheckpoint
 from callbacks.finite_weights import FiniteWeights
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lean_loop import LeanLoop
 from callbacks.lib.batch_norm import check_batchnorm
-from callbacks.lib.rate_factor import Kind
 from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.seed_control import SeedControl
@@ -24,12 +22,10 @@ from callbacks.sync_bn import SyncBN
 from callbacks.training_monitor import TrainingMonitor
 from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging
-from datamodules.errors import UserError
-from datamodules.ranges import COUNT, SHARE, Range, check_ranges
+from datamodules.ranges import COUNT, Range, check_ranges
 from recipes.cli.early_stopping import PatientStopping, score_mode
 from recipes.cli.limits import WholeUpdates
 from recipes.launch.precision import Precision
-from recipes.launch.strategies import Compression
 from recipes.optim import learning_rate_scale
 from recipes.recipe import Recipe
 
@@ -59,22 +55,13 @@ class RunSettings:
         precision: floating-point precision; auto is bf16-mixed where the hardware has fast bf16, else 32-true.
         global_batch_size: samples per update on all devices; accumulation follows from it.
         accumulate: micro-batches per update, or a schedule of them, as in '{0: 8, "2 epochs": 4}'.
-        gradient_compression: data type in which DDP reduces gradients; by default their own.
-        auto_micro_batch: a batch that runs out of memory is repeated in smaller pieces, for the same update.
         warmup: duration of the learning rate warm-up, as in "500 steps", "2 epochs" or "5%".
-        warmup_kind: shape of the warm-up.
-        warmup_start_factor: fraction of the learning rate at the first update of the warm-up.
         lr_scale: how the learning rate follows the global batch; auto is linear for SGD, sqrt for adaptive ones.
-        base_batch_size: the global batch that the learning rate refers to; by default the recipe's.
         ema: average the weights exponentially with this decay, as in 0.999; the average is validated, saved and tested.
         swa: average the weights of the last part of the run (SWA).
-        lawa: average the weights at the ends of so many last epochs, at any time (LAWA).
         average_from: where the average begins, as in "500 steps", "2 epochs" or "10%"; by default after 75% of the run
             for swa, else with the first update.
-        average_every: steps or epochs between the weights that are averaged; by default a step, for lawa an epoch.
-        sync_bn: synchronise BatchNorm over all devices, or over groups of this many.
-        tune_allocator: keep freed memory for the next step (Linux, CPU).
-        lean_loop: call hooks with less of Lightning's work around each; the results stay the same.
+        sync_bn: synchronise BatchNorm over all devices.
         callbacks: Lightning's callbacks by name, yours as module.Class; write --callbacks+=NAME for each, and after it
             --callbacks.PARAMETER=VALUE for its parameters.
         trust_modules: modules of yours, with commas, from which a --config FILE may take classes; only what is typed
@@ -100,21 +87,12 @@ class RunSettings:
     precision: Precision = "auto"
     global_batch_size: int | None = None
     accumulate: int | dict[int | str, int] = 1
-    gradient_compression: Compression | None = None
-    auto_micro_batch: bool = False
     warmup: int | str = 0
-    warmup_kind: Kind = "linear"
-    warmup_start_factor: float = 0.01
     lr_scale: Literal["auto", "linear", "sqrt", "none"] = "auto"
-    base_batch_size: int | None = None
     ema: float | None = None
     swa: bool = False
-    lawa: int | None = None
     average_from: int | str | None = None
-    average_every: int | str | None = None
-    sync_bn: bool | int = False
-    tune_allocator: bool = True
-    lean_loop: bool = True
+    sync_bn: bool = False
     callbacks: list[Callback] | None = None
     trust_modules: str | None = None
     early_stopping: str | None = None
@@ -127,15 +105,8 @@ class RunSettings:
             seed=(None if self.seed == "random" else self.seed, Range(0, whole=True)),
             save_top_k=(self.save_top_k, Range(-1, 2**31 - 1, whole=True)),
             global_batch_size=(self.global_batch_size, COUNT),
-            warmup_start_factor=(self.warmup_start_factor, SHARE),
-            base_batch_size=(self.base_batch_size, COUNT),
             patience=(self.patience, COUNT),
         )
-        if self.auto_micro_batch and self.gradient_compression:
-            raise UserError(
-                f"auto_micro_batch=True reduces gradients in their own type, and gradient_compression="
-                f"{self.gradient_compression!r} asks for another; pass one of them"
-            )
 
 
 def _counted(number: int, what: str, plural: str = "s") -> str:
@@ -171,28 +142,22 @@ def global_batch_text(
 def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> list[Callback]:
     """The callbacks of every run."""
     scale = learning_rate_scale(settings.lr_scale, recipe.hparams.optimizer)
-    base = settings.base_batch_size or recipe.base_batch_size
     accumulation = GradientAccumulation(settings.accumulate, settings.global_batch_size)
     callbacks: list[Callback] = [
         # First, so that the others read the factor of the current window.
         accumulation,
         WholeUpdates(accumulation),
         seeds,
-        WarmupLR(settings.warmup, settings.warmup_kind, settings.warmup_start_factor, scale, base if scale else None),
+        WarmupLR(settings.warmup, scale=scale, base_batch_size=recipe.base_batch_size if scale else None),
     ]
-    callbacks += [FiniteWeights(), RankConsistency(), Preemption()]
-    if settings.auto_micro_batch:
-        callbacks.append(AutoMicroBatch())
-    if settings.lean_loop:
-        callbacks.append(LeanLoop())
+    callbacks += [FiniteWeights(), RankConsistency(), Preemption(), LeanLoop()]
     if settings.training_monitor:
         callbacks.append(TrainingMonitor())
     if settings.sync_bn:
         check_batchnorm(recipe)  # Before other processes start.
-        callbacks.append(SyncBN(None if settings.sync_bn is True else settings.sync_bn))
-    average = {name: getattr(settings, name) for name in ("ema", "swa", "lawa", "average_from", "average_every")}
-    if any(value is not None and value is not False for value in average.values()):
-        callbacks.append(WeightAveraging(**average))
+        callbacks.append(SyncBN())
+    if settings.ema is not None or settings.swa or settings.average_from is not None:
+        callbacks.append(WeightAveraging(settings.ema, settings.swa, settings.average_from))
     if score := settings.early_stopping:
         mode = score_mode(score, recipe.monitor, recipe.monitor_mode)
         callbacks.append(PatientStopping(score, patience=settings.patience or _PATIENCE, mode=mode))

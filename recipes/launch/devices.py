@@ -102,7 +102,7 @@ def shared_cores(processes: int, here: Machine) -> str | None:
     cores = _cores()
     if here.kind != "cpu" or processes <= cores:
         return None
-    available = available_memory(torch.device("cpu"))
+    available = available_memory()
     if processes * _OF_A_PROCESS > available:
         raise UserError(
             f"{processes} processes take about 0.5 GiB of memory each, and {available / 2**30:.1f} GiB are available;"

@@ -218,7 +218,7 @@ class ResNetFineTuner(Classifier):
                 raise
             raise UserError(
                 f"a batch of {len(batch[0])} image on a device has one pixel in {self._block}, and BatchNorm cannot"
-                " train on a single value; pass another `batch_size`, drop_last=True, small_images=True, a larger"
+                " train on a single value; pass another `batch_size`, small_images=True, a larger"
                 ' `image_size`, or bn="eval"'
             ) from error
 

@@ -45,7 +45,6 @@ def _environment(results: Results) -> dict[str, str]:
         "started": results.get("started_at", ""),
         "ended": results.get("ended_at", ""),
         "stopped early": results.get("stopped_early") or "",
-        "commit": results.get("commit") or "",
         **results.get("versions", {}),
     }
     return {name: text for name, text in rows.items() if text}

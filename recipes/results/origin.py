@@ -1,8 +1,6 @@
-"""Where a run comes from: its hardware, the versions of what it uses, and its commit."""
+"""Where a run comes from: its hardware, and the versions of what it uses."""
 
-import os
 import platform
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ import torch
 
 from recipes.version import __version__
 
-__all__ = ["commit_of", "environment", "hardware", "versions"]
+__all__ = ["environment", "hardware", "versions"]
 
 
 def hardware(trainer: pl.Trainer) -> str:
@@ -51,7 +49,7 @@ def environment(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of this package, Python, torch and Lightning; with a GPU those of CUDA, cuDNN, NCCL and driver."""
+    """The versions of this package, Python, torch and Lightning; with a GPU those of CUDA, cuDNN and NCCL."""
     return {
         "lightning-recipes": __version__,
         "python": sys.version.split()[0],
@@ -65,47 +63,10 @@ def _cuda_versions() -> dict[str, str]:
     """The versions of what runs on NVIDIA's GPUs (and of their equivalents on AMD's), without those not found."""
     cudnn = torch.backends.cudnn.version()
     nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
-    driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     found = {
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
         "cudnn": str(cudnn) if cudnn else None,
         "nccl": ".".join(map(str, nccl)) if nccl else None,
-        "driver": driver.splitlines()[0] if driver else None,
     }
     return {name: version for name, version in found.items() if version}
-
-
-def _output_of(*command: str) -> str | None:
-    """What a command prints; None where it fails, takes over five seconds or is not there."""
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=True,
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
-        )
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
-    return done.stdout.strip()
-
-
-def _git(folder: Path, *args: str) -> str | None:
-    """What a command of git prints; None where it fails or there is no git."""
-    return _output_of("git", "-C", str(folder), *args)
-
-
-def commit_of(file: Path) -> str | None:
-    """The commit of the git repository that holds a file of source code, with ``-dirty`` where files differ from it.
-
-    None where the file is in none, such as in a folder of installed packages.
-    """
-    folder = file.resolve().parent
-    if _git(folder, "ls-files", "--error-unmatch", file.name) is None:
-        return None
-    commit = _git(folder, "rev-parse", "HEAD")
-    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return f"{commit}-dirty" if commit and changed else commit

@@ -10,7 +10,6 @@ from recipes.files import write_rows
 __all__ = ["RESULTS", "Best", "Results", "read_results", "set_aside", "write_results"]
 
 RESULTS = "results.json"
-_LARGEST_FILE = 1 << 24  # Bytes. Results have some thousands; a score per class of ImageNet takes 200,000.
 
 
 class Best(TypedDict):
@@ -44,7 +43,6 @@ class Results(TypedDict, total=False):
     devices: int
     num_nodes: int
     versions: dict[str, str]
-    commit: str | None
     scores: dict[str, float]
     headline: dict[str, str]
     best: Best | None
@@ -69,8 +67,6 @@ def read_results(folder: Path) -> Results:
     path = folder / RESULTS
     if not path.is_file():
         raise UserError(f"there is no {path}: expected the folder of a run that has finished")
-    if (size := path.stat().st_size) > _LARGEST_FILE:
-        raise UserError(f"{path} has {size:,} bytes, and a file of results has {_LARGEST_FILE:,} at most")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -21,13 +21,13 @@ log = logging.getLogger("lightning_recipes.resume")
 # Settings of the Trainer and the run that do not change what it learns, or only for how long. Recipes and data modules
 # declare theirs as `free_parameters`.
 _FREE = {
-    *("accelerator", "strategy", "devices", "num_nodes", "precision", "deterministic", "benchmark", "tune_allocator"),
-    *("use_distributed_sampler", "global_batch_size", "accumulate", "inference_mode", "barebones", "lean_loop"),
+    *("accelerator", "strategy", "devices", "num_nodes", "precision", "deterministic", "benchmark"),
+    *("use_distributed_sampler", "global_batch_size", "accumulate", "inference_mode", "barebones"),
     *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "save_every", "save_top_k", "model_registry"),
     *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "val_check_interval"),
     *("check_val_every_n_epoch", "num_sanity_val_steps", "log_every_n_steps", "enable_checkpointing"),
     *("enable_progress_bar", "profiler", "detect_anomaly", "early_stopping", "patience", "logger"),
-    *("training_monitor", "auto_micro_batch"),
+    "training_monitor",
 }
 
 
@@ -175,7 +175,7 @@ def describe_differences(
 ) -> list[str]:
     """A line for each setting that asks for another experiment than the saved one.
 
-    A setting that is left open (None, "auto", the seed "random", the learning rate "find") has been resolved in the
+    A setting that is left open (None, "auto", the seed "random") has been resolved in the
     saved run. The split, devices, logging and the length of the run may differ; `recipes.resume.rebatch` compares the
     global batch.
 
@@ -188,7 +188,7 @@ def describe_differences(
     """
     lines = []
     for name, new in config.items():
-        is_open = new in (None, "auto") or (name, new) in (("seed", "random"), ("lr", "find"))
+        is_open = new in (None, "auto") or (name, new) == ("seed", "random")
         if name in _FREE or name in free or name not in saved or is_open or _same(saved[name], new):
             continue
         lines.append(f"{flag_of(name)} is {new}, and {saved[name]} in the checkpoint")

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -169,14 +169,6 @@ def test_a_short_last_window_has_the_full_gradient_where_stock_has_half_of_it() 
     assert [norm / ours.norms[0] for norm in stock.norms] == pytest.approx([1, 1, 0.5], rel=1e-14)
 
 
-def test_equal_counts_in_full_windows_are_bit_for_bit_stock_accumulation() -> None:
-    batches = sentences([4] * 9)
-    ours, stock = Tagger(None), Tagger(None)
-    train(ours, batches, GradientAccumulation(3))
-    train(stock, batches, accumulate_grad_batches=3)
-    assert all(torch.equal(a, b) for a, b in zip(weights(ours), weights(stock), strict=True))
-
-
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
@@ -191,12 +183,6 @@ def test_windows_cut_by_the_trainers_limits_are_exact(options: dict[str, Any], s
     model = Tagger()
     train(model, BATCHES, GradientAccumulation(3), **options)
     assert error(weights(model), by_hand(windows(BATCHES, *sizes))) < 1e-14
-
-
-def test_the_last_window_of_a_loader_without_length_is_exact() -> None:
-    model = Tagger()
-    train(model, Stream(BATCHES), GradientAccumulation(4))
-    assert error(weights(model), by_hand(windows(BATCHES, 4, 4, 2))) < 1e-14
 
 
 def test_batches_without_targets_change_nothing_wherever_they_stand() -> None:
@@ -220,13 +206,6 @@ def test_a_micro_batch_that_returns_no_loss_is_left_out_even_as_the_last_of_its_
     assert error(weights(model), by_hand(kept)) < 1e-14
 
 
-def test_clipping_sees_the_gradient_of_the_mean() -> None:
-    model = Tagger()
-    train(model, BATCHES, GradientAccumulation(4), gradient_clip_val=0.1)
-    assert error(weights(model), by_hand(windows(BATCHES, 4, 4, 2), clip=0.1)) < 1e-14
-    assert min(model.norms) > 0.1, "clipping had something to do"
-
-
 def test_the_factor_follows_epochs_and_steps() -> None:
     model = Tagger()
     steps: dict[int | str, int] = {0: 4, "1 epochs": 5, "7 steps": 1}
@@ -237,13 +216,6 @@ def test_the_factor_follows_epochs_and_steps() -> None:
     updates = updates + [[batch] for batch in BATCHES]
     assert error(weights(model), by_hand(updates)) < 1e-14
     assert model.factors == [4] * 10 + [5] * 20 + [1] * 10
-
-
-def test_a_change_in_mid_epoch_waits_for_a_boundary_of_both_windows() -> None:
-    model = Tagger()
-    train(model, BATCHES, GradientAccumulation({0: 2, "1 steps": 3}))
-    assert model.factors == [2] * 6 + [3] * 4
-    assert error(weights(model), by_hand(windows(BATCHES, 2, 2, 2, 3, 1))) < 1e-14
 
 
 class Resumable:
@@ -272,7 +244,7 @@ class Resumable:
         self.position = state["position"]
 
 
-@pytest.mark.parametrize("saved", [2, 4, 5])
+@pytest.mark.parametrize("saved", [2, 5])
 def test_a_resume_in_mid_epoch_has_the_right_factor_where_stock_falls_to_one(saved: int, tmp_path: Any) -> None:
     steps: dict[int | str, int] = {0: 2, "1 steps": 3, "1 epochs": 4}
 
@@ -289,13 +261,6 @@ def test_a_resume_in_mid_epoch_has_the_right_factor_where_stock_falls_to_one(sav
     assert all(torch.equal(a, b) for a, b in zip(weights(resumed), weights(whole), strict=True))
     run(GradientAccumulationScheduler({0: 2, 1: 4}), saved)
     assert run(GradientAccumulationScheduler({0: 2, 1: 4}), -1, tmp_path / "last.ckpt").factors[0] == 1
-
-
-def test_a_resume_between_the_windows_of_a_new_factor_means_over_what_is_left_of_the_first(tmp_path: Path) -> None:
-    checkpoint = ModelCheckpoint(tmp_path, "last", every_n_train_steps=1, enable_version_counter=False)
-    train(Tagger(), Resumable(BATCHES), GradientAccumulation(2), checkpoint, max_steps=1, enable_checkpointing=True)
-    train(model := Tagger(), Resumable(BATCHES), GradientAccumulation(4), ckpt_path=tmp_path / "last.ckpt")
-    assert error(weights(model), by_hand(windows(BATCHES, 2, 2, 4, 2))) < 1e-14
 
 
 SAMPLES = [torch.cat(parts) for parts in zip(*sentences([70], seed=5), strict=True)]
@@ -341,8 +306,8 @@ def slices_by_hand() -> list[Tensor]:
     return by_hand([[(SAMPLES[0][i : i + 24], SAMPLES[1][i : i + 24])] for i in (0, 24, 48)] * 2)
 
 
-@pytest.mark.parametrize("until", [1, 2, 3, 4])
-@pytest.mark.parametrize("sizes", [(4, 12), (12, 4), (8, 3), (24, 8)])
+@pytest.mark.parametrize("until", [1, 4])
+@pytest.mark.parametrize("sizes", [(4, 12), (12, 4), (8, 3)])
 def test_a_run_resumed_on_other_devices_keeps_its_global_batch(
     sizes: tuple[int, int], until: int, tmp_path: Any
 ) -> None:
@@ -628,16 +593,6 @@ def test_a_global_batch_is_met_exactly_or_refused_with_sizes_that_are(size: int,
         assert size % (batch_size * world)
 
 
-class StopAfter(pl.Callback):
-    """Ends a run before its end, which the schedule shall not know."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        trainer.should_stop = trainer.global_step == self.step
-
-
 class Totals(pl.Callback):
     """What the run says about its length while it runs."""
 
@@ -685,42 +640,6 @@ def test_the_total_is_right_for_lightnings_own_accumulation_where_its_estimate_i
 
     with pytest.raises(RuntimeError, match="before the training loader exists"):
         train(Hasty(), BATCHES, max_epochs=2)
-
-
-def test_a_schedule_that_asks_in_training_leaves_the_loaders_position_where_stocks_estimate_drops_it(
-    tmp_path: Path,
-) -> None:
-    class Decaying(Tagger):
-        """Its rate falls linearly to nothing at the end of the run."""
-
-        def __init__(self, total: Callable[[pl.Trainer], float], early: bool) -> None:
-            super().__init__()
-            self.total, self.early = total, early
-
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            if self.early:
-                self.total(self.trainer)
-            rule = lambda step: 1 - step / self.total(self.trainer) if step else 1.0  # noqa: E731
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rule)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    def run(model: Decaying, until: int, ckpt_path: Path | None = None) -> list[Tensor]:
-        checkpoint = ModelCheckpoint(tmp_path, "last", every_n_train_steps=2, enable_version_counter=False)
-        options = {"max_epochs": 2, "limit_train_batches": 9, "enable_checkpointing": True, "ckpt_path": ckpt_path}
-        train(model, Resumable(BATCHES[:9]), GradientAccumulation(2), checkpoint, StopAfter(until), **options)
-        return weights(model)
-
-    def estimate(trainer: pl.Trainer) -> float:
-        return trainer.estimated_stepping_batches
-
-    errors = []
-    for total, early in ((total_updates, False), (estimate, True)):
-        whole = run(Decaying(total, early), -1)
-        run(Decaying(total, early), 2)
-        errors.append(error(run(Decaying(total, early), -1, tmp_path / "last.ckpt"), whole))
-    assert errors[0] == 0
-    assert errors[1] > 1e-3
 
 
 def test_a_run_without_end_has_no_finite_total() -> None:

@@ -20,7 +20,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-import callbacks
 from callbacks import GradientAccumulation, LeanLoop
 from callbacks.lib.lightning_internals import RUNNING_HOOK, attached_trainer, hook_calls
 from tests.support.ranks import run_ranks
@@ -260,18 +259,6 @@ def an_optimizer_ignores_its_closure(_: Transcript) -> dict[str, Any]:
 
 
 @case
-def a_closure_is_called_twice(_: Transcript) -> dict[str, Any]:
-    class Twice(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            closure()
-            super().step()
-            return super().step(closure)
-
-    return {"model": Model(Twice), "accumulate_grad_batches": 2}
-
-
-@case
 def a_closure_is_called_many_times(_: Transcript) -> dict[str, Any]:
     return {"model": Model(functools.partial(torch.optim.LBFGS, max_iter=3))}
 
@@ -295,16 +282,6 @@ def steps_have_other_parameters(_: Transcript) -> dict[str, Any]:
             self.log("arguments", float(len(args)))
 
     return {"model": OnlyBatch()}
-
-
-@case
-def the_step_changes_between_epochs(_: Transcript) -> dict[str, Any]:
-    class Changing(Model):
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 1:
-                self.training_step = self.loss  # type: ignore[method-assign]
-
-    return {"model": Changing()}
 
 
 @case
@@ -332,29 +309,6 @@ def optimization_is_manual(_: Transcript) -> dict[str, Any]:
                 optimizer.step()
 
     return {"model": Manual()}
-
-
-@case
-def hooks_come_and_go_in_an_epoch(transcript: Transcript) -> dict[str, Any]:
-    class Empty(pl.Callback):
-        """Gets a hook on the instance, then on the class."""
-
-    class Toggling(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 1:
-                empty.on_after_backward = lambda _, module: transcript.note("added", "on_after_backward", module)
-                module.on_before_zero_grad = lambda _: transcript.note("added", "on_before_zero_grad", module)
-                module.on_after_backward = None
-            elif batch_idx == 3:
-                del empty.on_after_backward, module.on_before_zero_grad, module.on_after_backward
-                Empty.on_before_backward = lambda _, __, module, ___: transcript.note("class", "backward", module)
-                trainer.callbacks.append(late)
-            elif batch_idx == 4:
-                trainer.callbacks.remove(late)
-
-    empty: Any = Empty()
-    late = transcript.wrap(pl.Callback(), hooks_of(pl.Callback), "late")
-    return {"callbacks": [Toggling(), empty]}
 
 
 @case
@@ -406,20 +360,6 @@ def a_profiler_is_set(transcript: Transcript) -> dict[str, Any]:
 
 
 @case
-def a_profiler_is_set_in_an_epoch(transcript: Transcript) -> dict[str, Any]:
-    class Setting(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            def note(action: str) -> None:
-                if "LeanLoop" not in action:
-                    transcript.note("profiler", action, module)
-
-            if batch_idx == 2:
-                trainer.profiler.start = note
-
-    return {"callbacks": [Setting()]}
-
-
-@case
 def several_loaders(_: Transcript) -> dict[str, Any]:
     class Both(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -436,15 +376,6 @@ def an_iterable_data_set(_: Transcript) -> dict[str, Any]:
 
     stream = DataLoader(Stream(), batch_size=4)
     return {"train": stream, "limit_val_batches": 0, "accumulate_grad_batches": 4}
-
-
-@case
-def a_loader_that_yields_none(_: Transcript) -> dict[str, Any]:
-    class Gaps:
-        def __iter__(self) -> Iterator[Any]:
-            return iter([*loader(), None, *loader()])
-
-    return {"train": Gaps(), "limit_val_batches": 0}
 
 
 @case
@@ -479,11 +410,6 @@ def fp16_with_skipped_updates(_: Transcript) -> dict[str, Any]:
 
 
 @case
-def double_precision(_: Transcript) -> dict[str, Any]:
-    return {"precision": "64-true"}
-
-
-@case
 def averaged_weights(_: Transcript) -> dict[str, Any]:
     return {"callbacks": [StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)], "max_epochs": 3}
 
@@ -491,11 +417,6 @@ def averaged_weights(_: Transcript) -> dict[str, Any]:
 @case
 def it_ends_within_an_epoch_and_a_window(_: Transcript) -> dict[str, Any]:
     return {"max_steps": 5, "max_epochs": -1, "accumulate_grad_batches": 2, "val_check_interval": 2}
-
-
-@case
-def few_batches(_: Transcript) -> dict[str, Any]:
-    return {"limit_train_batches": 3, "accumulate_grad_batches": 2, "num_sanity_val_steps": 1}
 
 
 @case
@@ -531,54 +452,6 @@ def test_a_hook_that_stops_or_raises_does_it_at_the_same_place(
 
     options = {"max_epochs": 1, "val_check_interval": 3, "limit_val_batches": 1}
     assert_equal_with_lean_loop(make, tmp_path, **options)
-
-
-SAVED = [
-    # Before an update, in the middle of a window; in it; and after it.
-    ("on_train_batch_start", 2),
-    ("on_after_backward", 3),
-    ("on_train_batch_end", 0),
-    ("on_train_batch_end", 1),
-    # In the validation within the epoch, and around it.
-    ("on_train_batch_end", 2),
-    ("on_validation_start", 2),
-    ("on_validation_batch_end", 2),
-    ("on_validation_end", 2),
-    # At the end of an epoch and at the start of the next one.
-    ("on_train_batch_end", BATCHES - 1),
-    ("on_validation_batch_end", BATCHES - 1),
-    ("on_train_epoch_end", BATCHES - 1),
-    ("on_train_epoch_start", BATCHES - 1),
-    ("on_train_batch_start", BATCHES),
-]
-RESUMABLE: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 3}
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint of one run from each place of `SAVED`."""
-    folder = tmp_path_factory.mktemp("saved")
-
-    def saving(hook: str) -> Callable[..., None]:
-        def save(_: Any, trainer: pl.Trainer, *__: Any) -> None:
-            batch = trainer.fit_loop.epoch_loop.total_batch_idx
-            path = folder / f"{hook}-{batch}.ckpt"
-            if (hook, batch) in SAVED and not path.exists():
-                trainer.save_checkpoint(path)
-
-        return save
-
-    callback = type("Saving", (pl.Callback,), {hook: saving(hook) for hook, _ in SAVED})()
-    fit(nothing_is_overridden, lean=False, folder=folder, callbacks=[callback], **RESUMABLE)
-    return folder
-
-
-@pytest.mark.parametrize(("hook", "batch"), SAVED)
-def test_a_run_resumes_in_the_same_way_from_wherever_it_was_saved(
-    hook: str, batch: int, saved: Path, tmp_path: Path
-) -> None:
-    resume = saved / f"{hook}-{batch}.ckpt"
-    assert_equal_with_lean_loop(all_hooks_are_overridden, tmp_path, resume=resume, **RESUMABLE)
 
 
 # Where it stands aside, and what is left behind
@@ -627,19 +500,6 @@ def test_another_release_of_lightning_keeps_its_calls(monkeypatch: pytest.Monkey
     assert calls.lean == [False] * BATCHES
 
 
-def test_functions_that_somebody_else_has_replaced_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = []
-
-    def traced(trainer: pl.Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
-        names.append(hook_name)
-        return STOCK.of_strategy(trainer, hook_name, *args, **kwargs)
-
-    monkeypatch.setattr("lightning.pytorch.trainer.call._call_strategy_hook", traced)
-    trainer_with(LeanLoop()).fit(Model(), loader())
-    assert names.count("training_step") == BATCHES
-    assert hook_calls().of_strategy is traced
-
-
 def test_a_trainer_within_a_hook_of_another_leaves_its_results_as_they_are() -> None:
     def weights(*called: pl.Callback) -> dict[str, Tensor]:
         model = Model()
@@ -673,16 +533,6 @@ def test_evaluation_and_prediction_are_the_same(tmp_path: Path) -> None:
     (events, results), (stock_events, stock_results) = run(True), run(False)
     assert events == stock_events
     assert equal(results, stock_results)
-
-
-def test_what_it_replaces_still_works_with_a_warning(tmp_path: Path) -> None:
-    def make(_: Transcript) -> dict[str, Any]:
-        with pytest.warns(DeprecationWarning, match="leave it out"):
-            callback = callbacks.SkipUnusedHooks()
-        with pytest.warns(DeprecationWarning, match="leave it out"):
-            return {"callbacks": [callback], "profiler": callbacks.NoProfiler()}
-
-    assert_equal_with_lean_loop(make, tmp_path)
 
 
 def test_nothing_of_a_run_is_kept() -> None:

@@ -180,7 +180,7 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_update(whole: Whole, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("names", [BARE, TOGETHER], ids=["bare", "together"])
+@pytest.mark.parametrize("names", [TOGETHER], ids=["together"])
 def test_wherever_a_signal_arrives_the_resumed_run_ends_bit_for_bit_as_an_uninterrupted_one(
     names: tuple[str, ...], world_size: int, whole: Whole, tmp_path: Path
 ) -> None:

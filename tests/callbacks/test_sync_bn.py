@@ -12,20 +12,18 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.batch_norm import (
-    average_statistics,
     check_batchnorm,
     combine_moments,
     restore_batchnorm,
     sync_batchnorm,
 )
-from callbacks.sync_bn import SyncBN, check_group_size
+from callbacks.sync_bn import SyncBN
 from datamodules.errors import UserError
 from tests.support.ranks import run_ranks
 
@@ -51,12 +49,12 @@ def _gap(ours: Tensor, theirs: Tensor) -> float:
     return (ours - theirs).abs().max().item() if ours.numel() else 0.0
 
 
-def _gaps_to_whole_batch(layer: nn.Module, x: Tensor, upstream: Tensor, sizes: tuple[int, ...], group: Any) -> dict:
+def _gaps_to_whole_batch(layer: nn.Module, x: Tensor, upstream: Tensor, sizes: tuple[int, ...]) -> dict:
     """Two steps of `layer` on the whole batch, and of a synchronised copy on this rank's part of it."""
     plain, ours = copy.deepcopy(layer), copy.deepcopy(layer)
-    sync_batchnorm(ours, group)
-    first = sum(sizes[: dist.get_rank(group)])
-    mine = slice(first, first + sizes[dist.get_rank(group)])
+    sync_batchnorm(ours)
+    first = sum(sizes[: dist.get_rank()])
+    mine = slice(first, first + sizes[dist.get_rank()])
     gaps: dict[str, float] = {}
     for step in range(2):
         whole, part = (t.detach().clone().requires_grad_() for t in (x + step, (x + step)[mine]))
@@ -69,20 +67,19 @@ def _gaps_to_whole_batch(layer: nn.Module, x: Tensor, upstream: Tensor, sizes: t
         gaps[f"input gradient {step}"] = _gap(part.grad, whole.grad[mine])
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None
-        dist.all_reduce(parameter.grad, group=group)
+        dist.all_reduce(parameter.grad)
         gaps[f"{name} gradient"] = _gap(parameter.grad, plain.get_parameter(name).grad)
     for name, buffer in ours.named_buffers():
         gaps[name] = _gap(buffer, plain.get_buffer(name))
     return gaps
 
 
-def _all_gaps(table_of_sizes: list[tuple[int, ...]], group_size: int | None = None) -> dict[str, float]:
+def _all_gaps(table_of_sizes: list[tuple[int, ...]]) -> dict[str, float]:
     dist.init_process_group("gloo")
-    group = dist.new_subgroups(group_size=group_size)[0] if group_size else None
     gaps = {}
     for sizes in table_of_sizes:
         for cls, space, settings in LAYERS:
-            torch.manual_seed(dist.get_rank() // group_size if group_size else 0)
+            torch.manual_seed(0)
             # A layer without bias is built in this way on versions of torch whose constructor has no `bias`.
             plain_settings = {name: value for name, value in settings.items() if name != "bias"}
             layer = cls(3, dtype=torch.float64, **plain_settings)
@@ -93,11 +90,11 @@ def _all_gaps(table_of_sizes: list[tuple[int, ...]], group_size: int | None = No
             x = 3 * torch.randn(sum(sizes), 3, *space, dtype=torch.float64) + 2
             if len(space) == 2:
                 x = x.to(memory_format=torch.channels_last)
-            found = _gaps_to_whole_batch(layer, x, torch.randn_like(x), sizes, group)
+            found = _gaps_to_whole_batch(layer, x, torch.randn_like(x), sizes)
             gaps |= {f"{cls.__name__} {settings} {sizes} {name}": gap for name, gap in found.items()}
     with torch.autocast("cpu", torch.bfloat16):
         layer, x = nn.BatchNorm2d(3), (torch.randn(sum(sizes), 3, 4, 4) + 1).bfloat16()
-        found = _gaps_to_whole_batch(layer, x, torch.randn_like(x), sizes, group)
+        found = _gaps_to_whole_batch(layer, x, torch.randn_like(x), sizes)
     # Activations have 8 bits, statistics 24: the running mean would be off by 1e-3 if they were taken in bfloat16.
     assert max(found.values()) < 0.1
     assert found["running_mean"] < 1e-6
@@ -114,12 +111,6 @@ def test_processes_together_equal_one_process_on_the_whole_batch(world_size: int
         assert gaps[worst] < 1e-12, worst
 
 
-def test_each_group_of_two_among_four_equals_one_process_on_its_batch():
-    for gaps in run_ranks(_all_gaps, 4, [(5, 2), (3, 0)], group_size=2):
-        worst = max(gaps, key=gaps.__getitem__)
-        assert gaps[worst] < 1e-12, worst
-
-
 class Net(pl.LightningModule):
     """conv -> BN -> frozen BN -> linear, in float64, with a few awkward habits of users' modules."""
 
@@ -127,7 +118,6 @@ class Net(pl.LightningModule):
         super().__init__()
         self.fail_at = fail_at
         self.classes: list[str] = []
-        self.statistics_seen: list[float] = []
         if not lazy:
             self.build()
 
@@ -149,9 +139,6 @@ class Net(pl.LightningModule):
         self.classes = [type(self.body[1]).__name__, type(self.body[3]).__name__]
         x, y = batch
         return ((self.head(self.body(x)).squeeze(1) - y) ** 2).mean()
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.statistics_seen.append(self.body[1].running_mean.mean().item())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         assert isinstance(self.body[1], nn.BatchNorm2d)
@@ -217,7 +204,6 @@ def _warnings_of_splits() -> dict[str, str]:
         ("local, two micro-batches", 2, []),
         ("over all", 1, [SyncBN()]),
         ("over all, two micro-batches", 2, [SyncBN()]),
-        ("groups of one", 1, [SyncBN(group_size=1)]),
         ("frozen", 2, [FreezeLayers("head", train_bn=False)]),
     ):
         loader = DataLoader(_loader(16, 4).dataset, 4)
@@ -236,21 +222,7 @@ def test_a_split_that_batchnorm_depends_on_is_told():
     assert "SyncBN (--sync-bn)" in first["local"]
     assert "over 4 of the 16 samples" in first["local, two micro-batches"]
     assert "over 8 of the 16 samples of an update, so a run with other micro-b" in first["over all, two micro-batches"]
-    assert "over 4 of the 8 samples" in first["groups of one"]
     assert (first["over all"], first["frozen"]) == ("", "")
-
-
-def _stock_sync_batchnorm() -> str:
-    try:
-        trainer = pl.Trainer(max_steps=1, strategy="ddp", devices=2, sync_batchnorm=True, **QUIET)
-        trainer.fit(Net(), _loader(16, 4))
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_stock_sync_batchnorm_refuses_the_cpu():
-    assert all("only work with GPU" in message for message in run_ranks(_stock_sync_batchnorm, 2))
 
 
 def test_stock_conversion_loses_class_and_mode_which_ours_keeps():
@@ -264,79 +236,7 @@ def test_stock_conversion_loses_class_and_mode_which_ours_keeps():
     assert (type(ours[0]), ours[0].training, ours[0] is layer) == (nn.BatchNorm2d, False, True)
 
 
-class _Unalike(Net):
-    def on_train_start(self) -> None:
-        self.trainer.train_dataloader.dataset.tensors[0].add_(10.0 * self.global_rank)  # type: ignore[union-attr]
-
-
-def _statistics_of_unalike_ranks(folder: str, callbacks: list[pl.Callback], **ddp: Any) -> dict[str, Any]:
-    net = _Unalike()
-    strategy = DDPStrategy(**ddp)
-    saving = pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
-    options = QUIET | {"enable_checkpointing": True, "callbacks": [*callbacks, saving]}
-    trainer = pl.Trainer(max_epochs=4, strategy=strategy, devices=2, **options)
-    locally: list[Tensor] = []
-
-    def note(optimizer: Any) -> None:
-        if trainer.global_step == 4:
-            locally.append(net.body[1].running_mean.clone())
-
-    net.on_before_optimizer_step = note  # type: ignore[method-assign]
-    trainer.fit(net, _loader(32, 4), _loader(4, 4))
-    midway = torch.load(Path(folder, "step=5.ckpt"), weights_only=True)["state_dict"]["body.1.running_mean"]
-    path = Path(folder, "unalike.ckpt")
-    trainer.save_checkpoint(path)
-    saved = torch.load(path, weights_only=True)["state_dict"]
-    own, seen = net.body[1].running_mean, net.statistics_seen[-1]
-    return {"saved": saved["body.1.running_mean"], "own": own, "seen": seen, "midway": midway, "locally": locally}
-
-
-def _plain_local_statistics(folder: str) -> dict[str, Any]:
-    return _statistics_of_unalike_ranks(folder, [], broadcast_buffers=False)
-
-
-def _stock_statistics(folder: str) -> dict[str, Any]:
-    return _statistics_of_unalike_ranks(folder, [])
-
-
-def _averaged_statistics(folder: str) -> dict[str, Any]:
-    return _statistics_of_unalike_ranks(folder, [SyncBN(group_size=1)])
-
-
-def test_statistics_of_plain_layers_represent_all_ranks_where_stock_saves_those_of_rank_0(tmp_path: Path):
-    local = [result["own"] for result in run_ranks(_plain_local_statistics, 2, str(tmp_path / "local"))]
-    truth = (local[0] + local[1]) / 2
-    stock = run_ranks(_stock_statistics, 2, str(tmp_path / "stock"))[0]
-    ours = run_ranks(_averaged_statistics, 2, str(tmp_path / "ours"))
-    assert _gap(local[0], local[1]) > 1.0, "the ranks are to differ in this test"
-    assert _gap(stock["saved"], truth) > 0.3
-    for result in ours:
-        assert _gap(result["saved"], truth) < 1e-12, "averaging at each epoch's end commutes with the running update"
-        assert torch.equal(result["own"], ours[0]["own"])
-        assert abs(result["seen"] - truth.mean().item()) < 1e-12
-    # An epoch has 8 updates, so the fifth is within the first.
-    midway = sum(result["locally"][0] for result in ours) / 2
-    assert _gap(ours[0]["locally"][0], ours[1]["locally"][0]) > 0.3
-    assert _gap(ours[0]["midway"], midway) < 1e-12
-
-
-def _average_twice() -> list[Tensor]:
-    dist.init_process_group("gloo")
-    layer = nn.BatchNorm1d(2)
-    layer.running_mean = torch.tensor([1.0, 0.1]) * (dist.get_rank() + 1)
-    average_statistics(layer)
-    once = layer.running_mean.clone()
-    average_statistics(layer)
-    return [once, layer.running_mean]
-
-
-def test_averaging_statistics_that_are_equal_changes_no_bit():
-    results = run_ranks(_average_twice, 3)
-    assert torch.allclose(results[0][0], torch.tensor([2.0, 0.2]))
-    assert all(torch.equal(tensor, results[0][0]) for result in results for tensor in result)
-
-
-def _single_value_and_wrong_group() -> list[str]:
+def _single_value() -> list[str]:
     dist.init_process_group("gloo")
     messages = []
     layer = nn.BatchNorm1d(2)
@@ -344,27 +244,15 @@ def _single_value_and_wrong_group() -> list[str]:
     with pytest.raises(ValueError, match="found 1 value per channel") as caught:
         layer(torch.ones(1 - dist.get_rank(), 2))
     messages.append(str(caught.value))
-    with pytest.raises(ValueError, match="3\\) does not divide the 2 processes") as caught:
-        trainer = pl.Trainer(max_steps=1, strategy="ddp", devices=2, callbacks=[SyncBN(group_size=3)], **QUIET)
-        trainer.fit(Net(), _loader(16, 4))
-    messages.append(str(caught.value))
-    # A group in which nobody has a sample: nothing to learn from, nothing to spoil.
+    # Nobody has a sample: nothing to learn from, nothing to spoil.
     assert layer(torch.ones(0, 2)).shape == (0, 2)
     assert layer.running_var.tolist() == [1.0, 1.0]
     return messages
 
 
 def test_what_cannot_work_is_refused_alike_on_every_rank():
-    first, second = run_ranks(_single_value_and_wrong_group, 2)
+    first, second = run_ranks(_single_value, 2)
     assert first == second
-
-
-@pytest.mark.parametrize(
-    ("size", "words"), [(3, "group_size=2 or group_size=4"), (0, "group_size=1"), (9, "group_size=8")]
-)
-def test_a_group_size_that_does_not_divide_is_refused_with_the_nearest(size: int, words: str):
-    with pytest.raises(ValueError, match=f"pass {words}$"):
-        check_group_size(size, 8)
 
 
 class _CallsSuper(nn.BatchNorm2d):
@@ -409,7 +297,7 @@ def _timms_gaps() -> dict[str, float]:
     layer = norm_act.BatchNormAct2d(4, drop_layer=nn.Hardtanh, act_layer="silu").double()
     nn.init.uniform_(layer.weight, 0.5, 2.0)
     x, upstream = torch.randn(2, 7, 4, 3, 3, dtype=torch.float64)
-    gaps = _gaps_to_whole_batch(layer, x, upstream, (5, 2), None)
+    gaps = _gaps_to_whole_batch(layer, x, upstream, (5, 2))
     synchronised = copy.deepcopy(layer)
     sync_batchnorm(synchronised)
     gaps["evaluation"] = _gap(synchronised.eval()(x), layer.eval()(x))

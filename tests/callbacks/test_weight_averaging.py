@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from lightning.pytorch.callbacks import WeightAveraging as LightningWeightAverag
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
-from callbacks import FreezeLayers, GradientAccumulation, SeedControl, recalibrate
+from callbacks import FreezeLayers, recalibrate
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.checkpointing.replay import RAW_WEIGHTS
-from callbacks.weight_averaging import WeightAveraging, add_sample, ema_weight, mean_of, mean_weight
+from callbacks.weight_averaging import WeightAveraging, add_sample, ema_weight, mean_weight
 from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.support.tables import QUIET, Tiny, image_network, noisy_images, silence
@@ -120,7 +120,8 @@ def test_the_weights_of_samples_are_shares_and_an_average_begins_with_its_first_
 def test_averages_are_the_sums_that_their_weights_stand_for(values: list[float], decay: float):
     samples = [[torch.tensor([value], dtype=torch.float64), torch.full((2,), value)] for value in values]
     out = [tensor.clone() for tensor in samples[0]]
-    mean_of(samples, out)
+    for number, sample in enumerate(samples):
+        add_sample(out, sample, mean_weight(number))
     assert out[0].item() == pytest.approx(sum(values) / len(values), abs=1e-12)
     average = [tensor.clone() for tensor in samples[0]]
     shares = [1.0]
@@ -137,7 +138,6 @@ def expected_average(kind: str, after: dict[int, State], update: int) -> State |
     steps = {
         "ema": range(4, update + 1),
         "swa": [step for step in (10, 15) if step <= update],
-        "lawa": list(range(2, update + 1, 2))[-3:],
     }[kind]
     average: State | None = None
     for number, step in enumerate(steps):
@@ -150,7 +150,6 @@ def expected_average(kind: str, after: dict[int, State], update: int) -> State |
 KINDS: dict[str, dict[str, Any]] = {
     "ema": {"ema": 0.8, "average_from": 4},
     "swa": {"swa": True, "average_from": "60%", "average_every": "1 epochs"},
-    "lawa": {"lawa": 3, "average_every": "2 steps"},
 }
 
 
@@ -179,35 +178,6 @@ def test_validations_see_the_average_and_training_does_not(kind: str) -> None:
             for name, value in own.state_dict().items()
         )
     assert equal(averaged.state_dict(), found.validated[UPDATES]), "the module keeps the average"
-
-
-@pytest.mark.parametrize(
-    ("kind", "factor", "stops"),
-    [
-        ("ema", 3, (3, 4, 7)),
-        ("swa", 3, (7, 8)),
-        ("lawa", 3, (6,)),
-        *(pytest.param(kind, 1, range(1, UPDATES), marks=pytest.mark.slow) for kind in KINDS),
-    ],
-)
-def test_a_run_resumes_to_the_bit_before_at_and_after_the_start_of_its_average(
-    kind: str, factor: int, stops: Iterable[int], tmp_path: Path
-) -> None:
-    def fit(folder: Path, *more: pl.Callback, **options: Any) -> dict[str, Any]:
-        saves = ExactCheckpoint(folder, save_last=True, every_n_train_steps=1)
-        parts = [GradientAccumulation(factor), SeedControl(1), WeightAveraging(**KINDS[kind]), saves, *more]
-        train(module(), *parts, batch_size=4 if factor == 1 else 2, **options)
-        return saved(folder)
-
-    whole = fit(tmp_path / "whole")
-    assert (RAW_WEIGHTS in whole, whole["global_step"]) == (True, UPDATES if factor == 1 else 12)
-    for stop in stops:
-        folder = tmp_path / str(stop)
-        assert fit(folder, Stop(stop))["global_step"] == stop
-        found = fit(folder, resume=folder / "last.ckpt")
-        for entry in ("state_dict", RAW_WEIGHTS):
-            assert equal(found[entry], whole[entry]), stop
-        assert found["callbacks"]["AveragedWeights"]["samples"] == whole["callbacks"]["AveragedWeights"]["samples"]
 
 
 def test_every_checkpoint_holds_the_average_with_its_statistics_and_what_trains_on(tmp_path: Path) -> None:
@@ -291,11 +261,10 @@ def test_statistics_that_cannot_be_computed_are_refused_before_the_run() -> None
 
 def test_settings_that_cannot_be_are_refused_with_what_to_type() -> None:
     for settings, message in {
-        "": "make no average: pass one of ema=0.999, swa=True and lawa=5",
+        "average_from=3": "`average_from` alone makes no average: pass one of ema=0.999 and swa=True",
         "ema=0.9,swa=True": "ema=0.9 and swa=True: pass one of",
         "ema=1.5": "ema=1.5: expected above 0 and below 1",
         "ema=0": "ema=0: expected above 0",
-        "lawa=0": "lawa=0: expected a whole number, 1 or more",
         "swa=True,average_every='10%'": "average_every='10%': write whole steps or epochs",
         "swa=True,average_every='0.5 epochs'": "write whole steps or epochs",
         "swa=True,average_from='soon'": "`average_from`: cannot read 'soon'",

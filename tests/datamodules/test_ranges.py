@@ -8,7 +8,6 @@ import pytest
 
 from callbacks.drawing.grad_cam import GradCAM
 from callbacks.run_progress import RunProgress
-from callbacks.sync_bn import SyncBN
 from datamodules.errors import UserError
 from datamodules.images.data_module import ImageFolderDataModule
 from datamodules.mnist.data_module import MNISTDataModule
@@ -47,9 +46,8 @@ OUTSIDE: list[tuple[Callable[..., Any], dict[str, tuple[Any, ...]]]] = [
     (MNISTDataModule, {"batch_size": (0, 2**31), "shift": (-1, 29), "rotation": (181,), "scale": (1,)}),
     (ImageFolderDataModule, {"cache_gb": (-1,), "mixup": (-0.1,), "num_workers": (-1, 2**31), "image_size": (7,)}),
     (TranslationDataModule, {"batch_size": (0,), "max_vocab_size": (0,), "min_count": (-1,), "max_tokens": (-1,)}),
-    (RunSettings, {"seed": (-1,), "save_top_k": (-2,), "patience": (0,), "warmup_start_factor": (2,)}),
+    (RunSettings, {"seed": (-1,), "save_top_k": (-2,), "patience": (0,)}),
     (LaunchSettings, {"master_port": (0, 65536), "node_rank": (-1,), "collective_timeout": (0, -1, 1e30)}),
-    (SyncBN, {"group_size": (0,)}),
     (RunProgress, {"interval": (-1,)}),
     (GradCAM, {"samples": (-1,)}),
 ]

@@ -12,11 +12,10 @@ from docs.code_blocks import blocks_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "callbacks").glob("*.md"))}
-_DEPRECATED = {"SkipUnusedHooks"}
 NAMES = [
     name
     for name in callbacks.__all__
-    if inspect.isclass(kind := getattr(callbacks, name)) and issubclass(kind, pl.Callback) and name not in _DEPRECATED
+    if inspect.isclass(kind := getattr(callbacks, name)) and issubclass(kind, pl.Callback)
 ]
 
 

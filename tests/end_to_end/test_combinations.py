@@ -33,14 +33,14 @@ WITHOUT_MEANING: list[tuple[Row, str]] = [
     ({"network": "tokens", "SyncBN": "on"}, "there is no BatchNorm"),
     ({"network": "tokens", "BNRecalibration": "on"}, "there is no BatchNorm"),
 ]
-CLOSURES = "calls its closure several times per update, but of the . micro-batches"
+CLOSURES = "calls its closure several times per update"
 OTHER_DEVICES = "saves no position that another number of devices can use"
 REFUSED: list[tuple[Row, Row | None, str]] = [
     *(
-        ({"optimizer": name, **where}, more, CLOSURES)
-        for name in ("LBFGS", "SAM")
+        ({"optimizer": "LBFGS", **where}, more, CLOSURES)
         for where, more in (
             ({"split": "1x4"}, {}),
+            ({"split": "2x1"}, {}),
             ({"split": "2x2"}, {}),
             ({"resumed": "on another split"}, {"stop": "an exception"}),
         )
@@ -92,7 +92,7 @@ REFUSED: list[tuple[Row, Row | None, str]] = [
 """Values that are refused together, what else a run needs to show it (None where another one does), and the reason."""
 
 REFUSALS = (
-    "LBFGS and SAM with several micro-batches per update; a DataLoader or an iterable data set that resumes within an"
+    "LBFGS on several devices or micro-batches; a DataLoader or an iterable data set that resumes within an"
     " epoch on another number of devices; `global_batch_size` and BatchNorm of averages with several loaders;"
     " WeightAveraging beside Lightning's averages;"
     " StochasticWeightAveraging of BatchNorm on an iterable data set; GradientAccumulationScheduler;"

@@ -82,9 +82,6 @@ def test_own_digits_train_alike_from_a_folder_an_archive_and_python_and_are_test
     exact = {"precision": "32-true", "accelerator": "cpu", "verbose": False}
     fit("mnist", data=(images, labels), name="python", **exact, **settings)
     assert equal(weights(tmp_path, "mnist", "python"), expected)
-    # Nothing, then one epoch, then the other.
-    for stop in (("--max-epochs", "0"), ("--max-epochs", "2", "--max-steps", "11"), ("--max-steps", "-1")):
-        type_in(tmp_path, "mnist", "--data-dir", "tree", "--name", "parts", *line[2:], *stop, "--resume", "auto")
     # Two devices with half the batch each take the same samples; float64 has no rounding to speak of.
     alone = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for name, size, devices in (("one", "100", "1"), ("two", "50", "2")):

@@ -16,8 +16,7 @@ _DATA = "datamodules.contract datamodules.errors datamodules.ranges"
 _SET = f"{_DATA} datamodules.base datamodules.loading"
 _CALLBACKS = f"{_DATA} callbacks.lib callbacks.*"
 MAY_IMPORT = {
-    "datamodules": "datamodules.releases",
-    "datamodules.releases": "",
+    "datamodules": "",
     "datamodules.errors": "",
     "datamodules.contract": "datamodules.errors",
     "datamodules.ranges": "datamodules.errors",
@@ -40,9 +39,6 @@ MAY_IMPORT = {
     "recipes.pretrained": "datamodules.errors datamodules.loading recipes.weights",
     "recipes.labels": f"{_DATA} datamodules.loading",
     "recipes.losses": "",
-    "recipes.batch_size_finder": f"{_CALLBACKS} recipes.copied_fit",
-    "recipes.copied_fit": _CALLBACKS,
-    "recipes.lr_finder": f"{_CALLBACKS} recipes.copied_fit",
     "recipes.optim": "datamodules.errors",
     "recipes.parameter_groups": "",
     "recipes.curves": "",
@@ -62,8 +58,8 @@ MAY_IMPORT = {
     "recipes.failures": "datamodules.errors callbacks.lib recipes.launch",
     "recipes.results": f"{_CALLBACKS} callbacks.checkpointing callbacks.drawing recipes.files recipes.version",
     "recipes.resume": f"{_CALLBACKS} callbacks.checkpointing recipes.launch recipes.results",
-    "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing recipes.batch_size_finder recipes.failures recipes.files "
-    "recipes.export recipes.graphs recipes.launch recipes.lr_finder recipes.optim recipes.recipe recipes.results "
+    "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing recipes.failures recipes.files "
+    "recipes.export recipes.graphs recipes.launch recipes.optim recipes.recipe recipes.results "
     "recipes.resume recipes.text_scores recipes.version recipes.weights",
     "recipes.NAME": f"{_CALLBACKS} callbacks.drawing datamodules.NAME datamodules.images datamodules.loading "
     "datamodules.mnist datamodules.translation recipes.classification recipes.graphs recipes.optim "

@@ -379,7 +379,7 @@ def test_a_last_batch_of_one_small_image_says_what_to_do(stripes):
     # 24 images leave one.
     data = ImageFolderDataModule(data_dir=str(stripes), image_size=SIZE, batch_size=23, augment="none")
     options: dict[str, Any] = {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False}
-    with pytest.raises(UserError, match="another `batch_size`, drop_last=True"):
+    with pytest.raises(UserError, match="another `batch_size`, small_images=True"):
         pl.Trainer(**QUIET, **options).fit(recipe, data)
 
 

@@ -14,7 +14,7 @@ from sacrebleu.metrics.chrf import CHRF
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.drawing.translation_samples import Translation, attention_figure, pairs_table, translations_table
+from callbacks.drawing.translation_samples import Translation, attention_figure, translations_table
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
@@ -355,7 +355,6 @@ def test_tensorboard_shows_texts_and_attention(learned):
     tags = events.Tags()
     assert {"val/attention", "test/attention"} <= set(tags["images"])
     assert {"val/translations/text_summary", "test/translations/text_summary"} <= set(tags["tensors"])
-    assert "| source | target |" in str(events.Tensors("train/pairs/text_summary")[0].tensor_proto.string_val[0])
     texts = events.Tensors("val/translations/text_summary")
     assert len(texts) == 3, "one after each validation"
     table = texts[-1].tensor_proto.string_val[0].decode()
@@ -448,10 +447,6 @@ def test_data_with_other_vocabularies_is_refused(tmp_path):
 def test_a_translator_without_vocabularies_names_the_ways_to_get_them():
     with pytest.raises(UserError, match="no vocabularies yet"):
         Seq2SeqTranslator(**SIZES, **TINY).translate(["bonjour"])
-
-
-def test_the_first_pairs_of_a_run_are_logged_as_text() -> None:
-    assert pairs_table(["a <unk> | b"], ["c"]).splitlines()[2] == "| a &lt;unk> &#124; b | c |"
 
 
 def _tested_without_training_files(folder: str) -> dict[str, float]:

@@ -112,11 +112,6 @@ def in_the_first_batch(wait: Wait) -> bool:
     return wait.update == 0 and wait.batch <= 0
 
 
-def in_the_first_update(wait: Wait) -> bool:
-    """Of a run."""
-    return wait.update == 0
-
-
 def in_each(wait: Wait) -> bool:
     """Batch."""
     return True
@@ -127,9 +122,6 @@ MEANT = {
     "callbacks/train_loss.py:_totals": Meant(_TRAINING, at_logs, "the loss that is logged"),
     "callbacks/training_monitor.py:on_train_batch_end": Meant(
         _TRAINING, functools.partial(at_logs, every=2), "the norms that are logged, every 2 updates in the table"
-    ),
-    "callbacks/lib/undo.py:copied": Meant(
-        _TRAINING, in_the_first_update, "a copy for an optimizer's first step that runs out of memory"
     ),
     "callbacks/finite_weights.py:first_not_finite": Meant(_TRAINING, at_logs, "a run that has diverged ends"),
     "callbacks/lib/targets.py:warn_of_ignored_targets": Meant(
@@ -193,7 +185,7 @@ def _translator(**options: Any) -> Any:
 _FEW = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1, "enable_progress_bar": False}
 RUNS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "every callback": (functools.partial(_images, TOGETHER), {}),
-    "SWA": (functools.partial(_images, ["RunProgress", "WeightAveraging, SWA"]), {}),
+    "SWA": (functools.partial(_images, ["RunProgress", "WeightAveraging, SWA"]), {"gradient_clip_val": 0.1}),
     "mnist": (_mnist, _FEW),
     "resnet": (_resnet, _FEW),
     "seq2seq": (functools.partial(_translator, teacher_forcing=0.5), _FEW),

@@ -74,7 +74,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "an exception",
     ),
     "resumed": ("no", "as before", "on another split"),
-    "optimizer": ("SGD", "Adam", "AdamW fused", "AdamW foreach", "Adagrad", "LBFGS", "SAM"),
+    "optimizer": ("SGD", "Adam", "AdamW fused", "AdamW foreach", "Adagrad", "LBFGS"),
     "schedule": ("none", "StepLR", "OneCycleLR", "LambdaLR", "ReduceLROnPlateau", "SequentialLR"),
     "clipping": ("none", "norm", "value"),
     "loader": (
@@ -96,7 +96,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "StochasticWeightAveraging",
         "ModelCheckpoint",
     ),
-    "WeightAveraging": ("none", "ema", "swa", "lawa"),
+    "WeightAveraging": ("none", "ema", "swa"),
     "WarmupLR": ON_OFF,
     "SyncBN": ON_OFF,
     "SeedControl": ON_OFF,
@@ -113,9 +113,8 @@ FACTORS: dict[str, tuple[str, ...]] = {
 AVERAGES: dict[str, dict[str, Any]] = {
     "ema": {"ema": 0.8},
     "swa": {"swa": True, "average_from": "3 steps"},
-    "lawa": {"lawa": 2},
 }
-"""Of `WeightAveraging`; the last takes the ends of epochs."""
+"""Of `WeightAveraging`."""
 
 PLAIN = {factor: values[0] for factor, values in FACTORS.items()}
 OTHER_SPLIT = {"1x1": "2x2", "1x4": "2x1", "2x1": "1x4", "2x2": "1x1"}
@@ -158,25 +157,6 @@ def samples(settings: Settings) -> tuple[Tensor, Tensor]:
     return noisy_images(2 * SAMPLES) if settings["network"] == "BatchNorm" else sentences(2 * SAMPLES)
 
 
-class SAM(torch.optim.SGD):
-    """Sharpness-aware minimisation (Foret et al., 2021): the gradient at the worst point nearby."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
-        evaluate = torch.enable_grad()(closure)
-        evaluate()
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
-        before = [p.clone() for p in parameters]
-        for p in parameters:
-            p.add_(p.grad, alpha=0.05 / float(norm))
-        loss = evaluate()
-        for p, value in zip(parameters, before, strict=True):
-            p.copy_(value)
-        super().step()
-        return loss
-
-
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3),
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.02),
@@ -184,7 +164,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.02, foreach=True),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
     "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.01, max_iter=2, history_size=1),
-    "SAM": lambda parameters: SAM(parameters, lr=0.1, momentum=0.9),
 }
 
 

@@ -73,15 +73,13 @@ class Average:
         self.kind, self.network, self.module = kind, network, copy.deepcopy(network)
         self.samples: list[list[Tensor]] = []
 
-    def add(self, updates: int, ends_epoch: bool) -> None:
+    def add(self, updates: int) -> None:
         """Take a sample, where one is due after so many updates."""
-        if {"none": False, "ema": True, "swa": updates >= 3, "lawa": ends_epoch}[self.kind]:
+        if {"none": False, "ema": True, "swa": updates >= 3}[self.kind]:
             self.samples.append([parameter.detach().clone() for parameter in self.network.parameters()])
 
     def shares(self) -> list[float]:
         """Of each sample in the average."""
-        if self.kind == "lawa":
-            return [0.0] * (len(self.samples) - 2) + [1 / min(2, len(self.samples))] * min(2, len(self.samples))
         if self.kind == "swa":
             return [1 / len(self.samples)] * len(self.samples)
         new = [max(0.2, 9 / (9 + number)) for number in range(len(self.samples))]
@@ -236,7 +234,7 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
             if average and not swa:
                 average.update_parameters(network)
             last = number + 1 == len(updates)
-            own.add(len(rates), last)
+            own.add(len(rates))
             if settings["stop"] == "EarlyStopping":
                 if not last or epoch_batches(settings, cut) % cut.micro_batches == 0:
                     loss = validate(epoch)

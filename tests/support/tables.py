@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from callbacks.auto_micro_batch import AutoMicroBatch
 from callbacks.bn_recalibration import BNRecalibration
 from callbacks.checkpointing.guard import CheckpointGuard
 from callbacks.drawing.classification_images import ClassificationImages
@@ -36,10 +35,8 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "SeedControl": lambda: SeedControl(seed=1),
     "GradientAccumulation": lambda: GradientAccumulation({0: 2, "1 epochs": 3}),
     "GradientAccumulation, global batch": lambda: GradientAccumulation(global_batch_size=16),
-    "AutoMicroBatch": lambda: AutoMicroBatch(),
     "WarmupLR": lambda: WarmupLR("60%", kind="cosine", scale="linear", base_batch_size=8),
     "SyncBN": lambda: SyncBN(),
-    "SyncBN, groups of one": lambda: SyncBN(group_size=1),
     "FreezeLayers": lambda: FreezeLayers(until="1", unfreeze={"0.0": "1 epochs", "0": "60%"}),
     "FiniteWeights": lambda: FiniteWeights(),
     "RankConsistency": lambda: RankConsistency(),
@@ -55,14 +52,12 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "CheckpointGuard": lambda: CheckpointGuard(),
     "WeightAveraging": lambda: WeightAveraging(ema=0.9, average_from="5 steps"),
     "WeightAveraging, SWA": lambda: WeightAveraging(swa=True, average_from="40%", average_every="2 steps"),
-    "WeightAveraging, LAWA": lambda: WeightAveraging(lawa=2),
 }
 """Every callback of the package with tiny settings. Build SeedControl before the module, as its docstring says."""
 
 TOGETHER = (
     "SeedControl",
     "GradientAccumulation",
-    "AutoMicroBatch",
     "WarmupLR",
     "SyncBN",
     "FreezeLayers",

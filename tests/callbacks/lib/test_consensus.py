@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from callbacks.lib.consensus import DeferredFlags, FlagAllReduce, collectives_made
+from callbacks.lib.consensus import DeferredFlags, FlagAllReduce
 from callbacks.preemption import Preemption
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, Tiny, image_network, noisy_images, silence
@@ -42,23 +42,13 @@ def _wait_for_rank_1() -> tuple[float, str]:
     return time.monotonic() - began, ""
 
 
-def _counted() -> tuple[list[float], list[int]]:
+def _maximum() -> list[float]:
     dist.init_process_group("gloo")
-    ranks, other = FlagAllReduce(2), dist.new_group()
-    counts = [collectives_made()]
-    wait = ranks.start_maximum(dist.get_rank(), -dist.get_rank())
-    dist.all_reduce(torch.ones(1))
-    found = wait()
-    counts.append(collectives_made())
-    dist.broadcast(torch.ones(1), 0, group=other)
-    return found, [*counts, collectives_made()]
+    return FlagAllReduce(2).maximum(dist.get_rank(), -dist.get_rank())
 
 
-def test_collective_calls_of_all_groups_are_counted_and_a_maximum_runs_beside_others() -> None:
-    for found, (first, second, third) in run_ranks(_counted, 2):
-        assert found == [1.0, 0.0]
-        assert (second - first, third - second) == (2, 1)
-    assert collectives_made() == 0  # Without processes there are none.
+def test_a_maximum_is_that_of_all_ranks() -> None:
+    assert run_ranks(_maximum, 2) == [[1.0, 0.0]] * 2
 
 
 @pytest.mark.slow

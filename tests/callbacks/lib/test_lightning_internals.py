@@ -16,9 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.lib import lightning_internals as internals
@@ -240,55 +238,6 @@ def test_a_run_with_max_steps_is_resumed_at_an_epochs_end_as_one_with_epochs(tmp
 
     assert ends(mended=True) == [1]
     assert ends(mended=False) == [0, 1]
-
-
-class Logging(Tiny):
-    """Logs the number of samples, as a mean that is weighted by it."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        self.log("size", float(len(batch[0])), on_step=False, on_epoch=True)
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_batch_is_computed_and_logged_in_pieces_and_what_was_logged_is_taken_back() -> None:
-    parts_of_batches: list[internals.TrainingBatch] = []
-
-    def compute(parts: internals.TrainingBatch) -> Any:
-        parts_of_batches.append(parts)
-        undo = internals.keep_logged(trainer)
-        parts.step([tensor[:2] for tensor in parts.batch])
-        vars(module)[internals.RUNNING_HOOK] = "another"
-        undo()
-        assert vars(module)[internals.RUNNING_HOOK] != "another"
-        for piece in (slice(0, 1), slice(1, 4)):
-            internals.set_logged_batch(trainer, part := [tensor[piece] for tensor in parts.batch])
-            result = parts.step(part)
-            if parts.zero_grad is not None and piece.start == 0:
-                parts.zero_grad()
-            parts.backward(result.closure_loss)
-        assert parts.nothing().loss is None
-        assert parts.plain.__func__ is Closure.closure
-        return result
-
-    undo: list[Callable[[], None]] = []
-    hook = LambdaCallback(on_train_start=lambda trainer, _: undo.append(internals.replace_closures(trainer, compute)))
-    trainer = trainer_with(hook, accumulate_grad_batches=2, enable_progress_bar=False)
-    module = Logging(image_network().double(), torch.optim.SGD, lr=0.1)
-    trainer.fit(module, loader())
-    assert [parts.makes_update for parts in parts_of_batches] == [False, True] * 2
-    assert [parts.zero_grad is None for parts in parts_of_batches] == [False, True] * 2
-    # (1 x 1 + 3 x 3) / 4, of pieces of one and of three samples.
-    assert trainer.callback_metrics["size"] == 2.5
-    undo[0]()
-    assert "_make_closure" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
-
-
-def test_a_callback_holds_its_module_until_it_forgets_it() -> None:
-    callback, module = LambdaCallback(), tiny()
-    trainer_with(callback).fit(module, loader())
-    assert vars(callback)["log"].__self__ is module
-    internals.forget_module(callback)
-    assert not [value for value in vars(callback).values() if getattr(value, "__self__", None) is module]
 
 
 def test_the_count_of_updates_is_in_the_checkpoint(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks import BNRecalibration
+from tests.support.command_lines import typed
 from tests.support.ranks import run_ranks
+from tests.support.stock_data import Quadrants
 
 QUICK = ["--dataset", "digits", "--max-epochs", "2", "--network", "default", "--precision", "32"]
 QUICK += ["--accelerator", "cpu"]
@@ -117,3 +119,30 @@ def test_without_checkpoints_the_final_weights_are_tested(tmp_path: Path):
         last = [row["val/loss"] for row in csv.DictReader(file) if row["val/loss"]][-1]
     scores = json.loads((tmp_path / "runs" / "mnist" / "run" / "results.json").read_text())["scores"]
     assert scores["val/loss"] == float(last)
+
+
+class Exhausted(Quadrants):
+    """Runs out of memory with more than 4 samples."""
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if len(batch[0]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_run_that_is_out_of_memory_says_in_one_line_what_to_pass(tmp_path: Path):
+    quick = "--max-epochs 1 --logger none"
+    recipe = f"{__name__}:Exhausted"
+    plain, given = typed(
+        tmp_path, f"{quick} --batch-size 10", f"{quick} --batch-size 5 --global-batch-size 20", recipe=recipe
+    )
+    assert plain.status == given.status == 1
+    (line,) = plain.err.splitlines()[-1:]
+    assert line.startswith(
+        "error: out of memory with --batch-size 10 and --accumulate 1: pass a smaller --batch-size with"
+    )
+    assert line.endswith(
+        "as many times the --accumulate (OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.)"
+    )
+    assert "with --batch-size 5 and --global-batch-size 20: pass a smaller --batch-size, to which" in given.err

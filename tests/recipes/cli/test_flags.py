@@ -48,17 +48,6 @@ def parser() -> FlagParser:
     return FlagParser([FlagGroup("Engine", Engine), FlagGroup("Wheels", Wheels)], "prog")
 
 
-class Undocumented:
-    def __init__(self, batch_size: int = 8) -> None:
-        self.batch_size = batch_size
-
-
-def test_a_parameter_without_a_text_may_take_another_word():
-    group = FlagGroup("Data", Undocumented, literals={"batch_size": ("auto", "finds the largest")})
-    parser = FlagParser([group], "prog")
-    assert parser.parse(["--batch-size", "auto"]).batch_size == "auto"
-
-
 def test_classes_share_one_flag_where_they_share_a_name(parser):
     config = parser.parse(["--seed", "7"]).as_dict()
     assert parser.select(config, "Engine")["seed"] == parser.select(config, "Wheels")["seed"] == 7
