@@ -287,7 +287,7 @@ def undisturbed(run: Run) -> str:
 
 def run_case(case: FaultCase, run: Run, reference: str) -> list[str]:
     """Bring a fault about, type the command again, and compare; what differs from the expectation."""
-    ended, wrong = run.finish(run.start(case.fault, case.more)), []
+    ended, wrong = run.finish(run.start(case.fault, case.more)), list[str]()
     if not (run.folder / "injected").exists():
         wrong.append("the fault did not happen")
     if ended.status != case.status:
