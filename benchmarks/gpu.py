@@ -190,7 +190,8 @@ def measure(workload: Workload, device: torch.device, steps: int, repeats: int, 
             peaks[name] = torch.cuda.max_memory_allocated(device) / 2**30
         return found
 
-    contenders, notes = {}, []
+    contenders: dict[str, Callable[[], float]] = {}
+    notes: list[str] = []
     for suffix in ("", COMPILED) if compiled else ("",):
         for name, seconds in ((PLAIN, plain_seconds), (RECIPE, recipe_seconds)):
             run = partial(contender, seconds, name + suffix, bool(suffix))

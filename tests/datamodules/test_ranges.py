@@ -40,7 +40,6 @@ OUTSIDE: list[tuple[Callable[..., Any], dict[str, tuple[Any, ...]]]] = [
         },
     ),
     (ResNetFineTuner, {"head_lr_factor": (0,), "layer_lr_decay": (0, 1.5), "image_size": (-1, 2**40)}),
-    (fine_tuner, {"weights_min_share": (1.1,)}),
     (translator, {"dropout": (1.0, -1), "hidden_size": (2**63, -(2**64)), "num_layers": (0,)}),
     (translator, {"label_smoothing": (7,), "val_sentences": (0,), "length_penalty": ()}),
     (MNISTDataModule, {"batch_size": (0, 2**31), "shift": (-1, 29), "rotation": (181,), "scale": (1,)}),
