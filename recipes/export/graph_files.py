@@ -36,6 +36,8 @@ def _write_onnx(graph: Graph, path: Path, metadata: Mapping[str, Any]) -> GraphR
     example = graph.example(2)
     names, outputs = [put.name for put in graph.inputs], list(graph.module(*example))
     options: dict[str, Any] = {"dynamo": True, "dynamic_shapes": _dynamic_shapes(graph), "verbose": False}
+    # Else a second recurrent network of a process is traced by the loop of the first, for the length of its example.
+    torch.ops.aten.gru.input._dispatch_cache.clear()
     program = torch.onnx.export(graph.module, example, input_names=names, output_names=outputs, **options)
     assert program is not None
     model = program.model
