@@ -1,7 +1,7 @@
 """The recipes compared with what a user would use instead: ``python -m benchmarks``.
 
 A section is a module of `benchmarks.sections` with ``run(options, progress)``, which returns a `Section` of
-`benchmarks.harness.measurements`. What has to run on a GPU stands in `benchmarks.gpu`.
+`benchmarks.harness.measurements`. `benchmarks.gpu` measures on a GPU, `benchmarks.faults` breaks runs.
 """
 
 __all__ = ["SECTIONS"]
@@ -9,19 +9,15 @@ __all__ = ["SECTIONS"]
 SECTIONS = {
     "training_loop": "a step of the recipe, of plain PyTorch loops, of stock Lightning and of other libraries",
     "time_to_accuracy": "seconds to 99 % on MNIST's test set, compared with PyTorch's example",
-    "allocator": "glibc's allocator, default and tuned by the command line",
     "input_pipeline": "seconds to load and augment an epoch of MNIST",
     "images": "photographs a second that a core loads, compared with ImageFolder and with the decoder alone",
-    "image_listing": "seconds to list and split image files in folders and archives, the first time and later",
     "callbacks_cost": "microseconds that the callbacks add to an update",
-    "dropout": "dropout addressed by sample, and torch's",
-    "compile": "a step compiled and not, and the first compiled one of a process",
     "checkpoint_cost": "how long training is blocked while a checkpoint is saved",
     "start_up": "seconds to the first step, by part, and of --help",
-    "fine_tuning": "seconds of a step by what is frozen, and of an epoch with cached features",
+    "fine_tuning": "seconds of a step with a frozen backbone, and of an epoch with cached features",
     "seq2seq": "target tokens a second and BLEU of a translator in training",
     "decoding": "sentences a second that a beam search translates",
     "multi30k": "BLEU of translators after 40 minutes of training each",
-    "scaling": "throughput of more processes, and a prediction for many",
+    "scaling": "throughput of more processes on this machine",
 }
 """The sections in the order in which they run, and what each measures."""

@@ -83,9 +83,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--devices", type=_counts, default=(), metavar="N,N", help="scaling: processes on a node, as in 1,2,4,8"
     )
     parser.add_argument(
-        "--num-nodes", type=_positive, default=1, metavar="N", help="scaling: nodes of so many processes"
-    )
-    parser.add_argument(
         "--minutes", type=_minutes, metavar="N", help="multi30k: of training for each row (default: 40)"
     )
     return parser
@@ -128,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         for difference in differing_machines(args.compare["machine"], machine):
             console.print(f"[yellow]compared with another machine: {difference}", soft_wrap=True)
-    options = Options(args.quick, args.repeats, args.threads, args.data_dir, args.devices, args.num_nodes, args.minutes)
+    options = Options(args.quick, args.repeats, args.threads, args.data_dir, args.devices, args.minutes)
     done: dict[str, Section] = {}
     interrupted = False
     for name in names:

@@ -94,9 +94,9 @@ class Preemption(pl.Callback):
     On SIGUSR1 a batch job of Slurm is put back into the queue before any rank exits (``#SBATCH --signal=USR1@90``
     sends it in time).
 
-    Where `GradientAccumulation` sums counts over the ranks, the flag is part of that all-reduce. Elsewhere (under FSDP,
-    say) it has an all-reduce of its own, which runs while the next update is computed and is read one update later. So
-    is the former on a GPU.
+    Where `GradientAccumulation` sums counts over the ranks, the flag is part of that all-reduce. Elsewhere it has
+    an all-reduce of its own, which runs while the next update is computed and is read one update later. So is the
+    former on a GPU.
 
     Runs on: the end of each update, the start and the batches of each evaluation, the start of each epoch. It is the
     last of all callbacks there, so that a checkpoint holds what the others did.

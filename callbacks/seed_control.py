@@ -8,9 +8,7 @@ Layers of `stateless_dropout` draw by sample, whatever the rank.
 
 import os
 import random
-import re
 import secrets
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,6 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
 from typing_extensions import override
 
 from callbacks.lib.batch_positions import batch_positions
@@ -28,7 +25,7 @@ from callbacks.lib.sample_noise import begin_noise, end_noise, number_layers, re
 from datamodules.errors import UserError
 from datamodules.loading.randomness import derive_seed, derive_seed_at
 
-__all__ = ["SeedControl", "draw_seed", "explain_nondeterminism", "seed_generators", "seed_torch"]
+__all__ = ["SeedControl", "draw_seed", "seed_generators", "seed_torch"]
 
 
 def draw_seed() -> int:
@@ -60,21 +57,6 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     seed_torch(seed, device)
-
-
-def explain_nondeterminism(exception: BaseException, pl_module: nn.Module) -> str | None:
-    """What to do about torch's complaint about an operation without deterministic form; None for other exceptions."""
-    found = re.match(r"(.+?) does not have a deterministic implementation", str(exception))
-    if not found:
-        return None
-    names = {id(module): name for name, module in pl_module.named_modules()}
-    objects = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(exception.__traceback__)]
-    layers = [o for o in objects if isinstance(o, nn.Module) and names.get(id(o))]
-    where = f" in layer {names[id(layers[-1])]!r} ({type(layers[-1]).__name__})" if layers else ""
-    return (
-        f"SeedControl(deterministic=True): the first operation without a deterministic form is {found[1]!r}{where}. "
-        "Replace it, or pass deterministic=False."
-    )
 
 
 def _set_environment(seed: int) -> Callable[[], None]:
@@ -125,7 +107,7 @@ class SeedControl(pl.Callback):
       the epoch's order, layer) in training. So their masks are the same on any number of ranks, in micro-batches of
       any size and beside any padding. The loader has to tell the places: those of `datamodules` do, and they are known
       of one `DataLoader` with a batch size, on several ranks with torch's `DistributedSampler`. Otherwise a warning
-      says so, and the layers draw as torch's. A closure that is called again, as by LBFGS, draws the same masks again.
+      says so, and the layers draw as torch's. A closure that LBFGS calls again draws the same masks again.
     - Each evaluation step draws from (seed, loader, number of the batch over all ranks). Training after a validation
       draws what it would have drawn without it.
     - Before each epoch the generators are seeded alike on all ranks, so that samplers whose indices Lightning deals to
@@ -144,7 +126,7 @@ class SeedControl(pl.Callback):
     Args:
         seed: 0 or greater. None draws one, shares rank 0's with all ranks and records it in ``seed``, the checkpoint
             and the loggers; a resumed run takes the checkpoint's.
-        deterministic: stop at the first operation that has no deterministic form, and name it.
+        deterministic: stop at the first operation that has no deterministic form.
         benchmark: let cuDNN pick algorithms by timing them. None leaves it as it is, or off if `deterministic`.
 
     Raises:
@@ -152,7 +134,7 @@ class SeedControl(pl.Callback):
 
     Example:
         >>> seeds = SeedControl(seed=1)  # before the module
-        >>> model = nn.Linear(2, 2)
+        >>> model = torch.nn.Linear(2, 2)
         >>> trainer = pl.Trainer(callbacks=[seeds], logger=False, accelerator="cpu")
     """
 
@@ -237,7 +219,7 @@ class SeedControl(pl.Callback):
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._addresses_noise and pl_module.automatic_optimization:
-            # An optimizer that calls its closure again (SAM, LBFGS) evaluates the same function.
+            # LBFGS calls its closure again, and evaluates the same function.
             repeat_noise()
 
     @override
@@ -293,8 +275,6 @@ class SeedControl(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self.deterministic and (note := explain_nondeterminism(exception, pl_module)):
-            exception.add_note(note)
         end_noise()
         self._restore_settings()
 

@@ -112,14 +112,9 @@ class TrainLoss(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start(trainer.global_step)
         self._epoch = [0.0, 0.0, 0.0]
-
         if self._saved is not None:
-            sums = self._saved["sums"].to(pl_module.device)
-            if sums.shape[1] == 2:  # Of a version without the accuracy and the means of epochs.
-                sums = torch.nn.functional.pad(sums, (1, 0, 0, 1))
-            self._load(trainer, sums)
-            self._update, self._logged = self._saved["update"], self._saved["logged"]
-            self._epoch = list(self._saved.get("epoch", self._epoch))
+            self._load(trainer, self._saved["sums"].to(pl_module.device))
+            self._update, self._logged, self._epoch = (self._saved[name] for name in ("update", "logged", "epoch"))
             self._saved = None
 
     def _load(self, trainer: pl.Trainer, by_rank: Tensor) -> None:

@@ -5,8 +5,4 @@ Names are imported when they are used, so that a callback that needs a random nu
 
 from lazy_loader import attach_stub
 
-from datamodules.releases import refuse_compromised_releases
-
-refuse_compromised_releases()
-
 __getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

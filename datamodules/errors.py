@@ -3,11 +3,6 @@
 import errno
 from typing import ClassVar
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
-
 __all__ = ["RunFailedError", "UserError", "is_out_of_memory", "system_failure"]
 
 
@@ -48,15 +43,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return refused or type(error).__name__ == "OutOfMemoryError" or any(part in str(error) for part in _NO_MEMORY)
 
 
-def _limit(name: str) -> str:
-    """A soft limit of this process, as in " (ulimit -n: 1024)"."""
-    if resource is None or not hasattr(resource, name):
-        return ""
-    value = resource.getrlimit(getattr(resource, name))[0]
-    number = "unlimited" if value == resource.RLIM_INFINITY else value
-    return f" (ulimit -{'n' if name == 'RLIMIT_NOFILE' else 'u'}: {number})"
-
-
 def system_failure(error: BaseException) -> str | None:
     """What to do about an error by which the system refuses files, processes or memory; None for another error.
 
@@ -69,12 +55,11 @@ def system_failure(error: BaseException) -> str | None:
     number, text = getattr(error, "errno", None), str(error)
     if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text or "received 0 items of ancdata" in text:
         return (
-            f"too many files are open{_limit('RLIMIT_NOFILE')}; allow more, as ulimit -n 65536 does, or run with fewer"
-            " loader workers or devices"
+            "too many files are open; allow more, as ulimit -n 65536 does, or run with fewer loader workers or devices"
         )
     if number == errno.EAGAIN or "can't start new thread" in text or "Resource temporarily unavailable" in text:
         return (
-            f"the system refuses another process or thread{_limit('RLIMIT_NPROC')}; allow more, as ulimit -u 4096 or"
+            "the system refuses another process or thread; allow more, as ulimit -u 4096 or"
             " docker run --pids-limit does, or run with fewer loader workers or devices, and OMP_NUM_THREADS=1"
         )
     if is_out_of_memory(error):
@@ -82,8 +67,6 @@ def system_failure(error: BaseException) -> str | None:
         return f"there is not enough memory{reason}; pass smaller sizes, or fewer loader workers or devices"
     if isinstance(error, OSError) and number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
         return f"{error.filename or 'a file'} cannot be written: {error.strerror}; make room, or choose another folder"
-    if isinstance(error, OSError) and number == errno.ENAMETOOLONG:
-        return f"the name {str(error.filename)[:60]}... is too long for the file system; pass a shorter one"
     if text.startswith("DataLoader worker (pid"):
         return f"{text.splitlines()[0].strip()} It may have run out of memory: run with fewer loader workers"
     return None

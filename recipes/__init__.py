@@ -9,6 +9,4 @@ from lazy_loader import attach_stub
 _shadowing = run_path(str(Path(__file__).parents[1] / "callbacks" / "lib" / "shadowing.py"))
 _shadowing["check_not_shadowed"]("callbacks", "datamodules")
 
-import datamodules  # noqa: E402, F401 - it refuses releases of Lightning that must not be imported.
-
 __getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

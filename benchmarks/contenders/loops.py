@@ -4,9 +4,11 @@ All train one network with AdamW on the same uint8 images, and note when each st
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,14 +19,41 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from benchmarks.harness.bare_trainer import bare_trainer
-from benchmarks.harness.laps import Laps, PartsProfiler
 from datamodules.mnist.data_module import DATASETS
 from recipes.optim import build_optimizer
 from recipes.parameter_groups import parameter_groups
 
-__all__ = ["Job", "LapClock", "bare_loop", "fabric_loop", "gpu_search", "loop_with", "plain_loop"]
+__all__ = ["Job", "LapClock", "Laps", "bare_loop", "fabric_loop", "gpu_search", "loop_with", "plain_loop"]
 
 LR, WEIGHT_DECAY = 0.01, 0.05
+
+
+class Laps:
+    """When each step ended; the first, the settling, are slower and do not count."""
+
+    def __init__(self, settling: int) -> None:
+        self.settling = settling
+        self.ends: list[float] = []
+
+    def end_step(self) -> None:
+        """A step is done."""
+        self.ends.append(time.perf_counter())
+
+    @property
+    def steps(self) -> int:
+        """Steps after the settling."""
+        return len(self.ends) - self.settling
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step, the mean over all after the settling."""
+        return (self.ends[-1] - self.ends[self.settling - 1]) / self.steps
+
+    @property
+    def lower_quartile(self) -> float:
+        """Seconds that three quarters of the steps exceed, which other programs disturb less than the mean."""
+        durations = sorted(b - a for a, b in pairwise(self.ends[self.settling - 1 :]))
+        return durations[len(durations) // 4]
 
 
 @dataclass(frozen=True)
@@ -90,21 +119,15 @@ def gpu_search(as_lightning: bool) -> Iterator[None]:
 
 def plain_loop(job: Job) -> Laps:
     """The limit: nothing but the training."""
-    model, laps = job.build(), Laps(job.settling, job.steps)
+    model, laps = job.build(), Laps(job.settling)
     optimizer = job.optimizer(model)
     with gpu_search(as_lightning=False):
-        laps.start()
         for images, labels in job:
-            laps.lap("data")
             with job.autocast():
                 loss = F.cross_entropy(model(images), labels)
-            laps.lap("compute")
             optimizer.zero_grad()
-            laps.lap("optimiser")
             loss.backward()
-            laps.lap("compute")
             optimizer.step()
-            laps.lap("optimiser")
             laps.end_step()
     return laps
 
@@ -119,39 +142,25 @@ def fabric_loop(job: Job) -> Laps:
 
 def loop_with(backward: Callable[[Tensor], Any], model: Any, optimizer: Any, job: Job, as_lightning: bool) -> Laps:
     """A plain loop over what a library has wrapped."""
-    laps = Laps(job.settling, job.steps)
+    laps = Laps(job.settling)
     with gpu_search(as_lightning):
-        laps.start()
         for images, labels in job:
-            laps.lap("data")
             loss = F.cross_entropy(model(images), labels)
-            laps.lap("compute")
             optimizer.zero_grad()
-            laps.lap("optimiser")
             backward(loss)
-            laps.lap("compute")
             optimizer.step()
-            laps.lap("optimiser")
             laps.end_step()
     return laps
 
 
 class LapClock(pl.Callback):
-    """Notes when each step of a Trainer ends, and has a `PartsProfiler` take over from the Trainer's own profiler."""
+    """Notes when each step of a Trainer ends."""
 
-    def __init__(self, laps: Laps, profiler: PartsProfiler | None = None) -> None:
-        self.laps, self.profiler = laps, profiler
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.profiler is not None:
-            trainer.profiler = self.profiler  # type: ignore[attr-defined]
-            self.profiler.watch(trainer)
+    def __init__(self, laps: Laps) -> None:
+        self.laps = laps
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self.laps.end_step()
 
 
@@ -172,11 +181,9 @@ class Plain(pl.LightningModule):
         return self.job.optimizer(self)
 
 
-def bare_loop(job: Job, profile: bool = False) -> Laps:
+def bare_loop(job: Job) -> Laps:
     """A Trainer with no logger, bar, checkpoint or callback."""
-    laps = Laps(job.settling, job.steps)
-    profiler = PartsProfiler(laps) if profile else None
+    laps = Laps(job.settling)
     with gpu_search(as_lightning=True):
-        trainer = bare_trainer([LapClock(laps, profiler)], precision=job.precision)
-        trainer.fit(Plain(job), job)
+        bare_trainer([LapClock(laps)], precision=job.precision).fit(Plain(job), job)
     return laps

@@ -6,13 +6,11 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.contenders.loops import LR, Job, gpu_search, loop_with
-from benchmarks.harness.laps import Laps
-from benchmarks.harness.terminal import interruptible, unread_terminal
+from benchmarks.contenders.loops import LR, Job, Laps, gpu_search, loop_with
+from benchmarks.harness.terminal import unread_terminal
 
 __all__ = ["absent_peers", "peer_loops"]
 
@@ -35,20 +33,15 @@ def ignite_loop(job: Job, bar: bool = False) -> Laps:
     from ignite.handlers import ProgressBar
     from ignite.metrics import RunningAverage
 
-    model, laps = job.build(), Laps(job.settling, job.steps)
+    model, laps = job.build(), Laps(job.settling)
     optimizer = job.optimizer(model)
 
     def step(engine: Any, batch: tuple[Tensor, Tensor]) -> float | None:
-        laps.start()
         with job.autocast():
             loss = F.cross_entropy(model(batch[0]), batch[1])
-        laps.lap("compute")
         optimizer.zero_grad()
-        laps.lap("optimiser")
         loss.backward()
-        laps.lap("compute")
         optimizer.step()
-        laps.lap("optimiser")
         return loss.item() if bar else None
 
     engine = Engine(step)
@@ -68,7 +61,7 @@ def fastai_loop(job: Job) -> Laps:
     from fastai.learner import Learner
     from fastai.optimizer import OptimWrapper
 
-    laps = Laps(job.settling, job.steps)
+    laps = Laps(job.settling)
 
     class Ends(Callback):  # type: ignore[misc]
         def after_batch(self) -> None:
@@ -87,55 +80,11 @@ def fastai_loop(job: Job) -> Laps:
     return laps
 
 
-def composer_loop(job: Job) -> Laps:
-    """Composer's Trainer without bar and log."""
-    from composer import Callback, Trainer
-    from composer.core import DataSpec, Precision, State
-    from composer.models import ComposerModel
-
-    laps = Laps(job.settling, job.steps)
-
-    class Model(ComposerModel):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = job.build()
-
-        def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-            logits: Tensor = self.network(batch[0])
-            return logits
-
-        def loss(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
-            return F.cross_entropy(outputs, batch[1])
-
-    class Ends(Callback):  # type: ignore[misc]
-        def batch_end(self, state: State, logger: Any) -> None:
-            laps.end_step()
-
-    model = Model()
-    order = torch.get_rng_state()
-    with gpu_search(as_lightning=False), interruptible():
-        trainer = Trainer(
-            model=model,
-            train_dataloader=DataSpec(job, num_samples=len(job) * job.batch_size),
-            optimizers=job.optimizer(model),
-            max_duration=f"{job.steps}ba",
-            precision=Precision.AMP_BF16 if job.precision == "bf16-mixed" else Precision.FP32,
-            device="cpu",
-            progress_bar=False,
-            callbacks=[Ends()],
-        )
-        torch.set_rng_state(order)  # Its Trainer seeds everything again.
-        trainer.fit()
-        trainer.close()
-    return laps
-
-
 _PEERS: dict[str, tuple[str, Callable[[Job], Laps]]] = {
     "Accelerate": ("accelerate", accelerate_loop),
     "ignite": ("ignite", ignite_loop),
     "ignite, bar and running average": ("ignite", partial(ignite_loop, bar=True)),
     "fastai": ("fastai", fastai_loop),
-    "Composer": ("composer", composer_loop),
 }
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
-from benchmarks.contenders.loops import LR, WEIGHT_DECAY, Job, LapClock, gpu_search
-from benchmarks.harness.laps import Laps, PartsProfiler
+from benchmarks.contenders.loops import LR, WEIGHT_DECAY, Job, LapClock, Laps, gpu_search
 from benchmarks.harness.terminal import interruptible, unread_terminal
 from benchmarks.sections.input_pipeline import stock_loader
 from datamodules.mnist.data_module import MNISTDataModule
@@ -40,16 +39,14 @@ def recipe_class(network: Callable[[], nn.Module]) -> type[MNISTClassifier]:
     return Benchmarked
 
 
-def recipe_loop(job: Job, root: Path, augment: bool, profile: bool = False) -> Laps:
+def recipe_loop(job: Job, root: Path, augment: bool) -> Laps:
     """The command line at its defaults: logging, scores, bar, checkpoints and exactness are on.
 
     Args:
         root: folder of MNIST's files.
         augment: shift, turn and zoom the images, as is the recipe's default.
-        profile: split the steps, which takes Lightning's own calls of hooks.
     """
-    laps = Laps(job.settling, job.steps)
-    profiler = PartsProfiler(laps) if profile else None
+    laps = Laps(job.settling)
     with ExitStack() as stack:
         runs = stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmarks-"))
         stack.enter_context(gpu_search(as_lightning=True))
@@ -65,7 +62,7 @@ def recipe_loop(job: Job, root: Path, augment: bool, profile: bool = False) -> L
         run(
             recipe_class(job.network),
             MNISTDataModule,
-            lambda: [LapClock(laps, profiler)],
+            lambda: [LapClock(laps)],
             [*args, *(() if augment else _PLAIN)],
         )
     return laps
@@ -93,10 +90,9 @@ class StockClassifier(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
 
 
-def stock_loop(job: Job, root: Path, profile: bool = False) -> Laps:
+def stock_loop(job: Job, root: Path) -> Laps:
     """torchvision's MNIST, a DataLoader, a Trainer at its defaults; float32 and contiguous, which are the defaults."""
-    laps = Laps(job.settling, job.steps)
-    profiler = PartsProfiler(laps) if profile else None
+    laps = Laps(job.settling)
     torch.manual_seed(1)
     with (
         tempfile.TemporaryDirectory(prefix="benchmarks-") as runs,
@@ -110,7 +106,7 @@ def stock_loop(job: Job, root: Path, profile: bool = False) -> Laps:
             max_epochs=1,
             limit_train_batches=job.steps,
             default_root_dir=runs,
-            callbacks=[LapClock(laps, profiler)],
+            callbacks=[LapClock(laps)],
         )
         trainer.fit(StockClassifier(job.network()), stock_loader(root))
     return laps

@@ -1,4 +1,4 @@
-"""A Trainer with nothing that a section does not ask for, and a context without its messages."""
+"""A Trainer with nothing that a section does not ask for, a loader of one batch, and a context without messages."""
 
 import logging
 import warnings
@@ -8,7 +8,21 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-__all__ = ["bare_trainer", "suppress_output"]
+__all__ = ["Again", "bare_trainer", "suppress_output"]
+
+
+class Again:
+    """The same batch again and again, as a loader that Lightning leaves alone."""
+
+    def __init__(self, batch: Any, count: int) -> None:
+        self.batch, self.count = batch, count
+        self.batch_size = len(batch[0])
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.batch for _ in range(self.count))
 
 
 def bare_trainer(callbacks: Sequence[pl.Callback], **options: Any) -> pl.Trainer:

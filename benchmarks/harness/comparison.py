@@ -26,7 +26,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
     Example:
         >>> def results(*values):
-        ...     figure = {"median": values[1], "min": values[0], "max": values[-1], "values": list(values)}
+        ...     figure = {"median": values[1], "min": values[0], "max": values[-1], "rounds": len(values)}
         ...     return {"sections": {"loop": {"rows": {"ours": {"us a step": figure}}}}}
         >>> changes(results(10.0, 11.0, 12.0), results(5.0, 5.5, 6.0))
         ['loop: ours, us a step: 11 -> 5.5 (x 0.50)']
@@ -39,7 +39,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         for row, figures in found["rows"].items():
             for column, figure in figures.items():
                 before = rows.get(row, {}).get(column)
-                if before is None or figure is None or min(len(before["values"]), len(figure["values"])) < 2:
+                if before is None or figure is None or min(before["rounds"], figure["rounds"]) < 2:
                     continue
                 if figure["max"] < before["min"] or figure["min"] > before["max"]:
                     ratio = f" (x {figure['median'] / before['median']:.2f})" if before["median"] else ""

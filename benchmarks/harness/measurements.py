@@ -11,7 +11,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -23,7 +23,6 @@ from rich.table import Table
 
 __all__ = [
     "Column",
-    "Curve",
     "Goal",
     "Options",
     "Section",
@@ -52,8 +51,7 @@ class Options:
         repeats: rounds; None is the section's own choice.
         threads: of torch; None is the section's own choice.
         data_dir: where data sets are looked for.
-        devices: of the scaling section: processes on a node, for each world to measure.
-        num_nodes: of the scaling section.
+        devices: of the scaling section: processes, for each world to measure.
         minutes: of the multi30k section: of training for each row; None is its own choice.
     """
 
@@ -62,7 +60,6 @@ class Options:
     threads: int | None = None
     data_dir: str = "data"
     devices: tuple[int, ...] = ()
-    num_nodes: int = 1
     minutes: float | None = None
 
 
@@ -197,25 +194,6 @@ class Goal:
     met: bool
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A panel of a section's plot, over a logarithmic axis.
-
-    Args:
-        x: what the axis shows, with the unit; so with `y`.
-        lines: by name, two lists of equal length: places and values.
-        points: the same, drawn as dots.
-        log: whether the values' axis is logarithmic, too.
-    """
-
-    title: str
-    x: str
-    y: str
-    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
-    points: Mapping[str, tuple[Sequence[float], Sequence[float]]]
-    log: bool = False
-
-
 @dataclass
 class Section:
     """The results of one section.
@@ -224,9 +202,7 @@ class Section:
         header: how it was measured: threads, precision, repeats and the like.
         columns: of the figures; each row has one for every column, or None.
         notes: what a reader must know to read the figures.
-        details: a second table, of single figures: rows of figures by column.
         ours: the rows of this project, which the plot shows in a colour of their own.
-        curves: further panels of the plot.
     """
 
     title: str
@@ -236,9 +212,7 @@ class Section:
     goals: list[Goal] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
-    details: dict[str, dict[str, float]] = field(default_factory=dict)
     ours: Collection[str] = ()
-    curves: list[Curve] = field(default_factory=list)
 
 
 def available_cores() -> int:
@@ -323,17 +297,6 @@ def _cell(spread: Spread | None, form: str) -> str:
     return f"{median} ({low}..{high})" if len(spread.values) > 1 else median
 
 
-def _details(rows: Mapping[str, Mapping[str, float]]) -> Table:
-    table = Table()
-    table.add_column("")
-    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    for column in columns:
-        table.add_column(column, justify="right")
-    for name, row in rows.items():
-        table.add_row(name, *(format(row[column], ",.0f") if column in row else "" for column in columns))
-    return table
-
-
 def print_section(section: Section, console: Console) -> None:
     """Prints the header, the figures as ``median (min..max)``, the goals and the notes."""
     console.rule(f"[bold]{section.title}", align="left")
@@ -345,8 +308,6 @@ def print_section(section: Section, console: Console) -> None:
     for name, spreads in section.rows.items():
         table.add_row(name, *(_cell(spread, column.form) for spread, column in zip(spreads, section.columns)))
     console.print(table)
-    if section.details:
-        console.print(_details(section.details))
     for goal in section.goals:
         verdict = "[green]met[/]" if goal.met else "[red]missed[/]"
         console.print(f"goal {verdict}: {goal.text}; found {goal.found}")
@@ -360,11 +321,11 @@ def print_section(section: Section, console: Console) -> None:
 def _figure(spread: Spread | None) -> dict[str, Any] | None:
     if spread is None:
         return None
-    return {"median": spread.median, "min": spread.low, "max": spread.high, "values": list(spread.values)}
+    return {"median": spread.median, "min": spread.low, "max": spread.high, "rounds": len(spread.values)}
 
 
 def as_json(machine: Mapping[str, str], sections: Mapping[str, Section], interrupted: bool) -> dict[str, Any]:
-    """All results as plain values; each figure keeps what every round found, so that noise can be judged later."""
+    """All results as plain values."""
     return {
         "format": 1,
         "interrupted": interrupted,
@@ -380,7 +341,6 @@ def as_json(machine: Mapping[str, str], sections: Mapping[str, Section], interru
                 },
                 "goals": [{"goal": goal.text, "found": goal.found, "met": goal.met} for goal in section.goals],
                 "notes": section.notes,
-                "details": section.details,
             }
             for name, section in sections.items()
         },

@@ -1,9 +1,9 @@
-"""A plot per section: each row's median as a dot, with a line from the smallest to the largest; and its curves."""
+"""A plot per section: each row's median as a dot, with a line from the smallest to the largest."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.harness.measurements import Curve, Section
+from benchmarks.harness.measurements import Section
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,40 +51,17 @@ def _dots(axes: "Axes", section: Section, number: int, names: bool) -> None:
     axes.grid(alpha=0.3)
 
 
-def _curve(axes: "Axes", curve: Curve) -> None:
-    for name, (xs, ys) in curve.lines.items():
-        axes.plot(xs, ys, label=name)
-    for name, (xs, ys) in curve.points.items():
-        axes.plot(xs, ys, "o", label=name)
-    axes.set_xscale("log")
-    _plain_ticks(axes.xaxis)
-    if curve.log:
-        axes.set_yscale("log")
-        _plain_ticks(axes.yaxis)
-    else:
-        axes.set_ylim(bottom=0)
-    axes.set(title=curve.title, xlabel=curve.x, ylabel=curve.y)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-
-
 def draw(section: Section) -> "Figure":
-    """A panel for the first and one for the last column of most rows, and one for each curve below."""
+    """A panel for the first and one for the last column of most rows."""
     from matplotlib.figure import Figure
 
     counts = [sum(row[number] is not None for row in section.rows.values()) for number in range(len(section.columns))]
     filled = [number for number, count in enumerate(counts) if count > max(1, len(section.rows) / 2 - 1)]
     shown = list(dict.fromkeys((filled[0], filled[-1]))) if filled else []
-    height = 1.2 + 0.42 * len(section.rows)
-    figure = Figure(figsize=(11, height + 4 * bool(section.curves)), layout="constrained")
+    figure = Figure(figsize=(11, 1.2 + 0.42 * len(section.rows)), layout="constrained")
     figure.suptitle(section.title)
-    above, *below = figure.subfigures(
-        1 + bool(section.curves), 1, height_ratios=[height, 4][: 1 + bool(section.curves)], squeeze=False
-    )[:, 0]
     for place, number in enumerate(shown, 1):
-        _dots(above.add_subplot(1, len(shown), place), section, number, names=place == 1)
-    for place, curve in enumerate(section.curves, 1):
-        _curve(below[0].add_subplot(1, len(section.curves), place), curve)
+        _dots(figure.add_subplot(1, len(shown), place), section, number, names=place == 1)
     return figure
 
 

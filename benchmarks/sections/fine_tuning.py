@@ -1,15 +1,13 @@
-"""What freezing layers and caching their features save of a step and of an epoch of ResNet fine-tuning.
+"""What freezing and cached features save of a step and of an epoch of ResNet fine-tuning.
 
-Everything runs in the same `Trainer` with the recipe's own network, data module and callbacks, at one precision. A step
-is timed on a batch that is in memory already; an epoch reads its images, which have been decoded before, and leaves
-validation out on all sides.
+Everything runs in the same `Trainer` with the recipe's own network and data module, at one precision. A step is timed
+on a batch in memory; an epoch reads its images, which have been decoded before, and is not validated.
 """
 
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +17,13 @@ from PIL import Image
 from torch import Tensor
 from typing_extensions import override
 
-from benchmarks.harness.bare_trainer import bare_trainer, suppress_output
+from benchmarks.harness.bare_trainer import Again, bare_trainer, suppress_output
 from benchmarks.harness.measurements import (
     Column,
     Goal,
     Options,
     Progress,
     Section,
-    Spread,
-    Timings,
     alternate,
     available_cores,
     pin_threads,
@@ -39,114 +35,67 @@ from recipes.launch.precision import resolve_precision
 
 __all__ = ["run"]
 
-SETTLING = 2  # Steps before the clock starts: the first choose kernels and touch new memory.
-STEP_GOAL, EPOCH_GOAL = 3, 50
-
-FULL, LAYER4, HEAD = "a step, all layers", "a step, frozen up to layer4", "a step, only the head"
-LAYER4_EPOCH, HEAD_EPOCH = "an epoch, frozen up to layer4", "an epoch, only the head"
-LAYER4_CACHED, HEAD_CACHED = f"{LAYER4_EPOCH}, cached features", f"{HEAD_EPOCH}, cached features"
-
-STEPS = {FULL: "none", LAYER4: "layer4", HEAD: "fc"}
-"""Up to which layer the recipe freezes."""
-EPOCHS = {
-    LAYER4_EPOCH: ("layer4", False, 1),
-    LAYER4_CACHED: ("layer4", True, 1),
-    HEAD_EPOCH: ("fc", False, 1),
-    HEAD_CACHED: ("fc", True, 10),
-}
-"""Up to which layer the recipe freezes, whether it caches the features of the layers before, and epochs to time:
-a single one of a few milliseconds is not enough."""
-BASELINES = {LAYER4: FULL, HEAD: FULL, LAYER4_CACHED: LAYER4_EPOCH, HEAD_CACHED: HEAD_EPOCH}
+SETTLING = 2
+"""Steps before the clock starts: the first choose kernels and touch new memory."""
+GOAL = 50
+FULL, HEAD = "a step, all layers", "a step, only the head"
+EPOCH, CACHED = "an epoch, only the head", "an epoch, only the head, cached features"
+BASELINES = {HEAD: FULL, CACHED: EPOCH}
 """What each is compared with."""
 
 
-class SameBatch:
-    """The same random images again and again, as a loader that Lightning leaves alone."""
-
-    def __init__(self, batch_size: int, image_size: int, count: int) -> None:
-        generator = torch.Generator().manual_seed(1)
-        images = torch.randn(batch_size, 3, image_size, image_size, generator=generator)
-        self.batch = images, torch.arange(batch_size) % 2
-        self.batch_size, self.count = batch_size, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return (self.batch for _ in range(self.count))
+def image_batch(count: int, size: int) -> tuple[Tensor, Tensor]:
+    """Random images of shape (count, 3, size, size), in two classes."""
+    images = torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(1))
+    return images, torch.arange(count) % 2
 
 
 class Clock(pl.Callback):
-    """When each step ended, and how long each epoch took.
-
-    Features are computed before the first epoch begins, so they are in no epoch.
-    """
+    """Seconds of each step, and of each epoch; features are computed before the first epoch, so they are in none."""
 
     def __init__(self) -> None:
-        self.step_ends: list[float] = []
+        self.steps: list[float] = []
         self.epochs: list[float] = []
-        self._start = 0.0
+        self._epoch = self._step = 0.0
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start = time.perf_counter()
+        self._epoch = self._step = time.perf_counter()
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.step_ends.append(time.perf_counter())
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        before, self._step = self._step, time.perf_counter()
+        self.steps.append(self._step - before)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.epochs.append(time.perf_counter() - self._start)
+        self.epochs.append(time.perf_counter() - self._epoch)
 
 
-def fit(
-    recipe: ResNetFineTuner,
-    precision: Any,
-    max_epochs: int = 1,
-    clock: Clock | None = None,
-    accelerator: str = "cpu",
-    **data: Any,
-) -> Clock:
-    """A fit of the recipe without validation, logger, checkpoints and bar; `data` is what `Trainer.fit` takes."""
-    clock = clock or Clock()
-    trainer = bare_trainer(
-        [clock], accelerator=accelerator, precision=precision, max_epochs=max_epochs, limit_val_batches=0
+def fit(freeze_until: str, size: int, precision: str, epochs: int = 1, cached: bool = False, **data: Any) -> Clock:
+    """A fit of the recipe with new weights, of which the time does not depend; `data` is what `Trainer.fit` takes."""
+    recipe = ResNetFineTuner(
+        num_classes=2, image_size=size, weights="none", freeze_until=freeze_until, cache_features=cached
     )
+    clock = Clock()
     with interruptible():
-        trainer.fit(recipe, **data)
+        bare_trainer([clock], precision=precision, max_epochs=epochs, limit_val_batches=0).fit(recipe, **data)
     return clock
 
 
-def fine_tuner(freeze_until: str, image_size: int, cache_features: bool = False) -> ResNetFineTuner:
-    """The recipe with new weights: what they are changes no time."""
-    return ResNetFineTuner(
-        num_classes=2,
-        image_size=image_size,
-        weights="none",
-        freeze_until=freeze_until,
-        cache_features=cache_features,
+def step_seconds(freeze_until: str, size: int, precision: str, batch: Any, steps: int) -> float:
+    """The median step."""
+    return statistics.median(
+        fit(freeze_until, size, precision, train_dataloaders=Again(batch, SETTLING + steps)).steps[SETTLING:]
     )
 
 
-def step_seconds(freeze_until: str, precision: str, batch_size: int, image_size: int, steps: int) -> float:
-    """The median step of a fit on one batch."""
-    batches = SameBatch(batch_size, image_size, SETTLING + steps)
-    ends = fit(fine_tuner(freeze_until, image_size), precision, train_dataloaders=batches).step_ends[SETTLING - 1 :]
-    return statistics.median(after - before for before, after in pairwise(ends))
-
-
-def epoch_seconds(
-    freeze_until: str, cached: bool, epochs: int, precision: str, folder: Path, batch_size: int, image_size: int
-) -> float:
-    """The median epoch of a fit on a folder, without the first, in which images are decoded and workers start."""
+def epoch_seconds(cached: bool, epochs: int, size: int, precision: str, folder: Path, batch_size: int) -> float:
+    """The median epoch of the head, without the first, in which images are decoded and workers start."""
     data = ImageFolderDataModule(
-        data_dir=str(folder), image_size=image_size, batch_size=batch_size, augment="none", val_fraction=0
+        data_dir=str(folder), image_size=size, batch_size=batch_size, augment="none", val_fraction=0
     )
-    clock = fit(fine_tuner(freeze_until, image_size, cached), precision, max_epochs=1 + epochs, datamodule=data)
-    return statistics.median(clock.epochs[1:])
+    return statistics.median(fit("fc", size, precision, 1 + epochs, cached, datamodule=data).epochs[1:])
 
 
 def find_photographs(data_dir: str) -> Path | None:
@@ -170,72 +119,48 @@ def count_photographs(folder: Path) -> int:
     return sum(path.is_file() for path in (folder / "train").rglob("*"))
 
 
-def goal(timings: Timings, name: str, times: int) -> Goal:
-    """Whether a contender is as much faster than what it is compared with as it must be."""
-    faster = timings.ratio(BASELINES[name], name)
-    found = f"{faster.median:.1f} times ({faster.low:.1f} to {faster.high:.1f})"
-    return Goal(f"{name}: at least {times} times faster than {BASELINES[name]}", found, faster.median >= times)
-
-
-def contenders(
-    folder: Path, precision: str, batch_size: int, image_size: int, steps: int
-) -> dict[str, Callable[[], float]]:
-    """All that is measured, by name."""
-
-    def a_step(freeze_until: str) -> Callable[[], float]:
-        return lambda: step_seconds(freeze_until, precision, batch_size, image_size, steps)
-
-    def an_epoch(freeze_until: str, cached: bool, epochs: int) -> Callable[[], float]:
-        return lambda: epoch_seconds(freeze_until, cached, epochs, precision, folder, batch_size, image_size)
-
-    return {name: a_step(until) for name, until in STEPS.items()} | {
-        name: an_epoch(*how) for name, how in EPOCHS.items()
-    }
-
-
 def run(options: Options, progress: Progress | None = None) -> Section:
-    """Measures steps by how much is frozen, and epochs with cached features and without."""
+    """Measures steps by what is frozen, and epochs with cached features and without."""
     threads = pin_threads(options.threads or available_cores())
     repeats = options.repeats or (1 if options.quick else 5)
-    batch_size, image_size, steps = (4, 32, 2) if options.quick else (16, 224, 6)
+    batch_size, size, steps, epochs = (4, 32, 2, 2) if options.quick else (16, 224, 6, 10)
     precision, why = resolve_precision("auto", "cpu")
     with suppress_output(), tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
         found = None if options.quick else find_photographs(options.data_dir)
         folder = found or Path(scratch)
         if found is None:
             write_photographs(folder, *((12, (80, 60)) if options.quick else (244, (500, 375))))
-        count = count_photographs(folder)
-        timings = alternate(
-            contenders(folder, precision, batch_size, image_size, steps),
-            repeats,
-            warmup=0,  # Each begins with steps or an epoch that do not count.
-            progress=progress,
-        )
-    source = "hymenoptera" if found else "SYNTHETIC images; pass --data-dir FOLDER with hymenoptera's train folder"
-    rows: dict[str, list[Spread | None]] = {
-        name: [
-            timings.spread(name),
-            timings.ratio(BASELINES[name], name) if name in BASELINES else None,
-        ]
-        for name in timings.seconds
-    }
+        count, batch = count_photographs(folder), image_batch(batch_size, size)
+        contenders = {
+            FULL: partial(step_seconds, "none", size, precision, batch, steps),
+            HEAD: partial(step_seconds, "fc", size, precision, batch, steps),
+            EPOCH: partial(epoch_seconds, False, 1, size, precision, folder, batch_size),
+            CACHED: partial(epoch_seconds, True, epochs, size, precision, folder, batch_size),
+        }
+        # Each begins with steps or an epoch that do not count.
+        timings = alternate(contenders, repeats, warmup=0, progress=progress)
+    faster = {name: timings.ratio(base, name) for name, base in BASELINES.items()}
+    ratio = faster[CACHED]
     return Section(
-        title="fine-tuning: frozen layers and cached features",
+        title="fine-tuning: a frozen backbone and cached features",
         header={
-            "network": f"resnet18, {image_size} pixels, batch {batch_size}; AdamW, the recipe's callbacks",
-            "data": f"{source}; {count} images an epoch, not augmented, decoded before; steps: a batch in memory",
-            "device": "cpu, one process",
+            "network": f"resnet18, {size} pixels, batch {batch_size}, AdamW",
+            "data": f"{'hymenoptera' if found else 'SYNTHETIC images; pass --data-dir FOLDER with hymenoptera'}; "
+            f"{count} images an epoch, not augmented, decoded before; steps: a batch in memory",
             "threads": threads,
-            "precision": f"{precision}{f' ({why})' if why else ''}, channels_last",
+            "precision": f"{precision}{f' ({why})' if why else ''}",
             "repeats": f"{timings.rounds} rounds in turn; a step: the median of {steps}, after {SETTLING} more; "
-            "an epoch: the second of a fit, or the median of 10 after the first for the head on cached features",
+            f"an epoch: the second of a fit, with cached features the median of {epochs} after the first",
         },
         columns=[Column("seconds", ".4f"), Column("times faster", ".1f")],
-        rows=rows,
-        goals=[goal(timings, LAYER4, STEP_GOAL), goal(timings, HEAD_CACHED, EPOCH_GOAL)],
-        notes=[
-            "a step is compared with the one of all layers, an epoch with cached features with the one without",
-            "computing the features, once, is left out; it takes as long as an epoch without them",
+        rows={name: [timings.spread(name), faster.get(name)] for name in contenders},
+        goals=[
+            Goal(
+                f"{CACHED}: at least {GOAL} times faster than without",
+                f"{ratio.median:.1f} times ({ratio.low:.1f} to {ratio.high:.1f})",
+                ratio.median >= GOAL,
+            )
         ],
+        notes=["computing the features, once, is left out; it takes as long as an epoch without them"],
         interrupted=timings.interrupted,
     )

@@ -92,7 +92,7 @@ def recipe_commands(flags: Sequence[str], files: Path, runs: Path, epochs: int) 
     return fit, ["predict", "--ckpt", str(checkpoint), f"@{files / 'test_2016_flickr.de'}", *output]
 
 
-def _recipe_bleu(flags: Sequence[str], files: Path, runs: Path, minutes: float, most: int | None) -> list[float]:
+def _recipe_bleu(flags: Sequence[str], files: Path, runs: Path, minutes: float, quick: bool) -> list[float]:
     """Minutes of training, epochs and BLEU of a run that takes the given time at most."""
 
     def seconds(epochs: int) -> float:
@@ -100,10 +100,11 @@ def _recipe_bleu(flags: Sequence[str], files: Path, runs: Path, minutes: float, 
         results = json.loads((runs / "seq2seq" / f"{epochs}-epochs" / "results.json").read_text(encoding="utf-8"))
         return float(results["seconds"]["train"])
 
-    first = seconds(1)
-    # The first epoch includes what happens once.
-    epochs = max(2, min(int(60 * minutes / first), most or 10**6))
-    trained = seconds(epochs)
+    epochs, trained = 1, seconds(1)
+    if not quick:
+        # The first epoch includes what happens once.
+        epochs = max(2, int(60 * minutes / trained))
+        trained = seconds(epochs)
     run_module("recipes.seq2seq", *recipe_commands(flags, files, runs, epochs)[1])
     rows: list[dict[str, Any]] = json.loads((runs / "translations.json").read_text(encoding="utf-8"))
     return [trained / 60, epochs, lower_cased_bleu([row["translation"] or "" for row in rows], files)]
@@ -155,9 +156,9 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         files = Path(name)
         _write_texts(source, files)
         jobs: dict[str, Callable[[], list[float]]] = {}
-        for row, flags in FLAGS.items():
+        for row, flags in list(FLAGS.items())[: 1 if quick else None]:
             flags = (*flags, *(_TINY if quick else ()))
-            jobs[row] = partial(_recipe_bleu, flags, files, files / row, minutes, 2 if quick else None)
+            jobs[row] = partial(_recipe_bleu, flags, files, files / row, minutes, quick)
         for row, kind in ((PRESENT, PresentTranslator), (CLASSIC, ClassicTranslator)):
             jobs[row] = partial(_tutorial_bleu, kind, files, 16 if quick else 256, minutes)
         for row, job in jobs.items():
@@ -184,7 +185,8 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         goals=[
             Goal(f"{row}: at least {least}, and above the tutorials", f"{bleu[row]:.2f}", bleu[row] >= max(least, best))
             for row, least in GOALS.items()
+            if row in bleu
         ],
-        ours=list(FLAGS),
+        ours=[row for row in FLAGS if row in rows],
         notes=["smaller networks and few sentences: of no meaning"] if quick else [],
     )

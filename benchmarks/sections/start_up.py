@@ -71,13 +71,13 @@ def run(options: Options, progress: Progress | None = None) -> Section:
             HELP: lambda: seconds_of("-m", "recipes.mnist", "--help"),
             FIRST_STEP: lambda: first_step(root, str(root / "runs"), parts),
         }
-        timings = alternate(contenders, repeats, progress=progress)
+        timings = alternate(contenders, repeats, warmup=0 if options.quick else 1, progress=progress)
     rows: dict[str, list[Spread | None]] = {
         name: [timings.spread(name), timings.ratio(name, COMPARED_WITH[name]) if name in COMPARED_WITH else None]
         for name in contenders
     }
-    # The first round does not count.
-    split = {name: statistics.median(seconds[1:]) * 1000 for name, seconds in parts.items()}
+    # What came before the rounds that count is left out.
+    split = {name: statistics.median(seconds[-timings.rounds :]) * 1000 for name, seconds in parts.items()}
     return Section(
         title="start-up: from nothing to the first step",
         header={
@@ -92,8 +92,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         ours=[HELP, FIRST_STEP],
         notes=[
             "the first step is compared with the time until the imports are done, the rest with whole processes",
-            "the second table: milliseconds of each part up to the first step, in their order",
+            f"milliseconds up to the first step: {', '.join(f'{name} {ms:,.0f}' for name, ms in split.items())}",
         ],
         interrupted=timings.interrupted,
-        details={FIRST_STEP: split},
     )

@@ -16,11 +16,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.contenders.loops import Job, bare_loop, fabric_loop, plain_loop
+from benchmarks.contenders.loops import Job, Laps, bare_loop, fabric_loop, plain_loop
 from benchmarks.contenders.peers import absent_peers, peer_loops
 from benchmarks.contenders.recipe_loops import recipe_loop, stock_loop
 from benchmarks.harness.bare_trainer import suppress_output
-from benchmarks.harness.laps import Laps
 from benchmarks.harness.measurements import (
     Column,
     Goal,
@@ -78,18 +77,13 @@ class Network:
         if name == TINY:
             del self.loops[AUGMENTED]  # Augmenting takes as long as a tiny step.
         self.lower_quartiles: dict[str, list[float]] = {loop: [] for loop in self.loops}
-        self.splits: dict[str, dict[str, float]] = {}
         self.timings = Timings({})
 
     def measure(self, repeats: int, progress: Progress | None) -> None:
-        """Time all in turn, then split the steps of some."""
+        """Time all in turn."""
         torch.set_num_threads(self.threads)
         contenders = {name: partial(self._time, name) for name in self.loops}
         self.timings = alternate(contenders, repeats, progress=progress)
-        for name, loop in self.loops.items():
-            profiled = {"profile": True} if name in (OURS, AUGMENTED, BARE, STOCK) else {}
-            if name in (PLAIN, FABRIC, "Accelerate") or profiled:
-                self.splits[name] = loop(self.job, **profiled).split()
 
     def _time(self, name: str) -> float:
         # A command line that ran before has seeded everything; each round has another shuffle order.
@@ -100,9 +94,9 @@ class Network:
 
     def lower_quartile_ratio(self, name: str, to: str = PLAIN) -> Spread:
         """The ratio of the lower quartiles of the steps, in the rounds that count."""
-        rounds = self.timings.rounds
-        pairs = zip(self.lower_quartiles[name][1:], self.lower_quartiles[to][1:])
-        return Spread(tuple(a / b for a, b in pairs)[:rounds])
+        counted = slice(1, 1 + self.timings.rounds)
+        pairs = zip(self.lower_quartiles[name][counted], self.lower_quartiles[to][counted])
+        return Spread(tuple(a / b for a, b in pairs))
 
     def rows(self) -> dict[str, list[Spread | None]]:
         """A row per contender."""
@@ -177,7 +171,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         root = Path(folder)
         write_files(root, images, labels)
         torch.set_num_threads(1)
-        width = width_for(0.8e-3, tiny)
+        width = 32 if quick else width_for(0.8e-3, tiny)
         networks = {
             DEFAULT: Network(DEFAULT, job(MNISTNet, 5 if quick else 60, precision), root, cores),
             TINY: Network(TINY, tiny(width), root, 1),
@@ -206,9 +200,6 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         rows=rows,
         goals=goals(networks, precision),
         ours=[name for name in rows if "recipe" in name],
-        details={
-            f"{name}, {loop}": parts for name, network in networks.items() for loop, parts in network.splits.items()
-        },
         notes=_notes(absent_peers(), quick),
         interrupted=any(network.timings.interrupted for network in networks.values()),
     )
@@ -217,9 +208,6 @@ def run(options: Options, progress: Progress | None = None) -> Section:
 def _notes(absent: list[str], quick: bool) -> list[str]:
     notes = [
         "lower quartile: the time that three quarters of the steps exceed, which other programs disturb less",
-        "the second table splits the microseconds of a step, in a run of its own in which measuring takes time as well"
-        " and the recipe takes Lightning's own calls of hooks, which alone are profiled",
-        "compute is forward and backward with what the framework does around them, rest is the framework elsewhere",
         "stock Lightning also reads images one by one; its optimiser is not fused",
     ]
     if absent:

@@ -14,7 +14,6 @@ What Lightning leaves out where it resumes is done in `callbacks.checkpointing.r
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -32,7 +31,6 @@ from callbacks.checkpointing.stopping_points import (
     update_is_whole,
     validation_is_next,
 )
-from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.lib.exchange import broadcast
 from callbacks.lib.lightning_internals import (
     PlateauSteps,
@@ -251,23 +249,6 @@ class ExactCheckpoint(ModelCheckpoint):
 
     @override
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
-        self._forget_removed(trainer)
-        equal = current is not None and bool(self.best_k_models.get(self.kth_best_model_path) == current)
         # The score is the same on every rank, so all of them decide alike.
+        equal = current is not None and bool(self.best_k_models.get(self.kth_best_model_path) == current)
         return equal or super().check_monitor_top_k(trainer, current)
-
-    def _forget_removed(self, trainer: pl.Trainer) -> None:
-        """Forget the checkpoints that somebody has removed, so that the next one takes their place."""
-        paths = [path for path in self.best_k_models if "://" not in path]
-        if not _all_exist(trainer, paths):
-            for path in paths:
-                if not _all_exist(trainer, [path]):
-                    del self.best_k_models[path]
-
-
-def _all_exist(trainer: pl.Trainer, paths: list[str]) -> bool:
-    """Whether rank 0 sees all these files, or could not write them; to be called on all ranks."""
-    io = trainer.strategy.checkpoint_io
-    failed = io.failures if isinstance(io, VerifiedCheckpointIO) else {}
-    exist = not trainer.is_global_zero or all(path in failed or Path(path).is_file() for path in paths)
-    return trainer.strategy.reduce_boolean_decision(exist)

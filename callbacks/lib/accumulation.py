@@ -5,7 +5,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -172,15 +171,11 @@ def check_single_accumulation(trainer: pl.Trainer, pl_module: pl.LightningModule
 def check_strategy(trainer: pl.Trainer, accumulates: bool) -> bool:
     """Whether counts weigh: the strategy averages gradients over the ranks as DDP does, or there is one rank.
 
-    FSDP2 averages them, too, but after every micro-batch.
-
     Raises:
         UserError: they do not, and the run is to accumulate.
     """
     strategy = trainer.strategy
     averages = isinstance(strategy.model, DistributedDataParallel) or trainer.world_size == 1
-    if isinstance(strategy, ModelParallelStrategy) and not accumulates:
-        averages = strategy.device_mesh["data_parallel"].size() == trainer.world_size
     if averages and not strategy.handles_gradient_accumulation:
         return True
     name = type(strategy).__name__

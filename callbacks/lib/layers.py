@@ -8,7 +8,6 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from datamodules.errors import UserError
 
@@ -16,7 +15,6 @@ __all__ = [
     "find_layer",
     "find_name",
     "inside",
-    "is_split",
     "matching_names",
     "module_names",
     "names_before",
@@ -126,8 +124,3 @@ def inside(name: str, outers: Collection[str]) -> bool:
     """
     ends = [i for i, letter in enumerate(name) if letter == "."]
     return "*" in outers or name in outers or any(name[:end] in outers for end in ends)
-
-
-def is_split(module: nn.Module) -> bool:
-    """Whether FSDP2 has split parameters over the ranks, so that a forward pass on one rank waits for the others."""
-    return any(isinstance(layer, FSDPModule) for layer in module.modules())

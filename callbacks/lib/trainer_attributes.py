@@ -4,16 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.profilers import Profiler
 
 __all__ = [
     "callbacks_of",
     "datamodule_of",
     "is_fast_dev_run",
     "log_interval",
-    "profiler_of",
     "set_callbacks",
-    "set_profiler",
     "surround_callbacks",
 ]
 
@@ -47,19 +44,6 @@ def surround_callbacks(trainer: pl.Trainer, first: pl.Callback, last: pl.Callbac
 def datamodule_of(trainer: pl.Trainer) -> Any:
     """The data module of the run; None where loaders were passed."""
     return getattr(trainer, "datamodule", None)
-
-
-def profiler_of(trainer: pl.Trainer) -> Profiler:
-    """What Lightning reports the beginning and the end of each hook to."""
-    untyped: Any = trainer
-    profiler: Profiler = untyped.profiler
-    return profiler
-
-
-def set_profiler(trainer: pl.Trainer, profiler: Profiler) -> None:
-    """Replaces it, while the Trainer runs, too."""
-    untyped: Any = trainer
-    untyped.profiler = profiler
 
 
 def log_interval(trainer: pl.Trainer) -> int:

@@ -7,7 +7,7 @@ then take a whole batch at a time, on the device. No step depends on which other
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.images.files import UnreadableImage, resized
 from datamodules.loading.normalise import Normalise
-from datamodules.loading.randomness import alternating_flips, derive_seed, derive_seed_at, uniform
+from datamodules.loading.randomness import alternating_flips, uniform
 from datamodules.loading.worker_loaders import BatchRequest, LoadedBatch
 
 __all__ = [
@@ -35,14 +35,13 @@ __all__ = [
     "shift_and_flip",
 ]
 
-AUGMENTATIONS = ("none", "light", "standard", "randaugment")
+AUGMENTATIONS = ("none", "light", "standard")
 
 # Where every pixel counts, evaluation keeps the whole short side, and crops are mild.
 _SMALL = 64
 _KEPT = 7 / 8
 # The least share of the area that a random crop takes: the usual 0.08 is for runs of a hundred epochs.
-_LEAST_AREA = {"standard": 0.25, "randaugment": 0.08}
-_LEAST_AREA_SMALL = 0.64
+_LEAST_AREA, _LEAST_AREA_SMALL = 0.25, 0.64
 _COLOUR = 0.2
 _TRIES = 10
 
@@ -63,7 +62,7 @@ def decoded_side(name: str, size: int) -> int:
     Evaluation and shifts take a fixed share of it, without scaling again; a random crop of a quarter of the area still
     has a pixel for each of the network's.
     """
-    return round(size / share_kept(size)) if name not in _LEAST_AREA else 2 * size
+    return 2 * size if name == "standard" else round(size / share_kept(size))
 
 
 def _resized(image: Tensor, top: int, left: int, height: int, width: int, size: int) -> Tensor:
@@ -127,8 +126,7 @@ class Crop:
 
     Args:
         name: "none", and "light" for small images: the centre, as in evaluation. "light" otherwise: a square as large
-            as evaluation's, anywhere. "standard" and "randaugment": a random part, scaled (`crop_box`); the latter has
-            two random operations of RandAugment behind it (Cubuk et al., 2019).
+            as evaluation's, anywhere. "standard": a random part, scaled (`crop_box`).
         size: of the square, in pixels.
         seed: the run's.
     """
@@ -154,8 +152,8 @@ class Crop:
         found: list[list[float]] = uniform(self.seed, "crop", epoch, index, 2 + 2 * _TRIES).tolist()
         return found
 
-    def __call__(self, image: Tensor, draws: Sequence[float], number: int, epoch: int) -> Tensor:
-        """The image of sample `number` in an epoch: uint8 of shape (3, height, width) to (3, size, size)."""
+    def __call__(self, image: Tensor, draws: Sequence[float]) -> Tensor:
+        """An image, given its random numbers: uint8 of shape (3, height, width) to (3, size, size)."""
         if self.is_centre:
             return centre_square(image, self.size)
         height, width = image.shape[-2:]
@@ -163,27 +161,8 @@ class Crop:
             side = _side_kept(height, width, self.size)
             top, left = _placed(draws[0], height, side), _placed(draws[1], width, side)
             return _resized(image, top, left, side, side, self.size)
-        least = _LEAST_AREA[self.name]
-        box = crop_box(height, width, max(least, _LEAST_AREA_SMALL) if is_small(self.size) else least, draws)
-        image = _resized(image, *box, self.size)
-        return _randaugment(image, derive_seed_at(self._key, epoch, number)) if self.name == "randaugment" else image
-
-    @cached_property
-    def _key(self) -> int:
-        return derive_seed(self.seed, "randaugment")
-
-
-def _randaugment(image: Tensor, seed: int) -> Tensor:
-    """Two operations that are drawn by a seed; torchvision draws from torch's global generator, which is restored."""
-    from torchvision.transforms import v2
-
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(seed)
-    try:
-        augmented: Tensor = v2.RandAugment(num_ops=2, magnitude=9)(image)
-    finally:
-        torch.default_generator.set_state(state)
-    return augmented
+        box = crop_box(height, width, _LEAST_AREA_SMALL if is_small(self.size) else _LEAST_AREA, draws)
+        return _resized(image, *box, self.size)
 
 
 def shift_and_flip(images: Tensor, shifts: Tensor | None, flips: Tensor | None, most: int = 0) -> Tensor:
@@ -339,9 +318,6 @@ class Mixing:
     num_classes: int
     seed: int
 
-    def __bool__(self) -> bool:
-        return bool(self.mixup or self.cutmix)
-
     def __call__(
         self, images: Tensor, targets: Tensor, partners: Tensor, partner_targets: Tensor, numbers: Tensor, epoch: int
     ) -> tuple[Tensor, Tensor]:
@@ -415,7 +391,7 @@ class BatchReader:
         try:
             for row, draws in zip(rows, self.crop.draws(rows, epoch)):
                 try:
-                    inputs[len(kept)] = self.crop(self.images[row % count], draws, row, epoch)
+                    inputs[len(kept)] = self.crop(self.images[row % count], draws)
                 except UnreadableImage as error:
                     unreadable.append((row % count, str(error)))
                 else:

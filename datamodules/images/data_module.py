@@ -1,4 +1,4 @@
-"""Images in class folders, CIFAR, Oxford Pets and Flowers, or the bundled digits, for fine-tuning.
+"""Images in class folders, CIFAR, or the bundled digits, for fine-tuning.
 
 Images leave the workers as bytes and are normalised on the device. What a run sees does not depend on how many
 workers or devices there are, on how often it was interrupted, or on whether decoded images are kept in memory.
@@ -37,7 +37,6 @@ from datamodules.images.files import ImageFiles, UnreadableImage, decoders
 from datamodules.images.known_sets import (
     IMAGE_SETS,
     IMAGENET_MEAN,
-    IMAGENET_STD,
     ImageSetInfo,
     Samples,
     read_digits,
@@ -51,9 +50,8 @@ from datamodules.loading.image_lists import find_images
 from datamodules.loading.image_tree import split_by_class
 from datamodules.loading.labels import BALANCE
 from datamodules.loading.normalise import Normalise
-from datamodules.loading.sampling import share_of_each
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
-from datamodules.ranges import COUNT, NOT_NEGATIVE, SHARE_ABOVE_0, Range, check_choice, check_ranges
+from datamodules.ranges import COUNT, NOT_NEGATIVE, Range, check_choice, check_ranges
 
 __all__ = ["ImageFolderDataModule"]
 
@@ -113,12 +111,10 @@ class ImageFolderDataModule(ClassificationDataModule):
         eval_batch_size: samples in one forward pass of validation, test and prediction.
         val_fraction: share of each class held out for validation, where there is no folder val.
         test_fraction: share of each class held out for testing, where there is no folder test.
-        train_share: share of each class of the training part to train on; smaller shares are subsets of larger ones.
         balance: what makes up for classes of unequal size: drawing each class equally often (sampling), weights in the
             training loss (loss), or nothing. An epoch stays as long as it is, and other losses and scores as they are.
-        augment: augmentation of training images: none; shifts and mirroring (light); random crops, mirroring and
-            colours (standard); or random crops, mirroring and RandAugment. By default light below 64 pixels, else
-            standard. Digits are never mirrored.
+        augment: augmentation of training images: none; shifts and mirroring (light); or random crops, mirroring and
+            colours (standard). By default light below 64 pixels, else standard. Digits are never mirrored.
         mixup: alpha of MixUp (Zhang et al., 2018), such as 0.2; 0 is off.
         cutmix: alpha of CutMix (Yun et al., 2019), such as 1.0; 0 is off.
         num_workers: worker processes that read images; by default half the cores per device, 8 at most, and on a CPU
@@ -131,29 +127,26 @@ class ImageFolderDataModule(ClassificationDataModule):
         on_corrupt: what to do about a file that cannot be read, and about wrong lines of a list: end with an error, or
             skip them with a warning.
         seed: seed of the split, the shuffling and the augmentation.
-        drop_last: drop the incomplete last batch of an epoch.
-        download: download missing files of the known sets.
         predict_inputs: images, and folders of images, that `predict` reads.
 
     Raises:
         UserError: for invalid parameters, and at set-up for a folder that cannot be trained on.
     """
 
-    free_parameters = DataContract.free_parameters | {"cache_gb", "cache_dir", "download"}
-    rare_parameters = frozenset({"drop_last", "download", "cache_dir", "pixel_mean", "pixel_std"})
+    free_parameters = DataContract.free_parameters | {"cache_gb", "cache_dir"}
+    rare_parameters = frozenset({"cache_dir", "pixel_mean", "pixel_std"})
 
     def __init__(
         self,
-        dataset: Literal["auto", "folder", "cifar10", "cifar100", "pets", "flowers", "digits"] = "auto",
+        dataset: Literal["auto", "folder", "cifar10", "cifar100", "digits"] = "auto",
         data_dir: str | None = None,
         image_size: int | None = None,
         batch_size: int = 32,
         eval_batch_size: int = 64,
         val_fraction: float = 0.1,
         test_fraction: float = 0.0,
-        train_share: float = 1.0,
         balance: Literal["none", "sampling", "loss"] = "none",
-        augment: Literal["auto", "none", "light", "standard", "randaugment"] = "auto",
+        augment: Literal["auto", "none", "light", "standard"] = "auto",
         mixup: float = 0.0,
         cutmix: float = 0.0,
         num_workers: int | None = None,
@@ -163,8 +156,6 @@ class ImageFolderDataModule(ClassificationDataModule):
         pixel_std: Sequence[float] | None = None,
         on_corrupt: Literal["error", "skip"] = "error",
         seed: int = 1,
-        drop_last: bool = False,
-        download: bool = True,
         predict_inputs: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
@@ -183,7 +174,6 @@ class ImageFolderDataModule(ClassificationDataModule):
         check_ranges(
             batch_size=(batch_size, COUNT),
             eval_batch_size=(eval_batch_size, COUNT),
-            train_share=(train_share, SHARE_ABOVE_0),
             image_size=(image_size, Range(8, 2**14, whole=True)),
             mixup=(mixup, NOT_NEGATIVE),
             cutmix=(cutmix, NOT_NEGATIVE),
@@ -299,7 +289,7 @@ class ImageFolderDataModule(ClassificationDataModule):
         """Whether there is a part to validate on; a folder is scanned for it."""
         if self.dataset == "folder" and not self._sources:
             self._scan()
-        return "val" in self._sources or "val" in dict(self._info.splits) or bool(self.hparams.val_fraction)
+        return "val" in self._sources or "val" in self._info.parts or bool(self.hparams.val_fraction)
 
     @override
     def sample_names(self, part: str) -> Sequence[str]:
@@ -411,7 +401,7 @@ class ImageFolderDataModule(ClassificationDataModule):
         A failure is raised in `setup`, which every process reaches: raised here, the other processes would wait.
         """
         predicting = self.trainer is not None and self.trainer.state.fn == "predict"
-        if self._info.torchvision_name is None or not self.hparams.download or predicting:
+        if self._info.torchvision_name is None or predicting:
             return
         try:
             read_torchvision(self.dataset, "train", self._folder, download=True)
@@ -460,17 +450,14 @@ class ImageFolderDataModule(ClassificationDataModule):
         """A part that the set has, or one held out of its training part, or nothing."""
         if self.dataset == "folder" and not self._sources:
             self._scan()
-        own = self._sources if self.dataset == "folder" else dict(self._info.splits)
+        own = self._sources if self.dataset == "folder" else self._info.parts
         if part != "train" and part in own:
             return self._read(part)
         train = self._read("train")
         fractions = {"test": self.hparams.test_fraction, "val": self.hparams.val_fraction}
         fractions = {held_out: share for held_out, share in fractions.items() if held_out not in own and share}
         rows = split_by_class(train.targets, self._info.classes, fractions, self.hparams.seed)
-        samples = train.select(rows[part]) if part in rows else train.select(torch.empty(0, dtype=torch.int64))
-        if part == "train" and (share := self.hparams.train_share) < 1:
-            samples = samples.select(share_of_each(samples.targets, share, self.hparams.seed))
-        return samples
+        return train.select(rows[part]) if part in rows else train.select(torch.empty(0, dtype=torch.int64))
 
     def _source(self, part: str) -> Samples:
         """A part of the set as it is published."""
@@ -554,7 +541,6 @@ class ImageFolderDataModule(ClassificationDataModule):
     @override
     def train_dataloader(self) -> WorkerTrainLoader:
         options, reader = self.hparams, self._reader("train", self.augment)
-        self._note_share()
         self._note_balance()
         loader = WorkerTrainLoader(
             reader,
@@ -564,7 +550,6 @@ class ImageFolderDataModule(ClassificationDataModule):
             self._rank,
             self._world_size,
             skip_unreadable=options.on_corrupt == "skip",
-            drop_last=options.drop_last,
             shuffle=self._shuffles,
             weights=self._sampling_weights(reader.targets),
             transform=self._transform(self.augment),
@@ -643,8 +628,7 @@ class ImageFolderDataModule(ClassificationDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved, classes = state_dict["dataset"], tuple(state_dict["classes"])
         self.__dict__.pop("pixel_statistics", None)
-        # Runs of before normalised all images like ImageNet's.
-        self._restored = {"statistics": (IMAGENET_MEAN, IMAGENET_STD), **state_dict}
+        self._restored = dict(state_dict)
         if not self._sources:
             # Prediction needs no data set: the class names and the size of an image are those of the run.
             self.dataset = saved

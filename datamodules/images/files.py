@@ -16,14 +16,13 @@ from datamodules.errors import UserError
 from datamodules.images.pixel_cache import PixelCache, stamp_of
 from datamodules.loading.file_table import FileTable
 from datamodules.loading.heic import prepare_to_read
-from datamodules.loading.unpacking import MOST_PIXELS, check_pixels
 
 __all__ = ["ImageFiles", "UnreadableImage", "decoders", "load_image", "resized"]
 
 Source = str | Path | bytes | Image.Image
 
 
-_RULES = 1  # Of this file, by which the same content has the same pixels.
+_RULES = 2  # Of this file, by which the same content has the same pixels.
 
 
 @cache
@@ -97,7 +96,7 @@ def _upright(pixels: Tensor, orientation: int) -> Tensor:
     return pixels.flip(mirrored) if mirrored else pixels
 
 
-def _decode(source: Source, short_side: int, most_pixels: int, name: str) -> Tensor:
+def _decode(source: Source, short_side: int, name: str) -> Tensor:
     prepare_to_read(name)
     content = Path(source).read_bytes() if isinstance(source, (str, Path)) else source
     pixels = None
@@ -107,7 +106,6 @@ def _decode(source: Source, short_side: int, most_pixels: int, name: str) -> Ten
         if size != whole:
             # JPEG decodes to an eighth, a quarter or half of its size in a fraction of the time.
             image.draft(None, size)
-        check_pixels(image.size, most_pixels)
         if isinstance(content, bytes) and (image.format, image.size) == ("JPEG", whole) and image.mode in ("RGB", "L"):
             pixels = _decode_jpeg(content)
         if pixels is None:
@@ -124,23 +122,22 @@ def _decode(source: Source, short_side: int, most_pixels: int, name: str) -> Ten
     return _upright(pixels, orientation)
 
 
-def load_image(source: Source, short_side: int, most_pixels: int = MOST_PIXELS, name: str = "") -> Tensor:
+def load_image(source: Source, short_side: int, name: str = "") -> Tensor:
     """An image of any size and mode, upright, in colour and on white, its short side reduced to `short_side` at most.
 
     Args:
         source: a file, its content, or an image in memory.
-        most_pixels: that are decoded; a JPEG is decoded at a fraction of its size.
         name: of the image, in messages; by default the file's.
 
     Returns:
         uint8 of shape (3, height, width).
 
     Raises:
-        UnreadableImage: the file is missing, damaged, too large, or not an image.
+        UnreadableImage: the file is missing, damaged, too large for Pillow, or not an image.
     """
     name = name or (str(source) if isinstance(source, (str, Path)) else "the image")
     try:
-        return _decode(source, short_side, most_pixels, name)
+        return _decode(source, short_side, name)
     except UnidentifiedImageError:
         empty = not (source if isinstance(source, bytes) else Path(name).stat().st_size)
         reason = "the file is empty" if empty else "its content is not an image"

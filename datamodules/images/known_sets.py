@@ -1,9 +1,7 @@
-"""Image data sets by name: CIFAR, Oxford Pets and Flowers through torchvision, and the bundled digits."""
+"""Image data sets by name: CIFAR through torchvision, and the bundled digits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,11 +32,10 @@ class ImageSetInfo:
     std: tuple[float, float, float] = IMAGENET_STD
     flip: bool = True
     torchvision_name: str | None = None
-    splits: tuple[tuple[str, dict[str, Any]], ...] = ()
-    """Which parts torchvision's class has, and its arguments for each."""
+    parts: tuple[str, ...] = ()
+    """Of the set as it is published."""
 
 
-_BY_TRAIN = (("train", {"train": True}), ("test", {"train": False}))
 IMAGE_SETS = {
     "folder": ImageSetInfo("images"),
     "cifar10": ImageSetInfo(
@@ -48,7 +45,7 @@ IMAGE_SETS = {
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2470, 0.2435, 0.2616),
         torchvision_name="CIFAR10",
-        splits=_BY_TRAIN,
+        parts=("train", "test"),
     ),
     "cifar100": ImageSetInfo(
         "CIFAR-100",
@@ -57,23 +54,10 @@ IMAGE_SETS = {
         mean=(0.5071, 0.4865, 0.4409),
         std=(0.2673, 0.2564, 0.2762),
         torchvision_name="CIFAR100",
-        splits=_BY_TRAIN,
-    ),
-    "pets": ImageSetInfo(
-        "Oxford-IIIT Pets",
-        37,
-        torchvision_name="OxfordIIITPet",
-        splits=(("train", {"split": "trainval"}), ("test", {"split": "test"})),
-    ),
-    "flowers": ImageSetInfo(
-        "Oxford Flowers 102",
-        102,
-        torchvision_name="Flowers102",
-        # Its loader gives the file's name instead of decoding it.
-        splits=tuple((part, {"split": part, "loader": str}) for part in ("train", "val", "test")),
+        parts=("train", "test"),
     ),
     "digits": ImageSetInfo(
-        "scikit-learn digits", 10, tuple("0123456789"), image_size=32, flip=False, splits=(("train", {}), ("test", {}))
+        "scikit-learn digits", 10, tuple("0123456789"), image_size=32, flip=False, parts=("train", "test")
     ),
 }
 
@@ -104,24 +88,8 @@ def read_torchvision(name: str, part: str, data_dir: str, download: bool) -> tup
     info = IMAGE_SETS[name]
     assert info.torchvision_name is not None
     source = getattr(torchvision.datasets, info.torchvision_name)
-    arguments = dict(info.splits)[part]
-    found = source(data_dir, download=download, **arguments)
-    if name.startswith("cifar"):
-        samples = Samples(torch.from_numpy(found.data).permute(0, 3, 1, 2), torch.tensor(found.targets))
-    elif name == "pets":
-        samples = _read_pets(Path(data_dir).expanduser(), arguments["split"])
-    else:
-        files, labels = zip(*(found[row] for row in range(len(found))))
-        samples = Samples(FileTable(files), torch.tensor(labels))
-    return samples, tuple(found.classes)
-
-
-def _read_pets(data_dir: Path, split: str) -> Samples:
-    """Files and classes from the set's own lists: torchvision's class would decode every image to tell its class."""
-    folder = data_dir / "oxford-iiit-pet"
-    rows = [line.split() for line in (folder / "annotations" / f"{split}.txt").read_text().splitlines()]
-    files = FileTable((f"{row[0]}.jpg" for row in rows), root=str(folder / "images") + "/")
-    return Samples(files, torch.tensor([int(row[1]) - 1 for row in rows]))
+    found = source(data_dir, train=part == "train", download=download)
+    return Samples(torch.from_numpy(found.data).permute(0, 3, 1, 2), torch.tensor(found.targets)), tuple(found.classes)
 
 
 def read_digits(part: str) -> Samples:

@@ -26,12 +26,10 @@ from datamodules.loading.text_files import NOT_UTF8, Faults, csv_rows, read_line
 __all__ = ["class_order", "find_images", "holds_images", "list_files", "read_lists"]
 
 _SUFFIXES = (".txt", ".csv", ".tsv")
-_PATHS = {
-    *("path", "paths", "file", "files", "filename", "filenames", "file name", "filepath", "file path", "image"),
-    *("images", "image path", "image file", "image name", "img", "img path", "name"),
-}
-_LABELS = {"label", "labels", "class", "classes", "class name", "target", "targets", "category", "y", "digit"}
+_PATHS = {"path", "file", "filename", "file name", "filepath", "file path", "image", "image path", "image file"}
+_LABELS = {"label", "labels", "class", "class name", "target", "category"}
 _SPLITS = {"split", "part", "set", "subset"}
+_HEIC = "in HEIC (pip install pillow-heif to read them)"
 
 
 def class_order(names: Iterable[str]) -> tuple[str, ...]:
@@ -56,7 +54,6 @@ class _List:
     rows: dict[str, list[tuple[int, str, str]]] = field(default_factory=dict)
     read: int = 0
     faults: Faults = field(default_factory=Faults)
-    heic: int = 0
 
     def add(self, number: int, name: str, label: str, part: str) -> None:
         """Take a row, if it has a label and its file is there: relative to the list, or to the folder of its part."""
@@ -67,7 +64,7 @@ class _List:
         elif found is None:
             self.faults.add("whose file does not exist", [number])
         elif found.suffix.lower() in HEIC and not is_image(found):
-            self.heic += 1
+            self.faults.add(_HEIC, [number])
         else:
             self.rows.setdefault(part, []).append((number, str(found), label))
 
@@ -159,8 +156,6 @@ def read_lists(files: dict[str, Path], on_faults: Literal["error", "skip"] | Non
             hint = f"; expected {columns}, and paths relative to {one.path.parent}"
             note = one.faults.settle(on_faults or "error", str(one.path), one.read, on_faults and "on_corrupt", hint)
             notes.append(note)
-        if one.heic:
-            notes.append(f"{one.path}: left out {one.heic:,} HEIC files (pip install pillow-heif to read them)")
     rows = {part: [row for one in lists for row in one.rows.get(part, ())] for part in PARTS}
     where = " and ".join(str(one.path) for one in lists)
     classes = class_order(label for _, _, label in rows["train"])
@@ -182,8 +177,6 @@ def read_lists(files: dict[str, Path], on_faults: Literal["error", "skip"] | Non
         if both := set(parts["train"][0]) & set(parts.get(part, ((), ()))[0]):
             notes.append(f"{len(both):,} files are in train and in {part}, such as {min(both)}")
     left_out = {reason: len(at) for one in lists for reason, at in one.faults.lines.items()}
-    if heic := sum(one.heic for one in lists):
-        left_out[".heic"] = heic
     return ImageTree(classes, parts, notes, left_out)
 
 

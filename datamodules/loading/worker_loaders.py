@@ -7,11 +7,9 @@ workers or on how far they prefetch.
 import errno
 import itertools
 import logging
-import math
 import os
 import signal
-import threading
-import time
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, Protocol, cast
@@ -19,33 +17,16 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 from typing_extensions import override
 
-from datamodules.errors import RunFailedError, UserError, system_failure
+from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.loaders import EvaluationSampling, TrainSampling, Transform
 from datamodules.loading.resumable import Spans
-from datamodules.loading.worker_failures import (
-    cannot_start,
-    check_workers_here_only,
-    describe_failure,
-    describe_worker,
-    end_half_started,
-    free_shared_memory,
-    listed,
-    no_room,
-    too_many_workers,
-)
 
 __all__ = ["BatchRequest", "LoadedBatch", "Mix", "SampleReader", "WorkerEvaluationLoader", "WorkerTrainLoader"]
 
 log = logging.getLogger("lightning_recipes")
-
-
-_AHEAD = 2
-"""Batches that each worker loads ahead; torch's default."""
-_POLL = 5.0
-"""Seconds between two looks at whether the workers live."""
-_WARN_AFTER = 60.0
 
 
 class BatchRequest(NamedTuple):
@@ -109,41 +90,22 @@ class _Packed(NamedTuple):
         return batch._replace(**{name: getattr(batch, name).pin_memory() for name in ("inputs", "targets", "rows")})
 
 
-class _NotSent(NamedTuple):
-    """What a worker sends in place of a batch that it cannot send."""
-
-    reason: str
-    size: int
-    """Bytes of the batch."""
-
-
-def _size(batch: LoadedBatch) -> int:
-    return sum(tensor.nbytes for tensor in (batch.inputs, batch.targets, batch.rows))
-
-
-def _pack(batch: Any) -> _Packed | _NotSent:
+def _pack(batch: Any) -> _Packed:
     """Pickle a batch in a worker, which puts its tensors into shared memory.
 
-    A DataLoader's queue would do so in a thread, where an error is printed, the batch is lost, and the training waits
-    for it for ever.
+    A DataLoader's queue would do so in a thread, where the error of a full shared memory is printed, the batch is lost,
+    and the training waits for it for ever.
     """
-    try:
-        return _Packed(bytes(ForkingPickler.dumps(batch)))
-    except (OSError, RuntimeError) as error:
-        return _NotSent(str(error), _size(batch))
+    return _Packed(bytes(ForkingPickler.dumps(batch)))
 
 
 def _start_worker(number: int) -> None:
-    """Leave signals to the training process: Ctrl-C reaches the whole group, and a scheduler's signals may too."""
-    start = threading.Thread.start
+    """Leave signals and errors to the training process: Ctrl-C reaches the whole group of processes.
 
-    def start_or_end(thread: threading.Thread) -> None:
-        try:
-            start(thread)
-        except RuntimeError:  # A limit of the system. The queue that would report it needs a thread.
-            os._exit(errno.EAGAIN)
-
-    threading.Thread.start = start_or_end  # type: ignore[assignment, method-assign]
+    What a worker's thread may still print is that the training process, which was interrupted, has broken off the
+    connection by which it fetches a tensor.
+    """
+    sys.excepthook = lambda *_: None
     for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -152,8 +114,6 @@ def _start_worker(number: int) -> None:
 class _Workers:
     """Batches from a reader in this process or in others, or from features that were computed before."""
 
-    timeout = 1800.0
-    """Seconds to wait for a batch; after a minute a warning names the worker."""
     warn_unreadable = True
     """Whether to log each sample that cannot be read; `unreadable` holds them, by number, with the message."""
 
@@ -174,7 +134,6 @@ class _Workers:
         self._loader: DataLoader[LoadedBatch] | None = None
         self.unreadable: dict[int, str] = {}
         self._features: tuple[Tensor, Tensor] | None = None
-        self._received = False
 
     @property
     def skipped(self) -> int:
@@ -261,23 +220,25 @@ class _Workers:
             yield batch
 
     def _in_workers(self, requests: list[BatchRequest]) -> Iterator[LoadedBatch]:
-        free = free_shared_memory() if self._loader is None else math.inf
-        batches = self._start(requests)
+        batches: Any = None
         for number, request in enumerate(requests):
-            batch = self._receive(batches, number, request)
-            if number == 0:
-                self._check_room(_size(batch), len(requests), free)
-            yield batch
+            try:
+                batches = self._start(requests) if batches is None else batches
+                batch: LoadedBatch | _Packed = next(batches)
+                received = batch.unpack() if isinstance(batch, _Packed) else batch
+            except (EOFError, OSError, RuntimeError) as error:
+                failure = self._failure(number, request, error)
+                self._kill()
+                if failure is error:
+                    raise
+                raise failure from error
+            yield received
 
     def _start(self, requests: list[BatchRequest]) -> Any:
         """Have workers load these batches: those of the epoch before, or new ones."""
         self._requests.pending = requests
         if self._loader is not None:
-            try:
-                return iter(self._loader)
-            except RuntimeError as error:
-                log.warning("warning: %s; other workers take their place", str(error).splitlines()[0])
-                self._kill()
+            return iter(self._loader)
         self._loader = DataLoader(
             # Of a data set the loader only asks for its items.
             cast("Dataset[LoadedBatch]", self.reader),
@@ -286,52 +247,42 @@ class _Workers:
             num_workers=self.num_workers,
             collate_fn=_pack,
             pin_memory=self.pin_memory,
-            timeout=_POLL,
             worker_init_fn=_start_worker,
             # Its own: each iterator draws a number, by default from the generator that dropout uses.
             generator=torch.Generator(),
             # Processes that are forked again in every epoch may hang, and cost a second.
             persistent_workers=True,
-            prefetch_factor=_AHEAD,
         )
-        try:
-            batches = iter(self._loader)
-        except (OSError, RuntimeError) as error:
-            end_half_started(error)
-            raise UserError(cannot_start(self.num_workers, error)) from error
-        check_workers_here_only(batches)
+        batches: Any = iter(self._loader)
+        # torch also raises the death of a worker in a signal's handler, in the midst of whatever the process does: of a
+        # collective call, or of writing a file. It is to be raised where its batch is awaited.
+        signal_handling._remove_worker_pids(id(batches))
+        batches._worker_pids_set = False
         return batches
 
-    def _receive(self, batches: Any, number: int, request: BatchRequest) -> LoadedBatch:
-        """The next batch, number `number` of this epoch."""
-        worker, began, warned = number % self.num_workers, time.monotonic(), False
-        what = f"batch {number + 1} (samples {listed(request.rows)})"
-        while True:
-            try:
-                batch: LoadedBatch | _Packed | _NotSent = next(batches)
-                break
-            except RuntimeError as error:
-                waited, text = time.monotonic() - began, str(error)
-                if not text.startswith(("DataLoader timed out", "DataLoader worker")):
-                    raise
-                if "timed out" not in text or waited >= self.timeout:
-                    raise self._failed(describe_failure(batches, worker, what, waited)) from error
-            if waited >= _WARN_AFTER and not warned:
-                who, warned = describe_worker(batches, worker), True
-                log.warning("warning: %s has not loaded %s for %.0f s", who, what, waited, extra={"any_rank": True})
-        try:
-            received = batch.unpack() if isinstance(batch, _Packed) else batch
-        except (EOFError, OSError, RuntimeError) as error:
-            raise self._failed(system_failure(error) or describe_failure(batches, worker, what, 0.0)) from error
-        if isinstance(received, _NotSent):
-            raise self._failed(no_room(self.num_workers, received.size, received.reason))
-        self._received = True
-        return received
-
-    def _failed(self, problem: str) -> UserError:
-        """The error to raise, after the workers have ended."""
-        self._kill()
-        return RunFailedError(problem) if self._received else UserError(problem)
+    def _failure(self, number: int, request: BatchRequest, error: Exception) -> Exception:
+        """What to raise where batch `number` of this epoch did not come from the workers."""
+        if os.strerror(errno.ENOSPC) in str(error):
+            return UserError(
+                f"/dev/shm has no room for the batches of {self.num_workers} workers; pass num_workers=0, or start the"
+                " container with more of it, as docker run --shm-size=1g does"
+            )
+        batches: Any = self._loader._iterator if self._loader is not None else None
+        processes = batches._workers if batches is not None else []
+        dead = [worker for worker, process in enumerate(processes) if not process.is_alive()]
+        if not dead:
+            return error
+        worker = number % self.num_workers if number % self.num_workers in dead else dead[0]
+        code = processes[worker].exitcode
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        hint = "pass num_workers=0 to see where"
+        if code == -getattr(signal, "SIGKILL", 9):
+            hint = "the system may have run out of memory: pass fewer `num_workers`"
+        rows = ", ".join(map(str, request.rows[:3])) + ", ..." * (len(request.rows) > 3)
+        return RunFailedError(
+            f"worker {worker} (process {processes[worker].pid}) {how}, while batch {number + 1} (samples {rows}) was"
+            f" awaited; {hint}"
+        )
 
     def _kill(self) -> None:
         """End workers that may not answer."""
@@ -339,14 +290,6 @@ class _Workers:
         for process in batches._workers if batches is not None else ():
             process.kill()
         self.close()
-
-    def _check_room(self, size: int, batches: int, free: float) -> None:
-        """Refuse workers that load more batches ahead than shared memory holds, before one of them fails to."""
-        needed = size * min(batches, _AHEAD * self.num_workers)
-        if needed > free:
-            self._kill()
-            enough_for = int(free // (_AHEAD * size))
-            raise UserError(too_many_workers(self.num_workers, needed, free, enough_for))
 
     def _handle_unreadable(self, row: int, message: str, count: int) -> None:
         if not self.skip_unreadable:
@@ -374,7 +317,6 @@ class WorkerTrainLoader(_Workers, TrainSampling):
         num_workers: worker processes; 0 makes each batch in this process.
         pin_memory: put batches into pinned memory, from which a GPU copies faster.
         skip_unreadable: leave samples that cannot be read out of their batches, in place of an error.
-        drop_last: drop an incomplete last step.
         shuffle: False keeps the order of `rows` in every epoch; with `weights` it repeats the first epoch.
         weights: as of `TrainLoader`.
         transform: makes the network's inputs of a batch, on `device`.
@@ -383,9 +325,8 @@ class WorkerTrainLoader(_Workers, TrainSampling):
         names: of all samples, such as files: a run is not resumed with others.
 
     Raises:
-        UserError: the set is empty, a batch is larger than the set, a sample cannot be read, workers cannot start, or
-            shared memory has no room for their batches.
-        RunFailedError: a worker died, or did not load a batch within `timeout`; the message names it.
+        UserError: the set is empty, a sample cannot be read, or shared memory has no room for a batch.
+        RunFailedError: a worker died.
     """
 
     def __init__(
@@ -399,7 +340,6 @@ class WorkerTrainLoader(_Workers, TrainSampling):
         num_workers: int = 0,
         pin_memory: bool = False,
         skip_unreadable: bool = False,
-        drop_last: bool = False,
         shuffle: bool = True,
         weights: Tensor | None = None,
         transform: Transform | None = None,
@@ -408,7 +348,7 @@ class WorkerTrainLoader(_Workers, TrainSampling):
         names: Iterable[str] = (),
     ) -> None:
         targets = reader.targets
-        super().__init__(rows, batch_size, seed, rank, world_size, drop_last, shuffle, weights, targets, names=names)
+        super().__init__(rows, batch_size, seed, rank, world_size, shuffle, weights, targets, names=names)
         self._set_reader(reader, min(num_workers, len(self)), pin_memory, skip_unreadable, transform, device, mix)
 
 

@@ -26,18 +26,17 @@ from datamodules.loading.image_tree import split_by_class
 from datamodules.loading.labels import BALANCE
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
 from datamodules.loading.normalise import Normalise
-from datamodules.loading.sampling import share_of_each, split_indices
+from datamodules.loading.sampling import split_indices
 from datamodules.mnist.affine import RandomAffine
 from datamodules.mnist.idx import check_images_and_labels, read_idx
 from datamodules.mnist.own_images import (
     OwnImages,
-    describe_folder,
     holds_own_images,
     images_from_arrays,
     read_own_images,
 )
 from datamodules.mnist.user_images import read_digits
-from datamodules.ranges import COUNT, SHARE_ABOVE_0, Range, check_choice, check_ranges
+from datamodules.ranges import COUNT, Range, check_choice, check_ranges
 
 __all__ = ["DATASETS", "DatasetInfo", "MNISTDataModule", "find_files", "load_digits"]
 
@@ -121,22 +120,15 @@ def find_files(name: str, data_dir: str | Path) -> dict[str, tuple[Path, Path]] 
     return None
 
 
-def _download_folders() -> set[str]:
-    """What downloads make in a folder."""
-    return {info.torchvision_name for info in DATASETS.values() if info.torchvision_name}
-
-
 def _describe_missing(name: str, data_dir: Path) -> str:
     """Why `find_files` found nothing."""
     title = DATASETS[name].title
     if not data_dir.exists():
         return f"the folder {data_dir} does not exist, so there are no {title} files"
-    if not data_dir.is_dir():
-        return f"{data_dir} is a file, expected the folder of the {title} files"
-    folder = max(_candidate_folders(name, data_dir), key=lambda candidate: len(_files_in(candidate)))
-    if found := _files_in(folder):
-        missing = [stem for pair in _FILES.values() for stem in pair if stem not in found]
-        return f"{folder} lacks {' and '.join(missing)} of the four {title} files"
+    found = max(map(_files_in, _candidate_folders(name, data_dir)), key=len)
+    missing = [stem for pair in _FILES.values() for stem in pair if stem not in found]
+    if found:
+        return f"{data_dir} lacks {' and '.join(missing)} of the four {title} files"
     return f"{data_dir} has no {title} files"
 
 
@@ -190,7 +182,6 @@ class MNISTDataModule(ClassificationDataModule):
         eval_batch_size: samples in one forward pass of validation, test and prediction.
         val_fraction: share of the training set held out for validation; of each class, of your own.
         test_fraction: share of each class held out for the test, where your own have no test part.
-        train_share: share of each class of the training part to train on; smaller shares are subsets of larger ones.
         balance: what makes up for classes of unequal size: drawing each class equally often (sampling), weights in the
             training loss (loss), or nothing. An epoch stays as long as it is, and other losses and scores as they are.
         num_classes: number of classes, by default the data's; labels are 0 to num_classes - 1.
@@ -198,7 +189,6 @@ class MNISTDataModule(ClassificationDataModule):
         rotation: augmentation: largest rotation, in degrees; by default 10, and 0 for Fashion-MNIST.
         scale: augmentation: largest change of scale, as in 0.1 for 0.9 to 1.1; by default 0.1, and 0 for Fashion-MNIST.
         flip: augmentation: mirror half of the images, and the others in the next epoch; by default for Fashion-MNIST.
-        drop_last: drop the incomplete last batch of an epoch.
         seed: seed of the split, the shuffling and the augmentation.
         download: download missing files.
         predict_inputs: images, and folders of images, that `predict` reads.
@@ -208,7 +198,7 @@ class MNISTDataModule(ClassificationDataModule):
     """
 
     free_parameters = DataContract.free_parameters | {"download"}
-    rare_parameters = frozenset({"drop_last", "download", "flip"})
+    rare_parameters = frozenset({"download", "flip"})
     photographs = False
 
     def __init__(
@@ -219,29 +209,24 @@ class MNISTDataModule(ClassificationDataModule):
         eval_batch_size: int = 500,
         val_fraction: float = 0.08,
         test_fraction: float = 0.1,
-        train_share: float = 1.0,
         balance: Literal["none", "sampling", "loss"] = "none",
         num_classes: int | None = None,
         shift: float = 2.0,
         rotation: float | None = None,
         scale: float | None = None,
         flip: bool | None = None,
-        drop_last: bool = False,
         seed: int = 1,
         download: bool = True,
         predict_inputs: list[str] | None = None,
     ) -> None:
         super().__init__()
-        if dataset not in ("auto", *DATASETS):
-            raise UserError(f"no data set {dataset!r}; expected one of auto, {', '.join(DATASETS)}")
+        check_choice("dataset", dataset, ("auto", *DATASETS))
         check_choice("balance", balance, BALANCE)
-        for name, share in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
-            if not 0 <= share < 1:
-                raise UserError(f"{name}={share} is outside 0 to 1; pass {name}=0.08")
         check_ranges(
             batch_size=(batch_size, COUNT),
             eval_batch_size=(eval_batch_size, COUNT),
-            train_share=(train_share, SHARE_ABOVE_0),
+            val_fraction=(val_fraction, Range(0, 1, below=True)),
+            test_fraction=(test_fraction, Range(0, 1, below=True)),
             num_classes=(num_classes, COUNT),
             shift=(shift, Range(0, 28)),
             rotation=(rotation, Range(0, 180)),
@@ -308,10 +293,7 @@ class MNISTDataModule(ClassificationDataModule):
         given = {part: pair for part, pair in parts.items() if pair is not None}
         pairs = all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in given.values())
         if not pairs or "train" not in given or given.keys() - {"train", "val", "test"}:
-            raise UserError(
-                "expected (images, labels), or a dict of such pairs with the keys train, val and test; found"
-                f" {type(samples).__name__}"
-            )
+            raise UserError("expected (images, labels), or a dict of such pairs with the keys train, val and test")
         self._own = images_from_arrays(given, "arrays")
         self.dataset = "custom"
         self.hparams.update({"dataset": "custom"})
@@ -407,8 +389,7 @@ class MNISTDataModule(ClassificationDataModule):
         predicting = self.trainer is not None and self.trainer.state.fn == "predict"
         if name in ("digits", "custom") or predicting or not self.hparams.download or find_files(name, data_dir):
             return
-        given = self.dataset == "auto" and self.hparams.data_dir is not None
-        if given and (data_dir.is_file() or describe_folder(data_dir, _download_folders())):
+        if self.dataset == "auto" and self.hparams.data_dir is not None and self._holds_other_files():
             # Only an empty folder is one to download into without being asked by dataset="mnist".
             return
         source, folder = _torchvision_source(name), _candidate_folders(name, data_dir)[-1]
@@ -417,6 +398,12 @@ class MNISTDataModule(ClassificationDataModule):
                 download([mirror + file_name for mirror in source.mirrors], folder / file_name, md5)
         except (DownloadError, OSError) as error:
             self._no_download = f"; {error}"
+
+    def _holds_other_files(self) -> bool:
+        """Whether the folder holds more than what a download makes."""
+        folder = self._folder
+        names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+        return folder.is_file() or bool(names - {"MNIST"})
 
     def _missing(self, name: str) -> str:
         return _describe_missing(name, self._folder) + self._no_download
@@ -441,25 +428,6 @@ class MNISTDataModule(ClassificationDataModule):
         names = ("rotation", "scale", "flip")
         return {name: getattr(self.info, name) if self.hparams[name] is None else self.hparams[name] for name in names}
 
-    def _describe_augmentation(self) -> str:
-        """In a line.
-
-        >>> data = MNISTDataModule("fashion-mnist", shift=1)
-        >>> data._describe_augmentation()
-        'images are shifted by up to 1 pixel and mirrored'
-        """
-        options, parts = self._augmentation, []
-        if shift := self.hparams.shift:
-            parts.append(f"shifted by up to {shift:g} pixel{'s' * (shift != 1)}")
-        if options["rotation"]:
-            parts.append(f"rotated by {options['rotation']:g} degrees")
-        if options["scale"]:
-            parts.append(f"scaled by {options['scale']:g}")
-        if options["flip"]:
-            parts.append("mirrored")
-        *first, last = parts or ["not augmented"]
-        return f"images are {', '.join(first)}{' and ' * bool(first)}{last}"
-
     def _resolve_dataset(self) -> None:
         """Replace "auto", the same on every rank; rank 0 decides, since nodes may see different folders."""
         if self.dataset != "auto":
@@ -474,7 +442,10 @@ class MNISTDataModule(ClassificationDataModule):
             mine = torch.tensor(number, device=self.trainer.strategy.root_device)
             chosen = choices[int(self.trainer.strategy.reduce(mine, reduce_op="sum"))]
         if chosen == "none":
-            raise UserError(self._describe_unusable())
+            raise UserError(
+                f"{self._missing('mnist')} and no images of your own; pass a folder with them, with a folder of images "
+                "for each class or with an .npz file, dataset='mnist' to download MNIST into it, or dataset='digits'"
+            )
         if chosen == "digits":
             _warn(
                 "warning: %s: using the 1,797 digits bundled with scikit-learn; pass data_dir='FOLDER' for MNIST or "
@@ -482,18 +453,6 @@ class MNISTDataModule(ClassificationDataModule):
                 self._missing("mnist"),
             )
         self.dataset = chosen
-
-    def _describe_unusable(self) -> str:
-        """What a given folder holds, and what to pass instead."""
-        what = self._missing("mnist")
-        if held := describe_folder(self._folder, _download_folders()):
-            what += f" and no images of your own; it holds {held}"
-        # Where the folder is empty it has been tried.
-        download = "" if self._no_download else "dataset='mnist' to download MNIST into it, or "
-        return (
-            f"{what}; pass a folder with them, with a folder of images for each class or with an .npz file, or "
-            f"{download}dataset='digits'"
-        )
 
     def _load(self, part: str) -> tuple[Tensor, Tensor]:
         if self.dataset == "custom":
@@ -533,7 +492,7 @@ class MNISTDataModule(ClassificationDataModule):
             fraction = self.hparams.val_fraction
             held_out = max(round(count * fraction), 1 if fraction else 0)
             train, val = split_indices(count, held_out, self.hparams.seed)
-            self._rows |= {"train": self._share_of(train, self._parts["train"][1]), "val": val}
+            self._rows |= {"train": train, "val": val}
         if "test" in wanted and "test" not in self._parts:
             self._parts["test"] = self._load("test")
             self._rows["test"] = torch.arange(len(self._parts["test"][1]))
@@ -551,23 +510,12 @@ class MNISTDataModule(ClassificationDataModule):
             if part == source != "train":
                 self._rows[part] = torch.arange(len(own.labels[part]))
             else:
-                rows = split.get(part, torch.empty(0, dtype=torch.int64))
-                self._rows[part] = self._share_of(rows, own.labels["train"]) if part == "train" else rows
-
-    def _share_of(self, rows: Tensor, labels: Tensor) -> Tensor:
-        """Those of these rows to train on."""
-        share = self.hparams.train_share
-        return rows[share_of_each(labels.cpu()[rows], share, self.hparams.seed)] if share < 1 else rows
+                self._rows[part] = split.get(part, torch.empty(0, dtype=torch.int64))
 
     @override
     def preprocessing(self) -> Normalise:
         """Maps uint8 of shape (batch, 1, 28, 28) to floats of about mean 0 and standard deviation 1."""
         return Normalise([self.info.mean], [self.info.std])
-
-    def normalise(self, images: Tensor) -> Tensor:
-        """Bytes of shape (batch, 1, height, width) to floats of mean 0 and standard deviation 1."""
-        normalised: Tensor = self.preprocessing()(images)
-        return normalised
 
     def _training_transform(self) -> Transform:
         options, count = self.hparams, len(self._parts["train"][1])
@@ -602,13 +550,13 @@ class MNISTDataModule(ClassificationDataModule):
             self._world_size,
             self._training_transform(),
             self._device,
-            self.hparams.drop_last,
             shuffle=self._shuffles,
             weights=self._sampling_weights(labels),
         )
         # A loader that is refused is not described.
-        self._note(f"{self.title}: {self._describe_augmentation()}")
-        self._note_share()
+        augmentation = {"shift": self.hparams.shift, **self._augmentation}
+        settings = ", ".join(f"{name}={value}" for name, value in augmentation.items())
+        self._note(f"{self.title}: augmented by {settings}")
         self._note_balance()
         return loader
 
@@ -650,7 +598,7 @@ class MNISTDataModule(ClassificationDataModule):
 
     @override
     def predict_dataloader(self) -> EvaluationLoader:
-        """The images of ``predict_inputs`` and their places in `prediction_names`, without those that show nothing."""
+        """The images of ``predict_inputs`` and their places in `prediction_names`, without blank ones."""
         given = self._given
         images = read_digits(given.contents)
         self._unreadable, self._unclear = images.unreadable, images.unclear

@@ -1,22 +1,18 @@
 """Images of your own for the MNIST recipe: class folders, lists of files, a NumPy file or arrays.
 
 Every image takes MNIST's form in one way, that of `predict`. Those of 28 x 28 that are light on dark, as most of a set
-are or are not, stay as they are. All others go through `as_mnist`, which enlarges smaller ones, and in larger ones
-searches for the strokes, crops them to 20 pixels and centres them.
+are or are not, stay as they are. All others go through `as_mnist`, which resizes, inverts and centres them.
 """
 
 import logging
-import zipfile
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_only
-from numpy.lib import format as npy
 from PIL import Image
 from torch import Tensor
 
@@ -24,22 +20,13 @@ from datamodules.errors import UserError
 from datamodules.loading.file_table import FileTable
 from datamodules.loading.given_images import as_bytes
 from datamodules.loading.image_lists import class_order, find_images, holds_images
-from datamodules.loading.image_tree import describe_left_out
-from datamodules.loading.unpacking import refusal, unpacked_limit
-from datamodules.mnist.user_images import as_mnist, open_image
+from datamodules.mnist.user_images import as_mnist, border_of, grey_image
 
-__all__ = ["OwnImages", "describe_folder", "holds_own_images", "images_from_arrays", "read_own_images"]
+__all__ = ["OwnImages", "holds_own_images", "images_from_arrays", "read_own_images"]
 
-_SIDE = 28
-_BRIGHTEST_BACKGROUND = 64  # Of a set that is light on dark; that of `as_mnist`.
-_MOST_AT_ONCE = 1 << 32  # Bytes that an array of a compressed file unpacks to at most.
-_ALWAYS = 1 << 28
-_RATIO = 100
 _UNLABELLED = -100
 
-_log = logging.getLogger("lightning_recipes")
-_inform = rank_zero_only(_log.info)
-_warn = rank_zero_only(_log.warning)
+_warn = rank_zero_only(logging.getLogger("lightning_recipes").warning)
 
 _KEYS = {
     "train": (("images", "labels"), ("train_images", "train_labels"), ("x_train", "y_train"), ("X_train", "y_train")),
@@ -49,32 +36,18 @@ _KEYS = {
 """The names of images and labels in a NumPy file: ours, MedMNIST's, Keras's and scikit-learn's."""
 
 
-def _border(images: Tensor) -> Tensor:
-    return torch.cat((images[:, 0], images[:, -1], images[:, :, 0], images[:, :, -1]), 1)
-
-
-def in_mnist_form(images: Iterable[Image.Image]) -> Tensor:
+def in_mnist_form(images: Sequence[Tensor]) -> Tensor:
     """A set of images in MNIST's form, uint8 of shape (n, 28, 28).
 
+    Where those of 28 x 28 are light on dark, they stay as they are; all others are prepared by `as_mnist`.
+
     Args:
-        images: of any size and mode.
+        images: uint8 of shape (height, width), of any sizes.
     """
-    prepared: list[Tensor] = []
-    small: list[int] = []
-    for image in images:
-        if image.size == (_SIDE, _SIDE) and image.mode in ("L", "RGB"):
-            small.append(len(prepared))
-            prepared.append(torch.frombuffer(bytearray(image.convert("L").tobytes()), dtype=torch.uint8).view(28, 28))
-        else:
-            prepared.append(as_mnist(image)[0])
-    if not prepared:
-        return torch.empty(0, _SIDE, _SIDE, dtype=torch.uint8)
-    found = torch.stack(prepared)
+    same = [image for image in images if image.shape == (28, 28)]
     # Of the set and not of each image: a bag may touch the border where digits do not.
-    if small and _border(found[small]).median() >= _BRIGHTEST_BACKGROUND:
-        for row in small:
-            found[row] = as_mnist(Image.fromarray(found[row].numpy()))[0]
-    return found
+    ready = bool(same) and bool(border_of(torch.stack(same)).median() < 128)
+    return torch.stack([image if ready and image.shape == (28, 28) else as_mnist(image) for image in images])
 
 
 @dataclass(frozen=True)
@@ -84,25 +57,20 @@ class _Files:
     names: FileTable
 
     def read(self) -> Tensor:
-        if len(self.names) >= 500:
-            _inform("reading %s images; a search for strokes takes 25 ms each", f"{len(self.names):,}")
+        images: list[Tensor] = []
         faults: list[str] = []
-
-        def opened() -> Iterable[Image.Image]:
-            for row, name in enumerate(self.names):
-                try:
-                    yield open_image(name, read=partial(self.names.read, row))
-                except UserError as error:
-                    faults.append(str(error))
-
-        images = in_mnist_form(opened())
+        for row, name in enumerate(self.names):
+            try:
+                images.append(grey_image(self.names.read(row), name))
+            except (UserError, OSError) as error:
+                faults.append(str(error))
         if faults:
             more = f"; and {len(faults) - 5:,} more" * (len(faults) > 5)
             raise UserError(
                 f"{len(faults):,} of {len(self.names):,} images cannot be used: {'; '.join(faults[:5])}{more}; correct"
                 " or delete them"
             )
-        return images
+        return in_mnist_form(images)
 
     def describe(self, row: int) -> str:
         return self.names[row]
@@ -116,11 +84,9 @@ class _Array:
     source: str
 
     def read(self) -> Tensor:
-        if self.pixels.shape[1:] == (_SIDE, _SIDE):
-            images = torch.tensor(self.pixels)
-            if _border(images).median() < _BRIGHTEST_BACKGROUND:
-                return images
-        return in_mnist_form(map(Image.fromarray, np.ascontiguousarray(self.pixels)))
+        if self.pixels.shape[1:] == (28, 28):
+            return in_mnist_form(list(torch.tensor(self.pixels)))
+        return in_mnist_form([grey_image(Image.fromarray(pixels)) for pixels in np.ascontiguousarray(self.pixels)])
 
     def describe(self, row: int) -> str:
         return f"row {row} of {self.source}"
@@ -160,7 +126,7 @@ class OwnImages:
         if blank:
             first = self.images[part].describe(blank[0])
             some = f"{len(blank):,} of {len(images):,} {part} images"
-            _warn(f"note: {some} are blank or show no strokes, such as {first}")
+            _warn(f"note: {some} are blank, such as {first}")
         return images, labels
 
 
@@ -212,15 +178,7 @@ def _classes(train: "np.ndarray[Any, Any]", source: str) -> tuple[str, ...]:
         raise UserError(f"{source} are all {train[0]}; expected two classes or more")
     if train.dtype.kind == "U":
         return class_order(train.tolist())
-    smallest, largest = int(train.min()), int(train.max())
-    if smallest < 0:
-        raise UserError(f"label {smallest} at row {int(train.argmin())} of {source}: expected class numbers from 0")
-    if largest >= max(1000, len(train)):
-        raise UserError(
-            f"label {largest} at row {int(train.argmax())} of {source}: expected class numbers from 0; of"
-            f" {len(train):,} samples there are fewer classes than that"
-        )
-    return tuple(map(str, range(max(2, largest + 1))))
+    return tuple(map(str, range(max(2, int(train.max()) + 1))))
 
 
 def images_from_arrays(parts: dict[str, tuple[Any, Any]], title: str, source: str = "") -> OwnImages:
@@ -263,56 +221,19 @@ def images_from_arrays(parts: dict[str, tuple[Any, Any]], title: str, source: st
     return OwnImages(title, classes, images, targets, left_out)
 
 
-def _header(stream: BinaryIO) -> tuple[tuple[int, ...], "np.dtype[Any]"]:
-    version = npy.read_magic(stream)
-    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-    shape, _, dtype = read(stream)
-    return shape, dtype
-
-
-def _read_array(archive: zipfile.ZipFile, name: str, path: Path) -> "np.ndarray[Any, Any]":
-    """An array of a NumPy file; no more memory is taken than its header, the archive and the limit agree on."""
-    record = archive.getinfo(f"{name}.npy")
-    with archive.open(record) as stream:
-        shape, dtype = _header(cast("BinaryIO", stream))
-        size = int(np.prod([int(side) for side in shape], dtype=object)) * dtype.itemsize
-        if dtype.hasobject:
-            raise UserError(
-                f"{name} of {path} holds Python objects, which could run code when they are read; save numbers, or"
-                " texts of a fixed length (array.astype(str))"
-            )
-        if stream.tell() + size != record.file_size:
-            raise UserError(
-                f"{name} of {path} is damaged: its header says {shape} of {dtype}, {size:,} bytes, and it holds"
-                f" {record.file_size - stream.tell():,}"
-            )
-    packed = path.stat().st_size
-    if size > (limit := unpacked_limit(packed, _MOST_AT_ONCE, _ALWAYS, _RATIO)):
-        raise refusal(path, packed, f"{size:,} for {name}", limit)
-    with archive.open(record) as stream:
-        return cast("np.ndarray[Any, Any]", npy.read_array(cast("BinaryIO", stream), allow_pickle=False))
-
-
 def _read_npz(path: Path) -> OwnImages:
+    parts: dict[str, tuple[Any, Any]] = {}
     try:
-        with zipfile.ZipFile(path) as archive:
-            held = {name.removesuffix(".npy") for name in archive.namelist()}
-            parts: dict[str, tuple[Any, Any]] = {}
+        with np.load(path) as archive:
+            held = set(archive.files)
             for part, pairs in _KEYS.items():
-                complete = [pair for pair in pairs if held.issuperset(pair)]
-                if half := [pair for pair in pairs if len(held.intersection(pair)) == 1 and not complete]:
-                    missing = next(name for name in half[0] if name not in held)
-                    raise UserError(f"{path} lacks {missing}; it holds {', '.join(sorted(held))}")
-                if complete:
-                    images, labels = complete[0]
-                    parts[part] = _read_array(archive, images, path), _read_array(archive, labels, path)
-    except (UserError, MemoryError):
-        raise
+                if pair := next((pair for pair in pairs if held.issuperset(pair)), None):
+                    parts[part] = archive[pair[0]], archive[pair[1]]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     # NumPy and zipfile raise errors of many kinds for damaged files, from tokenize.TokenError to zlib.error.
     except Exception as error:
-        raise UserError(f"{path} is no NumPy file (.npz), or damaged: {error}") from error
+        raise UserError(f"{path} is no NumPy file (.npz) of numbers and texts, or damaged: {error}") from error
     if "train" not in parts:
         named = ", ".join(sorted(held)[:10]) or "nothing"
         raise UserError(
@@ -330,24 +251,6 @@ def holds_own_images(place: str | Path) -> bool:
     """Whether this is a NumPy file, a list of images, or a folder that holds either or image files."""
     place = Path(place)
     return place.suffix.lower() == ".npz" or bool(_archives(place)) or holds_images(place)
-
-
-def describe_folder(folder: Path, apart_from: Container[str] = ()) -> str:
-    """What a folder holds, as in "the folders a, b and files: 2 .csv, such as x.csv"; empty where it holds nothing.
-
-    Args:
-        apart_from: names that are not counted.
-    """
-    if not folder.is_dir():
-        return ""
-    held = sorted(entry for entry in folder.iterdir() if entry.name[0] != "." and entry.name not in apart_from)
-    named = []
-    if folders := [entry.name for entry in held if entry.is_dir()]:
-        more = f", ... ({len(folders)} in all)" * (len(folders) > 5)
-        named.append(f"the folder{'s' * (len(folders) > 1)} {', '.join(folders[:5])}{more}")
-    if files := [str(entry) for entry in held if not entry.is_dir()]:
-        named.append(f"files: {describe_left_out(files)}")
-    return " and ".join(named)
 
 
 def read_own_images(place: str | Path) -> OwnImages:

@@ -1,186 +1,132 @@
-"""Photographs and drawings of digits in MNIST's form."""
+"""Photographs and drawings of digits in MNIST's form: resized, light on dark, and centred."""
 
-import struct
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from datamodules.errors import UserError
 from datamodules.loading.heic import prepare_to_read
-from datamodules.loading.unpacking import check_pixels
-from datamodules.mnist.strokes import CLOSE, SEARCHED, Strokes, find_strokes, mnist_form
 
-__all__ = ["NOTHING_FOUND", "ReadDigits", "as_mnist", "open_image", "read_digit", "read_digits"]
+__all__ = ["ReadDigits", "as_mnist", "border_of", "grey_image", "read_digits"]
 
-NOTHING_FOUND = "no strokes found"
+_SIDE = 28
+_READ_AT = 56  # Pixels of the short side: twice MNIST's.
 
-_MOST_PIXELS = 50_000_000  # A photograph of a telephone; in float32, several times, half a gibibyte.
+
+def grey_image(source: str | bytes | Image.Image, name: str = "") -> Tensor:
+    """An image of any mode, upright and on white: uint8 of shape (height, width), its short side 56 pixels at most.
+
+    Args:
+        source: a file, its content, or an image in memory.
+        name: of the image, in messages; by default the file's.
+
+    Raises:
+        UserError: the file is missing, damaged or not an image.
+    """
+    name = name or str(source)
+    try:
+        prepare_to_read(name)
+        file = source if isinstance(source, Image.Image) else BytesIO(_content(source))
+        with nullcontext(file) if isinstance(file, Image.Image) else Image.open(file) as image:
+            grey = _in_grey(ImageOps.exif_transpose(image))
+    except UnidentifiedImageError as error:
+        raise UserError(f"{name} cannot be read as an image: its content is not an image") from error
+    # On damaged files Pillow's decoders raise exceptions of many kinds, from SyntaxError to zlib.error.
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{name} cannot be read as an image: {reason}") from error
+    if (factor := _READ_AT / min(grey.size)) < 1:
+        size = [max(1, round(length * factor)) for length in grey.size]
+        grey = grey.resize(size, Image.Resampling.BILINEAR, reducing_gap=2.0)
+    return torch.frombuffer(bytearray(grey.tobytes()), dtype=torch.uint8).view(grey.height, grey.width)
+
+
+def _content(source: str | bytes) -> bytes:
+    return source if isinstance(source, bytes) else Path(source).read_bytes()
 
 
 def _in_grey(image: Image.Image) -> Image.Image:
-    """An image upright and in grey; transparency is white unless the opaque part is itself light."""
-    try:
-        image = ImageOps.exif_transpose(image)
-    except Exception:  # A broken orientation tag does not make an image unreadable.
-        image = image.copy()
     if image.mode.startswith("I"):
         # Pillow clips 16 bits to 255 instead of scaling them.
         image = image.convert("F").point(lambda value: value * (1 / 257) + 0)
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         rgba = image.convert("RGBA")
-        opaque, alpha = _pixels(rgba.convert("L")), _pixels(rgba.getchannel("A"))
-        ink = opaque[alpha > 127]
-        background = 0 if len(ink) and ink.mean() > 127 else 255
-        image = Image.alpha_composite(Image.new("RGBA", rgba.size, (background,) * 3 + (255,)), rgba)
+        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
     return image.convert("L")
 
 
-def _pixels(grey: Image.Image) -> Tensor:
-    """Float32 of shape (height, width)."""
-    return torch.frombuffer(bytearray(grey.tobytes()), dtype=torch.uint8).view(grey.height, grey.width).float()
+def border_of(images: Tensor) -> Tensor:
+    """The pixels along the border of images of shape (..., height, width)."""
+    return torch.cat((images[..., 0, :], images[..., -1, :], images[..., 0], images[..., -1]), -1)
 
 
-def _as_it_is(pixels: Tensor) -> Tensor | None:
-    """Pixels of shape (28, 28) light on dark, where they have MNIST's form already; else None."""
-    if pixels.shape != (28, 28):
-        return None
-    border = torch.cat((pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1])).median()
-    if border < 64:
-        return pixels
-    pixels = 255 - pixels
-    ink, places = pixels > 64, torch.arange(28.0)
-    centre = torch.stack([(pixels.sum(1 - axis) * places).sum() for axis in (0, 1)]) / pixels.sum().clamp(min=1)
-    fills = int(max(ink.any(0).sum(), ink.any(1).sum())) in (18, 19, 20, 21)
-    return pixels if border >= 192 and fills and ((centre - 14).abs() < 1).all() else None
+def as_mnist(grey: Tensor) -> Tensor:
+    """A grey image in MNIST's form: light on dark, the digit 20 pixels high or wide and centred by mass.
 
-
-def _enlarged(grey: Image.Image) -> Tensor:
-    """A clean image of fewer pixels than MNIST's, such as scikit-learn's digits: 20 pixels high or wide, on 28 x 28.
-
-    The background is that of the corners; the strokes of so small an image touch its borders.
-
-    Returns:
-        float32 of shape (28, 28), light on dark; all 0 where the image has one shade.
-    """
-    pixels = _pixels(grey)
-    if pixels.max() - pixels.min() < 16:
-        return torch.zeros(28, 28)
-    if pixels[[0, 0, -1, -1], [0, -1, 0, -1]].quantile(0.5) > 127:
-        grey = ImageOps.invert(grey)
-    factor = 20 / max(grey.size)
-    grey = grey.resize([max(1, round(side * factor)) for side in grey.size], Image.Resampling.BILINEAR)
-    canvas = Image.new("L", (28, 28))
-    canvas.paste(grey, ((28 - grey.width) // 2, (28 - grey.height) // 2))
-    return _pixels(canvas)
-
-
-def _strokes_in(grey: Image.Image) -> Strokes | None:
-    """The strokes of the digit, looked at closely where it is small."""
-    strokes, factor = _strokes_at(grey)
-    if strokes is None or strokes.at_border:
-        strokes = _strokes_in_cutting(grey) or strokes
-    if strokes is None:
-        return None
-    top, bottom, left, right = (round(side / factor) for side in strokes.box)
-    size = max(bottom - top, right - left)
-    if factor < 1 and size * factor < CLOSE:
-        box = (max(0, left - size), max(0, top - size), min(grey.width, right + size), min(grey.height, bottom + size))
-        closer, _ = _strokes_at(grey.crop(box))
-        if closer is not None:
-            return replace(closer, others=strokes.others)
-    return strokes
-
-
-def _strokes_in_cutting(grey: Image.Image) -> Strokes | None:
-    """The strokes of an image that was cut out around a digit; None where it was not."""
-    pixels = _pixels(grey)
-    border = torch.cat((pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1])).median()
-    margin = max(2, max(grey.size) // 4)
-    strokes, factor = _strokes_at(ImageOps.expand(grey, margin, int(border)))
-    if strokes is None:
-        return None
-    top, bottom, left, right = strokes.box
-    whole = bottom - top > 0.9 * factor * grey.height and right - left > 0.9 * factor * grey.width
-    return strokes if whole else None
-
-
-def _strokes_at(grey: Image.Image) -> tuple[Strokes | None, float]:
-    """The strokes of an image at the size in which they are searched for, and the factor to it."""
-    factor = SEARCHED / max(grey.size)
-    size = [max(1, round(side * factor)) for side in grey.size]
-    return find_strokes(_pixels(grey.resize(size, Image.Resampling.BICUBIC, reducing_gap=2.0))), factor
-
-
-def read_digit(image: Image.Image) -> tuple[Tensor, str]:
-    """An image of one digit in MNIST's form, and why it is unclear, if so.
-
-    An image of 28 x 28 that is light on dark, or as MNIST's but inverted, is taken to be prepared already. A smaller
-    one is enlarged to 20 pixels. In any other the strokes are searched for (`datamodules.mnist.strokes`).
+    What is light along its border is inverted. An image of 28 x 28 pixels stays as it is otherwise; a smaller one is
+    enlarged to 20 pixels.
 
     Args:
-        image: any size and mode; transparency counts as background.
+        grey: uint8 of shape (height, width).
 
     Returns:
-        uint8 of shape (1, 28, 28), which is all 0 where nothing was found, and a reason such as "no strokes found".
+        uint8 of shape (28, 28); all 0 where the image has one shade.
     """
-    grey = _in_grey(image)
-    ready = _enlarged(grey) if max(grey.size) < 28 else _as_it_is(_pixels(grey))
-    if ready is not None:
-        return ready.to(torch.uint8)[None], "" if ready.max() - ready.min() >= 16 else NOTHING_FOUND
-    strokes = _strokes_in(grey)
-    if strokes is None:
-        return torch.zeros(1, 28, 28, dtype=torch.uint8), NOTHING_FOUND
-    form = mnist_form(strokes)
-    return form, f"{strokes.others + 1} digits or more" if strokes.others else ""
+    light = 255 - grey if border_of(grey).median() > 127 else grey
+    if light.shape == (_SIDE, _SIDE):
+        return light
+    if light.max() < light.min() + 16:
+        return torch.zeros(_SIDE, _SIDE, dtype=torch.uint8)
+    if max(light.shape) < _SIDE:
+        digit = _resized(light.float())
+        return _on_black(digit, [(_SIDE - length) // 2 for length in digit.shape])
+    digit = _resized(_ink(light.float()))
+    digit = digit * (255 / digit.max())
+    return _on_black(digit, [_begin(digit.sum(1 - axis)) for axis in (0, 1)])
 
 
-def as_mnist(image: Image.Image) -> Tensor:
-    """The first value of `read_digit`: uint8 of shape (1, 28, 28), all 0 where there are no strokes."""
-    return read_digit(image)[0]
+def _resized(image: Tensor) -> Tensor:
+    """An image whose longer side is 20 pixels."""
+    size = [max(1, round(length * 20 / max(image.shape))) for length in image.shape]
+    return F.interpolate(image[None, None], size=size, mode="bilinear", antialias=True)[0, 0]
 
 
-def open_image(
-    file: str | Path, most_pixels: int = _MOST_PIXELS, read: Callable[[], bytes] | None = None
-) -> Image.Image:
-    """A decoded image file.
+def _on_black(digit: Tensor, corner: Sequence[int]) -> Tensor:
+    """A digit on 28 x 28 pixels, its top and left at `corner`."""
+    canvas = torch.zeros(_SIDE, _SIDE, dtype=torch.uint8)
+    (top, left), (height, width) = corner, digit.shape
+    canvas[top : top + height, left : left + width] = digit.round().to(torch.uint8)
+    return canvas
 
-    Args:
-        most_pixels: of the image.
-        read: returns the content of a file that is not on disk.
 
-    Raises:
-        UserError: the file is missing, too large or not an image.
-    """
-    content = b""
-    try:
-        prepare_to_read(file)
-        content = read() if read else Path(file).read_bytes()
-        with Image.open(BytesIO(content)) as image:
-            check_pixels(image.size, most_pixels)
-            image.load()
-    except FileNotFoundError as error:
-        raise UserError(f"{file} does not exist") from error
-    except UnidentifiedImageError as error:
-        reason = "its content is not an image" if content else "the file is empty"
-        raise UserError(f"{file} cannot be read as an image: {reason}") from error
-    # Pillow's decoders raise all of these for damaged files; DecompressionBombError is no OSError either.
-    except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise UserError(f"{file} cannot be read as an image: {reason}") from error
-    return image
+def _ink(light: Tensor) -> Tensor:
+    """What is lighter than its surroundings, from 0 to 1, cut out."""
+    window = min(light.shape) // 4 * 2 + 3
+    around = F.pad(light[None, None], (window // 2,) * 4, mode="replicate")
+    ink = (light - F.avg_pool2d(around, window, stride=1)[0, 0]).clamp(min=0)
+    ink = (ink / ink.max() - 0.2).clamp(min=0) / 0.8  # Without the noise of paper.
+    rows, columns = ((ink > 0.5).any(1 - axis).nonzero().flatten() for axis in (0, 1))
+    return ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+
+
+def _begin(along: Tensor) -> int:
+    """Where an axis begins whose centre of mass is to be in the middle, as MNIST's are (LeCun et al., 1998)."""
+    centre = float((along * torch.arange(len(along))).sum() / along.sum())
+    return min(max(0, round(_SIDE / 2 - centre)), _SIDE - len(along))
 
 
 class ReadDigits(NamedTuple):
     """Digits to predict."""
 
     pixels: Tensor
-    """uint8 of shape (n, 1, 28, 28), without images that cannot be read or show nothing."""
+    """uint8 of shape (n, 1, 28, 28), without images that cannot be read or are blank."""
     numbers: Tensor
     """Their places among the images that were given, int64 of shape (n,)."""
     unreadable: dict[int, str]
@@ -189,25 +135,20 @@ class ReadDigits(NamedTuple):
     """What is unclear, by place."""
 
 
-def read_digits(images: Sequence[str | Image.Image], most_pixels: int = _MOST_PIXELS) -> ReadDigits:
-    """Images of a digit each in MNIST's form, as `read_digit` makes them of files and of images in memory.
-
-    Args:
-        most_pixels: of each file.
-    """
+def read_digits(images: Sequence[str | Image.Image]) -> ReadDigits:
+    """Images of a digit each in MNIST's form, as `as_mnist` makes them of files and of images in memory."""
     pixels: dict[int, Tensor] = {}
     unreadable: dict[int, str] = {}
     unclear: dict[int, str] = {}
     for number, image in enumerate(images):
         try:
-            opened = image if isinstance(image, Image.Image) else open_image(image, most_pixels)
-            pixels[number], reason = read_digit(opened)
+            digit = as_mnist(grey_image(image))
         except UserError as error:
             unreadable[number] = str(error)
             continue
-        if reason:
-            unclear[number] = f"unclear: {reason}"
-        if reason == NOTHING_FOUND:
-            del pixels[number]
-    found = torch.stack(list(pixels.values())) if pixels else torch.empty(0, 1, 28, 28, dtype=torch.uint8)
+        if digit.max() < digit.min() + 16:
+            unclear[number] = "unclear: the image is blank"
+        else:
+            pixels[number] = digit.unsqueeze(0)
+    found = torch.stack(list(pixels.values())) if pixels else torch.empty(0, 1, _SIDE, _SIDE, dtype=torch.uint8)
     return ReadDigits(found, torch.tensor(list(pixels), dtype=torch.int64), unreadable, unclear)

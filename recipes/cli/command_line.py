@@ -38,10 +38,11 @@ from recipes.failures.orphans import declare_parent, drop_inherited_variables, e
 from recipes.failures.rendezvous import UPDATES_DONE
 from recipes.launch.devices import detect_machine, devices_of, shared_cores
 from recipes.launch.host_tuning import stop_gpu_search, tune_allocator
-from recipes.launch.plan import Launch, check_strategy, plan_launch
+from recipes.launch.plan import Launch, plan_launch
 from recipes.launch.precision import check_precision, resolve_precision
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.launch.settings import Command, LaunchSettings, flag_of
+from recipes.launch.strategies import check_strategy
 from recipes.launch.streams import end_after_printing, print_error, secure_streams
 from recipes.recipe import Recipe
 from recipes.results.stopwatch import process_age
@@ -393,8 +394,8 @@ class CommandLine:
         other = self._not_saved | _OF_THE_MACHINE | {"callbacks"}
         saved = read_settings_beside(weights) if weights != "imagenet" else {}
         check_settings(saved, weights)
-        strict = {"weights_min_share": 1.0, "weights_only": None, "weights_skip": None}
-        self.parser.set_known_defaults({name: value for name, value in saved.items() if name not in other} | strict)
+        known = {name: value for name, value in saved.items() if name not in other}
+        self.parser.set_known_defaults(known | {"weights_skip": None})
         return self.parser.parse(args)
 
     def _check_experiment(self, checkpoint: str, namespace: Namespace) -> None:
@@ -452,7 +453,7 @@ class CommandLine:
             print_error(warning)
         self.typed = self.typed.started_by(launch.launcher, launch.num_nodes, launch.devices)
         check_precision(str(values["precision"]), here, self.typed)
-        check_strategy(values["strategy"], self.typed)
+        check_strategy(values["strategy"])
         if alone:
             return launch, None
         if launch.address is not None and not launch.spawns:

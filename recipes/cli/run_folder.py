@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.lib.best_effort import best_effort, forget_failures, skipping_failures
-from callbacks.lib.layers import is_split
 from callbacks.lib.lightning_internals import set_writer
 from datamodules.errors import UserError
 from recipes.cli.settings import RunSettings
@@ -248,10 +247,8 @@ class _TensorBoard(TensorBoardLogger):
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
         """Write the graph of the recipe, or its graphs side by side; or why there is none, which is printed, too."""
         with torch.no_grad():
-            split = is_split(model)
-            graphs = model.graphs() if isinstance(model, Recipe) and not split else []
-        none = "FSDP2 splits the network over the devices" if split else "the recipe has no example_input_array"
-        reason = "" if graphs else none
+            graphs = model.graphs() if isinstance(model, Recipe) else []
+        reason = "" if graphs else "the recipe has no example_input_array"
         if graphs:
             try:
                 network = Network(graphs)

@@ -26,7 +26,6 @@ from datamodules.ranges import COUNT, Range, check_ranges
 from recipes.cli.early_stopping import PatientStopping, score_mode
 from recipes.cli.limits import WholeUpdates
 from recipes.launch.precision import Precision
-from recipes.launch.strategies import Compression
 from recipes.optim import learning_rate_scale
 from recipes.recipe import Recipe
 
@@ -56,7 +55,6 @@ class RunSettings:
         precision: floating-point precision; auto is bf16-mixed where the hardware has fast bf16, else 32-true.
         global_batch_size: samples per update on all devices; accumulation follows from it.
         accumulate: micro-batches per update, or a schedule of them, as in '{0: 8, "2 epochs": 4}'.
-        gradient_compression: data type in which DDP reduces gradients; by default their own.
         warmup: duration of the learning rate warm-up, as in "500 steps", "2 epochs" or "5%".
         lr_scale: how the learning rate follows the global batch; auto is linear for SGD, sqrt for adaptive ones.
         ema: average the weights exponentially with this decay, as in 0.999; the average is validated, saved and tested.
@@ -89,7 +87,6 @@ class RunSettings:
     precision: Precision = "auto"
     global_batch_size: int | None = None
     accumulate: int | dict[int | str, int] = 1
-    gradient_compression: Compression | None = None
     warmup: int | str = 0
     lr_scale: Literal["auto", "linear", "sqrt", "none"] = "auto"
     ema: float | None = None

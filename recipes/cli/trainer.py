@@ -108,11 +108,7 @@ def build_trainer(
     options: dict[str, Any] = {**settings.trainer, **_limits(settings)}
     if not prints_progress():
         options["enable_progress_bar"] = False
-    options["strategy"] = build_strategy(
-        options["strategy"], settings.launch.world_size, options["accelerator"], settings.run.gradient_compression
-    )
-    # DeepSpeed writes folders in its own format.
-    saving = [] if "deepspeed" in str(options["strategy"]).lower() else [checkpoint_io or VerifiedCheckpointIO()]
+    options["strategy"] = build_strategy(options["strategy"], settings.launch.world_size)
     # Lightning moves the callbacks that save behind the others, and calls the first of them the Trainer's.
     saves = [callback for callback in more if isinstance(callback, Checkpoint)]
     callbacks = [*saves, *_callbacks(experiment), *(callback for callback in more if callback not in saves)]
@@ -122,7 +118,7 @@ def build_trainer(
             precision=settings.run.precision,  # type: ignore[arg-type]
             logger=_loggers(folder, settings, experiment.recipe.monitor) if folder else False,
             callbacks=callbacks,
-            plugins=[LightningEnvironment(), *saving],
+            plugins=[LightningEnvironment(), checkpoint_io or VerifiedCheckpointIO()],
             default_root_dir=str(folder) if folder else None,
             enable_autolog_hparams=False,
             enable_model_summary=False,

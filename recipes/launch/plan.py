@@ -5,7 +5,6 @@ with the command to type instead. Lightning's environment classes do not serve h
 at a time when a strategy asks, and do not compare the values with each other, the flags and the devices.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from recipes.launch.devices import Machine, number_of_devices
 from recipes.launch.settings import DEFAULT_PORT, Command, LaunchSettings, flag_of
 from recipes.launch.slurm import shell_of_srun, slurm_allocation, slurm_step
 
-__all__ = ["LAUNCHER_VARIABLE", "RENDEZVOUS_VARIABLE", "Launch", "check_strategy", "plan_launch"]
+__all__ = ["LAUNCHER_VARIABLE", "RENDEZVOUS_VARIABLE", "Launch", "plan_launch"]
 
 LAUNCHER_VARIABLE = "LIGHTNING_RECIPES_LAUNCHER"
 RENDEZVOUS_VARIABLE = "LIGHTNING_RECIPES_RENDEZVOUS"
@@ -272,21 +271,6 @@ def _manual(
             f" {command.torchrun(nodes, devices)} or Slurm: {command.srun(nodes, devices)}"
         )
     return Launch("manual", nodes, devices, node, 0, address, port, spawns=True)
-
-
-def check_strategy(strategy: Any, command: Command) -> None:
-    """Refuse the strategies whose processes do not run the command line.
-
-    Raises:
-        UserError: it spawns or forks.
-    """
-    if not isinstance(strategy, str) or not (found := re.search(r"_(spawn|fork|notebook)", strategy)):
-        return
-    plain = strategy.replace(found[0], "")
-    raise UserError(
-        f"--strategy {strategy} starts processes without this program's checks and logs; {plain} starts them with"
-        f" these: {command.using(strategy=plain)}"
-    )
 
 
 def plan_launch(

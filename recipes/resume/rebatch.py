@@ -176,9 +176,7 @@ def resumed_batch(
     divided = rebatch_samples(saved, config, devices)
     if divided is None:
         return ResumedBatch()
-    # Without accumulation the size is not asked for: under FSDP any request to accumulate is refused.
-    size = saved.global_batch_size if divided.accumulate > 1 else None
-    settings = {"batch_size": divided.batch_size, "global_batch_size": size, "accumulate": 1}
+    settings = {"batch_size": divided.batch_size, "global_batch_size": saved.global_batch_size, "accumulate": 1}
     if saved.devices in (None, devices):
         return ResumedBatch(settings)
     parts = f"({devices} x {divided.batch_size} samples x {divided.accumulate} micro-batches)"

@@ -1,6 +1,4 @@
 import copy
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.bn_recalibration import BNRecalibration
-from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.lib.batch_norm import recalibrate, restore_batchnorm, sync_batchnorm
-from callbacks.lib.signals import Preempted
-from callbacks.preemption import Preemption
-from callbacks.sync_bn import SyncBN
-from datamodules import MNISTDataModule, UserError
+from datamodules import UserError
 from datamodules.loading.loaders import TrainLoader
-from recipes import MNISTClassifier
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, noisy_images, on_ranks, silence
+from tests.support.tables import QUIET, noisy_images, silence
 
 INPUTS, TARGETS = noisy_images(50)
 SIZES = [7, 1, 12, 20, 10]
@@ -213,20 +206,6 @@ def loss_of(module: Module) -> float:
         return F.cross_entropy(module(INPUTS.float()), TARGETS).item()
 
 
-def test_averaged_weights_reach_a_higher_accuracy_with_their_own_statistics():
-    losses = []
-    for callbacks in ([EMAWeightAveraging(decay=0.98)], [EMAWeightAveraging(decay=0.98), BNRecalibration()]):
-        pl.seed_everything(1, verbose=False)
-        options: dict[str, Any] = {"max_epochs": 4, "devices": 1, "limit_val_batches": 0}
-        trainer = pl.Trainer(
-            callbacks=callbacks, enable_progress_bar=False, enable_checkpointing=False, **options, **QUIET
-        )
-        module, data = MNISTClassifier(lr=0.02), MNISTDataModule("digits", batch_size=128)
-        trainer.fit(module, data)
-        losses.append(trainer.test(module, data, verbose=False)[0]["test/loss"])
-    assert losses[1] < losses[0] / 2
-
-
 def test_averaged_weights_are_validated_with_their_statistics():
     without, _ = fit([Swa(use_buffers=False)])
     averaged, trainer = fit([Swa(use_buffers=False), BNRecalibration()])
@@ -238,13 +217,6 @@ def test_averaged_weights_are_validated_with_their_statistics():
     expected.net[9].eval()
     recalibrate(expected, [batch for batch, _ in Data().train_dataloader()])
     assert all(torch.equal(a, b) for a, b in zip(averaged.buffers(), expected.buffers(), strict=True))
-
-
-def test_checkpoints_after_a_validation_hold_the_statistics_of_the_averaged_weights(tmp_path: Path):
-    checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, save_last=True)
-    module, _ = fit([Swa(), BNRecalibration(), checkpoint], enable_checkpointing=True)
-    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
-    assert all(torch.equal(value, saved[name]) for name, value in module.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["data module", "shuffled loader", "persistent workers", "ordered loader"])
@@ -285,56 +257,6 @@ def test_the_position_of_a_loader_that_was_passed_to_fit_is_that_of_training():
     assert len({str(position) for position in with_it.seen}) == 20
 
 
-class StopIn(pl.Callback):
-    """SIGTERM at a batch of training, or in the validation after it."""
-
-    def __init__(self, batch: int, validating: bool) -> None:
-        self.batch, self.validating = batch, validating
-
-    def _stop(self, trainer: pl.Trainer, validating: bool) -> None:
-        if trainer.global_step == self.batch and validating == self.validating:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._stop(trainer, False)
-
-    def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._stop(trainer, True)
-
-
-class Losses(pl.Callback):
-    """The loss of each validation."""
-
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-
-    def on_validation_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        self.seen.append(trainer.callback_metrics["val_loss"])
-
-
-@pytest.mark.parametrize("validating", [False, True])
-def test_statistics_of_a_loader_that_was_passed_to_fit_are_the_same_after_a_resume(validating: bool, tmp_path: Path):
-    options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 4, "dropout": 0.0, "enable_checkpointing": True}
-
-    def callbacks(folder: str) -> list[pl.Callback]:
-        return [BNRecalibration(), ExactCheckpoint(tmp_path / folder, save_last=True), Preemption()]
-
-    losses = Losses(), Losses()
-    whole, _ = fit([*callbacks("whole"), losses[0]], Data().train_dataloader(), **options)
-    with pytest.raises(Preempted):
-        # Batches are numbered from 0: in the sixth, or in the validation after the fourth.
-        stop = StopIn(4 if validating else 5, validating)
-        fit([*callbacks("cut"), stop], Data().train_dataloader(), **options)
-    last = tmp_path / "cut" / "last.ckpt"
-    resumed, trainer = fit([*callbacks("cut"), losses[1]], Data().train_dataloader(), ckpt_path=last, **options)
-    assert trainer.global_step == 20
-    assert all(torch.equal(a, b) for a, b in zip(whole.buffers(), resumed.buffers(), strict=True))
-    assert losses[1].seen == losses[0].seen[-len(losses[1].seen) :]
-    assert len(losses[1].seen) == (4 if validating else 3)
-    saved = [torch.load(tmp_path / name / "last.ckpt", weights_only=True)["state_dict"] for name in ("whole", "cut")]
-    assert all(torch.equal(value, saved[1][name]) for name, value in saved[0].items())
-
-
 def test_a_number_of_batches_is_enough():
     module, _ = fit([BNRecalibration(batches=2)], max_epochs=1)
     two = [batch for batch, _ in Data().train_dataloader()][:2]
@@ -349,36 +271,6 @@ def test_lightnings_stochastic_weight_averaging_ends_with_exact_statistics():
     expected.net[9].eval()
     recalibrate(expected, [batch for batch, _ in Data().train_dataloader()])
     assert all(torch.equal(a, b) for a, b in zip(module.buffers(), expected.buffers(), strict=True))
-
-
-def _fit_on_ranks(world_size: int) -> list[Tensor]:
-    silence()
-
-    class Shared(Data):
-        def train_dataloader(self) -> TrainLoader:
-            rank = self.trainer.global_rank
-            return TrainLoader(INPUTS, TARGETS, torch.arange(50), 10 // world_size, 1, rank, world_size)
-
-    options = {k: v for k, v in on_ranks(world_size).items() if k == "strategy"}
-    trainer = pl.Trainer(
-        max_epochs=2,
-        callbacks=[SyncBN(), Swa(use_buffers=False), BNRecalibration()],
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        devices=world_size,
-        **options,
-        **QUIET,
-    )
-    module = Module().double()
-    module.net[6].p = 0.0
-    trainer.fit(module, Shared())
-    return list(module.state_dict().values())
-
-
-def test_two_ranks_end_with_the_weights_of_one():
-    (one,), (first, second) = run_ranks(_fit_on_ranks, 1, 1), run_ranks(_fit_on_ranks, 2, 2)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert gap(first, one) < 1e-9
 
 
 def test_wrong_settings_are_refused_before_training():

@@ -1,4 +1,4 @@
-"""On one GPU a run learns the same however it is split, interrupted or moved to another device."""
+"""On one GPU a run learns the same however it is split or interrupted."""
 
 from pathlib import Path
 from typing import Any
@@ -125,21 +125,3 @@ def test_a_resumed_run_ends_with_the_same_bits(device: Device, precision: str, t
     differing = [name for name, value in whole.items() if not torch.equal(parts[name], value)]
     assert not differing
     assert not all(torch.equal(other[name], value) for name, value in whole.items())
-
-
-def _moved(first: str, second: str, folder: str) -> list[dict[str, Tensor]]:
-    """A run that stays on its device, and one that goes on on another device after its first epoch."""
-    stays = _fit(first, Path(folder, "stays"), "32-true")
-    _fit(first, Path(folder, "moves"), "32-true", updates=7)
-    return [stays, _fit(second, Path(folder, "moves"), "32-true")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("direction", ["to the CPU", "from the CPU"])
-def test_a_checkpoint_goes_on_on_another_device(device: Device, direction: str, tmp_path: Path) -> None:
-    way = (device, "cpu") if direction == "to the CPU" else ("cpu", device)
-    stays, moved = run_on(device, _moved, 1, *way, str(tmp_path))[0]
-    # `nn.Dropout` draws from the device's generator, so after a move the run is another one.
-    assert stays.keys() == moved.keys()
-    assert all(torch.isfinite(value).all() for value in moved.values())
-    assert device == "cuda" or all(torch.equal(stays[name], value) for name, value in moved.items())

@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from benchmarks.harness.tiny_recipes import TINY_RECIPES
@@ -64,35 +63,18 @@ class NoSync(pl.Callback):
         trainer.print(f"checked {self.batches}")
 
 
-class Reads(pl.Callback):
-    """Reads a tensor in each step."""
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        total: Tensor = next(pl_module.parameters()).sum()
-        total.item()
-
-
-def _type(name: str, device: str, folder: str, reads: bool) -> Typed:
+def _type(name: str, device: str, folder: str) -> Typed:
     tiny = TINY_RECIPES[name]
     flags = [*tiny.flags, *f"--accelerator={device} --devices=1 --max-epochs=2 --batch-size=8 --accumulate=2".split()]
     flags += ["--log-every-n-steps=50", "--limit-train-batches=20"]
     flags += ["--ema=0.9", "--limit-test-batches=1", "--limit-val-batches=4", f"--callbacks+={__name__}.NoSync"]
-    flags += [f"--callbacks+={__name__}.Reads"] if reads else []
     return type_line(tiny.recipe, tiny.data, flags, folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TINY_RECIPES)
 def test_no_step_of_a_recipe_waits_for_the_device(device: Device, name: str, tmp_path: Path) -> None:
-    ended = run_on(device, _type, 1, name, device, str(tmp_path), reads=False)[0]
+    ended = run_on(device, _type, 1, name, device, str(tmp_path))[0]
     assert ended.status == 0, ended.err
     assert "'train': 8" in ended.out
     assert ("'validate': 0" in ended.out) == (name == "seq2seq")
-
-
-@pytest.mark.cuda
-def test_a_read_of_a_tensor_in_a_step_is_noticed(tmp_path: Path) -> None:
-    ended = run_on("cuda", _type, 1, "mnist", "cuda", str(tmp_path), reads=True)[0]
-    assert ended.status == 1
-    assert "synchroniz" in ended.err

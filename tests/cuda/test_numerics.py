@@ -1,4 +1,4 @@
-"""On a GPU the parts compute what they compute elsewhere: normalisation, loss scaling, noise, optimisers, layouts."""
+"""On a GPU the parts compute what they compute elsewhere: normalisation, loss scaling, noise."""
 
 import copy
 from itertools import pairwise
@@ -8,7 +8,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
@@ -17,11 +16,8 @@ from callbacks.finite_weights import FiniteWeights
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.batch_norm import sync_batchnorm
 from callbacks.lib.sample_noise import dropout_factors, sample_keys
-from callbacks.seed_control import SeedControl
 from callbacks.training_monitor import TrainingMonitor
 from callbacks.warmup_lr import WarmupLR
-from recipes.optim import build_optimizer
-from recipes.resnet.network import build_resnet
 from tests.cuda.conftest import Device
 from tests.support.devices import on_device, precision_on, run_on
 from tests.support.tables import Tiny, image_network, noisy_images, silence
@@ -112,40 +108,6 @@ def test_an_overflow_in_one_micro_batch_skips_the_whole_update_and_the_warm_up_w
     assert warmed_up == [5], "the update that was skipped does not count"
 
 
-class _Draws(Tiny):
-    """What its steps draw on the device."""
-
-    drawn: list[Tensor]
-
-    @override
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        self.drawn.append(torch.rand(4, device=self.device).cpu())
-        return super().training_step(batch, batch_idx)
-
-
-def _drawn(device: str, seed: int) -> list[Tensor]:
-    silence()
-    seeds = SeedControl(seed)
-    trainer = pl.Trainer(max_epochs=1, enable_checkpointing=False, callbacks=[seeds], **on_device(device, 2))
-    module = _Draws(image_network().double(), torch.optim.SGD, lr=0.1)
-    module.drawn = []
-    trainer.fit(module, DataLoader(TensorDataset(*noisy_images(16)), 4))
-    return module.drawn
-
-
-def _drawn_thrice(device: str) -> list[list[Tensor]]:
-    return [_drawn(device, 1), _drawn(device, 1), _drawn(device, 2)]
-
-
-def test_noise_on_the_device_is_equal_on_a_rerun_and_different_on_each_rank_and_step(device: Device) -> None:
-    ranks = run_on(device, _drawn_thrice, 2, device)
-    for first, second, other in ranks:
-        assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
-        assert not any(torch.equal(one, two) for one, two in zip(first, other, strict=True))
-    drawn = {tuple(values.tolist()) for first, _, _ in ranks for values in first}
-    assert len(drawn) == 2 * len(ranks[0][0])
-
-
 def test_masks_of_stateless_dropout_have_the_same_bits_on_every_device(device: Device) -> None:
     positions = torch.arange(64)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -155,67 +117,3 @@ def test_masks_of_stateless_dropout_have_the_same_bits_on_every_device(device: D
         )
         assert torch.equal(here, there)
         assert 0.25 < float((here == 0).float().mean()) < 0.35
-
-
-@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
-def test_a_fused_optimizer_takes_the_steps_of_the_one_that_is_not(device: Device, name: str) -> None:
-    def steps(fused: bool | None) -> tuple[Tensor, bool]:
-        torch.manual_seed(1)
-        layer = nn.Linear(20, 10, dtype=torch.float64).to(device)
-        inputs = torch.randn(8, 20, dtype=torch.float64).to(device)
-        optimizer = build_optimizer(name, [{"params": list(layer.parameters())}], lr=0.01, fused=fused)
-        for _ in range(5):
-            optimizer.zero_grad()
-            layer(inputs).square().sum().backward()
-            optimizer.step()
-        return layer.weight.detach().cpu(), bool(optimizer.defaults["fused"])
-
-    (fused, is_fused), (plain, _) = steps(None), steps(False)
-    assert is_fused, "by default, where the device has it"
-    torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-12)
-
-
-def test_channels_last_changes_nothing_but_the_layout(device: Device) -> None:
-    def gradients(memory_format: torch.memory_format) -> list[Tensor]:
-        torch.manual_seed(1)
-        network = build_resnet("resnet18", 10, small_images=True).to(device, memory_format=memory_format)
-        for module in network.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                nn.init.ones_(module.weight)  # Where it is zero, nothing passes through the block.
-        images = torch.randn(16, 3, 8, 8).to(device).contiguous(memory_format=memory_format)
-        F.cross_entropy(network(images), torch.arange(16, device=device) % 10).backward()
-        assert network.layer1[0].conv1.weight.is_contiguous(memory_format=memory_format)
-        return [parameter.grad.cpu() for parameter in network.parameters() if parameter.grad is not None]
-
-    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
-        pairs = list(zip(gradients(torch.contiguous_format), gradients(torch.channels_last), strict=True))
-    assert max(float((one - other).norm() / one.norm()) for one, other in pairs) < 1e-2
-
-
-def _peaks(device: str, micro_batches: list[int]) -> list[int]:
-    """The most bytes that a run has taken on the device, by the number of micro-batches; 0 on a CPU."""
-    silence()
-    peaks = []
-    wide = 2048 if device == "cuda" else 16
-    for count in micro_batches:
-        torch.manual_seed(1)
-        network = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(wide, wide), nn.Tanh())))
-        module = Tiny(network, torch.optim.SGD, lr=0.01)
-        data = TensorDataset(torch.randn(16 * wide, wide), torch.zeros(16 * wide, dtype=torch.int64))
-        trainer = pl.Trainer(
-            max_steps=2, enable_checkpointing=False, callbacks=[GradientAccumulation(count)], **on_device(device)
-        )
-        if device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        trainer.fit(module, DataLoader(data, wide))
-        assert trainer.global_step == 2
-        peaks.append(torch.cuda.max_memory_allocated() if device == "cuda" else 0)
-    return peaks
-
-
-def test_memory_does_not_grow_with_the_number_of_micro_batches(device: Device) -> None:
-    few, many = run_on(device, _peaks, 1, device, [2, 8])[0]
-    print(f"2 micro-batches {few / 2**20:.0f} MiB, 8 {many / 2**20:.0f} MiB")
-    assert many <= 1.02 * few
-    assert few > 2**28 or device == "cpu"

@@ -69,7 +69,8 @@ def test_a_stock_data_module_gets_the_defaults():
     assert (stock.image_size, stock.photographs, stock.validates, stock.prediction_names) == (None, True, True, ())
     assert stock.resolve() == {}
     assert stock.tokens_parameter is None
-    assert "batch_size" in stock.free_parameters
+    assert data_contract(None).num_classes is None
+    assert data_contract(Stock).free_parameters == DataContract.free_parameters
     with pytest.raises(AttributeError, match="no part of the data contract"):
         _ = stock.train_dataloader
 
@@ -79,10 +80,6 @@ def test_attributes_and_hyper_parameters_count_where_they_mean_what_the_contract
     assert (telling.num_classes, telling.class_names, telling.seed) == (3, ("ant", "bee", "wasp"), 0)
     assert (telling.image_size, telling.sizes) == (None, {})
     assert data_contract(Telling(seed=7)).seed == 7
-
-
-def test_no_data_module_gets_the_defaults():
-    assert data_contract(None).num_classes is None
 
 
 def test_a_stock_data_module_trains_any_recipe_in_a_plain_trainer():
@@ -115,10 +112,3 @@ def test_every_member_of_ours_can_be_read_before_any_data(data_class: type[pl.Li
     parameters = set(contract.free_parameters) | contract.call_parameters | contract.rare_parameters
     parameters |= {contract.tokens_parameter or "seed"}
     assert parameters - {"num_workers", "data_dir"} <= set(contract.hparams)
-
-
-def test_class_members_can_be_read_from_a_class():
-    assert data_contract(TranslationDataModule).tokens_parameter == "max_tokens"
-    assert "cache_gb" in data_contract(ImageFolderDataModule).free_parameters
-    assert data_contract(Telling).free_parameters == DataContract.free_parameters
-    assert data_contract(Telling).title == "Telling"

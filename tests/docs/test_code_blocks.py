@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.code_blocks import ROOT, blocks_of, page_text, pictures_of, run_page, shell_lines
+from docs.code_blocks import ROOT, blocks_of, page_text, run_page, shell_lines
 from tests.support.ranks import run_ranks
 
 PAGES = {
@@ -25,51 +25,36 @@ PAGE = """
 print("written")
 ```
 
-Text.
-
+<!-- parsed: needs four machines -->
 ```bash
 python -m recipes.mnist --seed 2 \\
     --name two   # a comment
 python mine.py
 ```
 
-<!-- parsed: needs four machines -->
-```bash
-torchrun --nnodes 4 -m recipes.mnist --seed 1
-```
-
 - item
 
-    <!-- as it is -->
     ```python
     x = 1
-    plt.savefig("one.png")
     ```
 """
 
 
 def test_blocks_have_their_titles_comments_and_indents() -> None:
-    blocks = blocks_of(PAGE)
-    assert [(block.language, block.title, block.how) for block in blocks] == [
-        ("python", "mine.py", ""),
-        ("bash", None, ""),
-        ("bash", None, "parsed: needs four machines"),
-        ("python", None, "as it is"),
-    ]
-    assert [block.line for block in blocks] == [2, 8, 15, 22]
-    assert shell_lines(blocks[1].text) == [
+    file, shell, code = blocks_of(PAGE)
+    assert (file.language, file.title, file.line) == ("python", "mine.py", 2)
+    assert (shell.how, shell.line) == ("parsed: needs four machines", 7)
+    assert shell_lines(shell.text) == [
         ["python", "-m", "recipes.mnist", "--seed", "2", "--name", "two"],
         ["python", "mine.py"],
     ]
-    assert blocks[3].text.startswith("x = 1\n")
-    assert pictures_of(PAGE) == ["one.png"]
+    assert code.text == "x = 1\n"
 
 
 FAULTS = {
     "```python\n1 / 0\n```": "ZeroDivisionError",
     "```bash\npython -m recipes.mnist --sede 1\n```": "status 2",
-    "<!-- parsed: x -->\n```bash\nsrun python -m recipes.mnist --sede 1\n```": "sede",
-    "```bash\npython -m recipes.mnist test --ckpt missing.ckpt\n```": "status 2",
+    "<!-- parsed: x -->\n```bash\nsrun python -m recipes.mnist --sede 1\n```": "status 2",
     '```python title="a.py"\nraise ValueError("b")\n```\n\n```bash\npython a.py\n```': "ValueError",
 }
 

@@ -1,10 +1,8 @@
 """The documented PyTorchJob has the fields of the operator, and its command trains with the operator's variables."""
 
-import re
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -21,59 +19,17 @@ from tests.support.ranks import free_port
 REPLICAS = JOB["spec"]["pytorchReplicaSpecs"]
 NODES, DEVICES = sum(part["replicas"] for part in REPLICAS.values()), int(JOB["spec"]["nprocPerNode"])
 
-# The fields that the file may use, with their types; one in a list stands for each item. `*` is any name.
-QUANTITIES = {"*": str}
-CONTAINER = {
-    "name": str,
-    "image": str,
-    "command": [str],
-    "args": [str],
-    "resources": {"requests": QUANTITIES, "limits": QUANTITIES},
-    "volumeMounts": [{"name": str, "mountPath": str}],
-}
-VOLUME = {"name": str, "persistentVolumeClaim": {"claimName": str}, "emptyDir": {"medium": str, "sizeLimit": str}}
-POD = {"terminationGracePeriodSeconds": int, "containers": [CONTAINER], "volumes": [VOLUME]}
-REPLICA = {"replicas": int, "restartPolicy": str, "template": {"spec": POD}}
-FIELDS = {
-    "apiVersion": str,
-    "kind": str,
-    "metadata": {"name": str},
-    "spec": {
-        "nprocPerNode": str,
-        "runPolicy": {"backoffLimit": int},
-        "pytorchReplicaSpecs": {"Master": REPLICA, "Worker": REPLICA},
-    },
-}
 
-
-def _wrong(value: Any, fields: Any, path: str = "") -> list[str]:
-    """The fields of a value that are not these."""
-    if isinstance(fields, dict) and isinstance(value, dict):
-        return [
-            line
-            for name, part in value.items()
-            for line in _wrong(part, fields.get(name, fields.get("*")), f"{path}.{name}")
-        ]
-    if isinstance(fields, list) and isinstance(value, list):
-        return [line for number, part in enumerate(value) for line in _wrong(part, fields[0], f"{path}[{number}]")]
-    return [] if isinstance(fields, type) and isinstance(value, fields) else [f"{path}: {value!r}"]
-
-
-def test_the_file_has_the_fields_of_the_operator_and_what_it_looks_for() -> None:
-    assert _wrong(JOB, FIELDS) == []
-    assert _wrong(JOB | {"spec": JOB["spec"] | {"nprocPerNode": 2, "restart": "x"}}, FIELDS) == [
-        ".spec.nprocPerNode: 2",
-        ".spec.restart: 'x'",
-    ]
+def test_the_file_has_what_the_operator_looks_for() -> None:
     assert (JOB["apiVersion"], JOB["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    assert set(JOB["spec"]) == {"nprocPerNode", "runPolicy", "pytorchReplicaSpecs"}
+    assert isinstance(JOB["spec"]["nprocPerNode"], str)
     for part in REPLICAS.values():
         pod = part["template"]["spec"]
         assert part["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
         assert [container["name"] for container in pod["containers"]] == ["pytorch"]
         mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
         assert mounted == {volume["name"] for volume in pod["volumes"]}
-        for quantity in pod["containers"][0]["resources"]["limits"].values():
-            assert re.fullmatch(r"\d+(m|[KMG]i?)?", quantity)
 
 
 def variables(pod: int, port: int) -> Mapping[str, str]:

@@ -58,8 +58,7 @@ echo "status $?"; rm fill; sed s/^/log:/ log; wc -l runs/mnist/f/metrics.csv"""
     ("size", "message"),
     [
         ("64k", "no room for the batches of 2 workers"),
-        ("300k", "2 workers"),  # Either worker may be first: with a batch that is too large for both, or without room.
-        ("1m,ro", "2 workers cannot start: /dev/shm cannot be written (Read-only file system)"),
+        ("300k", "no room for the batches of 2 workers"),
     ],
 )
 def test_shared_memory_that_is_too_small_is_refused_in_one_line(tmp_path: Path, size: str, message: str) -> None:
@@ -79,7 +78,7 @@ def test_a_limit_of_open_files_takes_one_line(tmp_path: Path) -> None:
     done = _shell(f"ulimit -n 20; exec $PY -m recipes.resnet {COMMON} {FEW} {WORKERS} --name f", tmp_path)
     *_, line = done.stderr.strip().splitlines()
     assert "Traceback" not in done.stderr
-    assert "too many files are open (ulimit -n: 20); allow more, as ulimit -n 65536 does" in line
+    assert "too many files are open; allow more, as ulimit -n 65536 does" in line
     assert done.returncode in (1, 2)
 
 

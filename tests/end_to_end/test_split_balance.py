@@ -18,7 +18,7 @@ from tests.support.tables import QUIET, on_ranks, silence
 GLOBAL_BATCH = 12
 COUNTS = (60, 25, 5)
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "sampling": ({"balance": "sampling", "train_share": 0.7}, {}),
+    "sampling": ({"balance": "sampling"}, {}),
     "loss": ({"balance": "loss"}, {"label_smoothing": 0.1}),
 }
 

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from datamodules import MNISTDataModule
 from datamodules.loading.sampling import epoch_order
@@ -99,25 +98,6 @@ def _each_step_saved(folder: str) -> ModelCheckpoint:
     return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
 
 
-class Stock(pl.LightningModule):
-    """Lightning's own loaders and logging, for contrast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.steps: list[tuple[int, list[int]]] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.steps.append((self.current_epoch, batch.tolist()))
-        return self.weight * batch.sum()
-
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("mean", batch.mean(), sync_dist=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
 def _everything(world_size: int, folder: str) -> dict[str, Any]:
     """All that one rank does: the processes start once for all tests of this module."""
     root, answer = Path(folder), {}
@@ -137,18 +117,7 @@ def _everything(world_size: int, folder: str) -> dict[str, Any]:
     trainer.fit(limited, datamodule=_data(root / "train31", GLOBAL_BATCH // world_size))
     answer["limited"] = limited.steps
     answer |= _interrupted(world_size, root)
-    stock = Stock()
-    _trainer(world_size).test(stock, DataLoader(torch.arange(5.0), batch_size=1), verbose=False)
-    answer["stock test"] = float(_mean_of(stock))
-    stock = Stock()
-    loader = DataLoader(torch.arange(25.0), batch_size=GLOBAL_BATCH // world_size, shuffle=True)
-    _trainer(world_size, max_epochs=1).fit(stock, loader)
-    answer["stock train"] = stock.steps
     return answer
-
-
-def _mean_of(module: pl.LightningModule) -> Tensor:
-    return module.trainer.callback_metrics["mean"]
 
 
 def _interrupted(world_size: int, root: Path) -> dict[str, Any]:
@@ -266,43 +235,3 @@ def test_a_resumed_run_sees_exactly_what_was_left_in_the_order_it_would_have_bee
     for world_size in SPLITS:
         for rank in runs[world_size]:
             assert rank["resumed", step] == rank["whole"][step:]
-
-
-def test_a_resumed_epoch_sees_every_sample_once(runs):
-    for world_size in SPLITS:
-        for step in (1, 2):
-            before = [number for rank in runs[world_size] for s in rank["whole"][:step] for number in s.numbers]
-            resumed = [s for rank in runs[world_size] for s in rank["resumed", step] if s.epoch == 0]
-            assert sorted(before + [number for s in resumed for number in s.numbers]) == list(range(31))
-
-
-def test_stock_loaders_split_otherwise_and_see_a_sample_twice(runs):
-    # The faults that this layer exists for. Should Lightning mend one, this test says so.
-    assert runs[1][0]["stock test"] == 2.0
-    assert runs[2][0]["stock test"] == pytest.approx(5 / 3)  # 0..4 padded with another 0 (#7929)
-    alone = [number for _, numbers in runs[1][0]["stock train"] for number in numbers]
-    shared = [number for rank in runs[2] for _, numbers in rank["stock train"] for number in numbers]
-    assert len(alone) == 25
-    assert len(shared) == 26
-
-
-def _stock_fit(max_epochs: int, folder: Path | None = None, checkpoint: Path | None = None) -> list[Any]:
-    stock = Stock()
-    torch.manual_seed(5)
-    saving = {"callbacks": [_each_step_saved(str(folder))]} if folder else {}
-    trainer = _trainer(1, max_epochs=max_epochs, **saving)
-    loader = DataLoader(torch.arange(24.0), batch_size=8, shuffle=True)
-    trainer.fit(stock, loader, ckpt_path=checkpoint and str(checkpoint), weights_only=True)
-    return stock.steps
-
-
-@pytest.mark.filterwarnings("ignore:You're resuming")
-def test_a_stock_loader_sees_the_first_batches_again_after_a_resume(tmp_path: Path):
-    whole = _stock_fit(2, folder=tmp_path)
-    assert sorted(number for _, numbers in whole[:3] for number in numbers) == list(range(24))
-    resumed = _stock_fit(1, checkpoint=tmp_path / "step=1.ckpt")
-    assert resumed == whole[:2], "mid-epoch: the first batch twice, the last one never (#19764)"
-    resumed = _stock_fit(2, checkpoint=tmp_path / "step=3.ckpt")
-    assert [numbers for _, numbers in resumed] == [numbers for _, numbers in whole[:3]], (
-        "epoch 0's order again (#18780)"
-    )

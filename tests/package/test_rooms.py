@@ -16,8 +16,7 @@ _DATA = "datamodules.contract datamodules.errors datamodules.ranges"
 _SET = f"{_DATA} datamodules.base datamodules.loading"
 _CALLBACKS = f"{_DATA} callbacks.lib callbacks.*"
 MAY_IMPORT = {
-    "datamodules": "datamodules.releases",
-    "datamodules.releases": "",
+    "datamodules": "",
     "datamodules.errors": "",
     "datamodules.contract": "datamodules.errors",
     "datamodules.ranges": "datamodules.errors",

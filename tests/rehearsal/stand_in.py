@@ -1,29 +1,19 @@
 """A device without hardware: torch takes its tensors for those of an accelerator, and their numbers are real.
 
-It is torch's own way to add a device in Python: the backend PrivateUse1 under the name "standin", with a device guard,
-a module of the device, autocast and `torch.accelerator`. A tensor of it is a wrapper subclass around a CPU tensor; each
-operation runs the CPU's kernel on what is inside. So a run on it has the numbers of a run on the CPU, and code that
-chooses by ``device.type`` takes the accelerator's way. As on CUDA:
+It is torch's own way to add a device in Python, the backend PrivateUse1. A tensor of it is a wrapper subclass around a
+CPU tensor; each operation runs the CPU's kernel on what is inside. So a run on it has the numbers of a run on the CPU,
+and code that chooses by ``device.type`` takes the accelerator's way. As on CUDA, tensors of the CPU and of the device
+do not mix, but for CPU scalars in pointwise operations; `Wait` records what makes the host wait for the device, as
+``torch.cuda.set_sync_debug_mode`` finds it, and who asked; a copy to the host that is ``non_blocking`` arrives when an
+event behind it, or the device, is synchronised, and until then the host reads NaN, or the smallest integer.
 
-- Tensors of the CPU and of the device do not mix in an operation, but for CPU scalars in pointwise operations.
-- `Wait` records what makes the host wait for the device, and who asked: ``item()``, ``tolist()``, ``bool()``,
-  ``nonzero()``, an index that is boolean or lies on the CPU, ``unique``, ``bincount``, ``equal``, and copies from and
-  to the device that are not ``non_blocking``. It is what ``torch.cuda.set_sync_debug_mode`` finds.
-- A copy to the host that is ``non_blocking`` arrives when an event behind it, or the device, is synchronised. Until
-  then the host reads NaN, or the smallest number of an integer type.
-- Tensors of the CPU can be pinned, in the thread that runs with the device.
-- Random numbers come from a generator of the device, which its module seeds.
-
-What it cannot show: the rounding of the device's kernels and the order of their sums, speed, streams and the caching
-allocator, a source in pinned memory that is overwritten too early, synchronisations inside of CUDA's kernels that are
-not on the list, cuDNN, NCCL and graphs. It needs a process of its own (`tests.support.ranks`), since torch does not
-forget a backend.
+What it cannot show: the rounding of the device's kernels, speed, streams, the caching allocator, pinned memory, cuDNN,
+NCCL and graphs. It needs a process of its own (`tests.support.ranks`), since torch does not forget a backend.
 """
 
 import contextlib
 import sys
 import types
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,24 +26,14 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-from torch.utils.weak import WeakIdKeyDictionary
 
 NAME = "standin"
 ROOT = str(Path(__file__).resolve().parents[2])
 _NOT_SHOWN = {__file__, torch._compile.__file__, torch._dynamo.eval_frame.__file__}
 
 aten = torch.ops.aten
-_WAITING = {
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "equal",
-    "is_nonzero",
-    "bincount",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-}
+_WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "bincount"}
+_WAITING |= {"_unique2", "unique_dim", "unique_consecutive"}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 _COPIES = {aten.copy_.default, aten._to_copy.default, aten._copy_from.default}
 # Lengths stay on the host, as cuDNN wants them.
@@ -64,7 +44,7 @@ class Wait:
     """What made the host wait for the device: an operation, and the functions that asked for it.
 
     Attributes:
-        frames: file, function, line and class of each function on the stack, the innermost first.
+        frames: file, function and line of each function on the stack, the innermost first.
         phase: "training step" and "validation step" go from the fetch of a batch to the end of its hooks, so that
             transfers and loggers are in them; "elsewhere" is the rest, as the start of a run and the end of an epoch.
         update: updates made in the run, in a training step.
@@ -78,13 +58,13 @@ class Wait:
         self.operation, self.phase = operation, ""
         self.update = self.batch = -1
         self.last = False
-        self.frames: list[tuple[str, str, int, str]] = []
+        self.frames: list[tuple[str, str, int]] = []
         self._depth: int | None = None
         frame: Any = sys._getframe(1)
         while frame is not None:
             code, owner = frame.f_code, frame.f_locals.get("self")
             if code.co_filename not in _NOT_SHOWN:
-                self.frames.append((code.co_filename, code.co_name, frame.f_lineno, type(owner).__name__))
+                self.frames.append((code.co_filename, code.co_name, frame.f_lineno))
             self._place(code.co_name, type(owner).__name__, owner)
             frame = frame.f_back
         self.phase = self.phase or "elsewhere"
@@ -108,7 +88,7 @@ class Wait:
     @property
     def site(self) -> str:
         """The innermost function of this project that asked, as "callbacks/train_loss.py:_totals"; else Lightning's."""
-        named = [(path, function) for path, function, *_ in self.frames if not function.startswith("<")]
+        named = [(path, function) for path, function, _ in self.frames if not function.startswith("<")]
         ours = tuple(f"{ROOT}/{package}/" for package in ("callbacks", "datamodules", "recipes"))
         chosen: tuple[Callable[[str], bool], ...] = (
             lambda path: path.startswith(ours),
@@ -120,7 +100,7 @@ class Wait:
         return f"{path.removeprefix(ROOT + '/').rpartition('site-packages/')[2]}:{function}"
 
     def __repr__(self) -> str:
-        stack = [f"{Path(path).name}:{line} {name}" for path, name, line, _ in self.frames[:12]]
+        stack = [f"{Path(path).name}:{line} {name}" for path, name, line in self.frames[:12]]
         return f"{self.phase} {self.batch}: {self.operation} in {self.site} ({' < '.join(stack)})"
 
 
@@ -178,7 +158,6 @@ class DeviceTensor(Tensor):
 
 _generator = torch.Generator()
 _on_their_way: list[tuple[Tensor, Tensor]] = []
-_pinned: Any = WeakIdKeyDictionary()
 
 
 def _arrive(count: int | None = None) -> None:
@@ -251,12 +230,6 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     on_device = any(isinstance(leaf, DeviceTensor) for leaf in leaves)
     device = kwargs.get("device")
     asked = None if device is None else torch.device(device).type
-    if func is aten.is_pinned.default:
-        return args[0] in _pinned
-    if func is aten._pin_memory.default:
-        pinned = args[0].clone()
-        _pinned[pinned] = True
-        return pinned
     if not on_device and asked != NAME:
         return func(*args, **kwargs)
     name = func._schema.name.removeprefix("aten::")
@@ -324,53 +297,7 @@ def _device_generator() -> Iterator[None]:
         torch.default_generator.set_state(host)
 
 
-# The kernels behind torch's SyncBatchNorm, which the CPU does not have.
-
-
-def _over_channels(x: Tensor, value: Tensor) -> Tensor:
-    return value.view(1, -1, *(1,) * (x.dim() - 2))
-
-
-def _dims(x: Tensor) -> list[int]:
-    return [d for d in range(x.dim()) if d != 1]
-
-
-def _stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    variance, mean = torch.var_mean(x.float(), _dims(x), correction=0)
-    return mean, (variance + eps).rsqrt()
-
-
-def _gather_stats(x, mean, invstd, running_mean, running_var, momentum, eps, counts):  # type: ignore[no-untyped-def]
-    n = counts.view(-1, 1).double()
-    total = n.sum()
-    centre = (mean * n).sum(0) / total
-    variance = ((invstd.double() ** -2 - eps + (mean - centre) ** 2) * n).sum(0) / total
-    if running_mean is not None:
-        running_mean.lerp_(centre.to(running_mean.dtype), momentum)
-        running_var.lerp_((variance * total / (total - 1)).to(running_var.dtype), momentum)
-    return centre.to(mean.dtype), (variance + eps).rsqrt().to(mean.dtype)
-
-
-def _normalise(x, weight, bias, mean, invstd, eps):  # type: ignore[no-untyped-def]
-    out = (x - _over_channels(x, mean)) * _over_channels(x, invstd)
-    out = out if weight is None else out * _over_channels(x, weight)
-    return (out if bias is None else out + _over_channels(x, bias)).to(x.dtype)
-
-
-def _reduce_backward(grad, x, mean, invstd, weight, input_g, weight_g, bias_g):  # type: ignore[no-untyped-def]
-    plain = grad.float().sum(_dims(x))
-    by_x = (grad.float() * (x - _over_channels(x, mean))).sum(_dims(x))
-    return plain, by_x, by_x * invstd, plain.clone()
-
-
-def _backward(grad, x, mean, invstd, weight, sum_dy, sum_dy_xmu, counts):  # type: ignore[no-untyped-def]
-    total = counts.sum()
-    scale = invstd if weight is None else invstd * weight
-    by_x = (x - _over_channels(x, mean)) * _over_channels(x, invstd**2 * sum_dy_xmu / total)
-    return (grad - _over_channels(x, sum_dy / total) - by_x) * _over_channels(x, scale)
-
-
-# The GRU of accelerators, which the CPU does not have either.
+# The GRU of accelerators, which the CPU does not have.
 
 
 def _gru_cell(input_gates, hidden_gates, hx, input_bias=None, hidden_bias=None):  # type: ignore[no-untyped-def]
@@ -393,11 +320,6 @@ def _gru_cell_backward(grad, workspace, has_bias):  # type: ignore[no-untyped-de
 _KERNELS = {
     aten._thnn_fused_gru_cell.default: _gru_cell,
     aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
-    aten.batch_norm_stats.default: _stats,
-    aten.batch_norm_gather_stats_with_counts.default: _gather_stats,
-    aten.batch_norm_elemt.default: _normalise,
-    aten.batch_norm_backward_reduce.default: _reduce_backward,
-    aten.batch_norm_backward_elemt.default: _backward,
 }
 
 
@@ -434,7 +356,6 @@ class _Module(types.ModuleType):
     def __init__(self) -> None:
         super().__init__(f"torch.{NAME}")
         self.Event = Event
-        self.seeds: Counter[int] = Counter()
 
     def is_initialized(self) -> bool:
         return True
@@ -452,7 +373,6 @@ class _Module(types.ModuleType):
         return False
 
     def manual_seed(self, seed: int) -> None:
-        self.seeds[seed] += 1
         _generator.manual_seed(seed)
 
     manual_seed_all = manual_seed
@@ -463,40 +383,9 @@ class _Module(types.ModuleType):
     def set_rng_state(self, state: Tensor, device: Any = None) -> None:
         _generator.set_state(state)
 
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
     def synchronize(self, device: Any = None) -> None:
         Wait("synchronize")
         _arrive()
-
-
-_libraries: list[torch.library.Library] = []
-_LOWER, _FLOAT32 = ("conv2d", "linear", "matmul", "mm", "bmm", "addmm"), ("log_softmax.int", "softmax.int")
-
-
-def _register_autocast() -> None:
-    """The operations that autocast casts, of which such a backend has no lists; the others stay as they are."""
-    key = "AutocastPrivateUse1"
-    every, listed = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-    every.fallback(torch.library.fallthrough_kernel, key)
-    _libraries.extend((every, listed))
-    outside = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
-    for name in (*_LOWER, *_FLOAT32):
-        operation, _, overload = name.partition(".")
-        found = getattr(getattr(aten, operation), overload or "default")
-
-        def kernel(*args: Any, run: Any = found, **kwargs: Any) -> Any:
-            lower = run._schema.name.removeprefix("aten::") in _LOWER
-            dtype = torch.get_autocast_dtype(NAME) if lower else torch.float32
-
-            def cast(value: Any) -> Any:
-                return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-            with torch._C._ExcludeDispatchKeyGuard(outside):
-                return run(*tree_map(cast, args), **tree_map(cast, kwargs))
-
-        listed.impl(name, kernel, key)
 
 
 _engine_run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
@@ -546,7 +435,6 @@ def stand_in_device() -> Iterator[torch.device]:
     """Add the device to this process, which keeps it, and run a block with it."""
     if torch._C._get_privateuse1_backend_name() != NAME:
         _setup_privateuseone_for_python_backend(NAME, _Module())
-        _register_autocast()
         torch.Event = Event  # type: ignore[misc, assignment]
         torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
     _generator.manual_seed(0)

@@ -107,16 +107,9 @@ def live(
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "each epoch, validation": {"monitor": "val_loss"},
     "each second epoch, validation": {"monitor": "val_loss", "frequency": 2},
-    "each epoch, training": {"monitor": "train_loss_epoch"},
     "each epoch, TrainLoss": {"monitor": "train/loss"},
     "each update, validation": {"monitor": "val_loss", "interval": "step", "strict": False},
-    "each update, training": {"monitor": "train_loss_step", "interval": "step"},
     "each third batch, TrainLoss": {"monitor": "train/loss", "interval": "step", "frequency": 3, "strict": False},
-    "each third batch, where it ends an update, training": {
-        "monitor": "train_loss_step",
-        "interval": "step",
-        "frequency": 3,
-    },
 }
 
 ENDS: list[tuple[str, Moment]] = [
@@ -154,7 +147,7 @@ def test_a_run_resumes_with_the_rates_of_one_that_did_not_end(name: str, tmp_pat
     assert differences(tmp_path, 1, name, ENDS) == []
 
 
-@pytest.mark.parametrize("name", ["each epoch, validation", "each update, validation", "each update, training"])
+@pytest.mark.parametrize("name", ["each epoch, validation", "each update, validation"])
 def test_with_validations_within_the_epoch(name: str, tmp_path: Path) -> None:
     ends = [("killed", ("train", 1, 8)), ("killed", ("train", 1, 6)), ("signal", ("validation", 1, 1))]
     ends += [("signal", ("train", 1, 5)), ("stop", ("train", 1, 6)), ("stop", ("validation", 1, 1))]
@@ -166,7 +159,7 @@ def test_stock_checkpoints_lose_a_step(tmp_path: Path) -> None:
 
 
 def two_ranks(folder: Path) -> list[str]:
-    names = ["each epoch, training", "each epoch, TrainLoss", "each update, validation"]
+    names = ["each epoch, TrainLoss", "each update, validation"]
     moments: list[tuple[str, Moment]] = [
         ("killed", ("train", 1, 0)),
         ("killed", ("train", 1, 5)),

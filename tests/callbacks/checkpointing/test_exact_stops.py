@@ -44,9 +44,7 @@ class Model(Tiny):
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         self.trained.append((self.current_epoch, batch_idx))
-        loss = super().training_step(batch, batch_idx)
-        self.log("step", float(self.place != self.trained[-1]), on_step=True, on_epoch=False)
-        return loss
+        return super().training_step(batch, batch_idx)
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -82,14 +80,6 @@ class Sleep(pl.Callback):
             time.sleep(1.1)
 
 
-class StopOnStepMetric(EarlyStopping):
-    """Early stopping within an epoch, on what `training_step` logs."""
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._run_early_stopping_check(trainer)
-
-
 def fit(
     folder: Path, world_size: int, own: bool, lean: bool, model: Model, *callbacks: pl.Callback, **options: Any
 ) -> Any:
@@ -113,7 +103,6 @@ def fit(
 
 STOPS: dict[str, Callable[[], tuple[Model, list[pl.Callback], dict[str, Any]]]] = {
     "a callback": lambda: (Model(), [Stop((1, 5))], {}),
-    "a callback, at a window's first": lambda: (Model(), [Stop((1, 4))], {}),
     "a callback, at a window's last": lambda: (Model(), [Stop((0, 3))], {}),
     "the module": lambda: (Model("on_train_batch_end", (0, 5)), [], {}),
     "a validation in mid-window": lambda: (Model("on_validation_end", (0, 5)), [], {"val_check_interval": 2}),
@@ -122,20 +111,10 @@ STOPS: dict[str, Callable[[], tuple[Model, list[pl.Callback], dict[str, Any]]]] 
         [EarlyStopping("val_loss", check_finite=False, stopping_threshold=9.0, check_on_train_epoch_end=False)],
         {"val_check_interval": 2},
     ),
-    "early stopping on a training metric": lambda: (
-        Model(place=(1, 1)),
-        [StopOnStepMetric("step", stopping_threshold=0.5, patience=99)],
-        {},
-    ),
     "max_time": lambda: (
         Model(),
         [Sleep((1, 1))],
         {"max_time": {"seconds": 1}},
-    ),
-    "max_time, not before min_steps": lambda: (
-        Model(),
-        [Sleep((0, 1))],
-        {"max_time": {"seconds": 1}, "min_steps": 3},
     ),
 }
 

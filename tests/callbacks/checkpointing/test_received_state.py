@@ -72,9 +72,6 @@ def test_only_checkpoints_in_the_folder_are_remembered_and_removed(tmp_path: Pat
         claim(str(victims[0]), str(outside)),
         claim(str(victims[1]), "/"),
         claim(f"{real}/../outside/model.ckpt", real),
-        claim(f"local://{victims[1]}", "local:/"),
-        claim(f"file://{victims[1]}", "file:/"),
-        claim("x\0.ckpt", "."),
         claim(f"{real}/notes.txt", real),
         claim(f"{real}/other/model.ckpt", real),
         claim(f"{real}/link.ckpt", real),
@@ -116,8 +113,8 @@ def test_names_of_metrics_with_slashes_make_folders_that_are_remembered(tmp_path
 
 @pytest.mark.parametrize(
     "score",
-    ["high", torch.tensor(float("nan")), torch.zeros(3), [0] * 100_000],
-    ids=["text", "nan", "vector", "list"],
+    ["high", torch.tensor(float("nan"))],
+    ids=["text", "nan"],
 )
 def test_a_score_that_is_no_number_is_forgotten(score: Any, tmp_path: Path) -> None:
     name = f"{tmp_path.resolve()}/epoch=0.ckpt"
@@ -125,19 +122,6 @@ def test_a_score_that_is_no_number_is_forgotten(score: Any, tmp_path: Path) -> N
     checkpoint = fit(tmp_path, 4, received(tmp_path, **said))
     assert checkpoint.best_model_path == str(tmp_path.resolve() / "epoch=3.ckpt")
     assert float(checkpoint.best_model_score) == -3.0
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"best_k_models": ["a"] * 100_000, "best_model_path": 7, "last_model_path": None, "dirpath": 3},
-        {"best_k_models": {3: torch.ones(())}, "kth_best_model_path": "elsewhere", "world_size": "two"},
-        {"dirpath": None, "best_k_models": None, "world_size": -1},
-    ],
-)
-def test_a_state_of_other_kinds_is_forgotten(said: dict[str, Any], tmp_path: Path) -> None:
-    checkpoint = fit(tmp_path, 4, received(tmp_path, **said))
-    assert list(checkpoint.best_k_models) == [checkpoint.best_model_path] == [str(tmp_path.resolve() / "epoch=3.ckpt")]
 
 
 def test_leftovers_of_writers_are_files_of_their_names_and_no_links(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from datamodules.images.files import ImageFiles, load_image
-from datamodules.images.pixel_cache import PixelCache, cache_folder, make_room
+from datamodules.images.pixel_cache import PixelCache, make_room
 from datamodules.loading.file_table import FileTable
 from tests.datamodules.images.test_images import write_class
 
@@ -79,15 +79,6 @@ def test_damaged_and_shortened_caches_are_noticed(files, tmp_path, name):
         assert all(torch.equal(again[row], image) for row, image in enumerate(expected))
 
 
-def test_a_cache_stays_within_its_limit(tmp_path):
-    cache = _cache(tmp_path, limit=130)
-    for row in range(COUNT):
-        cache.put(row, 1, _image(row))
-    kept = [row for row in range(COUNT) if cache.get(row, 1) is not None]
-    assert kept == [0, 1]
-    assert (tmp_path / "cache" / "one" / "pixels").stat().st_size == 120
-
-
 def _fill(folder: Path, start: "multiprocessing.synchronize.Barrier", failed: "multiprocessing.Queue[int]") -> None:
     cache = PixelCache(folder, 200, 1 << 20)
     start.wait()
@@ -111,15 +102,6 @@ def test_processes_that_fill_a_cache_at_once_leave_it_right(tmp_path):
     assert failed.empty()
     cache = PixelCache(tmp_path / "c", 200, 1 << 20)
     assert all(torch.equal(cache.get(row, 7), _image(row)) for row in range(200))
-
-
-def test_a_forked_process_opens_the_files_for_itself(tmp_path):
-    cache = _cache(tmp_path)
-    cache.put(0, 1, _image(0))
-    process = multiprocessing.get_context("fork").Process(target=lambda: cache.put(1, 1, _image(1)))
-    process.start()
-    process.join()
-    assert torch.equal(cache.get(1, 1), _image(1))
 
 
 def test_a_folder_that_cannot_be_written_is_no_cache(tmp_path):
@@ -195,13 +177,3 @@ def test_caches_of_one_run_share_the_limit(tmp_path):
         second.put(row, 1, _image(row))
     kept = [cache.get(row, 1) is not None for row in range(2) for cache in (first, second)]
     assert kept == [True, True, True, False]
-
-
-def test_without_a_home_nothing_is_kept(monkeypatch, tmp_path):
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # As without HOME and a name of the user.
-    monkeypatch.chdir(tmp_path)
-    cache = PixelCache(cache_folder("images", "one"), COUNT, 1 << 20)
-    cache.put(0, 1, _image(0))
-    assert cache.get(0, 1) is None
-    assert not list(tmp_path.iterdir())

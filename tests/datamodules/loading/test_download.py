@@ -1,4 +1,3 @@
-import _thread
 import hashlib
 import threading
 import time
@@ -8,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from datamodules.errors import UserError
 from datamodules.loading.download import DownloadError, download
-from tests.support.ranks import free_port, run_ranks
+from tests.support.ranks import run_ranks
 
 CONTENT = bytes(range(256)) * 4_000
 MD5 = hashlib.md5(CONTENT).hexdigest()
@@ -24,10 +22,9 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *values: object) -> None:
         pass
 
-    def _head(self, length: int | None = len(CONTENT)) -> None:
+    def _head(self) -> None:
         self.send_response(200)
-        if length is not None:
-            self.send_header("Content-Length", str(length))
+        self.send_header("Content-Length", str(len(CONTENT)))
         self.end_headers()
 
     def do_GET(self) -> None:
@@ -42,17 +39,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(CONTENT[start : start + len(CONTENT) // 4])
                 self.wfile.flush()
                 time.sleep(0.2)
-        elif name == "unsized":
-            self._head(length=None)
-            self.wfile.write(CONTENT)
         elif name == "other":
             self._head()
             self.wfile.write(CONTENT[::-1])
         elif name == "truncated":
             self._head()
             self.wfile.write(CONTENT[:5_000])
-        elif name == "silent":
-            self.server.over.wait(30)
         elif name == "stalled":
             self._head()
             self.wfile.write(CONTENT[:100_000])
@@ -60,8 +52,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.over.wait(30)
         elif name == "garbage":
             self.wfile.write(b"no HTTP at all\r\n\r\n")
-        elif name == "closed":
-            self.connection.close()
         else:
             self.send_error(404)
 
@@ -93,10 +83,9 @@ def server() -> Iterator[_Server]:
     thread.join()
 
 
-@pytest.mark.parametrize("name", ["good", "unsized"])
-def test_a_good_file_is_complete_and_alone_in_its_folder(server: _Server, tmp_path: Path, name: str):
+def test_a_good_file_is_complete_and_alone_in_its_folder(server: _Server, tmp_path: Path):
     path = tmp_path / "new" / "folder" / "file.gz"
-    download([server.address(name)], path, MD5)
+    download([server.address("good")], path, MD5)
     assert path.read_bytes() == CONTENT
     assert list(path.parent.iterdir()) == [path]
 
@@ -115,10 +104,8 @@ def test_a_file_that_is_there_is_not_asked_for_again(server: _Server, tmp_path: 
     [
         ("other", f"its MD5 is [0-9a-f]{{32}}, expected {MD5}"),
         ("truncated", "it ended after 5,000 of 1,024,000 bytes"),
-        ("silent", "timed out"),
         ("stalled", "timed out"),
         ("garbage", "no HTTP at all"),
-        ("closed", "closed connection without response|Connection reset"),
         ("missing", "HTTP Error 404: Not Found"),
     ],
 )
@@ -142,23 +129,13 @@ def test_a_failure_removes_the_folders_made_for_it_and_no_others(server: _Server
     assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
 
 
-def test_a_refused_connection_is_a_user_error(tmp_path: Path):
-    with pytest.raises(UserError, match="Connection refused"):
-        download([f"http://127.0.0.1:{free_port()}/file.gz"], tmp_path / "file.gz", MD5)
-
-
-@pytest.mark.parametrize("first", ["other", "stalled", "missing", "garbage"])
+@pytest.mark.parametrize("first", ["other"])
 def test_the_second_mirror_is_used_when_the_first_fails(server: _Server, tmp_path: Path, first: str):
     path = tmp_path / "file.gz"
     download([server.address(first), server.address("good"), server.address("missing")], path, MD5, timeout=0.4)
     assert path.read_bytes() == CONTENT
     assert server.asked == [first, "good"]
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_error_names_the_reason_of_every_mirror(server: _Server, tmp_path: Path):
-    with pytest.raises(DownloadError, match=r"404: Not Found; .*its MD5 is"):
-        download([server.address("missing"), server.address("other")], tmp_path / "file.gz", MD5)
 
 
 def test_a_partial_file_of_a_killed_run_is_overwritten(server: _Server, tmp_path: Path):
@@ -179,60 +156,3 @@ def test_processes_that_ask_at_the_same_time_download_once(server: _Server, tmp_
     assert run_ranks(_download_here, 3, server.address("slow"), str(path)) == [CONTENT] * 3
     assert server.asked == ["slow"]
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_waiting_process_downloads_when_the_first_one_fails(server: _Server, tmp_path: Path):
-    path, failures = tmp_path / "file.gz", []
-
-    def fail() -> None:
-        try:
-            download([server.address("stalled")], path, MD5, timeout=1)
-        except DownloadError as error:
-            failures.append(error)
-
-    first = threading.Thread(target=fail)
-    first.start()
-    while not server.asked:
-        time.sleep(0.01)
-    download([server.address("good")], path, MD5)
-    first.join()
-    assert len(failures) == 1
-    assert path.read_bytes() == CONTENT
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def _download_until_interrupted(url: str, path: str) -> str:
-    def interrupt() -> None:
-        while not list(Path(path).parent.glob(".*.part")):  # The answer has begun.
-            time.sleep(0.01)
-        _thread.interrupt_main()
-
-    threading.Thread(target=interrupt, daemon=True).start()
-    try:
-        download([url, url], Path(path), MD5)
-    except KeyboardInterrupt:
-        return "interrupted"
-    return "finished"
-
-
-def test_an_interrupt_leaves_nothing_behind(server: _Server, tmp_path: Path):
-    assert run_ranks(_download_until_interrupted, 1, server.address("slow"), str(tmp_path / "file.gz")) == [
-        "interrupted"
-    ]
-    assert server.asked == ["slow"]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_progress_is_shown_on_standard_error(server: _Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    download([server.address("good")], tmp_path / "file.gz", MD5)
-    shown = capfd.readouterr()
-    assert shown.out == ""
-    assert "file.gz" in shown.err
-    assert "1.0/1.0 MB" in shown.err
-    assert shown.err.count("\n") == 1
-
-
-def test_a_folder_that_cannot_be_made_is_an_error_of_the_system(server: _Server, tmp_path: Path):
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="file"):
-        download([server.address("good")], tmp_path / "file" / "file.gz", MD5)

@@ -167,9 +167,9 @@ def test_heic_and_unknown_endings_are_counted_and_named(pictures: Path, monkeypa
     with pytest.raises(UserError, match=r"holds no class with images \(found 4 .heic \(pip install pillow-heif"):
         scan_tree(place)
     (pictures / "train.txt").write_text(_text("train") + "tree/cow/0.heic ant\n")
-    listed = find_images(pictures)
-    assert (len(listed.parts["train"][0]), listed.left_out) == (14, {".heic": 1})
-    assert "left out 1 HEIC files (pip install pillow-heif to read them)" in listed.notes[0]
+    with pytest.raises(UserError, match=r"1 in HEIC \(pip install pillow-heif to read them\) \(line 15\)"):
+        find_images(pictures)
+    assert len(find_images(pictures, "skip").parts["train"][0]) == 14
 
 
 def test_heic_is_read_where_pillow_heif_is_installed(tmp_path: Path):

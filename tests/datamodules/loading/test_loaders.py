@@ -45,27 +45,14 @@ def test_without_shuffling_each_epoch_keeps_the_rows_order():
     assert [sum(batches, []) for batches in _epochs(2, shuffle=False)] == [ROWS.tolist()] * 2
 
 
-def test_a_batch_is_a_copy_that_may_be_changed():
-    for inputs, targets in _loader():
-        inputs.zero_()
-        targets.zero_()
-    assert INPUTS.sum() == 4_950
-    assert TARGETS.sum() == 4_950
-
-
-@given(world_size=st.integers(1, 9), batch_size=st.integers(1, 12), drop_last=st.booleans())
-def test_a_step_of_all_ranks_is_one_slice_of_the_order(world_size, batch_size, drop_last):
-    if drop_last and world_size * batch_size > N:
-        with pytest.raises(UserError, match=f"a batch of {world_size * batch_size} .*larger than .* 23"):
-            _loader(batch_size, world_size=world_size, drop_last=True)
-        return
-    loaders = [_loader(batch_size, rank=rank, world_size=world_size, drop_last=drop_last) for rank in range(world_size)]
+@given(world_size=st.integers(1, 9), batch_size=st.integers(1, 12))
+def test_a_step_of_all_ranks_is_one_slice_of_the_order(world_size, batch_size):
+    loaders = [_loader(batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
     for epoch in range(2):
         order = ROWS[epoch_order(N, 1, epoch)].tolist()
         size = world_size * batch_size
         steps = [sum(parts, []) for parts in zip(*map(_targets, loaders), strict=True)]
-        stop = N // size * size if drop_last else N
-        assert steps == [order[start : min(start + size, N)] for start in range(0, stop, size)]
+        assert steps == [order[start : min(start + size, N)] for start in range(0, N, size)]
         assert {len(loader) for loader in loaders} == {len(steps)}
 
 
@@ -194,30 +181,6 @@ def test_only_the_resumed_epoch_starts_in_its_middle():
     assert _targets(loader) == _epochs(2)[1]
 
 
-def test_an_epoch_cut_short_leaves_no_position_behind():
-    loader = _loader()
-    next(iter(loader))
-    assert loader.state_dict().items() > {"epoch": 0, "consumed": 4}.items()
-    # What limit_train_batches does: the next epoch begins without the last having ended.
-    loader.set_epoch(1)
-    assert loader.state_dict().items() > {"epoch": 1, "consumed": 0}.items()
-    assert _targets(loader) == _epochs(2)[1]
-
-
-def test_the_state_at_an_epochs_last_batch_is_the_next_epochs_start():
-    loader = _loader()
-    for _ in loader:
-        state = loader.state_dict()
-    assert state.items() > {"epoch": 1, "consumed": 0}.items()
-
-
-def test_set_epoch_may_come_between_the_iterator_and_the_first_batch():
-    loader = _loader()
-    iterator = iter(loader)
-    loader.set_epoch(2)
-    assert [targets.tolist() for _, targets in iterator] == _epochs(3)[2]
-
-
 def test_the_transform_gets_whole_batches_their_rows_and_the_epoch():
     calls = []
 
@@ -232,34 +195,13 @@ def test_the_transform_gets_whole_batches_their_rows_and_the_epoch():
     assert [epoch for _, epoch in calls] == [0] * 6 + [1] * 6
 
 
-def test_batches_use_no_random_generator():
-    state = torch.get_rng_state()
-    _epochs(2)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 @pytest.mark.parametrize(
-    ("rows", "batch_size", "options", "reason"),
-    [
-        (23, 24, {"drop_last": True}, "a batch of 24 is larger than .* 23 samples, .* pass batch_size=23 or less"),
-        (0, 1, {}, "the training set is empty"),
-        (23, 0, {}, "a batch holds one sample at least, found 0"),
-        (
-            23,
-            8,
-            {"world_size": 3, "drop_last": True},
-            r"a batch of 24 \(8 on each of 3 ranks\) is larger than .* 23 samples, .* pass batch_size=7 or less",
-        ),
-    ],
+    ("rows", "batch_size", "reason"),
+    [(0, 1, "the training set is empty"), (23, 0, "a batch holds one sample at least, found 0")],
 )
-def test_a_set_that_cannot_fill_a_batch_is_refused_with_what_to_pass(rows, batch_size, options, reason):
+def test_an_empty_set_or_batch_is_refused(rows, batch_size, reason):
     with pytest.raises(UserError, match=reason):
-        TrainLoader(INPUTS, TARGETS, torch.arange(rows), batch_size, seed=1, **options)
-
-
-def test_the_batch_size_that_a_refusal_names_works():
-    assert len(_loader(7, world_size=3, drop_last=True)) == 1
-    assert len(_loader(23)) == 1
+        TrainLoader(INPUTS, TARGETS, torch.arange(rows), batch_size, seed=1)
 
 
 @given(n=st.integers(0, 30), batch_size=st.integers(1, 9), world_size=st.integers(1, 6))
@@ -275,14 +217,6 @@ def test_evaluation_gives_every_row_once_in_order_on_any_number_of_ranks(n, batc
     dealt = [batches(rank, world_size) for rank in range(world_size)]
     assert [dealt[i % world_size][i // world_size] for i in range(len(alone))] == alone
     assert sum(map(len, dealt)) == len(alone)
-
-
-def test_loaders_can_be_pickled_in_the_middle_of_an_epoch():
-    loader = _loader()
-    iterator = iter(loader)
-    next(iterator)
-    again = pickle.loads(pickle.dumps(loader))
-    assert again.state_dict() == loader.state_dict()
 
 
 def test_a_position_in_other_data_is_refused():

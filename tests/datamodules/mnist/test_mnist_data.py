@@ -133,13 +133,6 @@ def test_files_are_found_flat_and_in_torchvisions_layout(tmp_path: Path, layout:
     assert _numbers(data, next(iter(data.test_dataloader()))[0]) == list(range(7))
 
 
-def test_an_unpacked_file_beside_its_archive_is_read_since_that_is_faster(tiny: Path):
-    write_set(tiny, compress=False)
-    found = find_files("mnist", tiny)
-    assert found is not None
-    assert [path.name for part in ("train", "test") for path in found[part]] == list(FILES)
-
-
 def test_the_other_sets_have_their_own_folders(tmp_path: Path):
     write_set(tmp_path / "FashionMNIST" / "raw")
     assert find_files("mnist", tmp_path) is None
@@ -156,9 +149,6 @@ def test_a_missing_folder_is_refused_with_what_to_pass(tmp_path: Path):
         _data(tmp_path / "nowhere").setup("fit")
     with pytest.raises(UserError, match="has no MNIST files; pass data_dir="):
         _data(tmp_path).setup("test")
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="file is a file, expected the folder of the MNIST files"):
-        _data(tmp_path / "file").setup("fit")
 
 
 def test_a_folder_that_lacks_one_file_is_refused_with_its_name(tiny: Path):
@@ -173,11 +163,6 @@ def _break(path: Path, how: str) -> None:
         path.write_bytes(data[: len(data) // 2])
     elif how == "html":
         path.write_text("<html>")
-    elif how == "empty":
-        dimensions = 3 if "images" in path.name else 1
-        path.write_bytes(_idx(torch.zeros((0, 28, 28)[:dimensions], dtype=torch.uint8)))
-    elif how == "shorter":
-        path.write_bytes(gzip.compress(_idx(torch.zeros(49, dtype=torch.uint8))))
     elif how == "label 11":
         labels = torch.arange(50, dtype=torch.uint8) % 10
         labels[17] = 11
@@ -188,27 +173,16 @@ def _break(path: Path, how: str) -> None:
     ("file", "how", "reason"),
     [
         (FILES[0], "cut", "{file} is damaged"),
-        (FILES[1], "cut", "{file} is damaged"),
         (FILES[0], "html", "{file} is no idx file"),
-        (FILES[0], "empty", "{file} is empty"),
-        (FILES[1], "empty", "{file} is empty"),
-        (FILES[1], "shorter", "train-images-idx3-ubyte.gz holds 50 images and .*{file} 49 labels"),
-        (
-            FILES[1],
-            "label 11",
-            r"label 11 at row 17 of .*{file} is outside 0\.\.9 .*pass num_classes=12 or correct",
-        ),
+        (FILES[1], "label 11", r"label 11 at row 17 of .*{file} is outside 0\.\.9 .*pass num_classes=12 or correct"),
     ],
 )
 def test_bad_files_are_refused_before_training_with_file_row_and_reason(tiny: Path, file: str, how: str, reason: str):
     _break(tiny / f"{file}.gz", how)
     with pytest.raises(UserError, match=reason.format(file=f"{re.escape(str(tiny))}/{file}.gz")):
         _trainer().fit(Watcher(), datamodule=_data(tiny))
-
-
-def test_the_num_classes_that_a_refusal_names_works(tiny: Path):
-    _break(tiny / f"{FILES[1]}.gz", "label 11")
-    _data(tiny, num_classes=12).setup("fit")
+    if how == "label 11":
+        _data(tiny, num_classes=12).setup("fit")
 
 
 def test_only_what_the_stage_needs_is_read(tiny: Path):
@@ -234,11 +208,9 @@ def test_only_what_the_stage_needs_is_read(tiny: Path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"dataset": "mnits"}, "no data set 'mnits'; expected one of auto, mnist, fashion-mnist, kmnist, digits"),
-        ({"val_fraction": 1.0}, "val_fraction=1.0"),
-        ({"val_fraction": -0.1}, "val_fraction=-0.1"),
+        ({"dataset": "mnits"}, "dataset='mnits': expected one of auto, mnist, fashion-mnist, kmnist, digits"),
+        ({"val_fraction": 1.0}, "val_fraction=1.0: expected 0 or more and below 1"),
         ({"batch_size": 0}, "batch_size=0: expected a whole number, 1 or more"),
-        ({"eval_batch_size": -1}, "eval_batch_size=-1"),
     ],
 )
 def test_a_wrong_setting_is_refused_at_once(tmp_path: Path, options: dict[str, Any], reason: str):
@@ -256,8 +228,6 @@ def test_a_batch_larger_than_the_set_holds_all_of_it(tiny: Path, caplog: pytest.
     _trainer(max_epochs=2).fit(watcher, datamodule=_data(tiny, batch_size=64, **PLAIN))
     assert [len(set(batch)) for batch in watcher.seen["train"]] == [40, 40]
     assert "note: a batch of 64 holds the whole training set of 40 samples: an epoch is one step" in caplog.text
-    with pytest.raises(UserError, match="a batch of 41 is larger than the training set of 40 samples, and drop_last"):
-        _trainer().fit(Watcher(), datamodule=_data(tiny, batch_size=41, drop_last=True))
 
 
 def test_a_path_as_folder_leaves_the_checkpoint_loadable(tiny: Path):
@@ -275,24 +245,6 @@ def test_a_small_share_validates_on_one_sample_and_none_on_none(tiny: Path):
         data = _data(tiny, val_fraction=fraction)
         data.setup("fit")
         assert data.sizes == {"train": 50 - expected, "val": expected}
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_a_share_of_the_training_part_is_trained_on_and_the_others_stay(tiny: Path, own: bool):
-    def rows(share: float) -> tuple[set[int], set[int]]:
-        data = _data(tiny, train_share=share)
-        if own:
-            data = MNISTDataModule.from_arrays(torch.eye(28).tile(50, 1, 1), torch.arange(50) % 2, train_share=share)
-        data.setup("fit")
-        train, val = data.train_dataloader().rows, data.val_dataloader().rows  # type: ignore[union-attr]
-        assert data.sizes == {"train": len(train), "val": len(val)}
-        return set(train.tolist()), set(val.tolist())
-
-    whole, half, few = (rows(share) for share in (1.0, 0.5, 0.001))
-    assert few[0] < half[0] < whole[0]
-    assert few[1] == half[1] == whole[1]
-    assert abs(2 * len(half[0]) - len(whole[0])) <= 10
-    assert {n % (2 if own else 10) for n in few[0]} == set(range(2 if own else 10)), "one of each class"
 
 
 # Batches
@@ -314,12 +266,6 @@ def test_pixels_are_normalised_and_labels_belong_to_them(tiny: Path):
     assert torch.equal(labels, numbers % 10)
     expected = (numbers / 255 - 0.1307) / 0.3081
     assert torch.allclose(images[:, 0, 14, 14], expected, atol=1e-5)
-
-
-def test_normalising_leaves_its_input_alone():
-    data, pixels = MNISTDataModule("mnist"), torch.full((1, 1, 28, 28), 255.0)
-    data.normalise(pixels)
-    assert pixels.unique().tolist() == [255.0]
 
 
 def test_only_training_batches_are_augmented_and_anew_in_each_epoch(tiny: Path):
@@ -346,10 +292,10 @@ def test_clothing_is_shifted_and_mirrored_and_digits_are_rotated_and_scaled(tiny
     assert clothing.resolve() == {"rotation": 0.0, "scale": 0.0, "flip": True, "num_classes": 10}
     clothing.setup("fit")
     clothing.train_dataloader()
-    assert "Fashion-MNIST: images are mirrored" in caplog.text
+    assert "Fashion-MNIST: augmented by shift=0, rotation=0.0, scale=0.0, flip=True" in caplog.text
     clothing._parts["train"] = (images, clothing._parts["train"][1][:20])
     seen = clothing._training_transform()(images, torch.arange(20), 0)
-    plain = clothing.normalise(images)
+    plain = clothing.preprocessing()(images)
     flips = torch.tensor([not torch.allclose(a, b, atol=1e-3) for a, b in zip(seen, plain)]).view(-1, 1, 1, 1)
     assert flips.any()
     assert torch.allclose(seen, torch.where(flips, plain.flip(3), plain), atol=1e-3)
@@ -357,7 +303,7 @@ def test_clothing_is_shifted_and_mirrored_and_digits_are_rotated_and_scaled(tiny
     assert digits.resolve() == {"rotation": 10.0, "scale": 0.1, "flip": False, "num_classes": 10}
     digits.setup("fit")
     digits.train_dataloader()
-    assert "MNIST: images are shifted by up to 1 pixel, rotated by 10 degrees and scaled by 0.1" in caplog.text
+    assert "MNIST: augmented by shift=1, rotation=10.0, scale=0.1, flip=False" in caplog.text
     assert _data(tiny, flip=True, rotation=3, scale=0).resolve() == {"num_classes": 10}
 
 
@@ -367,17 +313,6 @@ def test_augmentation_fills_with_background(tiny: Path):
     black = (0 - data.info.mean) / data.info.std
     images = torch.cat([images for images, _ in data.train_dataloader()])
     assert abs(float(images.min()) - black) < 1e-5
-
-
-def test_another_seed_means_another_split_order_and_augmentation(tiny: Path):
-    def first(seed: int) -> tuple[Tensor, list[int]]:
-        data = _data(tiny, seed=seed)
-        data.setup("fit")
-        return next(iter(data.train_dataloader()))[0], data._rows["val"].tolist()
-
-    assert torch.equal(first(1)[0], first(1)[0])
-    assert not torch.equal(first(1)[0], first(2)[0])
-    assert first(1)[1] != first(2)[1]
 
 
 # In Trainers
@@ -398,31 +333,6 @@ def test_each_entry_point_works_alone_and_after_another(tiny: Path):
         assert (part == "test") == bool(module.seen["test"])
 
 
-def test_set_up_twice_reads_once_and_changes_nothing(tiny: Path):
-    data = _data(tiny)
-    data.setup("fit")
-    before = data.train_dataloader()
-    shutil.rmtree(tiny)
-    data.setup("fit")
-    data.setup("validate")
-    for a, b in zip(before, data.train_dataloader(), strict=True):
-        assert torch.equal(a[0], b[0])
-
-
-def test_running_twice_with_one_data_module_gives_the_same_batches(tiny: Path):
-    data, modules = _data(tiny), [Watcher(), Watcher()]
-    for module in modules:
-        _trainer(max_epochs=2).fit(module, datamodule=data)
-    assert torch.equal(torch.cat(modules[0].images), torch.cat(modules[1].images))
-
-
-def test_a_plain_loop_needs_no_trainer(tiny: Path):
-    data = _data(tiny)
-    data.prepare_data()
-    data.setup("fit")
-    assert sum(len(labels) for _, labels in data.train_dataloader()) == 40
-
-
 def test_it_can_be_pickled_before_and_after_set_up(tiny: Path):
     data = _data(tiny)
     again = pickle.loads(pickle.dumps(data))
@@ -431,13 +341,6 @@ def test_it_can_be_pickled_before_and_after_set_up(tiny: Path):
     for other in (again, pickle.loads(pickle.dumps(data))):
         for a, b in zip(data.train_dataloader(), other.train_dataloader(), strict=True):
             assert torch.equal(a[0], b[0])
-
-
-def test_no_validation_without_held_out_samples(tiny: Path):
-    module = Watcher()
-    _trainer().fit(module, datamodule=_data(tiny, val_fraction=0, **PLAIN))
-    assert sorted(_joined(module.seen["train"])) == list(range(50))
-    assert module.seen["val"] == []
 
 
 def test_fast_dev_run_and_the_sanity_check_see_the_first_batches(tiny: Path):
@@ -458,14 +361,6 @@ def test_over_fitting_repeats_the_same_batches_in_every_epoch(tiny: Path):
     assert module.seen["train"] == module.seen["train"][:2] * 3
 
 
-def test_limited_epochs_each_begin_their_own_order(tiny: Path):
-    module = Watcher()
-    _trainer(limit_train_batches=2, max_epochs=3).fit(module, datamodule=_data(tiny, **PLAIN))
-    train, _ = split_indices(50, 10, seed=1)
-    expected = [train[epoch_order(40, 1, epoch)][:16].tolist() for epoch in range(3)]
-    assert [_joined(module.seen["train"][i : i + 2]) for i in (0, 2, 4)] == expected
-
-
 def test_images_are_predicted_in_their_order_without_any_data_set(tmp_path: Path):
     files = []
     for number in range(9):
@@ -479,11 +374,6 @@ def test_images_are_predicted_in_their_order_without_any_data_set(tmp_path: Path
         _trainer().predict(module, datamodule=data)
         assert module.seen["predict"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
         assert data.sizes == {}
-
-
-def test_predicting_nothing_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match="no image to predict"):
-        _trainer().predict(Watcher(), datamodule=_data(tmp_path, dataset="digits"))
 
 
 # "auto", the bundled digits, checkpoints
@@ -532,23 +422,19 @@ def test_auto_falls_back_to_the_digits_and_logs_why_in_one_line(here: Path, capl
     assert data.sizes == {"train": 1437 - 287, "val": 287, "test": 360}
 
 
-@pytest.mark.parametrize("download", [False, True])
-def test_auto_refuses_a_given_folder_without_usable_files_and_says_what_it_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, download: bool
+def test_auto_refuses_a_given_folder_without_usable_files_and_downloads_nothing_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     _unreachable(monkeypatch)
     with pytest.raises(UserError, match="nowhere does not exist.*pass a folder with them, .*dataset='digits'"):
-        _data(tmp_path / "nowhere", dataset="auto", download=download).setup("fit")
-    (tmp_path / "papers" / "2024").mkdir(parents=True)
-    for name in ("a.pdf", "b.pdf", "notes.docx"):
-        (tmp_path / "papers" / name).touch()
-    data = _data(tmp_path / "papers", dataset="auto", download=download)
-    with pytest.raises(UserError) as caught:
+        _data(tmp_path / "nowhere", dataset="auto").setup("fit")
+    (tmp_path / "a.pdf").touch()
+    data = _data(tmp_path, dataset="auto", download=True)
+    with pytest.raises(
+        UserError, match="has no MNIST files and no images of your own; pass a folder with them"
+    ) as caught:
         data.resolve()
-    held = f"it holds the folder 2024 and files: 2 .pdf, 1 .docx, such as {tmp_path}/papers/a.pdf; pass a folder with"
-    assert f"papers has no MNIST files and no images of your own; {held}" in str(caught.value)
-    assert "download" not in str(caught.value).partition("pass")[0], "nothing was downloaded into it"
-    assert len(list((tmp_path / "papers").iterdir())) == 4
+    assert "could not download" not in str(caught.value)
 
 
 def test_a_set_that_is_named_is_downloaded_into_a_folder_with_other_files(
@@ -560,13 +446,6 @@ def test_a_set_that_is_named_is_downloaded_into_a_folder_with_other_files(
     data.prepare_data()
     with pytest.raises(UserError, match="could not download train-images"):
         data.setup("fit")
-
-
-def test_auto_takes_mnist_where_it_is_found(tiny: Path, caplog: pytest.LogCaptureFixture):
-    data = _data(tiny, dataset="auto")
-    data.setup("fit")
-    assert data.dataset == "mnist"
-    assert caplog.records == []
 
 
 def _unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -685,14 +564,3 @@ def test_mnist_under_the_name_of_a_relative_is_refused(shared_data: Path, tmp_pa
         (tmp_path / stem).write_bytes(gzip.decompress((tmp_path / f"{stem}.gz").read_bytes()))
     with pytest.raises(UserError, match="belongs to MNIST, expected KMNIST"):
         _data(tmp_path, dataset="kmnist").setup("test")
-
-
-def test_an_epoch_of_the_real_set_is_its_shuffle_order(shared_data: Path):
-    data = MNISTDataModule("mnist", str(shared_data / "mnist"), batch_size=512, download=False, **PLAIN)
-    data.setup("fit")
-    seen = torch.cat([labels for _, labels in data.train_dataloader()])
-    train, val = split_indices(60_000, 4_800, seed=1)
-    labels = data._parts["train"][1]
-    assert torch.equal(seen, labels[train][epoch_order(55_200, 1, 0)])
-    shares = labels[val].bincount().double() / 4_800 - labels.bincount().double() / 60_000
-    assert float(shares.abs().max()) < 0.02

@@ -1,8 +1,6 @@
 """Images of your own in the MNIST recipe."""
 
-import io
 import logging
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,8 @@ from torch import Tensor
 
 from datamodules import MNISTDataModule, UserError
 from datamodules.mnist.data_module import load_digits
-from datamodules.mnist.own_images import holds_own_images, images_from_arrays, read_own_images
-from datamodules.mnist.user_images import as_mnist, read_digits
+from datamodules.mnist.own_images import images_from_arrays, read_own_images
+from datamodules.mnist.user_images import read_digits
 
 PLAIN: dict[str, Any] = {"shift": 0, "rotation": 0, "scale": 0, "batch_size": 32}
 
@@ -116,16 +114,14 @@ def test_images_of_any_size_and_polarity_take_mnists_form_as_in_predict(
     for number, image in enumerate(large):
         (tmp_path / str(number % 2)).mkdir(exist_ok=True)
         image.convert("RGB" if number % 3 else "L").save(tmp_path / str(number % 2) / f"{number:02}.png")
-    own = read_own_images(tmp_path)
-    found, found_labels = own.read("train")
+    found, found_labels = read_own_images(tmp_path).read("train")
     files = [number for parity in (0, 1) for number in range(parity, 20, 2)]
-    assert torch.equal(found, torch.stack([as_mnist(large[number])[0] for number in files]))
+    assert torch.equal(found, read_digits([large[number] for number in files]).pixels[:, 0])
     assert found_labels.tolist() == [0] * 10 + [1] * 10
-    assert found.shape == (20, 28, 28)
     assert found[:, 0].max() < 64
-    # Dark on light at 28 x 28: the set as a whole is turned round.
+    # Dark on light at 28 x 28: the set is inverted.
     dark, _ = images_from_arrays({"train": (255 - images, labels)}, "dark").read("train")
-    assert torch.equal(dark, torch.stack([as_mnist(Image.fromarray(255 - pixels))[0] for pixels in images]))
+    assert np.array_equal(dark.numpy(), images)
     # One image that touches the border does not change those of a set that is light on dark.
     bag = images.copy()
     bag[3] = 200
@@ -158,21 +154,14 @@ IMAGES = np.full((6, 9, 9), 200, np.uint8)
             r"float64 from 12\.5\d* to .* floats from 0 to 1: pass images / 12",
         ),
         (IMAGES // 20, LABELS, r"uint8 from 10 to 10, expected whole numbers from 0 to 255"),
-        (-IMAGES.astype(int), LABELS, "int64 from -200 to -200"),
-        (np.where(np.eye(9) > 0, np.nan, IMAGES / 255), LABELS, "float64 from nan to nan"),
         (IMAGES.astype(str), LABELS, "the train images are <U3, expected numbers"),
         ([IMAGES[0], IMAGES[0, 1:]], LABELS, "the train images are no array: .*; pass images of one size"),
         (IMAGES[:, :, 0][:, :8], LABELS, r"of shape \(6, 8\), expected \(n, height, width\)"),
-        (IMAGES[None, None], LABELS, r"of shape \(1, 1, 6, 9, 9\)"),
         (IMAGES[:0], LABELS[:0], "the train images are empty"),
         (IMAGES, LABELS[:5], r"labels are of shape \(5,\), expected one for each of 6 images"),
-        (IMAGES, np.eye(6), r"labels are of shape \(6, 6\)"),
         (IMAGES, LABELS + 0.5, "labels are float64, expected class numbers from 0, or names"),
-        (IMAGES, LABELS + 2018, "label 2020 at row 2 of the train labels: expected class numbers from 0"),
         (IMAGES, LABELS * 0 - 100, "no train image has a label"),
         (IMAGES, LABELS * 0 + 1, "the train labels are all 1; expected two classes or more"),
-        (IMAGES, LABELS - 3, "label -3 at row 0 of the train labels: expected class numbers from 0"),
-        (IMAGES, np.array([b"a"] * 6, dtype=object), "labels are object"),
     ],
 )
 def test_arrays_of_other_types_shapes_and_ranges_are_refused(images: Any, labels: Any, reason: str):
@@ -198,47 +187,26 @@ def _npz(path: Path, **arrays: Any) -> Path:
     return path
 
 
-def _write_member(path: Path, name: str, shape: tuple[int, ...], content: bytes) -> Path:
-    """An archive whose array's header says `shape`."""
-    buffer = io.BytesIO()
-    np.lib.format.write_array_header_1_0(buffer, {"descr": "|u1", "fortran_order": False, "shape": shape})
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(f"{name}.npy", buffer.getvalue() + content)
-        labels = io.BytesIO()
-        np.save(labels, LABELS)
-        archive.writestr("labels.npy", labels.getvalue())
-    return path
-
-
-def test_damaged_huge_and_other_archives_are_refused_by_name(tmp_path: Path):
+def test_damaged_and_other_archives_are_refused_by_name(tmp_path: Path):
     good = _npz(tmp_path / "good.npz", images=IMAGES, labels=LABELS)
     (tmp_path / "cut.npz").write_bytes(good.read_bytes()[:-100])
     flipped = bytearray(good.read_bytes())
     flipped[300] ^= 255
     (tmp_path / "flipped.npz").write_bytes(flipped)
     (tmp_path / "text.npz").write_text("images,labels")
-    huge = _write_member(tmp_path / "huge.npz", "images", (10**12, 28, 28), b"\0" * 1000)
-    bomb = _write_member(tmp_path / "bomb.npz", "images", (6, 7000, 7000), b"\0" * 6 * 7000 * 7000)
-    with zipfile.ZipFile(tmp_path / "header.npz", "w") as archive:
-        for name in ("images.npy", "labels.npy"):
-            archive.writestr(name, b"\x93NUMPY\x01\x00\x0b\x00{'descr': (")
     objects = _npz(tmp_path / "objects.npz", images=np.array([None, 1], dtype=object), labels=LABELS)
     cases = {
         tmp_path / "none.npz": "there is no file .*none.npz",
-        tmp_path / "cut.npz": r"cut\.npz is no NumPy file \(\.npz\), or damaged",
-        tmp_path / "flipped.npz": r"flipped\.npz is no NumPy file \(\.npz\), or damaged: Bad CRC-32",
+        tmp_path / "cut.npz": r"cut\.npz is no NumPy file \(\.npz\) of numbers and texts, or damaged",
+        tmp_path / "flipped.npz": "flipped.npz is no NumPy file .* damaged: Bad CRC-32",
         tmp_path / "text.npz": "text.npz is no NumPy file",
-        tmp_path / "header.npz": "header.npz is no NumPy file",
-        huge: r"images of .*huge\.npz is damaged: its header says .* 784,000,000,000,000 bytes, and it holds 1,000",
-        bomb: r"bomb\.npz is refused: its .* bytes unpack to 294,000,000 for images",
-        objects: "images of .*objects.npz holds Python objects, which could run code",
-        _npz(tmp_path / "half.npz", images=IMAGES): "half.npz lacks labels; it holds images",
-        _npz(tmp_path / "other.npz", weights=IMAGES): "other.npz holds weights; expected the arrays images and labels",
+        objects: "objects.npz is no NumPy file .* Object arrays cannot be loaded",
+        _npz(tmp_path / "half.npz", images=IMAGES): "half.npz holds images; expected the arrays images and labels",
     }
     for path, reason in cases.items():
         with pytest.raises(UserError, match=reason):
             read_own_images(path)
-    with pytest.raises(UserError, match="holds 10 NumPy files; pass one of them"):
+    with pytest.raises(UserError, match="holds 6 NumPy files; pass one of them"):
         read_own_images(tmp_path)
 
 
@@ -254,7 +222,7 @@ def test_unreadable_and_blank_images_are_counted_and_named(
         data.setup("fit")
     notes = [record.getMessage() for record in caplog.records]
     assert notes[0].startswith("note: left out 1 files that are no images by their endings: 1 .txt, such as")
-    assert notes[1] == f"note: 1 of 41 train images are blank or show no strokes, such as {tmp_path}/0/blank.png"
+    assert notes[1] == f"note: 1 of 41 train images are blank, such as {tmp_path}/0/blank.png"
     assert data.left_out == {".txt": 1}
     for number in range(7):
         (tmp_path / "2" / f"broken{number}.png").write_bytes(b"no image")
@@ -280,18 +248,3 @@ def test_a_checkpoint_knows_the_classes_of_your_own_and_refuses_others(
         data.load_state_dict(state)
     with pytest.raises(UserError, match="dataset='custom' needs `data_dir`"):
         MNISTDataModule(dataset="custom").setup("fit")
-
-
-def test_an_archive_of_class_folders_is_read_as_the_folder_is(tmp_path: Path):
-    for number in range(6):
-        folder = tmp_path / "digits" / str(number % 2)
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.new("L", (28, 28), 0 if number else 9).save(folder / f"{number}.png")
-    with zipfile.ZipFile(tmp_path / "digits.zip", "w") as archive:
-        for file in (tmp_path / "digits").rglob("*.png"):
-            archive.write(file, file.relative_to(tmp_path))
-    found, expected = (read_own_images(tmp_path / name) for name in ("digits.zip", "digits"))
-    assert holds_own_images(tmp_path / "digits.zip")
-    for one, other in zip(found.read("train"), expected.read("train"), strict=True):
-        assert torch.equal(one, other)
-    assert found.classes == ("0", "1")

@@ -7,7 +7,7 @@ import pytest
 
 from datamodules import UserError
 from recipes.launch.devices import Machine, devices_of
-from recipes.launch.plan import Launch, check_strategy, plan_launch
+from recipes.launch.plan import Launch, plan_launch
 from recipes.launch.precision import check_precision
 from recipes.launch.settings import Command, LaunchSettings
 from recipes.launch.slurm import first_host, slurm_step
@@ -195,21 +195,6 @@ def test_what_cannot_succeed_is_refused_with_the_command_to_type(env, arguments,
     with pytest.raises(UserError) as refused:
         plan(env, **arguments)
     assert message in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "instead"),
-    [
-        ("ddp_spawn", "ddp"),
-        ("ddp_fork", "ddp"),
-        ("ddp_notebook_find_unused_parameters_true", "ddp_find_unused_parameters_true"),
-    ],
-)
-def test_strategies_whose_processes_do_not_run_the_command_line_are_refused(strategy, instead):
-    command = Command("python -m r", ["--strategy", strategy, "--lr", "1"])
-    with pytest.raises(UserError, match=rf"--strategy {strategy} starts.*: python -m r --lr 1 --strategy {instead}$"):
-        check_strategy(strategy, command)
-    check_strategy(instead, command)
 
 
 def test_ranks_in_the_environment_alone_tell_nodes_and_devices():

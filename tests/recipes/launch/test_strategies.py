@@ -1,6 +1,5 @@
 """DDP as the command line sets it up: the same model as stock DDP, with less communication."""
 
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,12 +9,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import FreezeLayers, GradientAccumulation
+from callbacks import FreezeLayers
 from datamodules.errors import UserError
-from recipes.launch.strategies import LeanDDPStrategy, build_strategy
-from tests.support.command_lines import typed
+from recipes.launch.strategies import LeanDDPStrategy, build_strategy, check_strategy
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, Tiny, image_network, noisy_images, sentence_network, sentences, silence
+from tests.support.tables import QUIET, Tiny, image_network, noisy_images, silence
 
 
 class Counted(nn.Module):
@@ -82,74 +80,11 @@ def test_it_trains_evaluates_and_saves_the_model_of_stock_ddp_to_the_bit():
     assert stock["broadcasts"] - ours["broadcasts"] == 2 * (12 + 2) - 2 * (2 + 1)
 
 
-def relative(found: dict[str, Tensor], exact: dict[str, Tensor], before: dict[str, Tensor]) -> float:
-    """The error of an update, relative to its length."""
-    names = [name for name, value in before.items() if value.is_floating_point()]
-    wrong = sum(float((found[n] - exact[n]).square().sum()) for n in names)
-    return (wrong / sum(float((exact[n] - before[n]).square().sum()) for n in names)) ** 0.5
-
-
-def one_update(compression: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    network = sentence_network()
-    before = {name: value.clone() for name, value in network.state_dict().items()}
-    module = Tiny(network, torch.optim.SGD, lr=1.0)
-    trainer = pl.Trainer(
-        **QUIET,
-        strategy=LeanDDPStrategy(compression),
-        devices=2,
-        max_epochs=1,
-        callbacks=[GradientAccumulation(3)],
-        enable_checkpointing=False,
-    )
-    mine = [part[trainer.global_rank :: 2] for part in sentences(24)]
-    trainer.fit(module, DataLoader(TensorDataset(*mine), 4))  # type: ignore[arg-type]
-    assert trainer.global_step == 1
-    return before, {name: value.clone() for name, value in network.state_dict().items()}
-
-
-def compressed() -> dict[str, Any]:
-    silence()
-    exact = one_update(None)[1]
-    found = {}
-    for compression in ("bf16", "fp16"):
-        before, after = one_update(compression)
-        found[compression] = relative(after, exact, before), after
-    return found
-
-
-def test_compressed_gradients_of_three_micro_batches_err_by_their_rounding_and_ranks_stay_equal():
-    zero, one = run_ranks(compressed, 2)
-    # bfloat16 has 8 bits, float16 has 11; each element is rounded before the sum and after it.
-    for compression, bits in (("bf16", 8), ("fp16", 11)):
-        error, state = zero[compression]
-        assert 2**-bits / 20 < error < 2**-bits
-        assert all(torch.equal(state[name], value) for name, value in one[compression][1].items())
-
-
-def test_other_strategies_refuse_to_compress_and_one_process_has_nothing_to():
-    for name in ("fsdp", "fsdp2", "deepspeed"):
-        with pytest.raises(UserError, match=f"--strategy {name} reduces gradients .* pass --strategy ddp, or leave"):
-            build_strategy(name, 2, compression="bf16")
-    assert build_strategy("auto", 1, compression="bf16") == "auto"
-
-
-def test_names_of_ddp_keep_what_they_say_of_unused_parameters():
+def test_ddp_keeps_what_its_name_says_of_unused_parameters_and_other_strategies_are_refused():
     assert isinstance(build_strategy("auto", 2), LeanDDPStrategy)
     strategy = build_strategy("ddp_find_unused_parameters_true", 2)
     assert isinstance(strategy, LeanDDPStrategy)
     assert strategy._ddp_kwargs == {"gradient_as_bucket_view": True, "find_unused_parameters": True}
-    assert build_strategy("fsdp", 2) == "fsdp"
-
-
-def test_fsdp2_resumes_a_run_of_one_device_and_reductions_of_two_types_are_refused(tmp_path: Path) -> None:
-    quick = "--max-epochs 1 --logger none --name one"
-    trained, resumed, both = typed(
-        tmp_path,
-        quick,
-        "--name one --resume auto --max-epochs 2 --strategy fsdp2",
-        f"{quick} --auto-micro-batch --gradient-compression bf16",
-    )
-    assert (trained.status, resumed.status, both.status) == (0, 0, 2), resumed.err
-    assert "resuming from runs/quadrants/one/checkpoints/last.ckpt, after 7 updates" in resumed.out
-    assert "--auto-micro-batch" in both.err
-    assert "--gradient-compression" in both.err
+    for name in ("fsdp", "fsdp2", "deepspeed", "ddp_spawn"):
+        with pytest.raises(UserError, match=f"--strategy {name}: runs train on one device or with DDP; pass"):
+            check_strategy(name)

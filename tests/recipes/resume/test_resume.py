@@ -12,7 +12,7 @@ import torch
 from callbacks.checkpointing.verified_io import write_checkpoint
 from datamodules import UserError
 from recipes.launch.job_name import launch_name
-from recipes.resume.rebatch import Rebatch, rebatch_samples, rebatch_tokens, resumed_batch
+from recipes.resume.rebatch import Rebatch, rebatch_samples, rebatch_tokens
 from recipes.resume.resume_point import ResumePoint, find_resume_point, locked, start_from
 from recipes.resume.saved_run import SavedRun, describe_differences, newest_valid_checkpoint, read_run
 from tests.support.ranks import run_ranks
@@ -305,12 +305,6 @@ def test_a_damaged_checkpoint_that_was_given_is_refused_with_the_newest_valid_on
     DAMAGES["truncated"](last)
     with pytest.raises(UserError, match=f"cut off.*the newest valid checkpoint is {best}: pass --resume auto"):
         find_resume_point(str(last), None, tmp_path, CONFIG, {})
-
-
-def test_a_global_batch_that_needs_no_accumulation_asks_for_none_which_fsdp_could_not_do():
-    saved = SavedRun(CONFIG, 0, 0, 2, 128)
-    assert resumed_batch(saved, CONFIG, 2).settings == {"batch_size": 64, "global_batch_size": None, "accumulate": 1}
-    assert resumed_batch(saved, CONFIG, 1).settings == {"batch_size": 64, "global_batch_size": 128, "accumulate": 1}
 
 
 @pytest.mark.parametrize("name", [None, "two"])

@@ -1,0 +1,348 @@
+"""What becomes of a run when something breaks: ``python -m benchmarks.faults`` prints a table of faults.
+
+A fault is injected into a small run of each recipe; then the same command line is started again, and has to end with
+the weights of an undisturbed run, to the bit.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from typing_extensions import override
+
+from benchmarks.harness.processes import ROOT, free_port
+from benchmarks.harness.tiny_recipes import TINY_RECIPES
+from recipes import run as run_recipe
+
+__all__ = ["FAULTS", "FaultCase", "Faulty", "main"]
+
+SAVE_EVERY, LIMIT = 5, 180.0
+"""Updates between two saves, and seconds that a run may take."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, in the process in which it does.
+
+    Args:
+        folder: where the run writes what it has done (``updates``) and when the fault was injected (``injected``).
+        recipe: a key of `TINY_RECIPES`.
+        kind: a key of `KINDS`, disk, nan, or nothing.
+        moment: start, step, update, validation or save.
+        at: the update that it happens after.
+        rank: which one it happens to; -1 is every one.
+    """
+
+    folder: str
+    recipe: str
+    kind: str = "nothing"
+    moment: str = "update"
+    at: int = 0
+    rank: int = -1
+
+
+KINDS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+
+
+def limit_files(size: int) -> None:
+    """Files beyond so many bytes cannot be written, as on a disk that is full; -1 is without a limit."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size < 0 else size, hard))
+
+
+class Faulty(pl.Callback):
+    """Brings a fault about, and writes down how far the run had come."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__()
+        self.fault, self.folder = fault, Path(fault.folder)
+
+    def _mark(self, name: str, text: str) -> None:
+        beside = self.folder / f"{name}.{os.getpid()}"
+        beside.write_text(text)
+        beside.replace(self.folder / name)
+
+    def _inject(self, trainer: pl.Trainer, module: pl.LightningModule, moment: str) -> None:
+        fault = self.fault
+        if fault.kind == "nothing" or fault.moment != moment or fault.rank not in (-1, trainer.global_rank):
+            return
+        if trainer.global_step < fault.at or (self.folder / "injected").exists():
+            return
+        self._mark("injected", str(time.time()))
+        if fault.kind == "nan":
+            next(module.parameters()).data.fill_(float("nan"))
+        elif fault.kind == "raise":
+            raise RuntimeError("this step is broken")
+        elif fault.kind == "disk":
+            limit_files(1000)
+        elif moment == "save" and fault.kind == "kill":
+            threading.Thread(target=self._kill_while_writing, daemon=True).start()
+        else:
+            os.kill(os.getpid(), KINDS[fault.kind])
+
+    def _kill_while_writing(self) -> None:
+        while not any(self.folder.glob("runs/*/*/checkpoints/.*.part")):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._inject(trainer, pl_module, "start")
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        self._inject(trainer, pl_module, "step")
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        if trainer.is_global_zero:
+            self._mark("updates", str(trainer.global_step))
+        if self.fault.kind == "disk" and trainer.global_step > self.fault.at:
+            limit_files(-1)
+        self._inject(trainer, pl_module, "update")
+
+    @override
+    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        self._inject(trainer, pl_module, "validation")
+
+    @override
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        self._inject(trainer, pl_module, "save")
+
+
+@dataclass(frozen=True)
+class FaultCase:
+    """A fault, and what has to come of it.
+
+    Args:
+        fault: fields of `Fault`.
+        message: what the user has to read, a regular expression.
+        status: of the exit; what a shell reports of a signal is 128 + its number.
+        lost: updates that may be lost, since the last save; None for any number.
+        world_size: processes.
+        manual_launch: one command for each process, as on nodes of their own, instead of one for all.
+        damage: done to last.ckpt afterwards.
+        resumed: what the resumed run has to print, a regular expression.
+        more: further flags, for the run with the fault only.
+    """
+
+    fault: dict[str, Any]
+    message: str = ""
+    status: int = 1
+    lost: int | None = SAVE_EVERY
+    world_size: int = 1
+    manual_launch: bool = False
+    damage: Callable[[Path], None] | None = None
+    resumed: str = ""
+    more: tuple[str, ...] = ()
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+_KILL: dict[str, Any] = {"kind": "kill", "at": 17}
+_LATE: dict[str, Any] = {"kind": "kill", "at": 34}  # In the second epoch, when there is a checkpoint besides last.ckpt.
+_TERM: dict[str, Any] = {"kind": "term", "at": 17}
+_WITHOUT_REPORT = r"error: rank 1 \(node \d, .*\) ended without a report"
+
+FAULTS: dict[str, FaultCase] = {
+    "kill -9 at the start": FaultCase({"kind": "kill", "moment": "start"}, status=137, lost=0),
+    "kill -9 in training": FaultCase(_KILL, status=137),
+    "kill -9 in validation": FaultCase(_KILL | {"moment": "validation"}, status=137, lost=2 * SAVE_EVERY),
+    "kill -9 during a save": FaultCase(_KILL | {"moment": "save"}, status=137),
+    "SIGTERM at the start": FaultCase({"kind": "term", "moment": "start"}, status=143, lost=0),
+    "SIGTERM in training": FaultCase(_TERM, "resume with", 143, 0),
+    "SIGTERM in validation": FaultCase(_TERM | {"moment": "validation"}, "resume with", 143, 0),
+    "SIGTERM during a save": FaultCase(_TERM | {"moment": "save"}, "resume with", 143, 0),
+    "SIGTERM to rank 1 of 2": FaultCase(_TERM | {"rank": 1}, "resume with", 143, 0, world_size=2),
+    "kill -9 of rank 1 of 2": FaultCase(_KILL | {"rank": 1}, _WITHOUT_REPORT, world_size=2),
+    "kill -9 of rank 1's node": FaultCase(_KILL | {"rank": 1}, _WITHOUT_REPORT, world_size=2, manual_launch=True),
+    "node cut off": FaultCase(
+        {"kind": "stop", "at": 17, "rank": 1},
+        r"(?i)timed? ?out|does not answer",
+        world_size=2,
+        manual_launch=True,
+        more=("--collective-timeout", "10"),
+    ),
+    "exception in rank 1's step": FaultCase(
+        {"kind": "raise", "moment": "step", "at": 17, "rank": 1}, r"error: rank 1 .*this step is broken", world_size=2
+    ),
+    "last.ckpt cut off": FaultCase(_LATE, "", 137, None, damage=_truncate, resumed=r"last\.ckpt is skipped"),
+    "last.ckpt with a flipped bit": FaultCase(_LATE, "", 137, None, damage=_flip, resumed="it is damaged"),
+    "disk full at a save": FaultCase(
+        {"kind": "disk", "moment": "save", "at": 10}, r"was not saved \(.*\); .* training continues", 0, 0
+    ),
+    "NaN in the weights": FaultCase({"kind": "nan", "at": 12}, "the run has diverged: .* NaN"),
+}
+"""Everything that is brought about, by name."""
+
+
+class Ended(NamedTuple):
+    """How a run has ended, in the words of a shell, and what its first process has printed."""
+
+    status: int
+    output: str
+
+    @property
+    def tail(self) -> str:
+        """The end of the output, in one line."""
+        return " / ".join(self.output.strip().splitlines()[-3:])[-300:]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One try: its recipe, its folder, and how it is started."""
+
+    recipe: str
+    folder: Path
+    world_size: int = 1
+    manual_launch: bool = False
+
+    def command(self, *more: str) -> list[str]:
+        """The command line."""
+        devices = 1 if self.manual_launch else self.world_size
+        flags = "--limit-train-batches 21 --limit-test-batches 2 --max-epochs 2 --global-batch-size 64"
+        flags += f" --batch-size {64 // self.world_size} --devices {devices} --name faulty --resume auto --logger csv"
+        flags += " --accelerator cpu --precision 32-true --enable-progress-bar false"
+        own = ["--save-every", f"{SAVE_EVERY} steps", "--run-dir", str(self.folder / "runs")]
+        program = [sys.executable, "-W", "ignore", "-m", "benchmarks.faults"]
+        return [*program, *TINY_RECIPES[self.recipe].flags, *flags.split(), *own, *more]
+
+    def start(self, fault: dict[str, Any], more: Sequence[str] = ()) -> list["subprocess.Popen[str]"]:
+        """Start its processes."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        fault = {"folder": str(self.folder), "recipe": self.recipe, **fault}
+        environment = os.environ | {"FAULT": json.dumps(fault), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        commands = [self.command(*more)]
+        if self.manual_launch:
+            nodes = ["--num-nodes", str(self.world_size), "--master-addr", "127.0.0.1"]
+            nodes += ["--master-port", str(free_port())]
+            commands = [self.command(*nodes, "--node-rank", str(n), *more) for n in range(self.world_size)]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return [
+            subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True, **pipes)
+            for command in commands
+        ]
+
+    def finish(self, processes: Sequence["subprocess.Popen[str]"]) -> Ended:
+        """Wait for the first process, then end the others, such as a node that was stopped."""
+        first, *others = processes
+        try:
+            output = first.communicate(timeout=LIMIT)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(first.pid, signal.SIGKILL)
+            output = f"{first.communicate()[0]}\nstill there after {LIMIT:.0f} s"
+        for process in others:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        return Ended(128 - first.returncode if first.returncode < 0 else first.returncode, output)
+
+    def complete(self) -> Ended:
+        """Run it to its end, without a fault."""
+        return self.finish(self.start({}))
+
+    @property
+    def last(self) -> Path:
+        """The checkpoint that is replaced at each save."""
+        return self.folder / "runs" / self.recipe / "faulty" / "checkpoints" / "last.ckpt"
+
+    def digest(self) -> str:
+        """SHA-256 of the weights in last.ckpt."""
+        weights, digest = torch.load(self.last, weights_only=True)["state_dict"], hashlib.sha256()
+        for name in sorted(weights):
+            digest.update(name.encode() + weights[name].contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def undisturbed(run: Run) -> str:
+    """The digest of a run into which no fault was injected."""
+    if (ended := run.complete()).status:
+        raise SystemExit(f"the undisturbed run failed: {ended.tail}")
+    return run.digest()
+
+
+def run_case(case: FaultCase, run: Run, reference: str) -> list[str]:
+    """Bring a fault about, type the command again, and compare; what differs from the expectation."""
+    ended, wrong = run.finish(run.start(case.fault, case.more)), list[str]()
+    if not (run.folder / "injected").exists():
+        wrong.append("the fault did not happen")
+    if ended.status != case.status:
+        wrong.append(f"exit status {ended.status}")
+    if not re.search(case.message, ended.output, re.DOTALL):
+        wrong.append(f"no match for {case.message!r} in: {ended.tail}")
+    done = int(marker.read_text()) if (marker := run.folder / "updates").exists() else 0
+    if case.damage is not None:
+        case.damage(run.last)
+    ended = run.complete()
+    found = re.search(r"resuming from .* after ([\d,]+) updates", ended.output)
+    finished = re.search("the run in .* has finished", ended.output)
+    lost = 0 if finished else done - (int(found[1].replace(",", "")) if found else 0)
+    if case.lost is not None and lost > case.lost:
+        wrong.append(f"{lost} updates lost, at most {case.lost} may be")
+    if not re.search(case.resumed, ended.output):
+        wrong.append(f"no match for {case.resumed!r} in: {ended.tail}")
+    if ended.status or run.digest() != reference:
+        wrong.append(f"other weights than undisturbed, or none: {ended.tail}")
+    return wrong
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Bring the faults about and print a row for each; the exit status is 1 where one of them was not survived."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", metavar="TEXT", default="", help="faults whose name contains this")
+    parser.add_argument("--recipes", nargs="+", choices=TINY_RECIPES, default=list(TINY_RECIPES), help="default: all")
+    args = parser.parse_args(argv)
+    chosen = {name: case for name, case in FAULTS.items() if args.only in name}
+    if not chosen:
+        parser.error(f"no fault is called {args.only!r}; there are: {', '.join(FAULTS)}")
+    failed, references = False, dict[tuple[str, int, bool], str]()
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as root:
+        print("| recipe | fault | outcome |\n|---|---|---|")
+        for name, case in chosen.items():
+            for recipe in args.recipes:
+                how = recipe, case.world_size, case.manual_launch
+                if how not in references:
+                    folder = Path(root, "-".join(map(str, how)))
+                    references[how] = undisturbed(Run(recipe, folder, case.world_size, case.manual_launch))
+                folder = Path(root, f"{recipe}-{re.sub(r'[^a-z0-9]+', '-', name.lower())}")
+                run = Run(recipe, folder, case.world_size, case.manual_launch)
+                wrong = run_case(case, run, references[how])
+                failed = failed or bool(wrong)
+                print(f"| {recipe} | {name} | {'; '.join(wrong) or 'as it has to be, weights equal'} |", flush=True)
+    return int(failed)
+
+
+def run_faulty(fault: Fault) -> None:
+    """The recipe's command line with the fault, in this process."""
+    run_recipe(*TINY_RECIPES[fault.recipe].classes(), lambda: [Faulty(fault)])
+
+
+if __name__ == "__main__":
+    if "FAULT" in os.environ:
+        run_faulty(Fault(**json.loads(os.environ["FAULT"])))
+    else:
+        sys.exit(main())

@@ -1,0 +1,252 @@
+"""A training step of the recipes on one GPU, beside a plain PyTorch loop: ``python -m benchmarks.gpu``.
+
+Both train the same network in bf16 on the same batch, which lies on the device, with AdamW; each with and without
+``torch.compile``. The recipe runs in a Trainer with the callbacks of its command line. Nothing is downloaded.
+"""
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from lightning.fabric.utilities import move_data_to_device
+from rich.console import Console
+from torch import Tensor
+from typing_extensions import override
+
+import callbacks
+from benchmarks.harness import measurements
+from benchmarks.harness.bare_trainer import Again, bare_trainer, suppress_output
+from benchmarks.harness.measurements import Column, Section, Spread, alternate
+from benchmarks.harness.terminal import interruptible
+from benchmarks.harness.tiny_recipes import ThinResNet
+from datamodules import TranslationDataModule
+from datamodules.translation.packed_sentences import TranslationBatch
+from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator
+from recipes.optim import build_optimizer
+from recipes.parameter_groups import parameter_groups
+from recipes.seq2seq.network import target_positions
+
+__all__ = ["WORKLOADS", "main"]
+
+SETTLING = 5
+"""Steps before the clock starts: the first choose kernels, allocate memory and, where asked to, compile."""
+PLAIN, RECIPE, COMPILED = "plain loop", "recipe", ", compiled"
+
+
+def image_loss(forward: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The mean cross-entropy of images of shape (batch, channels, height, width)."""
+    return F.cross_entropy(forward(batch[0]), batch[1])
+
+
+def pairs_loss(forward: Callable[..., Tensor], batch: TranslationBatch) -> Tensor:
+    """The smoothed cross-entropy of the target tokens."""
+    positions = target_positions(batch.target, batch.target_lengths)
+    logits = forward(batch.source, batch.source_lengths, batch.target, positions)
+    return F.cross_entropy(logits.float(), batch.target[:, 1:].flatten()[positions], label_smoothing=0.1)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained, on the same batch again and again.
+
+    Args:
+        what: network and batch, in words.
+        build: a new recipe, with the settings given to it.
+        batch: on the CPU, of so many `units`.
+        loss: of what the network computes; its arguments are the network, or its compiled form, and the batch.
+        move: copies the batch to a device.
+    """
+
+    what: str
+    build: Callable[..., Any]
+    batch: Any
+    units: int
+    unit: str = "images"
+    loss: Callable[[Callable[..., Tensor], Any], Tensor] = image_loss
+    move: Callable[[Any, torch.device], Any] = move_data_to_device
+
+    def on(self, device: torch.device) -> Any:
+        """The batch on a device, its images in the layout that the recipes use."""
+        batch = self.move(self.batch, device)
+        first = batch[0]
+        return (first.contiguous(memory_format=torch.channels_last), *batch[1:]) if first.dim() == 4 else batch
+
+
+def _images(what: str, build: Callable[..., Any], count: int, channels: int, size: int, classes: int) -> Workload:
+    images = torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(1))
+    return Workload(f"{what}, {count} images of {size} px", build, (images, torch.arange(count) % classes), count)
+
+
+def mnist(quick: bool) -> Workload:
+    """MNIST's default network."""
+    return _images("MNIST's default network", MNISTClassifier, 16 if quick else 256, 1, 28, 10)
+
+
+def resnet(quick: bool) -> Workload:
+    """A ResNet-50 at 224 px; when quick, a network of 92,000 parameters."""
+    size, count = (32, 4) if quick else (224, 128)
+    options: dict[str, Any] = {"num_classes": 1000, "image_size": size, "weights": "none", "freeze_until": "none"}
+    build = partial(ThinResNet, **options) if quick else partial(ResNetFineTuner, arch="resnet50", **options)
+    return _images("ThinResNet" if quick else "ResNet-50, all layers", build, count, 3, size, 1000)
+
+
+def translator(quick: bool) -> Workload:
+    """The translator at its defaults, on a batch of the bundled sentences."""
+    count, hidden = (8, 16) if quick else (256, 256)
+    data = TranslationDataModule(batch_size=count)
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    settings = Seq2SeqTranslator.settings_from_data(data) | {"hidden_size": hidden}
+    tokens = int(batch.target_lengths.sum()) - len(batch.target)
+
+    def move(batch: TranslationBatch, device: torch.device) -> Any:
+        return data.transfer_batch_to_device(batch, device, 0)
+
+    build = partial(Seq2SeqTranslator, **settings)
+    return Workload(f"translator, {count} pairs", build, batch, tokens, "target tokens", pairs_loss, move)
+
+
+WORKLOADS: dict[str, Callable[[bool], Workload]] = {"mnist": mnist, "resnet50": resnet, "translator": translator}
+
+
+def _now(device: torch.device) -> float:
+    """The time at which the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def plain_seconds(workload: Workload, device: torch.device, steps: int, compiled: bool) -> float:
+    """Seconds of a step of a plain PyTorch loop."""
+    torch.manual_seed(1)
+    network: Any = workload.build().network
+    network = network.to(device).to(memory_format=torch.channels_last)
+    optimizer = build_optimizer("adamw", parameter_groups(network, 0.01), 1e-3)
+    forward: Callable[..., Tensor] = torch.compile(network) if compiled else network
+    batch, start = workload.on(device), 0.0
+    for step in range(SETTLING + steps):
+        if step == SETTLING:
+            start = _now(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = workload.loss(forward, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return (_now(device) - start) / steps
+
+
+class _Clock(pl.Callback):
+    """The times at which the settling and the last step have ended."""
+
+    def __init__(self, steps: int) -> None:
+        self.ends, self.times = (SETTLING, SETTLING + steps), list[float]()
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        if trainer.global_step in self.ends:
+            self.times.append(_now(pl_module.device))
+
+
+def recipe_seconds(workload: Workload, device: torch.device, steps: int, compiled: bool) -> float:
+    """Seconds of a step of the recipe in a Trainer with the callbacks of its command line."""
+    recipe, clock = workload.build(compile=compiled), _Clock(steps)
+    recipe.transfer_batch_to_device = lambda batch, *_: batch
+    used = [callbacks.SeedControl(1), callbacks.WarmupLR(0), callbacks.GradientAccumulation()]
+    used += [callbacks.FiniteWeights(), callbacks.RankConsistency(), callbacks.Preemption()]
+    trainer = bare_trainer(
+        [*used, callbacks.TrainingMonitor(), callbacks.TrainLoss(), callbacks.LeanLoop(), clock],
+        accelerator="gpu" if device.type == "cuda" else "cpu",
+        precision="bf16-mixed",
+        max_steps=SETTLING + steps,
+        max_epochs=-1,
+        limit_val_batches=0,
+    )
+    with interruptible():
+        trainer.fit(recipe, Again(workload.on(device), SETTLING + steps))
+    return (clock.times[1] - clock.times[0]) / steps
+
+
+def measure(workload: Workload, device: torch.device, steps: int, repeats: int, compiled: bool) -> Section:
+    """A table of the plain loop and the recipe; what fails is left out, and said so."""
+    peaks: dict[str, float] = {}
+
+    def contender(seconds: Callable[..., float], name: str, compiled: bool) -> float:
+        torch.compiler.reset()  # Else a later network would be compiled anew until torch gives up.
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        found = seconds(workload, device, steps, compiled)
+        if device.type == "cuda":
+            peaks[name] = torch.cuda.max_memory_allocated(device) / 2**30
+        return found
+
+    contenders: dict[str, Callable[[], float]] = {}
+    notes: list[str] = []
+    for suffix in ("", COMPILED) if compiled else ("",):
+        for name, seconds in ((PLAIN, plain_seconds), (RECIPE, recipe_seconds)):
+            run = partial(contender, seconds, name + suffix, bool(suffix))
+            try:
+                run()
+            except Exception as error:
+                notes.append(f"{name}{suffix} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            else:
+                contenders[name + suffix] = run
+    timings = alternate(contenders, repeats, warmup=0)
+    rows: dict[str, list[Spread | None]] = {}
+    for name in contenders:
+        seconds_of_step = timings.spread(name)
+        rate = Spread(tuple(workload.units / value for value in seconds_of_step.values))
+        base = name.replace(RECIPE, PLAIN)
+        ratio = timings.ratio(name, base) if name != base and base in contenders else None
+        rows[name] = [rate, timings.spread(name, 1e-3), ratio, Spread((peaks[name],)) if peaks else None]
+    columns = [Column(f"{workload.unit}/s", ",.0f"), Column("milliseconds a step", ".3f")]
+    return Section(
+        title=workload.what,
+        header={
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+            "precision": "bf16-mixed",
+            "repeats": f"{timings.rounds} rounds in turn of {steps} steps, after {SETTLING} that do not count",
+        },
+        columns=[*columns, Column("times plain loop", ".3f"), Column("most memory, GiB", ".2f")],
+        rows=rows,
+        notes=notes,
+        interrupted=timings.interrupted,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures each workload, printing and writing its table as soon as it is done; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", choices=WORKLOADS, help="one of them, in place of all")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="tiny and not compiled, for no figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, after each table")
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA GPU here; --device cpu --quick shows that it runs")
+    device, console = torch.device(args.device), Console(highlight=False)
+    machine, done = measurements.describe_machine(False), dict[str, Section]()
+    steps, repeats = (2, 1) if args.quick else (50, 3)
+    for name in [args.only] if args.only else WORKLOADS:
+        with suppress_output():
+            done[name] = measure(WORKLOADS[name](args.quick), device, steps, repeats, not args.quick)
+        measurements.print_section(done[name], console)
+        if args.json is not None:
+            measurements.write_json(args.json, machine, done, done[name].interrupted)
+        if done[name].interrupted:
+            return 130
+    return int(any(section.notes for section in done.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

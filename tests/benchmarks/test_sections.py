@@ -1,0 +1,159 @@
+"""Each section runs once, tiny; and what it compares does the same work, so that a difference in time is none of it."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import benchmarks
+from benchmarks.__main__ import main
+from benchmarks.contenders.classic_seq2seq import ClassicTranslator, PresentTranslator
+from benchmarks.contenders.loops import Job, Laps, bare_loop, fabric_loop, plain_loop
+from benchmarks.contenders.peers import peer_loops
+from benchmarks.harness.bare_trainer import suppress_output
+from benchmarks.harness.terminal import unread_terminal
+from benchmarks.sections import scaling
+from benchmarks.sections.callbacks_cost import BARE, CALLBACKS, Classifier, fit
+from benchmarks.sections.input_pipeline import our_loader, stock_loader, write_files
+from benchmarks.sections.seq2seq import make_data, tutorial_bleu
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+PROCESSES = ("time_to_accuracy", "start_up", "multi30k", "scaling")
+"""What they measure takes processes of their own."""
+TOGETHER = [name for name in benchmarks.SECTIONS if name not in PROCESSES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [TOGETHER, *([name] for name in PROCESSES)], ids=" ".join)
+def test_a_section_runs_once_tiny(names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.json"
+    args = ["--quick", "--repeats", "1", "--threads", "1", "--json", str(path), "--data-dir", str(tmp_path)]
+    assert main([*names, *args, "--plot", str(tmp_path / "plots")]) == 0
+    printed, written = capsys.readouterr().out, json.loads(path.read_text())
+    assert list(written["sections"]) == names
+    assert all((tmp_path / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in names)
+    for section in written["sections"].values():
+        assert section["title"] in printed
+        assert section["header"]["precision"]
+        assert section["header"]["threads"].startswith("1 of torch")
+        assert section["goals"]
+        for row, figures in section["rows"].items():
+            first = next(iter(figures.values()))
+            assert first["min"] == first["median"] == first["max"] > 0, row
+
+
+IMAGES = torch.randint(256, (64, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 4), nn.BatchNorm1d(4), nn.Linear(4, 10))
+
+
+JOB = Job(small, IMAGES, torch.arange(64) % 10, batch_size=16, steps=6, settling=2, precision="32-true")
+LOOPS: dict[str, Callable[[Job], Laps]] = {"Fabric": fabric_loop, "bare Trainer": bare_loop, **peer_loops()}
+
+
+def trained(loop: Callable[[Job], Laps]) -> torch.Tensor:
+    """The first layer's weights after a loop."""
+    made: list[nn.Module] = []
+
+    def network() -> nn.Module:
+        made.append(small())
+        return made[-1]
+
+    with suppress_output(), unread_terminal():
+        laps = loop(replace(JOB, network=network))
+    assert (len(laps.ends), laps.steps) == (6, 4)
+    return made[0].state_dict()["1.weight"]
+
+
+def test_all_training_loops_learn_the_same() -> None:
+    expected = trained(plain_loop)
+    assert not torch.equal(expected, JOB.build().state_dict()["1.weight"])
+    assert all(torch.equal(trained(loop), expected) for loop in LOOPS.values())
+
+
+def test_trainers_with_callbacks_learn_what_a_bare_one_learns() -> None:
+    initial, learned = Classifier(8).state_dict(), {}
+    with suppress_output():
+        for name in (BARE, "SeedControl", "GradientAccumulation(1)", "SyncBN"):
+            model = Classifier(8)
+            model.load_state_dict(initial)
+            assert fit(model, 4, CALLBACKS[name]) > 0
+            learned[name] = model.state_dict()["network.0.weight"]
+    assert not torch.equal(learned[BARE], initial["network.0.weight"])
+    assert all(torch.equal(weights, learned[BARE]) for weights in learned.values())
+
+
+def test_both_sides_of_the_input_pipeline_yield_the_same_images(tmp_path: Path) -> None:
+    images = torch.randint(256, (300, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    # All images differ by their first pixels, by which they are put in the same order.
+    images[:, 0, 0], images[:, 0, 1] = torch.arange(300) % 256, torch.arange(300) // 256
+    write_files(tmp_path, images, (torch.arange(300) % 10).to(torch.uint8))
+
+    def everything(loader: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        images, labels = (torch.cat(parts) for parts in zip(*loader))
+        order = (images[:, 0, 0, 1] * 1000 + images[:, 0, 0, 0]).argsort()
+        return images[order], labels[order]
+
+    ours, stock = everything(our_loader(tmp_path, augment=False)), everything(stock_loader(tmp_path))
+    torch.testing.assert_close(ours[0], stock[0], rtol=0, atol=1e-5)
+    assert torch.equal(ours[1], stock[1])
+
+
+@pytest.mark.parametrize(("kind", "repeats", "lr"), [(ClassicTranslator, 80, 0.1), (PresentTranslator, 800, 0.01)])
+def test_a_tutorials_network_learns_what_it_is_trained_on(kind: type, repeats: int, lr: float) -> None:
+    torch.manual_seed(0)
+    with suppress_output():
+        data = make_data(None, test_fraction=0.01)
+    pairs, rows = data.encoded_pairs, data.rows["train"][:2]
+    translator = kind(len(data.source_vocabulary), len(data.target_vocabulary), hidden=32)
+    for optimizer in translator.optimizers:
+        # Higher than the tutorial's, for a few steps.
+        optimizer.param_groups[0]["lr"] = lr
+    wanted = [pairs.target[row][1:-1] for row in rows.tolist()]
+    assert translator.translate(pairs, rows) != wanted
+    translator.train_on(pairs, rows.repeat(repeats))
+    assert translator.translate(pairs, rows) == wanted
+
+
+def test_bleu_after_training_is_that_of_the_held_out_part() -> None:
+    with suppress_output():
+        data = make_data(None, test_fraction=0.01)
+
+    class Oracle:
+        """Knows the held-out translations, and nothing before it has been trained."""
+
+        trained = 0
+
+        def train_on(self, pairs: Any, rows: Any) -> None:
+            assert not set(rows.tolist()) & set(data.rows["test"].tolist())
+            self.trained += 1
+
+        def translate(self, pairs: Any, rows: Any) -> list[list[int]]:
+            assert self.trained == 3
+            return [pairs.target[row][1:-1] for row in rows.tolist()]
+
+    assert tutorial_bleu(Oracle(), data, epochs=3, limit=5) == pytest.approx(100)
+
+
+def test_the_scaling_figures_of_a_world_are_formed_within_a_round() -> None:
+    job = partial(scaling.Job, image_size=32, steps=1, rounds=2, threads=1, precision="32-true", cuda=False)
+    forms = scaling.ALONE, scaling.BESIDE, scaling.TOGETHER, scaling.PLAIN_BESIDE, scaling.PLAIN_TOGETHER
+    found = dict(zip(forms, ([1.0, 2.0], [1.5, 3.0], [2.0, 4.0], [2.0, 2.0], [4.0, 2.5]), strict=True))
+    row = scaling.world_row(job(world_size=2, batch_size=4), found)
+    assert [spread and spread.values for spread in row] == [(4.0, 2.0), (50.0, 50.0), (75.0, 75.0), (50.0, 80.0)]
