@@ -123,8 +123,8 @@ def exact_run(
 
 @pytest.mark.parametrize(
     ("network", "options"),
-    [("rnn", {}), ("transformer", SUBWORDS)],
-    ids=["words", "transformer"],
+    [("rnn", {"max_tokens": 60}), ("transformer", SUBWORDS)],
+    ids=["batches of tokens", "transformer"],
 )
 def test_a_run_resumed_in_the_middle_of_an_epoch_ends_with_the_bits_of_one_that_was_not_stopped(
     network, options, tmp_path
@@ -219,18 +219,6 @@ def test_a_bare_checkpoint_translates_typed_sentences(learned):
     assert recipe.translate([]) == []
     assert recipe.translate(["", "tu veux\ncela", " "]) == ["", "you want that", ""]
     assert recipe.training, "translating leaves the mode of the network as it was"
-
-
-def test_many_typed_sentences_come_back_in_their_order_some_at_a_time(learned, monkeypatch):
-    recipe = Seq2SeqTranslator.load_from_checkpoint(learned[1] / "a.ckpt", map_location="cpu", weights_only=True)
-    monkeypatch.setattr("recipes.seq2seq.translator._SENTENCES_AT_ONCE", 3)
-    rows = []
-    recipe.network.encoder.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
-    sentences = ["elle mange du pain noir", "tu veux cela", "", "je vois le chat", "il vois cela"] * 2
-    assert (
-        recipe.translate(sentences) == ["she eat black bread", "you want that", "", "i see the cat", "he see that"] * 2
-    )
-    assert rows == [3, 3, 2]
 
 
 def test_predict_gives_translations_in_order_marks_unknown_words_and_draws_attention_where_asked(learned, tmp_path):
@@ -365,11 +353,6 @@ def test_data_with_other_vocabularies_is_refused(tmp_path):
     recipe = Seq2SeqTranslator(source_vocab_size=99, target_vocab_size=99, **TINY)
     with pytest.raises(UserError, match="the network has 99 source tokens, and the data has"):
         trainer(max_epochs=1).fit(recipe, module)
-
-
-def test_a_translator_without_vocabularies_names_the_ways_to_get_them():
-    with pytest.raises(UserError, match="no vocabularies yet"):
-        Seq2SeqTranslator(**SIZES, **TINY).translate(["bonjour"])
 
 
 def _tested_without_training_files(folder: str) -> dict[str, float]:

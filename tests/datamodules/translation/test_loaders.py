@@ -169,14 +169,6 @@ def test_a_pool_is_a_part_of_the_shuffled_epoch_and_its_updates_are_neighbours_b
         assert updates[-1] == order[whole:]
 
 
-def test_sentences_of_the_same_length_are_grouped_anew_in_each_epoch() -> None:
-    # Without a short unit, whose place would move the others.
-    pairs = PackedPairs(_sentences("source", 2), _sentences("target", 2))
-    loader = SentenceTrainLoader(pairs, torch.arange(96), 6, seed=1, bucket=True)
-    first, second = ({frozenset(batch) for batch in _numbers(loader)} for _ in range(2))
-    assert len(first & second) < len(first) / 2
-
-
 @pytest.mark.parametrize("steps", [2, 1000])
 def test_padding_shares_are_what_counting_finds_in_the_first_steps(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datamodules.translation.loaders._STEPS_FOR_PADDING", steps)

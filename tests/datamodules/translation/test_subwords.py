@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from datamodules.errors import UserError
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import PackedSentences
-from datamodules.translation.subwords import SubwordVocabulary, train_subwords
+from datamodules.translation.subwords import train_subwords
 from datamodules.translation.text import EOS, UNK, normalise
 
 WORDS = {"Der": 9, "Mann,": 5, "Männer": 4, "Mannschaft": 3, "don't": 2, "3.14": 2, "你好世界": 1}
@@ -74,11 +74,6 @@ def test_a_text_with_few_words_has_fewer_subwords() -> None:
     assert 256 < len(train_subwords({"a": 1}, "bpe", 8000)) < 300
     with pytest.raises(UserError, match="vocab_size=40 is below the 2.. tokens for single bytes and the characters"):
         train_subwords(WORDS, "bpe", 40)
-
-
-def test_bytes_that_are_no_model_are_refused() -> None:
-    with pytest.raises(UserError, match="found 3 bytes that are no model"):
-        len(SubwordVocabulary(b"abc"))
 
 
 @given(st.data())

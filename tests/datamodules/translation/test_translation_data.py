@@ -10,23 +10,16 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
 
-from callbacks.gradient_accumulation import GradientAccumulation
 from datamodules.errors import UserError
 from datamodules.translation.bundled_corpus import bundled_pairs
 from datamodules.translation.corpus import hash_sources, split_by_source
 from datamodules.translation.data_module import TranslationDataModule
-from datamodules.translation.loaders import TranslationBatch
 from datamodules.translation.text import SPECIAL_TOKENS, UNK, normalise
-from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET
 
 WORDS = ["un", "deux", "trois", "quatre", "cinq", "six", "sept", "huit"]
 ENGLISH = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
@@ -81,22 +74,6 @@ def test_the_tutorials_figures_come_out_of_the_real_file(shared_data: Path) -> N
     assert sum(len(batch.source) for batch in batches) == 11_445
     assert max(int(batch.source_lengths.max()) for batch in batches) == 10
     assert max(int(batch.target_lengths.max()) for batch in batches) == 11
-
-
-def test_the_whole_real_file_is_read_and_hardly_padded(shared_data: Path) -> None:
-    data = TranslationDataModule(
-        str(shared_data / "eng-fra" / "eng-fra.txt.zip"),
-        max_length=20,
-        batch_size=256,
-        subwords="none",
-        bucket=True,
-    )
-    data.setup("fit")
-    assert (data.info.read, data.info.kept, sum(data.sizes.values())) == (135_842, 134_797, 134_797)
-    loader = data.train_dataloader()
-    assert loader.padding_share < 0.03
-    parts = [set(data.source_sentences(rows)) for rows in data.rows.values()]
-    assert sum(map(len, parts)) == len(set.union(*parts)) == data.info.sources
 
 
 # Reading
@@ -481,84 +458,6 @@ def test_vocabularies_come_from_the_training_part_only(tmp_path: Path) -> None:
     assert sorted(zip(data.source_sentences(batch.numbers), data.target_sentences(batch.numbers))) == sorted(test)
     small = _data(tmp_path, *lines, vocab_size=7)
     assert len(small.source_vocabulary) == len(small.target_vocabulary) == 11
-
-
-# In a Trainer
-
-
-class BagOfTokens(pl.LightningModule):
-    """Learns from means over target tokens; notes which sentences each update saw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.source, self.target = nn.EmbeddingBag(40, 4, mode="sum", padding_idx=0), nn.Linear(4, 40)
-        self.double()
-        self.seen: list[tuple[int, int, list[int]]] = []
-
-    def training_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
-        assert batch.numbers is not None
-        self.seen.append((self.current_epoch, self.global_step, batch.numbers.tolist()))
-        logits = self.target(self.source(batch.source)).unsqueeze(1).expand(-1, batch.target.shape[1], -1)
-        losses = nn.functional.cross_entropy(logits.flatten(0, 1), batch.target.flatten(), reduction="none")
-        kept = batch.target.flatten().ne(0)
-        return {"loss": (losses * kept).sum() / kept.sum().clamp(min=1), "count": int(kept.sum())}
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.5)
-
-
-def _train(
-    file: str, world_size: int, micro_batches: int, batch_size: int, max_tokens: int | None, **trainer: Any
-) -> tuple[list[tuple[int, int, list[int]]], Tensor]:
-    data = TranslationDataModule(file, batch_size=batch_size, max_tokens=max_tokens, val_fraction=0, subwords="none")
-    model = BagOfTokens()
-    ckpt_path = trainer.pop("ckpt_path", None)
-    callbacks = [GradientAccumulation(micro_batches), *trainer.pop("callbacks", [])]
-    strategy = "ddp" if world_size > 1 else "auto"
-    options = {**QUIET, "enable_checkpointing": "default_root_dir" in trainer, "max_epochs": 2, **trainer}
-    trained = pl.Trainer(devices=world_size, strategy=strategy, callbacks=callbacks, **options)
-    trained.fit(model, data, ckpt_path=ckpt_path)
-    return model.seen, torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def _per_update(seen: list[list[tuple[int, int, list[int]]]]) -> dict[tuple[int, int], list[int]]:
-    updates: dict[tuple[int, int], list[int]] = {}
-    for epoch, update, numbers in sum(seen, []):
-        updates.setdefault((epoch, update), []).extend(numbers)
-    return {place: sorted(numbers) for place, numbers in updates.items()}
-
-
-@pytest.mark.parametrize("max_tokens", [None, 40])
-def test_any_split_sees_the_same_sentences_per_update_and_ends_with_the_same_weights(
-    tmp_path: Path, max_tokens: int | None
-) -> None:
-    file = _file(tmp_path, *_lines())
-    # Batches of tokens are what is dealt out, so their size stays and only their number is shared.
-    splits = [(1, 1, 12), (1, 4, 3), (2, 2, 3)] if max_tokens is None else [(1, 4, 3), (2, 2, 3)]
-    found = []
-    for world_size, micro_batches, batch_size in splits:
-        ranks = run_ranks(_train, world_size, file, world_size, micro_batches, batch_size, max_tokens)
-        found.append((_per_update([seen for seen, _ in ranks]), ranks[0][1]))
-    (updates, weights), *others = found
-    assert len({str(numbers) for numbers in updates.values()}) == len(updates) > 6
-    for other_updates, other_weights in others:
-        assert other_updates == updates
-        assert torch.allclose(other_weights, weights, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("max_tokens", [None, 40])
-def test_a_run_resumed_in_mid_epoch_is_exact(tmp_path: Path, max_tokens: int | None) -> None:
-    file = _file(tmp_path, *_lines())
-    whole, weights = _train(file, 1, 2, 5, max_tokens)
-    saving = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=3, save_top_k=-1)
-    first, _ = _train(file, 1, 2, 5, max_tokens, max_steps=3, default_root_dir=str(tmp_path), callbacks=[saving])
-    (path,) = (tmp_path / "ckpt").glob("*step=3.ckpt")
-    state = torch.load(path, weights_only=True)
-    assert state["TranslationDataModule"]["source_tokens"][:4] == list(SPECIAL_TOKENS)
-    second, resumed = _train(file, 1, 2, 5, max_tokens, ckpt_path=str(path))
-    assert first + second == whole
-    assert torch.equal(resumed, weights)
 
 
 # Predicting with what the checkpoint knows
