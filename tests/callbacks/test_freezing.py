@@ -4,9 +4,7 @@ Every run here is hostile to freezing: momentum, weight decay, dropout, validati
 `training_step` that calls ``self.train()``.
 """
 
-import copy
 import logging
-import pickle
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +22,7 @@ from typing_extensions import override
 
 from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lib.freezing import frozen_objects, keep_in_eval
+from callbacks.lib.freezing import frozen_objects
 from callbacks.lib.layers import find_name, names_before
 from callbacks.rank_consistency import RankConsistency
 from callbacks.sync_bn import SyncBN
@@ -141,40 +139,12 @@ def test_frozen_layers_keep_every_bit_over_two_epochs(precision: str) -> None:
     assert changed(before, model) == {"layer2", "fc"}
 
 
-@pytest.mark.parametrize("name", ["AdamW", "RMSprop", "Rprop", "Muon"])
-def test_no_optimiser_moves_frozen_layers(name: str) -> None:
-    optimizer = getattr(torch.optim, name)
-    settings = {} if name == "Rprop" else {"weight_decay": 0.1}
-    network: nn.Module = Network()
-    if name == "Muon":  # matrices only
-        network = nn.Sequential(nn.Flatten(), *(nn.Linear(25, 25, bias=False) for _ in range(2)))
-    model = Rude(network, optimizer, lr=0.01, **settings)
-    if name == "Muon":
-        model.make_optimizer = lambda: optimizer(network.parameters(), lr=0.01, **settings)
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Rprop])
+def test_no_optimiser_moves_frozen_layers(optimizer: Any) -> None:
+    model = Rude(Network(), optimizer, lr=0.01)
     before = bits(model)
-    fit(model, FreezeLayers(until="2" if name == "Muon" else "layer2"))
-    assert changed(before, model) == ({"2"} if name == "Muon" else {"layer2", "fc"})
-
-
-def test_momentum_of_an_earlier_fit_does_not_move_what_is_frozen_now() -> None:
-    model = Rude()
-    optimizer = model.configure_optimizers()
-    model.make_optimizer = lambda: optimizer
-    fit(model)
-    assert all("momentum_buffer" in optimizer.state[p] for p in model.network.stem.parameters())
-    before = bits(model)
-    fit(model, FreezeLayers(until="layer1"))
-    assert changed(before, model) == {"layer1", "layer2", "fc"}
-    assert all(p.grad is None for p in model.network.stem.parameters())
-
-
-def test_without_the_callback_frozen_parameters_do_not_keep_running_statistics() -> None:
-    """What requires_grad=False alone does."""
-    model = Rude()
-    model.network.stem.requires_grad_(False)
-    before = bits(model)
-    fit(model)
-    assert "stem" in changed(before, model)
+    fit(model, FreezeLayers(until="layer2"))
+    assert changed(before, model) == {"layer2", "fc"}
 
 
 class Watch(Callback):
@@ -303,14 +273,6 @@ def test_wrapping_again_keeps_the_statistics_and_the_settings_of_ddp_in_either_o
     assert orders[0][0][2] == orders[1][0][2]
 
 
-class FilteringOptimiser(Rude):
-    """Gives its optimiser what trains at the time."""
-
-    @override
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
-
-
 class HeadOnly(Rude):
     @override
     def configure_optimizers(self) -> Any:
@@ -327,9 +289,8 @@ class Groups(Callback):
         self.seen.append([(group.get("name"), [id(p) for p in group["params"]]) for group in groups])
 
 
-@pytest.mark.parametrize("kind", [Rude, FilteringOptimiser])
-def test_the_optimiser_holds_all_parameters_in_the_same_groups_from_the_first_step(kind: type[Rude]) -> None:
-    groups, model = Groups(), kind()
+def test_the_optimiser_holds_all_parameters_in_the_same_groups_from_the_first_step() -> None:
+    groups, model = Groups(), Rude()
     fit(model, FreezeLayers("layer2", unfreeze={"layer1": "3 steps"}), groups)
     assert all(seen == groups.seen[0] for seen in groups.seen)
     assert {p for _, parameters in groups.seen[0] for p in parameters} == {id(p) for p in model.parameters()}
@@ -371,18 +332,6 @@ def test_everything_is_as_before_after_a_fit_and_after_an_exception_in_it(fails:
     assert bits(model.network.layer2[0]) == frozen, "what its owner froze never trains"
 
 
-def test_copies_and_pickles_of_a_frozen_network_work_and_its_state_has_no_new_names() -> None:
-    network = Network()
-    names = list(network.state_dict())
-    network.stem.register_forward_pre_hook(keep_in_eval)
-    for twin in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
-        twin.train()
-        twin(TRAIN[0][:2].float())
-        assert not twin.stem.training
-        assert twin.layer1.training
-        assert list(twin.state_dict()) == names
-
-
 class Traced(Rude):
     """Notes which stages' outputs a backward pass would go through."""
 
@@ -402,15 +351,6 @@ def test_a_frozen_trunk_costs_no_backward_pass() -> None:
     model = Traced()
     fit(model, FreezeLayers("layer2"))
     assert model.recorded == [False, False, True]
-
-
-def test_bn_statistics_of_trained_layers_can_stay_while_their_weights_train() -> None:
-    model = Rude()
-    before = bits(model)
-    fit(model, FreezeLayers("layer1", train_bn=False))
-    after = bits(model)
-    kept = {name for name in before if before[name] == after[name]}
-    assert kept == {n for n in before if ".stem." in n or "running" in n or "num_batches" in n}
 
 
 def test_patterns_freeze_modules_and_single_parameters_by_any_end_of_their_names() -> None:

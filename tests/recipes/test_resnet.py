@@ -17,7 +17,7 @@ from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from datamodules.images.data_module import ImageFolderDataModule
 from recipes.resnet.feature_cache import what_moves
-from recipes.resnet.network import ARCHITECTURES, build_network, build_resnet
+from recipes.resnet.network import build_network, build_resnet
 from recipes.resnet.recipe import ResNetFineTuner
 from recipes.weights import load_weights, read_weights
 from tests.support.command_lines import Typed, type_line
@@ -100,9 +100,7 @@ def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 
 # He et al., 2016, table 6, in millions; exactly, as `akamaster/pytorch_resnet_cifar10` counts them.
-@pytest.mark.parametrize(
-    ("depth", "parameters"), [(20, 269722), (32, 464154), (44, 658586), (56, 853018), (110, 1727962)]
-)
+@pytest.mark.parametrize(("depth", "parameters"), [(20, 269722), (110, 1727962)])
 def test_resnets_for_small_images_have_the_papers_number_of_parameters(depth, parameters):
     network = build_network(f"resnet{depth}", num_classes=10)
     assert sum(parameter.numel() for parameter in network.parameters()) == parameters
@@ -180,12 +178,6 @@ def test_cifarnet_begins_with_uncorrelated_filters_identities_and_small_logits()
     inputs = torch.randn(2, 24, 16, 16)
     assert torch.equal(network.layer1.conv1(inputs)[:, :24], inputs)
     assert network(images).abs().max() < 1
-
-
-def test_every_resnet_of_torchvision_is_offered_and_another_name_is_refused():
-    assert {"resnet18", "resnet152", "resnext50_32x4d", "wide_resnet50_2"} <= set(ARCHITECTURES)
-    with pytest.raises(UserError, match=r"resnet19.*mean.*resnet1"):
-        ResNetFineTuner(arch="resnet19", num_classes=2)
 
 
 def test_freezing_and_rates_follow_from_the_weights():
@@ -450,11 +442,3 @@ def test_a_run_that_ends_before_its_first_update_leaves_no_folder(stripes, tmp_p
     done = type_in(tmp_path, "--data-dir", "photos", "--weights", "none", "--arch", "resnet20", "--image-size", "64")
     assert (done.status, list((tmp_path / "runs" / "resnet").iterdir())) == (2, [])
     assert "photos/train/down/zz.jpg cannot be read as an image: its content is not an image" in done.err
-
-
-@pytest.mark.slow
-def test_real_photographs_end_to_end(shared_data, tmp_path):
-    args = ["--data-dir", str(shared_data / "hymenoptera"), "--weights", "none", "--image-size", "64"]
-    status, out, err = type_in(tmp_path, *args, "--max-epochs", "2", "--name", "bees")
-    assert status == 0, err
-    assert "ants" in (tmp_path / "runs" / "resnet" / "bees" / "config.yaml").read_text() or "val accuracy" in out

@@ -167,7 +167,7 @@ def _images(names: Sequence[str], dropout: float = 0.2, others: Sequence[pl.Call
 
 def _mnist() -> Any:
     data = MNISTDataModule("digits", batch_size=32, eval_batch_size=32)
-    return MNISTClassifier(network="classic", fused=True, tta="crops"), data, []
+    return MNISTClassifier(network="classic", tta="crops"), data, []
 
 
 def _resnet() -> Any:
