@@ -238,8 +238,8 @@ class Run:
         environment = os.environ | {"FAULT": json.dumps(fault), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         commands = [self.command(*more)]
         if self.manual_launch:
-            nodes = ("--num-nodes", str(self.world_size), "--master-addr", "127.0.0.1")
-            nodes += ("--master-port", str(free_port()))
+            nodes = ["--num-nodes", str(self.world_size), "--master-addr", "127.0.0.1"]
+            nodes += ["--master-port", str(free_port())]
             commands = [self.command(*nodes, "--node-rank", str(n), *more) for n in range(self.world_size)]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return [
@@ -287,7 +287,7 @@ def undisturbed(run: Run) -> str:
 
 def run_case(case: FaultCase, run: Run, reference: str) -> list[str]:
     """Bring a fault about, type the command again, and compare; what differs from the expectation."""
-    ended, wrong = run.finish(run.start(case.fault, case.more)), []
+    ended, wrong = run.finish(run.start(case.fault, case.more)), list[str]()
     if not (run.folder / "injected").exists():
         wrong.append("the fault did not happen")
     if ended.status != case.status:

@@ -105,7 +105,7 @@ def translator(quick: bool) -> Workload:
     data = TranslationDataModule(batch_size=count)
     data.setup("fit")
     batch = next(iter(data.train_dataloader()))
-    settings = Seq2SeqTranslator.settings_from_data(data) | {"hidden_size": hidden, "embedding_size": hidden}
+    settings = Seq2SeqTranslator.settings_from_data(data) | {"hidden_size": hidden}
     tokens = int(batch.target_lengths.sum()) - len(batch.target)
 
     def move(batch: TranslationBatch, device: torch.device) -> Any:
@@ -190,7 +190,8 @@ def measure(workload: Workload, device: torch.device, steps: int, repeats: int, 
             peaks[name] = torch.cuda.max_memory_allocated(device) / 2**30
         return found
 
-    contenders, notes = {}, []
+    contenders: dict[str, Callable[[], float]] = {}
+    notes: list[str] = []
     for suffix in ("", COMPILED) if compiled else ("",):
         for name, seconds in ((PLAIN, plain_seconds), (RECIPE, recipe_seconds)):
             run = partial(contender, seconds, name + suffix, bool(suffix))

@@ -188,7 +188,7 @@ def run_world(job: Job) -> Found:
         UserError: a process failed; the others are ended.
     """
     context: Any = get_context("spawn" if job.cuda else "forkserver")
-    port, pipes, processes = free_port(), [], []
+    port, pipes, processes = free_port(), list[Connection](), list[Any]()
     try:
         for rank in range(job.world_size):
             receiver, sender = context.Pipe(duplex=False)
@@ -206,7 +206,8 @@ def run_world(job: Job) -> Found:
     for answer in answers:
         if isinstance(answer, Exception):
             raise answer
-    return answers[0]
+    found: Found = answers[0]
+    return found
 
 
 def world_row(job: Job, found: Found) -> list[Spread | None]:

@@ -22,8 +22,7 @@ from typing_extensions import override
 
 from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lib.freezing import frozen_objects
-from callbacks.lib.layers import find_name, names_before
+from callbacks.lib.layers import find_name
 from callbacks.rank_consistency import RankConsistency
 from callbacks.sync_bn import SyncBN
 from datamodules.errors import UserError
@@ -139,12 +138,19 @@ def test_frozen_layers_keep_every_bit_over_two_epochs(precision: str) -> None:
     assert changed(before, model) == {"layer2", "fc"}
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Rprop])
-def test_no_optimiser_moves_frozen_layers(optimizer: Any) -> None:
-    model = Rude(Network(), optimizer, lr=0.01)
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop", "Rprop", "Muon"])
+def test_no_optimiser_moves_frozen_layers(name: str) -> None:
+    optimizer = getattr(torch.optim, name)
+    settings = {} if name == "Rprop" else {"weight_decay": 0.1}
+    network: nn.Module = Network()
+    if name == "Muon":  # matrices only
+        network = nn.Sequential(nn.Flatten(), *(nn.Linear(25, 25, bias=False) for _ in range(2)))
+    model = Rude(network, optimizer, lr=0.01, **settings)
+    if name == "Muon":
+        model.make_optimizer = lambda: optimizer(network.parameters(), lr=0.01, **settings)
     before = bits(model)
-    fit(model, FreezeLayers(until="layer2"))
-    assert changed(before, model) == {"layer2", "fc"}
+    fit(model, FreezeLayers(until="2" if name == "Muon" else "layer2"))
+    assert changed(before, model) == ({"2"} if name == "Muon" else {"layer2", "fc"})
 
 
 class Watch(Callback):
@@ -273,6 +279,14 @@ def test_wrapping_again_keeps_the_statistics_and_the_settings_of_ddp_in_either_o
     assert orders[0][0][2] == orders[1][0][2]
 
 
+class FilteringOptimiser(Rude):
+    """Gives its optimiser what trains at the time."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
 class HeadOnly(Rude):
     @override
     def configure_optimizers(self) -> Any:
@@ -289,8 +303,9 @@ class Groups(Callback):
         self.seen.append([(group.get("name"), [id(p) for p in group["params"]]) for group in groups])
 
 
-def test_the_optimiser_holds_all_parameters_in_the_same_groups_from_the_first_step() -> None:
-    groups, model = Groups(), Rude()
+@pytest.mark.parametrize("kind", [Rude, FilteringOptimiser])
+def test_the_optimiser_holds_all_parameters_in_the_same_groups_from_the_first_step(kind: type[Rude]) -> None:
+    groups, model = Groups(), kind()
     fit(model, FreezeLayers("layer2", unfreeze={"layer1": "3 steps"}), groups)
     assert all(seen == groups.seen[0] for seen in groups.seen)
     assert {p for _, parameters in groups.seen[0] for p in parameters} == {id(p) for p in model.parameters()}
@@ -332,25 +347,13 @@ def test_everything_is_as_before_after_a_fit_and_after_an_exception_in_it(fails:
     assert bits(model.network.layer2[0]) == frozen, "what its owner froze never trains"
 
 
-class Traced(Rude):
-    """Notes which stages' outputs a backward pass would go through."""
-
-    @override
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x: Any = batch[0]
-        network: Any = self.network
-        self.train()
-        self.recorded = []
-        for stage in (network.stem, network.layer1, network.layer2):
-            x = stage(x)
-            self.recorded.append(x.requires_grad)
-        return F.cross_entropy(network.fc(x.flatten(1)), batch[1])
-
-
-def test_a_frozen_trunk_costs_no_backward_pass() -> None:
-    model = Traced()
-    fit(model, FreezeLayers("layer2"))
-    assert model.recorded == [False, False, True]
+def test_bn_statistics_of_trained_layers_can_stay_while_their_weights_train() -> None:
+    model = Rude()
+    before = bits(model)
+    fit(model, FreezeLayers("layer1", train_bn=False))
+    after = bits(model)
+    kept = {name for name in before if before[name] == after[name]}
+    assert kept == {n for n in before if ".stem." in n or "running" in n or "num_batches" in n}
 
 
 def test_patterns_freeze_modules_and_single_parameters_by_any_end_of_their_names() -> None:
@@ -407,24 +410,6 @@ def test_names_that_are_unknown_or_ambiguous_are_refused_with_a_suggestion() -> 
         fit(Rude(), FreezeLayers(patterns=["layer9*"]))
     names = ["trunk.conv1", "trunk.block.conv1"]
     assert find_name("conv1", names, "until") == "trunk.conv1"
-
-
-def test_what_lies_before_a_layer_is_what_named_parameters_yields_before_it() -> None:
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.body, self.last = nn.Linear(1, 1), Network(), nn.Linear(1, 1)
-            self.scale = nn.Parameter(torch.ones(()))
-
-    whole = Whole()
-    order = [name for name, _ in whole.named_parameters()]
-    first = order.index("body.layer2.0.weight")
-    before = names_before(whole, "body.layer2")
-    assert set(order) & before == set(order[:first])
-    modules, parameters = frozen_objects(whole, before, ())
-    assert parameters == {p for name, p in whole.named_parameters() if name in order[:first]}
-    assert whole.first in modules
-    assert whole.body not in modules
 
 
 class Unwrapped(DDPStrategy):
