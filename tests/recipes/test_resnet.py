@@ -198,12 +198,12 @@ def test_groups_hold_every_parameter_once_with_the_rate_of_their_layer():
 
 
 def test_features_stay_only_where_batchnorm_before_the_head_is_in_evaluation_too():
-    network = build_resnet("resnet18", num_classes=2)
+    network = build_resnet("resnet18", num_classes=2).eval()
     for layer in list(network.children())[:-1]:
         layer.requires_grad_(False)
+    network.bn1.train()
     assert what_moves(network, "fc") == "bn1"  # Its statistics would move.
-    for layer in list(network.children())[:-1]:
-        layer.eval()
+    network.bn1.eval()
     assert what_moves(network, "fc") == ""
     network.layer4.requires_grad_(True)
     assert what_moves(network, "fc") == "layer4.0.conv1"
@@ -300,7 +300,7 @@ def test_where_layers_before_the_head_train_images_are_read_and_that_is_said(str
     inputs = Inputs()
     fit(str(stripes), str(pretrained), freeze_until="layer4", cache_features=True, max_epochs=1, callbacks=[inputs])
     assert not any(inputs.cached)
-    assert "features are not cached, because layer4.0.conv1 trains before fc" in caplog.text
+    assert "features are not cached, because layer4 trains before fc" in caplog.text
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
@@ -339,18 +339,12 @@ def trained(stripes, pretrained, tmp_path_factory) -> tuple[Path, str, str]:
     return folder, out, err
 
 
-def test_a_run_reports_which_weights_fit_and_which_groups_train(trained):
+def test_a_run_reports_which_weights_fit(trained):
     _, out, err = trained
     line = next(line for line in err.splitlines() if "loaded" in line)
     assert "fc.weight" in line
     assert "2 skipped" in line
     assert "2 new" in line
-    frozen, *others = err.partition("trainable")[2].splitlines()[1:4]
-    assert frozen.startswith("stem to layer3")
-    assert frozen.split()[4] == "0"
-    rows = {line.split()[0]: line.split()[1:] for line in others}
-    assert rows["layer4"][0] == rows["layer4"][1]
-    assert rows["fc"][2] == "0.03"
     assert "val accuracy" in out
 
 
