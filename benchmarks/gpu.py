@@ -105,7 +105,7 @@ def translator(quick: bool) -> Workload:
     data = TranslationDataModule(batch_size=count)
     data.setup("fit")
     batch = next(iter(data.train_dataloader()))
-    settings = Seq2SeqTranslator.settings_from_data(data) | {"hidden_size": hidden, "embedding_size": hidden}
+    settings = Seq2SeqTranslator.settings_from_data(data) | {"hidden_size": hidden}
     tokens = int(batch.target_lengths.sum()) - len(batch.target)
 
     def move(batch: TranslationBatch, device: torch.device) -> Any:

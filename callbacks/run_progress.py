@@ -108,8 +108,8 @@ class RunProgress(ProgressBar):
 
     def _on_evaluation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         self._evaluated += 1
-        if self._is_due():
-            self._write(f"{trainer.state.stage}: batch {self._evaluated}")
+        if self._is_due() and trainer.state.stage is not None:
+            self._write(f"{trainer.state.stage.value}: batch {self._evaluated}")
 
     def _on_evaluation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validated, self._evaluated = True, 0

@@ -128,17 +128,6 @@ class DataContract(Protocol):
         """
         return None
 
-    def largest_batch(self, part: str, batch_size: int) -> Any:
-        """A batch of that many samples, repeated where there are fewer, that takes as much memory as any may take.
-
-        Args:
-            part: "train" or "val", which has been set up.
-
-        Returns:
-            None where all batches of a size are alike.
-        """
-        return None
-
     def take_samples(self, samples: Any) -> None:
         """Take samples in memory in place of files, before `setup`: those that `recipes.fit` is given.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 __all__ = ["Message", "find_messages", "messages_page"]
 
 ROOT = Path(__file__).parents[1]
-ERRORS = ("UserError", "RunFailedError", "DownloadError", "UnreadableImage", "_Damaged")
+ERRORS = ("UserError", "RunFailedError", "DownloadError", "UnreadableImage")
 PACKAGES = ("recipes", "callbacks", "datamodules")
 _TOPICS = {
     "recipes/cli": "The command line",

@@ -67,7 +67,7 @@ def _has_own_transfers(owner: pl.LightningModule | pl.LightningDataModule | None
     if owner is None:
         return False
     packages = {getattr(type(owner), name).__module__.partition(".")[0] for name in _TRANSFERS}
-    return not packages <= {"lightning", "datamodules"} or not vars(owner).keys().isdisjoint(_TRANSFERS)
+    return not packages <= {"lightning", "datamodules"}
 
 
 class ClassifierParameters(RecipeParameters):

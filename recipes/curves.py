@@ -7,13 +7,10 @@ from collections.abc import Sequence
 __all__ = [
     "constant",
     "cosine",
-    "exponential",
     "inverse_sqrt",
     "linear",
     "multistep",
     "one_cycle",
-    "polynomial",
-    "wsd",
 ]
 
 
@@ -59,26 +56,6 @@ def cosine(progress: float) -> float:
     return (1 + math.cos(math.pi * progress)) / 2
 
 
-def polynomial(progress: float, power: float = 0.9) -> float:
-    """A power of the share of the run that is left; 0.9 is that of DeepLab (Chen et al., 2018).
-
-    Example:
-        >>> [polynomial(progress, power=2) for progress in (0, 0.5, 1)]
-        [1.0, 0.25, 0.0]
-    """
-    return float((1 - progress) ** power)
-
-
-def exponential(time: float, gamma: float = 0.01) -> float:
-    """`gamma` to the power of the time, in epochs or in shares of the run.
-
-    Example:
-        >>> [round(exponential(epochs, gamma=0.9), 3) for epochs in (0, 0.5, 1, 2)]
-        [1.0, 0.949, 0.9, 0.81]
-    """
-    return float(gamma**time)
-
-
 def multistep(update: float, milestones: Sequence[float], gamma: float = 0.1) -> float:
     """A factor of `gamma` from each milestone on.
 
@@ -99,15 +76,3 @@ def inverse_sqrt(update: float, start: float) -> float:
         [1.0, 1.0, 0.5, 0.1]
     """
     return 1.0 if update <= start else math.sqrt(start / update)
-
-
-def wsd(progress: float, start: float = 0.8) -> float:
-    """1 up to the share `start` of the run, then down to 0: "warm-up, stable, decay" (Hu et al., 2024).
-
-    The decay is 1 less the square root of its progress, over the last fifth (Hägele et al., 2024).
-
-    Example:
-        >>> [round(wsd(progress), 3) for progress in (0, 0.8, 0.85, 0.95, 1)]
-        [1.0, 1.0, 0.5, 0.134, 0.0]
-    """
-    return 1.0 if progress <= start else 1 - math.sqrt((progress - start) / (1 - start))

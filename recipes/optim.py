@@ -73,7 +73,7 @@ def _why_not(cls: type[Optimizer]) -> str | None:
     if callable(getattr(cls, "train", None)) and callable(getattr(cls, "eval", None)):
         return (
             "it trains other weights than it is to be scored and saved with, and moving between them rounds, so that no"
-            ' resumed run would be exact; pass schedule="wsd", or `ema` with another optimizer'
+            " resumed run would be exact; pass `ema` with another optimizer"
         )
     if not _accepts(cls, "lr"):
         return "it has no parameter lr, which schedules and the warm-up multiply"

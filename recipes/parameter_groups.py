@@ -8,19 +8,16 @@ from torch import nn
 __all__ = ["layer_groups", "parameter_groups"]
 
 
-def parameter_groups(
-    module: nn.Module | Sequence[nn.Module], weight_decay: float, decay_all: bool = False
-) -> list[dict[str, Any]]:
+def parameter_groups(module: nn.Module | Sequence[nn.Module], weight_decay: float) -> list[dict[str, Any]]:
     """Two named groups: "decay" for weights, "no_decay" for the parameters of norms and for biases.
 
-    Norms and biases are the parameters of at most one dimension; with `decay_all` they are decayed, too. Frozen
-    parameters are in the groups as well, so that the groups stay the same for the whole run. A group without parameters
-    is left out.
+    Norms and biases are the parameters of at most one dimension. Frozen parameters are in the groups as well, so that
+    the groups stay the same for the whole run. A group without parameters is left out.
     """
     modules = [module] if isinstance(module, nn.Module) else module
     parameters = list(dict.fromkeys(p for part in modules for p in part.parameters()))
-    decayed = [p for p in parameters if p.ndim > 1 or decay_all]
-    exempt = [p for p in parameters if p.ndim <= 1 and not decay_all]
+    decayed = [p for p in parameters if p.ndim > 1]
+    exempt = [p for p in parameters if p.ndim <= 1]
     groups = [
         {"name": "decay", "params": decayed, "weight_decay": weight_decay},
         {"name": "no_decay", "params": exempt, "weight_decay": 0.0},
@@ -34,7 +31,6 @@ def layer_groups(
     lr: float,
     layer_lr_decay: float = 1.0,
     head_lr_factor: float = 1.0,
-    decay_all: bool = False,
 ) -> list[dict[str, Any]]:
     """Groups per layer with learning rates of their own (Howard and Ruder, 2018), named "layer4.decay" and so on.
 
@@ -52,6 +48,6 @@ def layer_groups(
     groups = []
     for depth, (name, modules) in enumerate(reversed(layers)):
         rate = lr * head_lr_factor if depth == 0 else lr * layer_lr_decay ** (depth - 1)
-        part = parameter_groups(modules, weight_decay, decay_all)
+        part = parameter_groups(modules, weight_decay)
         groups.append([group | {"name": f"{name}.{group['name']}", "lr": rate} for group in part])
     return [group for part in reversed(groups) for group in part]

@@ -24,7 +24,7 @@ from callbacks.train_loss import TrainLoss
 from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError
 from datamodules.loading.normalise import Normalise
-from datamodules.ranges import RATE, SHARE, Range, check_ranges
+from datamodules.ranges import RATE, Range, check_ranges
 from recipes.compilation import CompileMode, check_compile_mode, check_compiler, compile_network, restore_network
 from recipes.graphs import Graph, network_graph
 from recipes.optim import build_optimizer, check_optimizer, default_rate, is_lbfgs
@@ -114,19 +114,11 @@ class RecipeParameters(AttributeDict):
     weight_decay: float
     momentum: float
     schedule: ScheduleName
-    milestones: int | str | None
-    gamma: float | None
-    power: float | None
-    min_lr: float | None
-    plateau_patience: int | None
-    decay_all: bool
+    schedule_args: dict[str, Any] | None
     optimizer_args: dict[str, Any] | None
-    fused: bool | None
     channels_last: bool
     compile: bool | CompileMode
     weights: str | None
-    weights_min_share: float
-    weights_only: str | Sequence[str] | None
     weights_skip: str | Sequence[str] | None
 
 
@@ -141,28 +133,18 @@ class Recipe(pl.LightningModule):
         optimizer: an optimiser of torch.optim, such as sgd, adamw or lbfgs, or any class by its import path, such as
             lion_pytorch.Lion.
         lr: peak learning rate; by default 0.001, and 1 for lbfgs.
-        weight_decay: weight decay of weights; the parameters of norms and biases are exempt, see decay_all.
+        weight_decay: weight decay of weights; the parameters of norms and biases are exempt.
         momentum: momentum, if the optimiser has it.
         schedule: shape of the learning rate over the run; the warm-up is a factor on top. Without an end of the run,
-            those that lead to it stay at the peak: one_cycle, linear, cosine, polynomial, wsd.
-        milestones: when multistep multiplies the rate by gamma, as in "60 epochs, 120 epochs, 80%"; by default at 50%
-            and 75%. When wsd begins to fall, by default at 80%, and inverse_sqrt, by default at the end of the warm-up,
-            or after 10,000 steps.
-        gamma: factor of multistep and plateau, by default 0.1, or that of exponential for an epoch; by default
-            exponential falls to 0.01 by the end.
-        power: exponent of polynomial, by default 0.9.
-        min_lr: learning rate at which the schedule ends or stops to fall; parameter groups with another rate have the
-            same share of theirs.
-        plateau_patience: validations without a better score that plateau waits for before it lowers the rate, by
-            default 2.
-        decay_all: apply the weight decay to norms and biases, too.
+            those that lead to it stay at the peak: one_cycle, linear, cosine.
+        schedule_args: further arguments of the schedule, as in '{milestones: "60 epochs, 80%", gamma: 0.2}': milestones
+            of multistep, by default at 50% and 75%, and of inverse_sqrt, by default the end of the warm-up or 10,000
+            steps; gamma of multistep and plateau, by default 0.1; patience of plateau in validations, by default 2;
+            min_lr, the rate at which a schedule ends or stops to fall.
         optimizer_args: further arguments of the optimiser, as in '{betas: [0.9, 0.95]}'.
-        fused: one kernel for the whole update; by default where the device has it.
         channels_last: the memory layout of convolutions in which bf16 kernels are fast.
         compile: train with torch.compile, of the network only; or one of its modes, such as max-autotune.
         weights: file of weights to begin with (.pt, .pth, .ckpt, .safetensors), or none.
-        weights_min_share: refuse weights of which less than this share of the tensors fits.
-        weights_only: load layers by name only, as in "encoder.*" or '["encoder.*", "embedding"]'.
         weights_skip: layers by name that keep their initial weights, as in "fc.*".
     """
 
@@ -182,7 +164,7 @@ class Recipe(pl.LightningModule):
     base_batch_size = 256
     """The global batch size to which the default learning rate refers."""
 
-    free_parameters: ClassVar[frozenset[str]] = frozenset({"fused", "channels_last", "compile"})
+    free_parameters: ClassVar[frozenset[str]] = frozenset({"channels_last", "compile"})
     """Parameters of the constructor that do not make the experiment: a run may be resumed with other values.
 
     A subclass joins its own, as in ``free_parameters = Recipe.free_parameters | {"top_k"}``.
@@ -196,9 +178,8 @@ class Recipe(pl.LightningModule):
 
     rare_parameters: ClassVar[frozenset[str]] = frozenset(
         {
-            *("momentum", "optimizer_args", "decay_all", "fused", "channels_last", "compile"),
-            *("gamma", "power", "min_lr", "plateau_patience"),
-            *("weights_min_share", "weights_only", "weights_skip"),
+            *("momentum", "optimizer_args", "schedule_args", "channels_last", "compile"),
+            "weights_skip",
         }
     )
     """Parameters of the constructor whose flags ``--help-all`` shows, and ``--help`` does not.
@@ -233,19 +214,11 @@ class Recipe(pl.LightningModule):
         weight_decay: float = 0.01,
         momentum: float = 0.9,
         schedule: ScheduleName = "one_cycle",
-        milestones: int | str | None = None,
-        gamma: float | None = None,
-        power: float | None = None,
-        min_lr: float | None = None,
-        plateau_patience: int | None = None,
-        decay_all: bool = False,
+        schedule_args: dict[str, Any] | None = None,
         optimizer_args: dict[str, Any] | None = None,
-        fused: bool | None = None,
         channels_last: bool = True,
         compile: bool | CompileMode = False,
         weights: str | None = None,
-        weights_min_share: float = 0.5,
-        weights_only: str | Sequence[str] | None = None,
         weights_skip: str | Sequence[str] | None = None,
     ) -> None:
         super().__init__()
@@ -255,11 +228,10 @@ class Recipe(pl.LightningModule):
             lr=(lr, RATE),
             weight_decay=(weight_decay, Range(0, 10**6)),
             momentum=(momentum, Range(0, 1, below=True)),
-            weights_min_share=(weights_min_share, SHARE),
         )
         check_compile_mode(compile)
         check_optimizer(optimizer, optimizer_args or {})
-        ScheduleSettings(schedule, lr, milestones, gamma, power, min_lr, plateau_patience)
+        ScheduleSettings(schedule, lr, schedule_args or {})
         self.save_hyperparameters()
         self.hparams.update({"lr": lr})  # A subclass passes its argument on as it was.
         self.network = self.build_network()
@@ -272,7 +244,7 @@ class Recipe(pl.LightningModule):
     @property
     def lr_schedule(self) -> ScheduleSettings:
         """The schedule with its parameters: those in ``hparams``, whose ``lr`` may have been found before the run."""
-        return ScheduleSettings(**{name: self.hparams[name] for name in ScheduleSettings.__dataclass_fields__})
+        return ScheduleSettings(self.hparams.schedule, self.hparams.lr, self.hparams.schedule_args or {})
 
     @classmethod
     def titles(cls) -> list[str]:
@@ -529,8 +501,11 @@ class Recipe(pl.LightningModule):
         """
         return read_weights(weights), weights
 
-    def load_weights(self) -> WeightsReport | None:
+    def load_weights(self, min_share: float = 0.5) -> WeightsReport | None:
         """Load what ``weights`` names into the network, and log which tensors were loaded; None where it names nothing.
+
+        Args:
+            min_share: the least share of the network's tensors that has to match.
 
         Raises:
             UserError: as `recipes.weights.read_weights` and `recipes.weights.load_weights` do.
@@ -539,8 +514,7 @@ class Recipe(pl.LightningModule):
         if options.weights is None or options.weights == "none":
             return None
         state, source = self.pretrained_weights(options.weights)
-        choice = (options.weights_min_share, options.weights_only, options.weights_skip)
-        report = load_weights(self.network, state, source, *choice)
+        report = load_weights(self.network, state, source, min_share, options.weights_skip)
         rank_zero_only(log.warning)(report.line())
         return report
 
@@ -567,14 +541,12 @@ class Recipe(pl.LightningModule):
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """The optimiser's groups, each with a ``name``: all parameters, those that are frozen now too."""
-        return parameter_groups(self, self.hparams.weight_decay, self.hparams.decay_all)
+        return parameter_groups(self, self.hparams.weight_decay)
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        fused = self.hparams.fused
         # A fused optimiser under AMP with gradient clipping raises inside Lightning (#21435).
-        if fused is None and getattr(attached_trainer(self), "gradient_clip_val", None):
-            fused = False
+        fused = False if getattr(attached_trainer(self), "gradient_clip_val", None) else None
         optimizer = build_optimizer(
             self.hparams.optimizer,
             self.parameter_groups(),

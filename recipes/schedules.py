@@ -3,10 +3,11 @@
 `ReduceLROnPlateau`, which follows a score, is the one that has a state.
 """
 
+import difflib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -17,37 +18,25 @@ from typing_extensions import override
 
 from callbacks.lib.durations import Duration
 from callbacks.lib.trainer_attributes import callbacks_of
-from callbacks.lib.updates import duration_to_updates, epochs_of_updates, total_updates
+from callbacks.lib.updates import duration_to_updates, total_updates
 from callbacks.warmup_lr import WarmupLR
 from datamodules.errors import UserError
 from datamodules.ranges import NATURAL, Range, check_ranges
-from recipes.curves import constant, cosine, exponential, inverse_sqrt, linear, multistep, one_cycle, polynomial, wsd
+from recipes.curves import constant, cosine, inverse_sqrt, linear, multistep, one_cycle
 
 __all__ = ["Plateau", "Schedule", "ScheduleName", "ScheduleSettings"]
 
-ScheduleName = Literal[
-    "one_cycle",
-    "constant",
-    "linear",
-    "cosine",
-    "polynomial",
-    "exponential",
-    "multistep",
-    "inverse_sqrt",
-    "wsd",
-    "plateau",
-]
+ScheduleName = Literal["one_cycle", "constant", "linear", "cosine", "multistep", "inverse_sqrt", "plateau"]
 
-
-_ENDS_AT_0 = ("one_cycle", "linear", "cosine", "polynomial", "wsd")
-_NEEDS: dict[str, tuple[str, ...]] = {
-    "milestones": ("multistep", "inverse_sqrt", "wsd"),
-    "gamma": ("multistep", "exponential", "plateau"),
-    "power": ("polynomial",),
-    "min_lr": tuple(name for name in get_args(ScheduleName) if name != "constant"),
-    "plateau_patience": ("plateau",),
+_ENDS_AT_0 = ("one_cycle", "linear", "cosine")
+_TAKES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_ENDS_AT_0, ("min_lr",)),
+    "constant": (),
+    "multistep": ("milestones", "gamma", "min_lr"),
+    "inverse_sqrt": ("milestones", "min_lr"),
+    "plateau": ("gamma", "patience", "min_lr"),
 }
-"""The schedules that each parameter belongs to."""
+"""The arguments of each schedule."""
 
 
 @dataclass(frozen=True)
@@ -55,70 +44,69 @@ class ScheduleSettings:
     """A schedule with its parameters, as those of `Recipe`.
 
     Args:
-        lr: peak learning rate, of which `min_lr` is a share.
+        lr: peak learning rate, of which the argument `min_lr` is a share.
+        arguments: further ones by name, as `Recipe` has them in ``schedule_args``.
 
     Raises:
-        UserError: there is no such schedule, or a parameter is out of its range or not one of this schedule.
+        UserError: there is no such schedule, or an argument is out of its range or not one of this schedule.
 
     Example:
-        >>> ScheduleSettings("cosine", lr=0.1, min_lr=0.01).floored(0.5)
+        >>> ScheduleSettings("cosine", lr=0.1, arguments={"min_lr": 0.01}).floored(0.5)
         0.55
     """
 
     schedule: str
     lr: float
-    milestones: int | str | None = None
-    gamma: float | None = None
-    power: float | None = None
-    min_lr: float | None = None
-    plateau_patience: int | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.schedule not in get_args(ScheduleName):
             names = ", ".join(get_args(ScheduleName))
             raise UserError(f"no schedule {self.schedule!r}; expected one of {names}")
-        for name, schedules in _NEEDS.items():
-            if (value := getattr(self, name)) is not None and self.schedule not in schedules:
-                instead = " or ".join(f"schedule={other!r}" for other in schedules[:3])
+        taken = _TAKES[self.schedule]
+        for name in self.arguments:
+            if name not in taken:
+                close = difflib.get_close_matches(name, taken, n=1)
+                hint = f"; did you mean {close[0]}?" if close else ""
                 raise UserError(
-                    f"{name}={value!r} does not apply to schedule={self.schedule!r}; leave it out, or pass {instead}"
+                    f"`schedule_args`: {self.schedule} has no {name}{hint}; it takes {', '.join(taken) or 'none'}"
                 )
-        check_ranges(
-            gamma=(self.gamma, Range(0, 1, above=True, below=True)),
-            power=(self.power, Range(0, 100, above=True)),
-            min_lr=(self.min_lr, Range(0, self.lr)),
-            plateau_patience=(self.plateau_patience, NATURAL),
-        )
+        numbers = {name: value for name, value in self.arguments.items() if name != "milestones"}
+        if wrong := [name for name, value in numbers.items() if type(value) not in (int, float)]:
+            raise UserError(f"`schedule_args`: {wrong[0]}={numbers[wrong[0]]!r} is not a number")
+        ranges = {"gamma": Range(0, 1, above=True, below=True), "min_lr": Range(0, self.lr), "patience": NATURAL}
+        check_ranges(**{name: (value, ranges[name]) for name, value in numbers.items()})
         if len(self.times) > 1 and self.schedule != "multistep":
             raise UserError(
-                f"milestones={self.milestones!r}: schedule={self.schedule!r} has one, where it begins to fall"
+                f"milestones={self.arguments['milestones']!r}: schedule={self.schedule!r} has one, where it begins to"
+                " fall"
             )
 
     @cached_property
     def times(self) -> list[Duration]:
         """The milestones that were given, or the schedule's own."""
-        if self.milestones is None:
+        milestones = self.arguments.get("milestones")
+        if milestones is None:
             # Of residual networks on CIFAR (He et al., 2016).
-            return {"multistep": [Duration(50, "%"), Duration(75, "%")], "wsd": [Duration(80, "%")]}.get(
-                self.schedule, []
-            )
+            return [Duration(50, "%"), Duration(75, "%")] if self.schedule == "multistep" else []
         found: list[Duration] = []
-        for number, text in enumerate(str(self.milestones).split(","), start=1):
+        texts = milestones if isinstance(milestones, list) else str(milestones).split(",")
+        for number, text in enumerate(texts, start=1):
             try:
                 time = Duration.parse(text)
             except UserError as error:
-                raise UserError(f"milestones={self.milestones!r}, number {number}: {error}") from error
+                raise UserError(f"milestones={milestones!r}, number {number}: {error}") from error
             before = [other for other in found if other.unit == time.unit and other.value >= time.value]
             if before or not time.value:
                 earlier = before[0] if before else "the start of the run"
-                raise UserError(f"milestones={self.milestones!r}, number {number}: {time} is not after {earlier}")
+                raise UserError(f"milestones={milestones!r}, number {number}: {time} is not after {earlier}")
             found.append(time)
         return found
 
     @property
     def floor(self) -> float:
         """The lowest factor on the learning rates."""
-        return (self.min_lr or 0.0) / self.lr
+        return float(self.arguments.get("min_lr", 0.0)) / self.lr
 
     def floored(self, factor: float) -> float:
         """A factor between the floor and 1: what falls to 0 falls to the floor, and the others stop there."""
@@ -138,27 +126,18 @@ class ScheduleSettings:
             trainer: one that trains: the length of the run is not known before.
         """
         if self.schedule == "multistep":
-            factor = multistep(update, self.milestones_in(trainer), self.gamma or 0.1)
+            factor = multistep(update, self.milestones_in(trainer), self.arguments.get("gamma", 0.1))
         elif self.schedule == "inverse_sqrt":
             factor = inverse_sqrt(update, self.milestones_in(trainer)[0])
-        elif self.schedule == "exponential" and self.gamma is not None:
-            factor = exponential(epochs_of_updates(update, trainer), self.gamma)
         else:
             total = total_updates(trainer)
-            factor = 1.0 if math.isinf(total) else self._curve(trainer)(min(1.0, update / max(1.0, total)))
+            factor = 1.0 if math.isinf(total) else self._curve(min(1.0, update / max(1.0, total)))
         return self.floored(factor)
 
-    def _curve(self, trainer: pl.Trainer) -> Callable[[float], float]:
-        if self.schedule == "wsd":
-            (time,) = self.times
-            share = (
-                time.value / 100 if time.unit == "%" else duration_to_updates(time, trainer) / total_updates(trainer)
-            )
-            return partial(wsd, start=share)
-        if self.schedule == "polynomial":
-            return partial(polynomial, power=self.power or 0.9)
+    @property
+    def _curve(self) -> Callable[[float], float]:
         curves: dict[str, Callable[[float], float]]
-        curves = {"one_cycle": one_cycle, "linear": linear, "cosine": cosine, "exponential": exponential}
+        curves = {"one_cycle": one_cycle, "linear": linear, "cosine": cosine}
         return curves.get(self.schedule, constant)
 
     def milestones_in(self, trainer: pl.Trainer) -> list[int]:
@@ -180,8 +159,7 @@ class ScheduleSettings:
             UserError: as `milestones_in` does.
         """
         total = total_updates(trainer)
-        leads_to_end = self.schedule in _ENDS_AT_0 or (self.schedule == "exponential" and self.gamma is None)
-        if math.isinf(total) and leads_to_end:
+        if math.isinf(total) and self.schedule in _ENDS_AT_0:
             return f"the run has no end, so schedule={self.schedule!r} stays at its peak"
         late = [time for time in self.milestones_in(trainer) if time >= total]
         if not late:
@@ -230,15 +208,15 @@ class Plateau(ReduceLROnPlateau):
     """torch's, whose checkpoint restores the rates, too: the optimiser's restores its moments only.
 
     Args:
-        settings: the factor is their `gamma`, 0.1 by default, after more validations than `plateau_patience`, 2 by
+        settings: the factor is their `gamma`, 0.1 by default, after more validations than `patience`, 2 by
             default, in succession that were not better than the best by a ten-thousandth of it.
         mode: "min" where less is better, else "max".
     """
 
     def __init__(self, optimizer: Optimizer, settings: ScheduleSettings, mode: Literal["min", "max"]) -> None:
-        patience = 2 if settings.plateau_patience is None else settings.plateau_patience
+        gamma, patience = settings.arguments.get("gamma", 0.1), settings.arguments.get("patience", 2)
         lowest = [settings.floor * group["lr"] for group in optimizer.param_groups]
-        super().__init__(optimizer, mode, settings.gamma or 0.1, patience, min_lr=lowest)
+        super().__init__(optimizer, mode, gamma, patience, min_lr=lowest)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ not. The first is refused before the module changes; of the second, the tensors 
 
 import itertools
 import json
-import math
 import re
 import zipfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -229,7 +228,7 @@ class WeightsReport:
         loaded: names in the module that got the file's values.
         skipped: names in the file that were not loaded, and why.
         new: names in the module that keep their values because the file has none that fit.
-        not_chosen: names in the module that keep their values because others were asked for.
+        not_chosen: names in the module that keep their values because that was asked for.
     """
 
     source: str
@@ -253,26 +252,19 @@ class WeightsReport:
         return self.line()
 
 
-def _chosen_names(
-    module: nn.Module, tensors: Collection[str], only: str | Sequence[str] | None, skip: str | Sequence[str] | None
-) -> set[str]:
-    """The names of tensors that `only` chooses, all where it is empty, without those of `skip`.
+def _chosen_names(module: nn.Module, tensors: Collection[str], skip: str | Sequence[str] | None) -> set[str]:
+    """The names of tensors without those that match the patterns `skip`.
 
     Raises:
         UserError: a pattern matches nothing, or nothing is left.
     """
-
-    def matching(patterns: str | Sequence[str], argument: str) -> set[str]:
-        patterns = (patterns,) if isinstance(patterns, str) else patterns
-        # Checkpoints and patterns for freezing have the names of the recipe, whose network this is.
-        bare = [pattern.removeprefix("network.") for pattern in patterns]
-        found = matching_names(bare, [*module_names(module), *tensors], argument)
-        return {name for name in tensors if inside(name, found)}
-
-    chosen = matching(only, "only") if only else set(tensors)
-    chosen -= matching(skip, "skip") if skip else set()
+    patterns = (skip,) if isinstance(skip, str) else skip or ()
+    # Checkpoints and patterns for freezing have the names of the recipe, whose network this is.
+    bare = [pattern.removeprefix("network.") for pattern in patterns]
+    skipped = matching_names(bare, [*module_names(module), *tensors], "skip")
+    chosen = {name for name in tensors if not inside(name, skipped)}
     if not chosen:
-        raise UserError("`only` and `skip` choose no tensor of the module; pass other patterns, or weights='none'")
+        raise UserError("`skip` leaves no tensor of the module; pass other patterns, or weights='none'")
     return chosen
 
 
@@ -303,13 +295,12 @@ def _refuse_too_few(report: WeightsReport, min_share: float) -> None:
     share = len(report.loaded) / max(1, total)
     if report.loaded and share >= min_share:
         return
-    take_it = f", or pass min_share={math.floor(share * 100) / 100} to load what fits" if report.loaded else ""
     skipped = [f"{name} {reason}" for name, reason in report.skipped.items()]
     raise UserError(
         f"weights from {report.source}: {len(report.loaded)} of the network's {total} tensors match by name and shape, "
         f"expected at least {min_share:.0%}. Not in the file: {some_names(report.new)}. "
         f"Not taken: {some_names(skipped)}. "
-        f"Check that both are of the same architecture{take_it}; weights='none' trains from scratch"
+        "Check that both are of the same architecture; weights='none' trains from scratch"
     )
 
 
@@ -318,7 +309,6 @@ def load_weights(
     state: Mapping[str, Tensor],
     source_name: str,
     min_share: float = 0.5,
-    only: str | Sequence[str] | None = None,
     skip: str | Sequence[str] | None = None,
 ) -> WeightsReport:
     """Copy what fits by name and shape into a module, in the module's precision and on its device.
@@ -328,26 +318,23 @@ def load_weights(
     'weights from a.pt: 1 loaded, 0 skipped, 1 new (bias)'
     >>> state = {"0.weight": torch.ones(2, 2), "1.weight": torch.ones(2, 2)}
     >>> layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    >>> load_weights(layers, state, "a.pt", only="0.*").line()
+    >>> load_weights(layers, state, "a.pt", skip="1.*").line()
     'weights from a.pt: 1 loaded, 0 skipped, 0 new, 1 not chosen (1.weight)'
 
     Args:
         state: tensors by name, such as `read_weights` returns; `match_names` decides which names agree.
         source_name: for messages.
         min_share: the least share of the chosen tensors that has to match; tensors are counted, not elements.
-        only: load layers and tensors of the module whose name, or an end of it, matches one of these patterns, such as
-            "encoder.*"; by default all.
-        skip: patterns of those that keep their values.
+        skip: layers and tensors of the module whose name, or an end of it, matches one of these patterns, such as
+            "encoder.*", keep their values.
 
     Raises:
         UserError: fewer match, or none, or a pattern matches nothing, or a matching tensor has NaN or infinite values.
             The module is not changed then.
     """
-    if not 0 <= min_share <= 1:
-        raise UserError(f"min_share={min_share}: expected a share from 0 to 1, such as 0.5")
     everything = module.state_dict(keep_vars=True)
     targets = {name: value for name, value in everything.items() if torch.is_tensor(value)}
-    chosen = _chosen_names(module, targets, only, skip)
+    chosen = _chosen_names(module, targets, skip)
     fitting, report = _compare(state, targets, source_name, chosen)
     _refuse_too_few(report, min_share)
     for name, value in fitting.items():

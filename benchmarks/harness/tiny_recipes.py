@@ -57,7 +57,7 @@ TINY_RECIPES = {
     "seq2seq": TinyRecipe(
         "recipes:Seq2SeqTranslator",
         "datamodules:TranslationDataModule",
-        ("--hidden-size", "16", "--embedding-size", "16", "--val-sentences", "8"),
+        ("--hidden-size", "16", "--val-sentences", "8"),
     ),
 }
 """By the recipe's title, which is the name of its folder of runs."""

@@ -35,7 +35,7 @@ from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
 from recipes.launch.precision import resolve_precision
 from recipes.seq2seq.recipe import Seq2SeqTranslator
-from recipes.text_scores import bleu, word_counts
+from recipes.text_scores import token_scores
 
 __all__ = ["run"]
 
@@ -106,7 +106,7 @@ def make_recipe(data: TranslationDataModule, hidden: int, epochs: int = EPOCHS) 
     """The recipe with the defaults of a run of so many epochs, but greedy."""
     settings = Seq2SeqTranslator.settings_from_data(data)
     lr = Seq2SeqTranslator.rate_of_run(len(data.rows["train"]), epochs, {})
-    return Seq2SeqTranslator(**settings, hidden_size=hidden, embedding_size=hidden, beam=1, lr=lr)
+    return Seq2SeqTranslator(**settings, hidden_size=hidden, beam=1, lr=lr)
 
 
 def recipe_contender(data: TranslationDataModule, precision: str, hidden: int, batches: int) -> Callable[[], float]:
@@ -145,8 +145,7 @@ def tutorial_bleu(translator: Translator, data: TranslationDataModule, epochs: i
     for epoch in range(epochs):
         translator.train_on(pairs, rows[epoch_order(len(rows), 1, epoch)][:limit])
     predicted = [data.target_vocabulary.decode(tokens) for tokens in translator.translate(pairs, held_out)]
-    counts = [word_counts(*pair) for pair in zip(predicted, data.target_sentences(held_out), strict=True)]
-    return bleu([sum(column) for column in zip(*counts, strict=True)])
+    return token_scores(predicted, data.target_sentences(held_out))["bleu"]
 
 
 def recipe_bleu(data: TranslationDataModule, precision: str, hidden: int, epochs: int, batches: int | None) -> float:

@@ -1,4 +1,4 @@
-"""How much memory a process has taken at most, and how much more the machine has."""
+"""How much memory a process has taken at most: of its GPU, or of the host."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-__all__ = ["available_memory", "peak_memory"]
+__all__ = ["peak_memory"]
 
 
 def peak_memory(device: torch.device) -> int:
@@ -21,22 +21,14 @@ def peak_memory(device: torch.device) -> int:
         import psutil
 
         return int(psutil.Process().memory_info().peak_wset)
-    # Linux starts the peak of `getrusage` at the memory of the process that started this one.
-    most = _high_water_mark() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    most = _peak_of_linux() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
 
-def _high_water_mark() -> int | None:
-    """The peak of this process in kB as Linux knows it; None on another system."""
+def _peak_of_linux() -> int | None:
+    """In kB. Linux starts the peak of `getrusage` at the memory of the process that started this one."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
     return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
-
-
-def available_memory() -> int:
-    """Bytes of the host that programs may still take."""
-    import psutil
-
-    return int(psutil.virtual_memory().available)

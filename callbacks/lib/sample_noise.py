@@ -97,11 +97,10 @@ def dropout_factors(
 
 
 class _Noise:
-    """The samples of one micro-batch, or of a piece of it, and how often each layer was called with them."""
+    """The samples of one micro-batch, and how often each layer was called with them."""
 
-    def __init__(self, keys: Tensor, batch: Tensor | None = None) -> None:
+    def __init__(self, keys: Tensor) -> None:
         self.keys = keys
-        self.batch = keys if batch is None else batch
         self.calls: dict[int, int] = {}
         self.open = True
 

@@ -17,7 +17,7 @@ from callbacks.lib.durations import Duration
 from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.errors import UserError
 
-__all__ = ["AccumulationSchedule", "count_updates", "duration_to_updates", "epochs_of_updates", "total_updates"]
+__all__ = ["AccumulationSchedule", "count_updates", "duration_to_updates", "total_updates"]
 
 
 @dataclass(frozen=True)
@@ -169,16 +169,3 @@ def duration_to_updates(duration: Duration, trainer: pl.Trainer) -> int:
         return duration.to_steps(math.inf, total_updates(trainer))
     updates = _updates_of_epochs(trainer, duration.value)
     return duration.to_steps(updates / duration.value if duration.value else 0, math.inf)
-
-
-def epochs_of_updates(updates: float, trainer: pl.Trainer) -> float:
-    """How many epochs a number of updates is, of the present epoch or its end; a part counts by its epoch's updates.
-
-    Raises:
-        UserError: the loader has no length.
-    """
-    epoch = trainer.current_epoch
-    before, after = (_updates_of_epochs(trainer, count) for count in (epoch, epoch + 1))
-    if math.isinf(after):
-        raise UserError("the epochs that were trained are unknown because the loader has no length")
-    return epoch + (updates - before) / (after - before)

@@ -22,7 +22,7 @@ __all__ = ["ImageFiles", "UnreadableImage", "decoders", "load_image", "resized"]
 Source = str | Path | bytes | Image.Image
 
 
-_RULES = 1  # Of this file, by which the same content has the same pixels.
+_RULES = 2  # Of this file, by which the same content has the same pixels.
 
 
 @cache

@@ -9,7 +9,6 @@ import logging
 import mmap
 import os
 import re
-import zlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -29,13 +28,8 @@ __all__ = ["PixelCache", "cache_folder", "make_room", "stamp_of"]
 
 log = logging.getLogger("lightning_recipes")
 
-# Where an image lies, its shape, which file it is of, the sum of its bytes, and the CRC-32 of what stands before.
-_ENTRY = np.dtype(
-    [("start", "<i8"), ("height", "<i4"), ("width", "<i4"), ("stamp", "<u8"), ("sum", "<u8"), ("crc", "<u4")]
-)
-_BEFORE_CRC = _ENTRY.itemsize - 4
-# Of the disk, left to others.
-_LEAST_FREE = 0.05
+# Where an image lies, its shape, which file it is of, and the sum of its bytes.
+_ENTRY = np.dtype([("start", "<i8"), ("height", "<i4"), ("width", "<i4"), ("stamp", "<u8"), ("sum", "<u8")])
 _FILES = ("used", "lock", "pixels", "index")
 _NAME = re.compile(r"[0-9a-f]{24}-\d+")
 
@@ -192,10 +186,7 @@ class PixelCache:
         entry = self._index[row]
         start, height, width = int(entry["start"]), int(entry["height"]), int(entry["width"])
         size = 3 * height * width
-        if size <= 0 or int(entry["stamp"]) != stamp:
-            return None
-        verified = self._verified[row] == start
-        if not verified and zlib.crc32(entry.tobytes()[:_BEFORE_CRC]) != int(entry["crc"]):
+        if start < 0 or height <= 0 or width <= 0 or int(entry["stamp"]) != stamp:
             return None
         if self._map is None or start + size > len(self._map):
             length = os.fstat(self._pixels.fileno()).st_size
@@ -203,7 +194,7 @@ class PixelCache:
                 return None
             self._map = mmap.mmap(self._pixels.fileno(), length, access=mmap.ACCESS_COPY)
         content = np.frombuffer(self._map, np.uint8, size, start)
-        if not verified:
+        if self._verified[row] != start:
             if _sum(content) != int(entry["sum"]):
                 return None
             self._verified[row] = start
@@ -223,8 +214,7 @@ class PixelCache:
             with self._locked():
                 # Appended, so that two processes never write to the same place.
                 start = os.fstat(self._pixels.fileno()).st_size
-                held = start + len(content) + self._bytes_beside()
-                self._full = held > self.limit or self._disk_is_full(len(content))
+                self._full = start + len(content) + self._bytes_beside() > self.limit
                 if self._full:
                     return
                 os.ftruncate(self._pixels.fileno(), start + len(content))
@@ -235,9 +225,7 @@ class PixelCache:
             self._full = True
             log.info("no more decoded images are kept in %s: %s", self.folder, error.strerror or error)
             return
-        entry = np.array((start, height, width, stamp, _sum(content), 0), _ENTRY)
-        entry["crc"] = zlib.crc32(entry.tobytes()[:_BEFORE_CRC])
-        self._index[row] = entry
+        self._index[row] = (start, height, width, stamp, _sum(content))
 
     def _bytes_beside(self) -> int:
         total = 0
@@ -246,7 +234,3 @@ class PixelCache:
                 with contextlib.suppress(FileNotFoundError):
                     total += (folder / "pixels").stat().st_size
         return total
-
-    def _disk_is_full(self, size: int) -> bool:
-        found = os.fstatvfs(self._pixels.fileno())
-        return found.f_bavail * found.f_frsize - size < _LEAST_FREE * found.f_blocks * found.f_frsize

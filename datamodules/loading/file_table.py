@@ -1,4 +1,4 @@
-"""The names of a million files in a few tensors, and what each file holds."""
+"""Files by number, on disk or in an archive: their names, and what they hold."""
 
 import hashlib
 import os
@@ -13,19 +13,9 @@ from datamodules.loading.archives import Archive
 
 __all__ = ["FileTable"]
 
-_AT_ONCE = 1 << 16  # Names that are decoded together.
-
-
-def _zero_terminated(names: Iterable[str]) -> bytes:
-    """The bytes of names, a zero behind each, which no name of a file holds."""
-    return "".join(f"{name}\0" for name in names).encode("utf-8", "surrogateescape")
-
 
 class FileTable(Sequence[str]):
-    """Files by number: their names, and what they hold.
-
-    The names are the bytes of a tensor, so that forked workers share them: nothing counts references to them. Where
-    workers are not forked, torch moves the tensor to shared memory. A million names of 30 letters take 50 MB.
+    """Files by number.
 
     Args:
         names: of the files; what they begin with in common may be left to `root`.
@@ -39,11 +29,8 @@ class FileTable(Sequence[str]):
     """
 
     def __init__(self, names: Iterable[str] = (), root: str = "", archive: Archive | None = None) -> None:
-        joined = bytearray(_zero_terminated(names))
-        self._root, self._archive = root, archive
-        self._bytes = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
-        self._ends = (self._bytes == 0).nonzero().flatten()
-        self._rows = torch.arange(len(self._ends))
+        self._names, self._root, self._archive = list(names), root, archive
+        self._rows = torch.arange(len(self._names))
 
     @override
     def __len__(self) -> int:
@@ -59,22 +46,11 @@ class FileTable(Sequence[str]):
         """The name of a file, as it is shown to people."""
         if isinstance(row, slice):
             return self.select(torch.arange(len(self))[row])
-        place = int(self._rows[row])
-        start = int(self._ends[place - 1]) + 1 if place else 0
-        name = self._bytes.numpy().data[start : int(self._ends[place])]
-        return self._root + str(name, "utf-8", "surrogateescape")
+        return self._root + self._names[self._rows[row]]
 
     @override
     def __iter__(self) -> Iterator[str]:
-        for rows in self._rows.split(_AT_ONCE):
-            yield from self._names(rows)
-
-    def _names(self, places: Tensor) -> Iterator[str]:
-        ends = self._ends[places].tolist()
-        starts = (self._ends[places - 1] + 1).where(places > 0, 0).tolist()
-        text = self._bytes.numpy().data
-        for start, end in zip(starts, ends):
-            yield self._root + str(text[start:end], "utf-8", "surrogateescape")
+        return (self._root + self._names[row] for row in self._rows.tolist())
 
     def select(self, rows: Tensor) -> "FileTable":
         """Some of the files, in the order of `rows`, int64 of shape (m,); the names are shared, not copied."""
@@ -87,7 +63,7 @@ class FileTable(Sequence[str]):
 
     def whole(self) -> "FileTable":
         """The table that this one was selected from."""
-        return self._with_places(torch.arange(len(self._ends)))
+        return self._with_places(torch.arange(len(self._names)))
 
     def place(self, row: int) -> int:
         """Where a file stands in the whole table."""
@@ -120,7 +96,7 @@ class FileTable(Sequence[str]):
 
     def digest(self) -> str:
         """A hash of the whole table's names and of which of them are taken, for the keys of caches; 64 letters."""
-        found = hashlib.sha256(_zero_terminated([self._root]))
-        for part in (self._bytes, self._rows):
-            found.update(part.numpy().data)
+        names = "\0".join([self._root, *self._names, ""])
+        found = hashlib.sha256(names.encode("utf-8", "surrogateescape"))
+        found.update(self._rows.numpy().data)
         return found.hexdigest()

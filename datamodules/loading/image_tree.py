@@ -33,7 +33,6 @@ __all__ = [
 
 _JPEG = (".jpg", ".jpeg", ".jpe", ".jfif")
 _SUFFIXES = (*_JPEG, *(".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm", ".tga", ".avif"))
-_MOST_NOTES = 3  # Of the same kind.
 PARTS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 """The usual names of the parts of a set."""
 
@@ -181,8 +180,6 @@ def _class_images(part: str, place: Folder) -> tuple[dict[str, list[int]], list[
         else:
             held = f", but {describe_left_out(others)}" if others else ""
             empty.append(f"class {name} is left out of {part}: {place.folders[name].path} holds no image{held}")
-    if len(empty) > _MOST_NOTES:
-        empty = [f"{empty[0]}; so are {len(empty) - 1:,} more folders of {place.path}"]
     return found, ignored, empty
 
 

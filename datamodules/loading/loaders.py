@@ -82,7 +82,6 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
         seed: int,
         rank: int,
         world_size: int,
-        drop_last: bool,
         shuffle: bool,
         weights: Tensor | None,
         targets: Tensor,
@@ -92,15 +91,8 @@ class TrainSampling(ResumableLoader[tuple[Tensor, Tensor]], _SampleLoader):
         _check_batch_size(batch_size)
         if len(rows) == 0:
             raise UserError("there is no sample to train on: the training set is empty")
-        at_once = batch_size * world_size
-        if drop_last and at_once > len(rows):
-            split = f" ({batch_size:,} on each of {world_size} ranks)" if world_size > 1 else ""
-            raise UserError(
-                f"a batch of {at_once:,}{split} is larger than the training set of {len(rows):,} samples, and"
-                f" drop_last=True drops it; pass batch_size={max(1, len(rows) // world_size)} or less"
-            )
-        note_whole_set(at_once, len(rows), "samples")
-        super().__init__(len(rows), batch_size, rank, world_size, drop_last)
+        note_whole_set(batch_size * world_size, len(rows), "samples")
+        super().__init__(len(rows), batch_size, rank, world_size)
         self.rows, self.batch_size, self.seed, self.shuffle = rows, batch_size, seed, shuffle
         self._samples = len(targets)
         self._identity = (rows, targets) if inputs is None else (rows, targets, inputs), names
@@ -195,14 +187,12 @@ class TrainLoader(TrainSampling, _Tensors):
         seed: seed of the shuffling.
         transform: makes the network's inputs of a batch, on `device`.
         device: where batches go; by default where `inputs` are.
-        drop_last: drop an incomplete last step; which samples that drops depends on the number of ranks.
         shuffle: False keeps the order of `rows` in every epoch; with `weights` it repeats the first epoch.
         weights: of shape (n,): an epoch still has ``len(rows)`` samples, and each is drawn in proportion to its weight,
             as `systematic_draws` says; where targets are whole numbers of shape (n,), so is each class.
 
     Raises:
-        UserError: the set is empty, or smaller than a batch that `drop_last` drops, or weights are not finite, negative
-            or all 0.
+        UserError: the set is empty, or weights are not finite, negative or all 0.
 
     Example:
         >>> loader = TrainLoader(torch.arange(10.0), torch.arange(10), torch.arange(10), batch_size=4, seed=1)
@@ -229,12 +219,11 @@ class TrainLoader(TrainSampling, _Tensors):
         world_size: int = 1,
         transform: Transform | None = None,
         device: torch.device | str | None = None,
-        drop_last: bool = False,
         shuffle: bool = True,
         weights: Tensor | None = None,
     ) -> None:
         rows = rows.to(inputs.device)
-        super().__init__(rows, batch_size, seed, rank, world_size, drop_last, shuffle, weights, targets, inputs)
+        super().__init__(rows, batch_size, seed, rank, world_size, shuffle, weights, targets, inputs)
         self._set_tensors(inputs, targets, transform, device)
 
 

@@ -26,11 +26,10 @@ class ResumableLoader(ABC, Generic[Batch]):
     Args:
         items: how many an epoch has: samples, or batches that were cut before.
         items_at_once: how many of them one rank takes in a step.
-        drop_last: drop an incomplete last step.
     """
 
-    def __init__(self, items: int, items_at_once: int, rank: int, world_size: int, drop_last: bool = False) -> None:
-        self.rank, self.world_size, self.drop_last = rank, world_size, drop_last
+    def __init__(self, items: int, items_at_once: int, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
         self._items, self._items_at_once = items, items_at_once
         self._epoch = self._consumed = self._start_at = self._began_at = 0
 
@@ -53,16 +52,14 @@ class ResumableLoader(ABC, Generic[Batch]):
         return self
 
     def __len__(self) -> int:
-        return num_training_steps(self._items, self._items_at_once, self.world_size, self.drop_last)
+        return num_training_steps(self._items, self._items_at_once, self.world_size)
 
     def __iter__(self) -> Iterator[Batch]:
         # A generator: Lightning makes the iterator before it says which epoch it is, and asks for a batch after.
         epoch, start_at = self._epoch, self._start_at
         self._start_at, self._began_at = 0, start_at
         step_size = self._items_at_once * self.world_size
-        spans = list(
-            training_spans(self._items, self._items_at_once, self.rank, self.world_size, self.drop_last, start_at)
-        )
+        spans = list(training_spans(self._items, self._items_at_once, self.rank, self.world_size, start_at))
         for step, batch in enumerate(self._batches_of_epoch(epoch, start_at, spans), 1):
             # Lightning stops after len(self) batches and saves before asking for more, so the state must already be
             # what comes after this batch, however many are being made ahead of it.

@@ -17,7 +17,6 @@ __all__ = [
     "epoch_order",
     "evaluation_spans",
     "num_training_steps",
-    "share_of_each",
     "split_indices",
     "systematic_draws",
     "training_span",
@@ -103,30 +102,9 @@ def split_indices(n: int, held_out: int, seed: int) -> tuple[Tensor, Tensor]:
     return order[held_out:].sort().values, order[:held_out].sort().values
 
 
-def share_of_each(groups: Tensor, share: float, seed: int) -> Tensor:
-    """The sorted positions of a share of each group, at least one; those of a smaller share are among a larger one's.
-
-    Args:
-        groups: the group of each sample, such as its class, int64 of shape (n,).
-        share: above 0, 1 at most.
-
-    Example:
-        >>> classes = torch.tensor([0, 0, 0, 0, 1])
-        >>> classes[share_of_each(classes, 0.5, seed=1)].tolist()
-        [0, 0, 1]
-    """
-    order = permutation(len(groups), seed, "share")
-    order = order[groups[order].argsort(stable=True)]
-    counts = groups.unique(return_counts=True)[1]
-    kept = (counts.double() * share).round().clamp(min=1)
-    place = torch.arange(len(groups)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    return order[place < kept.repeat_interleave(counts)].sort().values
-
-
-def num_training_steps(n: int, batch_size: int, world_size: int, drop_last: bool = False) -> int:
+def num_training_steps(n: int, batch_size: int, world_size: int) -> int:
     """Micro-batches in an epoch, the same on every rank."""
-    samples = batch_size * world_size
-    return n // samples if drop_last else -(-n // samples)
+    return -(-n // (batch_size * world_size))
 
 
 def training_span(n: int, batch_size: int, rank: int, world_size: int, start: int) -> tuple[int, int]:
@@ -140,9 +118,7 @@ def training_span(n: int, batch_size: int, rank: int, world_size: int, start: in
     return first, first + size + (rank < larger)
 
 
-def training_spans(
-    n: int, batch_size: int, rank: int, world_size: int, drop_last: bool = False, consumed: int = 0
-) -> Iterator[tuple[int, int]]:
+def training_spans(n: int, batch_size: int, rank: int, world_size: int, consumed: int = 0) -> Iterator[tuple[int, int]]:
     """This rank's part of each step of an epoch, as `training_span` says.
 
     Args:
@@ -154,10 +130,8 @@ def training_spans(
         >>> list(training_spans(7, batch_size=2, rank=1, world_size=2))
         [(2, 4), (6, 7)]
     """
-    slice_size = batch_size * world_size
-    end = n // slice_size * slice_size if drop_last else n
-    for start in range(consumed, end, slice_size):
-        yield training_span(end, batch_size, rank, world_size, start)
+    for start in range(consumed, n, batch_size * world_size):
+        yield training_span(n, batch_size, rank, world_size, start)
 
 
 def evaluation_spans(n: int, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[int, int]]:

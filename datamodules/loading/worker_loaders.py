@@ -227,11 +227,11 @@ class _Workers:
                 batch: LoadedBatch | _Packed = next(batches)
                 received = batch.unpack() if isinstance(batch, _Packed) else batch
             except (EOFError, OSError, RuntimeError) as error:
-                problem = self._describe_failure(number, request, error)
+                failure = self._failure(number, request, error)
                 self._kill()
-                if not problem:
+                if failure is error:
                     raise
-                raise RunFailedError(problem) from error
+                raise failure from error
             yield received
 
     def _start(self, requests: list[BatchRequest]) -> Any:
@@ -260,10 +260,10 @@ class _Workers:
         batches._worker_pids_set = False
         return batches
 
-    def _describe_failure(self, number: int, request: BatchRequest, error: Exception) -> str:
-        """Why batch `number` of this epoch did not come from the workers, in a line; empty for other errors."""
+    def _failure(self, number: int, request: BatchRequest, error: Exception) -> Exception:
+        """What to raise where batch `number` of this epoch did not come from the workers."""
         if os.strerror(errno.ENOSPC) in str(error):
-            return (
+            return UserError(
                 f"/dev/shm has no room for the batches of {self.num_workers} workers; pass num_workers=0, or start the"
                 " container with more of it, as docker run --shm-size=1g does"
             )
@@ -271,7 +271,7 @@ class _Workers:
         processes = batches._workers if batches is not None else []
         dead = [worker for worker, process in enumerate(processes) if not process.is_alive()]
         if not dead:
-            return ""
+            return error
         worker = number % self.num_workers if number % self.num_workers in dead else dead[0]
         code = processes[worker].exitcode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
@@ -279,7 +279,7 @@ class _Workers:
         if code == -getattr(signal, "SIGKILL", 9):
             hint = "the system may have run out of memory: pass fewer `num_workers`"
         rows = ", ".join(map(str, request.rows[:3])) + ", ..." * (len(request.rows) > 3)
-        return (
+        return RunFailedError(
             f"worker {worker} (process {processes[worker].pid}) {how}, while batch {number + 1} (samples {rows}) was"
             f" awaited; {hint}"
         )
@@ -325,8 +325,8 @@ class WorkerTrainLoader(_Workers, TrainSampling):
         names: of all samples, such as files: a run is not resumed with others.
 
     Raises:
-        UserError: the set is empty, or a sample cannot be read.
-        RunFailedError: a worker died, or shared memory has no room for a batch.
+        UserError: the set is empty, a sample cannot be read, or shared memory has no room for a batch.
+        RunFailedError: a worker died.
     """
 
     def __init__(
@@ -348,7 +348,7 @@ class WorkerTrainLoader(_Workers, TrainSampling):
         names: Iterable[str] = (),
     ) -> None:
         targets = reader.targets
-        super().__init__(rows, batch_size, seed, rank, world_size, False, shuffle, weights, targets, names=names)
+        super().__init__(rows, batch_size, seed, rank, world_size, shuffle, weights, targets, names=names)
         self._set_reader(reader, min(num_workers, len(self)), pin_memory, skip_unreadable, transform, device, mix)
 
 

@@ -3,10 +3,9 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import islice
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from datamodules.errors import UserError
 from datamodules.loading.text_files import Faults
-from datamodules.translation.packed_sentences import PackedPairs, PackedSentences, SentencePacker
+from datamodules.translation.packed_sentences import PackedPairs, PackedSentences, pack
 from datamodules.translation.parallel_corpus import SentencePairs
 from datamodules.translation.subwords import (
     AnyVocabulary,
@@ -52,7 +51,6 @@ TUTORIAL_PREFIXES = (
 """The English beginnings that PyTorch's translation tutorial keeps."""
 
 Choice = Literal["error", "skip"]
-_CHUNK = 1 << 16  # Pairs that are held as text at a time.
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,6 @@ class CorpusFilter:
     max_length: int | None = None
     prefixes: Sequence[str] | str | None = None
     on_bad_lines: Choice = "error"
-    on_long_sentences: Choice = "skip"
 
 
 @dataclass(frozen=True)
@@ -101,8 +98,7 @@ class Corpus:
         source_tokens, target_tokens: what the numbers mean.
         training_counts: how often each token of the source and of the target occurs in the training part, int64.
         rows: the rows of each part, int64: "train", "val" and "test".
-        texts: by row, source and target of the held-out pairs as they were written; of a large file with few different
-            sources some may be missing.
+        texts: by row, source and target of the held-out pairs as they were written.
         notes: what was left out, for the user.
     """
 
@@ -117,43 +113,21 @@ class Corpus:
     texts: dict[int, tuple[str, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def vocabularies(self, min_count: int, max_vocab_size: int | None) -> tuple[Vocabulary, Vocabulary]:
-        """The vocabularies of both sides, from the training part only; arguments as of `build_vocabulary`.
+    def vocabularies(self, vocab_size: int | None) -> tuple[Vocabulary, Vocabulary]:
+        """The words of both sides, from the training part only, `vocab_size` of each side at most."""
+        source, target = self.training_counts
+        return (
+            build_vocabulary(self.source_tokens, source.tolist(), vocab_size),
+            build_vocabulary(self.target_tokens, target.tolist(), vocab_size),
+        )
 
-        Raises:
-            UserError: no token is frequent enough.
-        """
-        chosen = []
-        sides = self.source_tokens, self.target_tokens
-        for name, tokens, counts in zip(("source", "target"), sides, self.training_counts, strict=True):
-            vocabulary = build_vocabulary(tokens, counts.tolist(), min_count, max_vocab_size)
-            if len(vocabulary) == len(SPECIAL_TOKENS) and bool(counts.any()):
-                raise UserError(
-                    f"no {name} token occurs {min_count:,} times in the {len(self.rows['train']):,} training pairs of "
-                    f"{self.info.title}; pass a smaller `min_count`"
-                )
-            chosen.append(vocabulary)
-        return chosen[0], chosen[1]
-
-    def subwords(self, kind: SubwordKind, vocab_size: int, joint: bool) -> tuple[SubwordVocabulary, SubwordVocabulary]:
-        """Subwords of both sides, from the training part only; arguments as of `train_subwords`.
-
-        Args:
-            joint: one vocabulary for both sides.
-        """
-        counts = [
-            {
-                token: count
-                for token, count in list(zip(tokens, found.tolist(), strict=True))[len(SPECIAL_TOKENS) :]
-                if count
-            }
-            for tokens, found in zip((self.source_tokens, self.target_tokens), self.training_counts)
-        ]
-        if joint:
-            both = train_subwords(Counter(counts[0]) + Counter(counts[1]), kind, vocab_size)
-            return both, both
-        source, target = (train_subwords(each, kind, vocab_size) for each in counts)
-        return source, target
+    def subwords(self, kind: SubwordKind, vocab_size: int) -> tuple[SubwordVocabulary, SubwordVocabulary]:
+        """Subwords of both sides, from the training part only; arguments as of `train_subwords`."""
+        found = []
+        for tokens, counts in zip((self.source_tokens, self.target_tokens), self.training_counts, strict=True):
+            words = list(zip(tokens, counts.tolist(), strict=True))[len(SPECIAL_TOKENS) :]
+            found.append(train_subwords({word: count for word, count in words if count}, kind, vocab_size))
+        return found[0], found[1]
 
     def encoded(self, source: AnyVocabulary, target: AnyVocabulary) -> PackedPairs:
         """The pairs in the numbers of these vocabularies."""
@@ -161,20 +135,6 @@ class Corpus:
             self.source.spelt(spellings(source, self.source_tokens)),
             self.target.spelt(spellings(target, self.target_tokens)),
         )
-
-    def state(self) -> dict[str, Any]:
-        """All of it in tensors and plain values, for a file."""
-        state: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        state["info"] = asdict(self.info)
-        state["held_out"] = {part: asdict(info) for part, info in self.held_out.items()}
-        return state | {side: (state[side].tokens, state[side].offsets) for side in ("source", "target")}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "Corpus":
-        """The inverse of `state`."""
-        held_out = {part: CorpusInfo(**info) for part, info in state["held_out"].items()}
-        sides = {side: PackedSentences(*state[side]) for side in ("source", "target")}
-        return cls(**(state | sides | {"info": CorpusInfo(**state["info"]), "held_out": held_out}))
 
     def source_sentences(self, rows: Tensor) -> list[str]:
         return [_as_text(self.source[row], self.source_tokens) for row in rows.tolist()]
@@ -206,9 +166,7 @@ def hash_sources(sources: Sequence[str], seed: int) -> npt.NDArray[np.uint64]:
     return np.frombuffer(digests, dtype=">u8").astype(np.uint64)
 
 
-def split_by_source(
-    hashes: npt.NDArray[np.uint64], val: float, test: float, train_share: float = 1.0
-) -> dict[str, Tensor]:
+def split_by_source(hashes: npt.NDArray[np.uint64], val: float, test: float) -> dict[str, Tensor]:
     """The rows of each part; rows with the same source sentence are in one, so no held-out source is trained on.
 
     Sentences are ordered by a hash of (seed, sentence): the first make up the test part, the next validation. So the
@@ -218,7 +176,6 @@ def split_by_source(
         hashes: of the source sentence of each row, of `hash_sources`.
         val: share of the different sentences held out for validation.
         test: share of them held out for the test.
-        train_share: share of the others to train on; smaller shares are subsets of larger ones.
 
     Returns:
         int64 tensors "train", "val" and "test", each sorted.
@@ -227,8 +184,7 @@ def split_by_source(
     rank = torch.from_numpy(ranks)
     held_out = [max(1, round(len(distinct) * share)) if share else 0 for share in (test, val)]
     in_test, in_val = rank < held_out[0], rank < sum(held_out)
-    to_train_on = max(1, round((len(distinct) - sum(held_out)) * train_share))
-    parts = {"train": ~in_val & (rank < sum(held_out) + to_train_on), "val": in_val & ~in_test, "test": in_test}
+    parts = {"train": ~in_val, "val": in_val & ~in_test, "test": in_test}
     return {part: mask.nonzero().flatten() for part, mask in parts.items()}
 
 
@@ -248,117 +204,84 @@ def _has_prefix(prefixes: Sequence[str] | str, normalisation: Normalisation) -> 
 
 
 @dataclass
-class _LeftOut:
-    """Lines of one file that are not used, beside those that its reader found."""
+class _Kept:
+    """What is kept of the pairs of one place, and what is not.
 
-    empty: list[int] = field(default_factory=list)
-    long: list[int] = field(default_factory=list)
-    without_prefix: int = 0
+    Args:
+        sources, targets: normalised.
+        texts: both as they were written.
+        left_out: lines that are not used, by reason.
+        notes: on these, for the user.
+    """
 
-    def settle(self, pairs: SentencePairs, keep: CorpusFilter) -> tuple[list[str], dict[str, int]]:
-        """Notes on what was left out, and how many lines that were, by reason.
-
-        Raises:
-            UserError: lines are faulty or too long and may not be skipped.
-        """
-        pairs.count -= len(self.empty)
-        pairs.faults.add(f"with an empty side in {keep.normalisation} normalisation", self.empty)
-        hints = {
-            "not in UTF-8": "; save the file as UTF-8",
-            "without a tab": "; expected SOURCE<tab>TARGET (two files are `source_file` and `target_file`, and names of"
-            " comma-separated files and JSON lines end in .csv and .jsonl)",
-        }
-        hint = "".join(text for reason, text in hints.items() if reason in pairs.faults.lines)
-        long = Faults()
-        long.add(f"over max_length={keep.max_length}", self.long)
-        notes = [
-            f"{pairs.where}: {pairs.header}" if pairs.header else "",
-            pairs.faults.settle(keep.on_bad_lines, pairs.where, pairs.read, "on_bad_lines", hint),
-            long.settle(keep.on_long_sentences, pairs.where, pairs.read, "on_long_sentences"),
-        ]
-        faults = {reason: len(lines) for reason, lines in (pairs.faults.lines | long.lines).items()}
-        others = {"without a prefix": self.without_prefix} if self.without_prefix else {}
-        return [note for note in notes if note], pairs.apart | faults | others
+    sources: list[str] = field(default_factory=list)
+    targets: list[str] = field(default_factory=list)
+    texts: list[tuple[str, str]] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
-_Texts = list[tuple[str, str]]
+_HINTS = {
+    "not in UTF-8": "; save the file as UTF-8",
+    "without a tab": "; expected SOURCE<tab>TARGET (two files are `source_file` and `target_file`, and names of"
+    " comma-separated files and JSON lines end in .csv and .jsonl)",
+}
 
 
-def _kept(
-    pairs: SentencePairs, keep: CorpusFilter, left_out: _LeftOut
-) -> Iterator[tuple[list[str], list[str], _Texts]]:
-    """Sources and targets that are kept, and both as written, `_CHUNK` at most at a time; the others are noted."""
+def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
+    """The pairs that are kept, in normal form.
+
+    Raises:
+        UserError: lines are faulty and may not be skipped.
+    """
+    kept = _Kept()
     begins = _has_prefix(keep.prefixes, keep.normalisation) if keep.prefixes else None
-    each = iter(pairs)
-    while chunk := list(islice(each, _CHUNK)):
-        sources, targets = (
-            normalise_lines(side, keep.normalisation) for side in ([p.source for p in chunk], [p.target for p in chunk])
-        )
-        kept: tuple[list[str], list[str], _Texts] = [], [], []
-        for pair, source, target in zip(chunk, sources, targets):
-            if not (source and target):
-                left_out.empty.append(pair.number)
-            # Words are separated by single spaces, and the end mark is one more.
-            elif keep.max_length and max(source.count(" "), target.count(" ")) + 2 > keep.max_length:
-                left_out.long.append(pair.number)
-            elif begins is not None and not begins(source, target):
-                left_out.without_prefix += 1
-            else:
-                kept[0].append(source)
-                kept[1].append(target)
-                kept[2].append((pair.source, pair.target))
-        yield kept
+    empty, long, without_prefix = [], [], 0
+    sides = ([pair.source for pair in pairs.pairs], [pair.target for pair in pairs.pairs])
+    sources, targets = (normalise_lines(side, keep.normalisation) for side in sides)
+    for pair, source, target in zip(pairs.pairs, sources, targets, strict=True):
+        if not (source and target):
+            empty.append(pair.number)
+        # Words are separated by single spaces, and the end mark is one more.
+        elif keep.max_length and max(source.count(" "), target.count(" ")) + 2 > keep.max_length:
+            long.append(pair.number)
+        elif begins is not None and not begins(source, target):
+            without_prefix += 1
+        else:
+            kept.sources.append(source)
+            kept.targets.append(target)
+            kept.texts.append((pair.source, pair.target))
+    faults, too_long = Faults(dict(pairs.faults.lines)), Faults()
+    faults.add(f"with an empty side in {keep.normalisation} normalisation", empty)
+    too_long.add(f"over max_length={keep.max_length}", long)
+    hint = "".join(text for reason, text in _HINTS.items() if reason in faults.lines)
+    notes = [
+        f"{pairs.where}: {pairs.header}" if pairs.header else "",
+        faults.settle(keep.on_bad_lines, pairs.where, pairs.read, "on_bad_lines", hint),
+        too_long.settle("skip", pairs.where, pairs.read, None),
+    ]
+    kept.notes = [note for note in notes if note]
+    by_reason = {reason: len(lines) for reason, lines in (faults.lines | too_long.lines).items()}
+    kept.left_out = pairs.apart | by_reason | ({"without a prefix": without_prefix} if without_prefix else {})
+    return kept
 
 
-class _CorpusBuilder:
-    """Packs files one after the other, so that what is held of them is the numbers of their tokens."""
+def _info(title: str, files: Sequence[SentencePairs], kept: Sequence[_Kept], keep: CorpusFilter) -> CorpusInfo:
+    """The counts of one part.
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.source, self.target = SentencePacker(), SentencePacker(start=True)
-        self.hashes: list[npt.NDArray[np.uint64]] = []
-        self.notes: list[str] = []
-        self.texts: dict[int, tuple[str, str]] = {}
-        self.count = 0
-
-    def _add_texts(self, texts: _Texts, hashes: npt.NDArray[np.uint64], held_out: float) -> None:
-        """Keep the pairs as written that may be held out, which are those of the smallest hashes."""
-        # All of the first ones: of few sentences another share than expected may have hashes below a limit.
-        limit = 1.0 if self.count < _CHUNK else 0.001 + 2 * held_out
-        chosen = (hashes < limit * 2.0**64).nonzero()[0].tolist()
-        self.texts |= {self.count + place: texts[place] for place in chosen}
-        self.count += len(texts)
-
-    def add(self, files: Sequence[SentencePairs], title: str, keep: CorpusFilter, held_out: float) -> CorpusInfo:
-        """The files of one part, and their counts.
-
-        Args:
-            held_out: share of the source sentences that are not trained on.
-
-        Raises:
-            UserError: lines are faulty or too long and may not be skipped, or nothing is left.
-        """
-        counts: Counter[str] = Counter()
-        hashes = [np.zeros(0, dtype=np.uint64)]
-        for pairs in files:
-            found = _LeftOut()
-            for sources, targets, texts in _kept(pairs, keep, found):
-                self.source.add(sources)
-                self.target.add(targets)
-                hashed = hash_sources(sources, self.seed)
-                self._add_texts(texts, hashed, held_out)
-                hashes.append(hashed)
-            notes, left_out = found.settle(pairs, keep)
-            self.notes += notes
-            counts.update(left_out)
-        read, of_part = sum(pairs.read for pairs in files), np.concatenate(hashes)
-        if not len(of_part):
-            filters = {"max_length": keep.max_length, "prefixes": keep.prefixes, "normalisation": keep.normalisation}
-            named = ", ".join(f"{name}={json.dumps(value)}" for name, value in filters.items() if value)
-            where = ", ".join(pairs.where for pairs in files)
-            raise UserError(f"{where}: none of {read:,} pairs is left after {named}")
-        self.hashes.append(of_part)
-        return CorpusInfo(title, read, len(of_part), len(np.unique(of_part)), dict(counts))
+    Raises:
+        UserError: nothing is left.
+    """
+    read, sources = sum(pairs.read for pairs in files), [source for one in kept for source in one.sources]
+    if not sources:
+        filters = {"max_length": keep.max_length, "prefixes": keep.prefixes, "normalisation": keep.normalisation}
+        named = ", ".join(f"{name}={json.dumps(value)}" for name, value in filters.items() if value)
+        where = ", ".join(pairs.where for pairs in files)
+        raise UserError(f"{where}: none of {read:,} pairs is left after {named}")
+    left_out: Counter[str] = Counter()
+    for one in kept:
+        left_out.update(one.left_out)
+    return CorpusInfo(title, read, len(sources), len(set(sources)), dict(left_out))
 
 
 def _note_shared(hashes: Mapping[str, npt.NDArray[np.uint64]], rows: Tensor) -> list[str]:
@@ -378,7 +301,6 @@ def prepare_corpus(
     val: float,
     test: float,
     seed: int,
-    train_share: float = 1.0,
 ) -> Corpus:
     """Normalise, filter, split and pack.
 
@@ -386,25 +308,29 @@ def prepare_corpus(
         files: of "train", which is split, and of "val" and "test", which are used whole: `max_length` and `prefixes`
             of `keep` are not theirs. Without "train" there are no counts of tokens.
         titles: what each part is called.
-        val, test, seed, train_share: of the split, see `split_by_source`.
+        val, test, seed: of the split, see `split_by_source`.
     """
-    builder = _CorpusBuilder(seed)
     whole = replace(keep, max_length=None, prefixes=None)
-    infos = {
-        part: builder.add(of_part, titles[part], *((keep, val + test) if part == "train" else (whole, 1.0)))
-        for part, of_part in files.items()
-    }
-    hashes = dict(zip(infos, builder.hashes))
-    rows = split_by_source(hashes.get("train", np.zeros(0, dtype=np.uint64)), val, test, train_share)
+    everything: list[_Kept] = []
+    infos, hashes = {}, {}
+    for part, of_part in files.items():
+        filters = keep if part == "train" else whole
+        kept = [_filtered(pairs, filters) for pairs in of_part]
+        infos[part] = _info(titles[part], of_part, kept, filters)
+        hashes[part] = hash_sources([source for one in kept for source in one.sources], seed)
+        everything += kept
+    rows = split_by_source(hashes.get("train", np.zeros(0, dtype=np.uint64)), val, test)
     start = 0
     for part, info in infos.items():
         if part != "train":
             rows[part] = torch.arange(start, start + info.kept)
         start += info.kept
     info = infos.pop("train", next(iter(infos.values())))
-    (source, source_tokens), (target, target_tokens) = builder.source.packed(), builder.target.packed()
+    source, source_tokens = pack([line for one in everything for line in one.sources])
+    target, target_tokens = pack([line for one in everything for line in one.targets], start=True)
     counts = source.counts(rows["train"], len(source_tokens)), target.counts(rows["train"], len(target_tokens))
-    notes = builder.notes + (_note_shared(hashes, rows["train"]) if "train" in hashes else [])
-    held_out = torch.cat((rows["val"], rows["test"])).tolist()
-    texts = {row: builder.texts[row] for row in held_out if row in builder.texts}
-    return Corpus(info, infos, source, target, source_tokens, target_tokens, counts, rows, texts, notes)
+    notes = [note for one in everything for note in one.notes]
+    notes += _note_shared(hashes, rows["train"]) if "train" in hashes else []
+    texts = [pair for one in everything for pair in one.texts]
+    held_out = {row: texts[row] for row in torch.cat((rows["val"], rows["test"])).tolist()}
+    return Corpus(info, infos, source, target, source_tokens, target_tokens, counts, rows, held_out, notes)

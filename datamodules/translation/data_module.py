@@ -1,12 +1,7 @@
-"""Sentence pairs for translation: read, filtered, split without leaks and packed, ready to be sliced into batches.
-
-The 135,842 pairs of the classic tutorial's file load in about three seconds; a batch of 256 takes a tenth of a
-millisecond.
-"""
+"""Sentence pairs for translation: read, filtered, split without leaks and packed, ready to be sliced into batches."""
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,10 +14,9 @@ from typing_extensions import override
 from datamodules.base import BaseDataModule
 from datamodules.contract import DataContract
 from datamodules.errors import UserError
-from datamodules.ranges import COUNT, FINITE, SHARE_ABOVE_0, Range, check_ranges
+from datamodules.ranges import COUNT, Range, check_ranges
 from datamodules.translation.bundled_corpus import BUNDLED_TITLE, bundled_pairs
 from datamodules.translation.corpus import Choice, Corpus, CorpusFilter, CorpusInfo, prepare_corpus
-from datamodules.translation.corpus_cache import cached_corpus, corpus_key
 from datamodules.translation.loaders import DEFAULT_BUCKET, SentenceEvaluationLoader, SentenceTrainLoader
 from datamodules.translation.packed_sentences import PackedPairs, PackedSentences, TranslationBatch, pack
 from datamodules.translation.parallel_corpus import (
@@ -52,6 +46,7 @@ _FILES = {
 """The parameters of each part: files of pairs, or aligned files."""
 _FRACTIONS = {"val": 0.05, "test": 0.1}
 """What is held out of the training files where a part has no files."""
+_SUBWORDS = 8000  # Of each side, where `vocab_size` does not say it.
 
 
 class TranslationDataParameters(AttributeDict):
@@ -70,20 +65,14 @@ class TranslationDataParameters(AttributeDict):
     reverse: bool
     max_length: int | None
     prefixes: list[str] | str | None
-    min_count: int
-    max_vocab_size: int | None
     val_fraction: float | None
     test_fraction: float | None
-    train_share: float
-    cache_dir: str | None
     eval_batch_size: int
     max_tokens: int | None
     bucket: bool | int
     on_bad_lines: Choice
-    on_long_sentences: Choice
     subwords: SubwordKind
-    vocab_size: int
-    joint_vocabulary: bool
+    vocab_size: int | None
     seed: int
     predict_inputs: Sequence[str] | None
 
@@ -148,20 +137,14 @@ class TranslationDataModule(BaseDataModule):
         prefixes: keep pairs of which one side begins with one of these; "tutorial" means the English beginnings of
             PyTorch's translation tutorial.
         normalisation: "unicode" keeps every script and makes tokens of punctuation; "none" only splits at spaces;
-            "tutorial" and "tutorial-2017" leave a to z and some punctuation. By default "unicode", and "none" with
-            `subwords`.
+            "tutorial" leaves a to z, ! and ?. By default "unicode", and "none" with `subwords`.
         subwords: tokens are parts of words, learnt from the training part: "bpe" or "unigram". No word is unknown, and
             translations are written as the text is, with capitals and punctuation. By default "bpe", and "none" where
-            `normalisation`, `prefixes`, `min_count` or `max_vocab_size` are for words, or no file is given.
-        vocab_size: subwords of each side at most.
-        joint_vocabulary: one vocabulary of subwords for both sides.
-        min_count: how often a token has to occur in the training part to be in the vocabulary.
-        max_vocab_size: tokens in each vocabulary at most, the most frequent ones; the special ones are not counted.
+            `normalisation` or `prefixes` are for words, or no file is given.
+        vocab_size: tokens of each side at most: by default 8,000 subwords, or all words; of words the most frequent
+            ones are taken, and the special tokens are not counted.
         val_fraction: share of the source sentences held out for validation; by default 0.05, or 0 with files for it.
         test_fraction: share of them held out for the test; by default 0.1, or 0 with files for it.
-        train_share: share of the other source sentences to train on; smaller shares are subsets of larger ones.
-        cache_dir: folder for the packed corpus: the first run that needs it writes it, and later ones map it to memory
-            instead of reading the files, until a file or a setting changes. For corpora of millions of pairs.
         batch_size: sentences on one device in one forward pass.
         eval_batch_size: sentences in one forward pass of validation, test and prediction.
         max_tokens: tokens on one device in one forward pass, both sides and padding counted; replaces `batch_size`.
@@ -169,7 +152,6 @@ class TranslationDataModule(BaseDataModule):
             length; True sorts the whole epoch, which pads least and learns less well, and `max_tokens` always does;
             False takes sentences of any length together.
         on_bad_lines: stop at lines without a tab, with an empty side or not in UTF-8, or skip them.
-        on_long_sentences: skip pairs over `max_length`, or stop at them.
         seed: of the split and the shuffle order.
         predict_inputs: sentences to translate; "-" reads standard input, "@FILE" and names of .txt files their lines,
             and folders those of their .txt files.
@@ -178,7 +160,7 @@ class TranslationDataModule(BaseDataModule):
         UserError: for files that are missing, damaged, faulty or leave nothing to train on.
     """
 
-    free_parameters = DataContract.free_parameters | {"max_tokens", "cache_dir"}
+    free_parameters = DataContract.free_parameters | {"max_tokens"}
     tokens_parameter = "max_tokens"
     place_parameter = "data_file"
     restored_before_setup = True
@@ -202,20 +184,14 @@ class TranslationDataModule(BaseDataModule):
         prefixes: list[str] | str | None = None,
         normalisation: Normalisation | None = None,
         subwords: SubwordKind | None = None,
-        vocab_size: int = 8000,
-        joint_vocabulary: bool = False,
-        min_count: int = 1,
-        max_vocab_size: int | None = None,
+        vocab_size: int | None = None,
         val_fraction: float | None = None,
         test_fraction: float | None = None,
-        train_share: float = 1.0,
-        cache_dir: str | None = None,
         batch_size: int = 64,
         eval_batch_size: int = 256,
         max_tokens: int | None = None,
         bucket: bool | int = DEFAULT_BUCKET,
         on_bad_lines: Choice = "error",
-        on_long_sentences: Choice = "skip",
         seed: int = 1,
         predict_inputs: Sequence[str] | None = None,
     ) -> None:
@@ -239,41 +215,30 @@ class TranslationDataModule(BaseDataModule):
             if len(columns) != 2 or not any(files[0] for files in of_parts.values()):
                 raise UserError(f"columns={columns}: expected the two of `data_file`, as in columns=['en', 'fr']")
         check_ranges(
-            max_length=(max_length, FINITE),
-            min_count=(min_count, COUNT),
-            max_vocab_size=(max_vocab_size, COUNT),
+            max_length=(max_length, Range(2, whole=True)),  # A token and the end mark.
             vocab_size=(vocab_size, COUNT),
             batch_size=(batch_size, COUNT),
             eval_batch_size=(eval_batch_size, COUNT),
             max_tokens=(max_tokens, COUNT),
-            train_share=(train_share, SHARE_ABOVE_0),
             bucket=(bucket, Range(0, whole=True)),
         )
-        if max_length is not None and max_length < 2:
-            raise UserError(
-                f"max_length={max_length} leaves no room for a token and the end mark; pass one such as max_length=10"
-            )
         if max_tokens and not bucket:
             raise UserError(
                 "`max_tokens` needs sentences of similar length in a batch; pass `batch_size` with bucket=False"
             )
-        asks_for_words = normalisation is not None or prefixes is not None or min_count != 1 or max_vocab_size
+        asks_for_words = normalisation is not None or prefixes is not None
         if subwords is None:
             subwords = "none" if asks_for_words or not any(of_parts["train"]) else "bpe"
         if subwords not in get_args(SubwordKind):
             raise UserError(f"no subwords {subwords!r}; expected one of {', '.join(get_args(SubwordKind))}")
-        if subwords != "none" and (normalisation not in (None, "none") or min_count != 1 or max_vocab_size):
-            raise UserError(
-                f"subwords={subwords} are learnt from the text as it is: leave `normalisation`, `min_count` and"
-                " `max_vocab_size` out, and pass `vocab_size`"
-            )
-        if joint_vocabulary and subwords == "none":
-            raise UserError("`joint_vocabulary` is for subwords; pass subwords=bpe too")
+        if subwords != "none":
+            if normalisation not in (None, "none"):
+                raise UserError(f"subwords={subwords} are learnt from the text as it is: leave `normalisation` out")
+            vocab_size = vocab_size or _SUBWORDS
         if normalisation is None:
             normalisation = "unicode" if subwords == "none" else "none"
         # Refuses an unknown name here.
         normalise("", normalisation)
-        cache_dir = str(Path(cache_dir).expanduser()) if cache_dir else None
         predict_inputs = list(predict_inputs) if predict_inputs else None
         self.save_hyperparameters()
         self.batch_size = batch_size
@@ -363,36 +328,23 @@ class TranslationDataModule(BaseDataModule):
         else:
             made = bundled_pairs()
             _warn(f"note: `data_file` is not given: training on {len(made):,} {BUNDLED_TITLE}")
-            found = [SentencePairs(BUNDLED_TITLE, (Pair(number, a, b) for number, (a, b) in enumerate(made, 1)))]
+            found = [SentencePairs(BUNDLED_TITLE, [Pair(number, a, b) for number, (a, b) in enumerate(made, 1)])]
         return [one.reversed() for one in found] if self.hparams.reverse else found
 
     def _load(self) -> Corpus:
         """The corpus; kept, so it is read once."""
         if self._corpus is None:
             options = self.hparams
-            keep = CorpusFilter(
-                self.normalisation,
-                options.max_length,
-                options.prefixes,
-                options.on_bad_lines,
-                options.on_long_sentences,
-            )
+            keep = CorpusFilter(self.normalisation, options.max_length, options.prefixes, options.on_bad_lines)
             parts = [self._alone] if self._alone else [p for p in _FILES if p == "train" or self._has_files(p)]
-            files = {part: self._files(part) for part in parts}
-            titles = {part: self._title(part) for part in parts}
-            split: dict[str, Any] = {"val": self._fraction("val"), "test": self._fraction("test")}
-            split |= {"seed": options.seed, "train_share": options.train_share}
-
-            def read() -> Corpus:
-                return prepare_corpus({part: self._read(part) for part in parts}, titles, keep, **split)
-
-            if options.cache_dir and self._has_files("train") and not self._alone:
-                how = asdict(keep) | split | {name: options[name] for name in ("columns", "reverse")}
-                names = [name for of_part in files.values() for side in of_part for name in side]
-                key = corpus_key(names, how | {"files": files})
-                self._corpus = cached_corpus(Path(options.cache_dir), key, read)
-            else:
-                self._corpus = read()
+            self._corpus = prepare_corpus(
+                {part: self._read(part) for part in parts},
+                {part: self._title(part) for part in parts},
+                keep,
+                self._fraction("val"),
+                self._fraction("test"),
+                options.seed,
+            )
             for note in self._corpus.notes:
                 _warn(f"note: {note}")
         return self._corpus
@@ -402,9 +354,9 @@ class TranslationDataModule(BaseDataModule):
         if self._vocabularies is None:
             corpus, options = self._load(), self.hparams
             if options.subwords == "none":
-                self._vocabularies = corpus.vocabularies(options.min_count, options.max_vocab_size)
+                self._vocabularies = corpus.vocabularies(options.vocab_size)
             else:
-                self._vocabularies = corpus.subwords(options.subwords, options.vocab_size, options.joint_vocabulary)
+                self._vocabularies = corpus.subwords(options.subwords, options.vocab_size or _SUBWORDS)
         return self._vocabularies
 
     @property
@@ -441,7 +393,6 @@ class TranslationDataModule(BaseDataModule):
     @override
     def train_dataloader(self) -> SentenceTrainLoader:
         options, corpus = self.hparams, self._load()
-        self._note_share()
         loader = SentenceTrainLoader(
             self.encoded_pairs,
             corpus.rows["train"],
@@ -454,11 +405,11 @@ class TranslationDataModule(BaseDataModule):
             shuffle=self._shuffles,
             micro_batches=self._micro_batches,
         )
-        share, random_share = loader.padding_share, loader.random_padding_share
+        share = loader.padding_share
         source, target = map(len, self.vocabularies())
         _inform(
             f"{corpus.info.describe()}; vocabularies of {source:,} and {target:,} tokens; "
-            f"{share:.1%} of a batch is padding, {random_share:.1%} without sorting by length"
+            f"{share:.1%} of a batch is padding"
         )
         for part, info in corpus.held_out.items():
             _inform(f"{'validation' if part == 'val' else part}: {info.describe()}")
@@ -482,14 +433,6 @@ class TranslationDataModule(BaseDataModule):
     def test_dataloader(self) -> SentenceEvaluationLoader | list[SentenceEvaluationLoader]:
         """The pairs for the test; nothing where there is no file of them and ``test_fraction`` is 0."""
         return self._evaluation_loader("test")
-
-    @override
-    def largest_batch(self, part: str, batch_size: int) -> TranslationBatch:
-        """The longest sentences."""
-        pairs, rows = self.encoded_pairs, self.rows[part]
-        lengths = pairs.source.lengths[rows] + pairs.target.lengths[rows]
-        longest = rows[lengths.argsort(descending=True, stable=True)]
-        return pairs.batch(longest[torch.arange(batch_size) % len(longest)])
 
     @override
     def take_inputs(self, inputs: Any) -> None:

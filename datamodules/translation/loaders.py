@@ -109,7 +109,7 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         micro_batches: micro-batches in an update; called when an epoch begins.
 
     Raises:
-        UserError: the set is empty, a batch is larger than the set, or a pair does not fit into `max_tokens`.
+        UserError: the set is empty, or a pair does not fit into `max_tokens`.
     """
 
     def __init__(
@@ -127,12 +127,6 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
     ) -> None:
         if not len(rows):
             raise UserError("there is no sentence to train on: the training set is empty")
-        if batch_size < 1:
-            raise UserError(f"a batch holds one sentence at least, found {batch_size}; pass batch_size=64")
-        if max_tokens and not bucket:
-            raise UserError(
-                "`max_tokens` needs sentences of similar length in a batch; pass `batch_size` with bucket=False"
-            )
         self.pairs, self.rows, self.seed = pairs, rows, seed
         self.bucket, self.shuffle, self.micro_batches = bucket, shuffle, micro_batches
         self._source_lengths, self._target_lengths = pairs.source.lengths[rows], pairs.target.lengths[rows]
@@ -229,7 +223,10 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         super().load_state_dict(state)
         self._unit = state["unit"]
 
-    def _padding_of(self, order: Tensor, bounds: Tensor) -> float:
+    @property
+    def padding_share(self) -> float:
+        """The share of padding in the first 1,000 steps of the first epoch, over all ranks."""
+        order, bounds = self._plan(0, self._unit_size())
         spans = [
             span
             for rank in range(self.world_size)
@@ -240,16 +237,6 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         starts = sorted(int(bounds[start]) for start, stop in spans if stop > start)
         end = int(bounds[max(stop for _, stop in spans)])
         return padding_share(self.pairs, self.rows[order[:end]], starts)
-
-    @property
-    def padding_share(self) -> float:
-        """The share of padding in the first 1,000 steps of the first epoch, over all ranks."""
-        return self._padding_of(*self._plan(0, self._unit_size()))
-
-    @property
-    def random_padding_share(self) -> float:
-        """What `padding_share` would be if batches of the same sizes were filled at random."""
-        return self._padding_of(epoch_order(len(self.rows), self.seed, 0), self._plan(0, self._unit_size())[1])
 
 
 class SentenceEvaluationLoader:
@@ -274,8 +261,6 @@ class SentenceEvaluationLoader:
         world_size: int = 1,
         bucket: bool = True,
     ) -> None:
-        if batch_size < 1:
-            raise UserError(f"a batch holds one sentence at least, found {batch_size}; pass eval_batch_size=256")
         self.pairs, self.batch_size, self.rank, self.world_size = pairs, batch_size, rank, world_size
         if bucket and len(rows):
             lengths = pairs.source.lengths[rows], pairs.target.lengths[rows]
@@ -292,8 +277,3 @@ class SentenceEvaluationLoader:
     def __iter__(self) -> Iterator[TranslationBatch]:
         for start, stop in self._spans():
             yield self.pairs.batch(self.rows[start:stop])
-
-    @property
-    def padding_share(self) -> float:
-        """The share of padding in all batches, over all ranks."""
-        return padding_share(self.pairs, self.rows, list(range(0, len(self.rows), self.batch_size)))

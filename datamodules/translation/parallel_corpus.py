@@ -4,8 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ from datamodules.loading.text_files import (
     read_lines,
     text_suffix,
 )
-from datamodules.translation.alignment import find_line_separator, find_shift
 from datamodules.translation.columns import choose_columns, is_header
 
 __all__ = ["GivenSentence", "Pair", "SentencePairs", "read_aligned", "read_inputs", "read_pairs"]
@@ -39,39 +37,30 @@ class Pair(NamedTuple):
 
 @dataclass
 class SentencePairs:
-    """The pairs of one place, which are read one after the other; once they are, the counts are complete.
+    """The pairs of one place.
 
     Args:
         where: what the place is called.
-        pairs: they are taken from it once.
+        pairs: they are not faulty.
         faults: lines that cannot be used.
         apart: lines that are no pairs and no faults, by reason: "header" and "blank".
         header: a remark on the header, for the user.
-        count: pairs that were read.
     """
 
     where: str
-    pairs: Iterable[Pair] = ()
+    pairs: list[Pair] = field(default_factory=list)
     faults: Faults = field(default_factory=Faults)
     apart: dict[str, int] = field(default_factory=dict)
     header: str = ""
-    count: int = 0
-
-    def __iter__(self) -> Iterator[Pair]:
-        for pair in self.pairs:
-            self.count += 1
-            yield pair
 
     def reversed(self) -> "SentencePairs":
         """The pairs with source and target exchanged."""
-        pairs = self.pairs
-        self.pairs = (Pair(number, target, source) for number, source, target in pairs)
-        return self
+        return replace(self, pairs=[Pair(number, target, source) for number, source, target in self.pairs])
 
     @property
     def read(self) -> int:
         """Lines that were read, all of them."""
-        return self.count + len(self.faults) + sum(self.apart.values())
+        return len(self.pairs) + len(self.faults) + sum(self.apart.values())
 
 
 _NO_TAB = "without a tab"
@@ -137,15 +126,9 @@ def read_pairs(path: Path, columns: Sequence[str] | None = None) -> SentencePair
             are the first two. Where that line names columns, it is a header.
 
     Raises:
-        UserError: while the pairs are read, see `iter_lines`; or there are no such columns.
+        UserError: see `iter_lines`; or there are no such columns.
     """
     found = SentencePairs(str(path))
-    found.pairs = _pairs_in(path, columns, found)
-    return found
-
-
-def _pairs_in(path: Path, columns: Sequence[str] | None, found: SentencePairs) -> Iterator[Pair]:
-    """The pairs of a file; the rest of it is noted in `found`."""
     lines, kind, where, faults, apart = iter_lines(path), text_suffix(path), str(path), found.faults, found.apart
     places: tuple[int, int] | None = None
     if kind in _JSON:
@@ -171,52 +154,34 @@ def _pairs_in(path: Path, columns: Sequence[str] | None, found: SentencePairs) -
         if len(cells) <= max(places):
             faults.add(short, [number])
         elif (left := cells[places[0]].strip()) and (right := cells[places[1]].strip()):
-            yield Pair(number, left, right)
+            found.pairs.append(Pair(number, left, right))
         else:
             faults.add(_EMPTY, [number])
+    return found
 
 
 def read_aligned(source_path: Path, target_path: Path) -> SentencePairs:
     """Two files whose lines belong together.
 
     Raises:
-        UserError: while the pairs are read, see `iter_lines`; or one file has more lines.
+        UserError: see `iter_lines`; or one file has more lines. None of their pairs can be trusted, so no setting skips
+            it.
     """
     found = SentencePairs(f"{source_path} and {target_path}")
-    found.pairs = _aligned_pairs(source_path, target_path, found.faults)
-    return found
-
-
-def _aligned_pairs(source_path: Path, target_path: Path, faults: Faults) -> Iterator[Pair]:
-    end = object()
-    sides = iter_lines(source_path), iter_lines(target_path)
-    for number, (left, right) in enumerate(zip_longest(*sides, fillvalue=end), 1):
-        if left is end or right is end:
-            rest = number + sum(1 for side in sides for _ in side)
-            paths = (target_path, source_path) if left is end else (source_path, target_path)
-            raise _unequal(*paths, rest, number - 1)
-        if not (isinstance(left, str) and isinstance(right, str)):
-            faults.add(NOT_UTF8, [number])
+    sources, targets = read_lines(source_path), read_lines(target_path)
+    if len(sources) != len(targets):
+        raise UserError(
+            f"{source_path} has {len(sources):,} lines and {target_path} {len(targets):,}, so their lines do not belong"
+            " together; pass two files of which each line is the translation of the other's"
+        )
+    for number, (left, right) in enumerate(zip(sources, targets, strict=True), 1):
+        if left is None or right is None:
+            found.faults.add(NOT_UTF8, [number])
         elif (left := left.strip()) and (right := right.strip()):
-            yield Pair(number, left, right)
+            found.pairs.append(Pair(number, left, right))
         else:
-            faults.add(_EMPTY, [number])
-
-
-def _unequal(longer: Path, shorter: Path, more: int, fewer: int) -> UserError:
-    """The error for aligned files of unequal lengths. None of their pairs can be trusted, so no setting skips it."""
-    hints = []
-    if longer.is_file() and shorter.is_file():
-        of_longer, of_shorter = read_lines(longer), read_lines(shorter)
-        widths = ([len(line or "") for line in lines] for lines in (of_shorter, of_longer))
-        if (place := find_shift(*widths)) is not None:
-            hints.append(f"by the lengths of their sentences they part near line {place + 1:,}")
-        if found := find_line_separator(of_shorter):
-            hints.append(f"line {found[0]:,} of {shorter} holds {found[1]}, at which some programs end a line")
-    return UserError(
-        f"{longer} has {more:,} lines and {shorter} {fewer:,}, so their lines do not belong together"
-        f"{''.join(f'; {hint}' for hint in hints)}; pass two files of which each line is the translation of the other's"
-    )
+            found.faults.add(_EMPTY, [number])
+    return found
 
 
 class GivenSentence(NamedTuple):

@@ -31,7 +31,7 @@ PAD, SOS, EOS, UNK = range(4)
 """Padding, start of a sentence, its end, and any token outside the vocabulary."""
 SPECIAL_TOKENS = ("<pad>", "<sos>", "<eos>", "<unk>")
 
-Normalisation = Literal["unicode", "none", "tutorial", "tutorial-2017"]
+Normalisation = Literal["unicode", "none", "tutorial"]
 
 
 class _CharacterTable(dict[int, str]):
@@ -67,22 +67,18 @@ def _plain_character(char: str) -> str:
     return " " if unicodedata.category(char) in ("Cc", "Zs", "Zl", "Zp") else char
 
 
-def _tutorial_character(kept: str) -> Callable[[str], str]:
-    def replacement(char: str) -> str:
-        if "a" <= char <= "z":
-            return char
-        if unicodedata.category(char) == "Mn":
-            return ""
-        return f" {char}" if char in kept else " "
-
-    return replacement
+def _tutorial_character(char: str) -> str:
+    if "a" <= char <= "z":
+        return char
+    if unicodedata.category(char) == "Mn":
+        return ""
+    return f" {char}" if char in "!?" else " "
 
 
 _TABLES = {
     "unicode": _CharacterTable(_unicode_character),
     "none": _CharacterTable(_plain_character),
-    "tutorial": _CharacterTable(_tutorial_character("!?")),
-    "tutorial-2017": _CharacterTable(_tutorial_character(".!?")),
+    "tutorial": _CharacterTable(_tutorial_character),
 }
 
 
@@ -102,7 +98,7 @@ def normalise_lines(lines: Sequence[str], how: Normalisation = "unicode") -> lis
         lines: sentences, none with a line break.
         how: "unicode" keeps every script with its accents, in lower case (NFC), and makes tokens of punctuation;
             "none" only composes characters (NFC) and splits at spaces; "tutorial" leaves a to z, ! and ?, as
-            PyTorch's translation tutorial does today, and "tutorial-2017" the full stop too, as it did before.
+            PyTorch's translation tutorial does.
 
     Raises:
         UserError: there is no such normalisation.
@@ -221,17 +217,14 @@ class Vocabulary:
         return " ".join(token if token in self else f"[{token}]" for token in sentence.split())
 
 
-def build_vocabulary(
-    tokens: Sequence[str], counts: Sequence[int], min_count: int, max_vocab_size: int | None
-) -> Vocabulary:
+def build_vocabulary(tokens: Sequence[str], counts: Sequence[int], most: int | None = None) -> Vocabulary:
     """The vocabulary of a text: the most frequent tokens first, equally frequent ones by the alphabet.
 
     Args:
         tokens: all of them, special ones in front.
-        counts: how often each occurs.
-        min_count: how often a token has to occur.
-        max_vocab_size: how many there may be, not counting the special ones.
+        counts: how often each occurs; those that do not are left out.
+        most: how many there may be, not counting the special ones.
     """
     ordinary = range(len(SPECIAL_TOKENS), len(tokens))
-    chosen = sorted((n for n in ordinary if counts[n] >= max(1, min_count)), key=lambda n: (-counts[n], tokens[n]))
-    return Vocabulary.of(tokens[n] for n in chosen[:max_vocab_size])
+    chosen = sorted((n for n in ordinary if counts[n]), key=lambda n: (-counts[n], tokens[n]))
+    return Vocabulary.of(tokens[n] for n in chosen[:most])

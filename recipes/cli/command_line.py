@@ -394,8 +394,8 @@ class CommandLine:
         other = self._not_saved | _OF_THE_MACHINE | {"callbacks"}
         saved = read_settings_beside(weights) if weights != "imagenet" else {}
         check_settings(saved, weights)
-        strict = {"weights_min_share": 1.0, "weights_only": None, "weights_skip": None}
-        self.parser.set_known_defaults({name: value for name, value in saved.items() if name not in other} | strict)
+        known = {name: value for name, value in saved.items() if name not in other}
+        self.parser.set_known_defaults(known | {"weights_skip": None})
         return self.parser.parse(args)
 
     def _check_experiment(self, checkpoint: str, namespace: Namespace) -> None:

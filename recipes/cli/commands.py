@@ -248,12 +248,12 @@ def _train_and_test(
 
 
 def _load_all(recipe: Recipe) -> None:
-    """Load the weights to score; with ``weights_min_share=1`` file and network have to hold the same tensors."""
-    report = recipe.load_weights()
-    if report and report.skipped and recipe.hparams.weights_min_share == 1:
+    """Load the weights to score: file and network have to hold the same tensors."""
+    report = recipe.load_weights(min_share=1.0)
+    if report and report.skipped:
         raise UserError(
             f"{report.source} is of another network: {some_names(list(report.skipped))} of the file is not in this one;"
-            " pass the settings that it was trained with, or weights_min_share=0.99 to score what fits"
+            " pass the settings that it was trained with"
         )
 
 

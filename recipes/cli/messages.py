@@ -14,8 +14,6 @@ ALIASES = {
     "interval": "save_every",
     "until": "freeze_until",
     "patterns": "freeze_patterns",
-    "min_share": "weights_min_share",
-    "only": "weights_only",
     "skip": "weights_skip",
 }
 """Parameters of callbacks and functions whose flag has another name."""

@@ -11,8 +11,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from rich.console import Console
-from rich.markup import escape
 
 from callbacks.lib.best_effort import best_effort, unsaved
 from callbacks.lib.memory import peak_memory
@@ -38,7 +36,6 @@ __all__ = [
     "report",
     "report_unsaved",
     "shown",
-    "table_lines",
 ]
 
 
@@ -52,33 +49,19 @@ def shown(path: str | Path) -> str:
 
 def print_pairs(rows: dict[str, str]) -> None:
     """Print two columns, a name and its value."""
-    console = Console(highlight=False, force_jupyter=False)  # A notebook shows standard output, too.
     column = max(map(len, rows)) + 2
     for name, value in rows.items():
-        console.print(f"[bold]{name:<{column}}[/]{escape(value)}", soft_wrap=True)
-
-
-def table_lines(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """The lines of a table with a column per key.
-
-    Args:
-        rows: at least one; all have the same keys.
-
-    Example:
-        >>> print(*table_lines([{"file": "a.png", "class": "7", "probability": "0.99"}]), sep="\\n")
-        file   class  probability
-        a.png  7      0.99
-    """
-    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(f"{cell:<{room}}" for cell, room in zip(row, widths)).rstrip() for row in cells]
+        print(f"{name:<{column}}{value}".rstrip())  # noqa: T201
 
 
 def print_rows(rows: Sequence[Mapping[str, str]]) -> None:
     """Print a table with a column per key; nothing without rows."""
-    console = Console(highlight=False, force_jupyter=False)
-    for number, line in enumerate(table_lines(rows) if rows else ()):
-        console.print(line if number else f"[bold]{line}[/]", markup=not number, soft_wrap=True)
+    if not rows:
+        return
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        print("  ".join(f"{cell:<{room}}" for cell, room in zip(row, widths)).rstrip())  # noqa: T201
 
 
 def check_output(output: str | None, endings: Sequence[str]) -> None:

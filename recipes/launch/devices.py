@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from callbacks.lib.memory import available_memory
 from datamodules.errors import UserError
 
 __all__ = ["Machine", "detect_machine", "devices_of", "number_of_devices", "shared_cores"]
@@ -102,7 +101,9 @@ def shared_cores(processes: int, here: Machine) -> str | None:
     cores = _cores()
     if here.kind != "cpu" or processes <= cores:
         return None
-    available = available_memory()
+    import psutil
+
+    available = psutil.virtual_memory().available
     if processes * _OF_A_PROCESS > available:
         raise UserError(
             f"{processes} processes take about 0.5 GiB of memory each, and {available / 2**30:.1f} GiB are available;"

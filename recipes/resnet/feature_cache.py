@@ -1,10 +1,10 @@
-"""The output of frozen layers for an image never changes: it is computed once, and the rest is trained on that.
+"""While only the head trains, its inputs for an image never change: they are computed once.
 
 Frozen layers take no backward pass already; this saves their forward pass, and reading the images, in every epoch.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
@@ -20,9 +20,9 @@ from callbacks.lib.durations import Duration
 from callbacks.lib.trainer_attributes import callbacks_of, datamodule_of
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
-from recipes.resnet.stages import Stage, run_stages
+from recipes.resnet.layers import evaluating, layers_of, random_images
 
-__all__ = ["FeatureCache", "FeatureLoader", "NumberedImages", "frozen_stages", "gather_rows"]
+__all__ = ["FeatureCache", "FeatureLoader", "NumberedImages", "gather_rows", "head_to_train", "inputs_of", "what_moves"]
 
 log = logging.getLogger("lightning_recipes")
 _inform = rank_zero_only(log.info)
@@ -57,13 +57,71 @@ def _may_differ(layer: nn.Module) -> bool:
     return layer.training and (not plain or next(layer.parameters(), None) is not None)
 
 
-def frozen_stages(stages: Sequence[Stage]) -> int:
-    """The number of leading stages whose output for an image stays the same until a layer is unfrozen."""
-    for number, (_, modules) in enumerate(stages):
-        trains = any(p.requires_grad for module in modules for p in module.parameters())
-        if trains or any(_may_differ(layer) for module in modules for layer in module.modules()):
-            return number
-    return len(stages)
+def what_moves(network: nn.Module, head: str) -> str:
+    """The name of a layer outside of the head that trains, or acts otherwise in training; empty where there is none."""
+    inside = set(network.get_submodule(head).modules())
+    for name, layer in network.named_modules():
+        around = not name or head.startswith(f"{name}.")
+        trains = any(parameter.requires_grad for parameter in layer.parameters(recurse=False))
+        if layer not in inside and (trains or (not around and _may_differ(layer))):
+            return name or "the network"
+    return ""
+
+
+class _Reached(Exception):
+    """Ends a forward pass before the head; it has the head's inputs."""
+
+
+def inputs_of(network: nn.Module, head: str, images: Tensor) -> Tensor:
+    """What a network passes on to its head; the head does not run.
+
+    Raises:
+        ValueError: the head does not run once on one tensor.
+
+    Example:
+        >>> inputs_of(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), "1", torch.ones(1, 2, 2))
+        tensor([[1., 1., 1., 1.]])
+    """
+
+    def stop(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        raise _Reached(*inputs)
+
+    handle = network.get_submodule(head).register_forward_pre_hook(stop)
+    try:
+        network(images)
+    except _Reached as reached:
+        if len(reached.args) == 1 and isinstance(reached.args[0], Tensor):
+            return reached.args[0]
+    finally:
+        handle.remove()
+    raise ValueError(f"{head} does not take one tensor")
+
+
+def _cannot_continue(network: nn.Module, head: str, images: Tensor) -> str:
+    """Why the logits are not the head's output for inputs that stay the same; empty where they are."""
+    device = images.device
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            features = inputs_of(network, head, images)
+            with evaluating(network):
+                same = torch.equal(features, inputs_of(network, head, images))
+                ends = torch.equal(network(images), network.get_submodule(head)(features))
+        except ValueError as error:
+            return str(error)
+    return "" if same and ends else f"{head} does not end the forward pass" if same else "training takes another way"
+
+
+def head_to_train(network: nn.Module, images: Tensor) -> tuple[str, str]:
+    """The name of the part at the end of a network that trains while all before it stays; or why there is none."""
+    name, reasons = layers_of(network)[-1][0], []
+    while name:
+        moving = what_moves(network, name)
+        reason = f"{moving} trains before {name}" if moving else _cannot_continue(network, name, images)
+        if not reason:
+            return name, ""
+        reasons.append(reason)
+        name = name.rpartition(".")[0]  # Such as a classifier of several layers.
+    return "", reasons[0]
 
 
 def gather_rows(rows: Tensor) -> Tensor:
@@ -88,26 +146,26 @@ def _images_of(trainer: pl.Trainer) -> NumberedImages:
 
 
 class FeatureCache(pl.Callback):
-    """Trains and validates on the features of the frozen stages, which are computed once per phase of the freezing.
+    """Trains and validates on the inputs of the head, which are computed once, while everything before it is frozen.
 
-    The module has ``stages()`` and ``first_stage``, as `ResNetFineTuner`; the data is `NumberedImages` with loaders
-    that are `FeatureLoader`s. Every epoch has to see the same images, so augmentation is refused. Features have the
-    precision of the run; the ranks share the work. Results are those without the cache up to rounding. Features that
-    do not fit the data's ``cache_gb`` are not kept.
+    The module has ``network`` and ``cached_head``, as `ResNetFineTuner`; the data is `NumberedImages` with loaders that
+    are `FeatureLoader`s. Every epoch has to see the same images, so augmentation is refused. Features have the
+    precision of the run; the ranks share the work. Results are those without the cache up to rounding. Where layers
+    before the head train, and where the features do not fit the data's ``cache_gb``, images are read as ever.
 
     Runs on: `on_train_start` (a resumed run begins there, in the middle of an epoch) and `on_train_epoch_start`, behind
     `FreezeLayers`, and `on_validation_start`; `on_train_end` and `on_exception` undo it.
 
     Example:
         >>> from torch import nn
-        >>> stages = [("trunk", [nn.Linear(2, 2).requires_grad_(False).eval(), nn.ReLU()]), ("head", [nn.Linear(2, 2)])]
-        >>> frozen_stages(stages)
-        1
+        >>> network = nn.Sequential(nn.Linear(2, 2).requires_grad_(False).eval(), nn.ReLU(), nn.Linear(2, 2))
+        >>> what_moves(network, "2"), what_moves(network.requires_grad_(True), "2")
+        ('', '0')
     """
 
     def __init__(self) -> None:
-        # The number of stages in the last decision, also where they were not cached.
-        self._settled = 0
+        # The trainable parameters at the last decision, also where nothing was cached.
+        self._settled: list[bool] | None = None
         self._computed: dict[str, tuple[Tensor, Tensor]] = {}
 
     @override
@@ -151,45 +209,44 @@ class FeatureCache(pl.Callback):
         self._release(trainer, pl_module)
 
     def _refresh(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        stages = pl_module.stages()
-        count = frozen_stages(stages[:-1])
-        # Stages without parameters are not worth a cache.
-        if not any(list(m.parameters()) for _, modules in stages[:count] for m in modules):
-            count = 0
-        if count != self._settled:
+        trains = [parameter.requires_grad for parameter in pl_module.network.parameters()]
+        if trains != self._settled:
             self._release(trainer, pl_module)
-            self._settled = count
-            if count:
-                self._decide(trainer, pl_module, stages, count)
+            self._settled = trains
+            self._decide(trainer, pl_module)
         self._serve(trainer, pl_module, "train", trainer.train_dataloader)
 
-    def _decide(self, trainer: pl.Trainer, pl_module: Any, stages: Sequence[Stage], count: int) -> None:
-        data = _images_of(trainer)
-        example = self._features(trainer, pl_module, count, pl_module.example_input_array.to(pl_module.device))
+    def _decide(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        data, images = _images_of(trainer), random_images(pl_module.network, pl_module.example_input_array)
+        head, reason = head_to_train(pl_module.network, images)
+        if not head:
+            rank_zero_only(log.warning)("features are not cached, because %s; images are read in each epoch", reason)
+            return
+        example = self._features(trainer, pl_module, head, images)
         size, limit = example.nbytes * sum(data_contract(data).sizes.values()), data.hparams["cache_gb"]
         shape = " x ".join(map(str, example.shape[1:]))
-        what = f"features of {stages[count - 1][0]}: {shape} numbers per image, {size / 2**20:,.1f} MiB"
+        what = f"inputs of {head}: {shape} numbers per image, {size / 2**20:,.1f} MiB"
         if size > limit * 2**30:
             _inform("%s are more than cache_gb=%s, so the images are read in each epoch", what, limit)
             return
-        pl_module.first_stage = count
+        pl_module.cached_head = head
         _inform("training on cached %s", what)
 
     def _serve(self, trainer: pl.Trainer, pl_module: Any, part: str, loader: Any) -> None:
         """Make a loader yield features while the module expects them."""
-        if pl_module.first_stage and loader:
+        if pl_module.cached_head and loader:
             if part not in self._computed:
-                self._computed[part] = self._compute(trainer, pl_module, part, pl_module.first_stage)
+                self._computed[part] = self._compute(trainer, pl_module, part, pl_module.cached_head)
             loader.use_features(*self._computed[part])
 
-    def _features(self, trainer: pl.Trainer, pl_module: Any, count: int, images: Tensor) -> Tensor:
+    def _features(self, trainer: pl.Trainer, pl_module: Any, head: str, images: Tensor) -> Tensor:
         with torch.no_grad(), trainer.precision_plugin.forward_context():
-            return run_stages(pl_module.stages()[:count], trainer.precision_plugin.convert_input(images))
+            return inputs_of(pl_module.network, head, trainer.precision_plugin.convert_input(images))
 
-    def _compute(self, trainer: pl.Trainer, pl_module: Any, part: str, count: int) -> tuple[Tensor, Tensor]:
+    def _compute(self, trainer: pl.Trainer, pl_module: Any, part: str, head: str) -> tuple[Tensor, Tensor]:
         features, numbers = [], []
         for images, _, rows in _images_of(trainer).numbered_batches(part, trainer.global_rank, trainer.world_size):
-            features.append(self._features(trainer, pl_module, count, images))
+            features.append(self._features(trainer, pl_module, head, images))
             numbers.append(rows)
         return gather_rows(torch.cat(features)), gather_rows(torch.cat(numbers))
 
@@ -199,4 +256,4 @@ class FeatureCache(pl.Callback):
             if isinstance(loader, FeatureLoader):
                 loader.use_features(None, None)
         self._computed = {}
-        pl_module.first_stage = self._settled = 0
+        pl_module.cached_head, self._settled = "", None

@@ -22,8 +22,8 @@ from recipes.classification import Classifier, ClassifierParameters
 from recipes.optim import default_rate
 from recipes.parameter_groups import layer_groups
 from recipes.resnet.feature_cache import FeatureCache
+from recipes.resnet.layers import Block, Layer, last_block_of, layers_line, layers_of
 from recipes.resnet.network import RESNETS, SMALL_NETWORKS, build_network, published_weights, weights_statistics
-from recipes.resnet.stages import NetworkStages, Stage, run_stages, stages_of
 from recipes.weights import read_settings_beside
 
 __all__ = ["ResNetFineTuner"]
@@ -53,7 +53,7 @@ class ResNetParameters(ClassifierParameters):
 class ResNetFineTuner(Classifier):
     """Fine-tunes a network of torchvision, of timm or your own on images; override `build_network` for the last.
 
-    Layers are frozen and have learning rates by the stages of the network, which `stages_of` finds.
+    Layers are frozen by name, and have learning rates by the order of their definition, which `layers_of` finds.
 
     Batches are ``(images, labels)``: normalised floats of shape (batch, 3, height, width), and int64 of shape (batch,)
     or, mixed, probabilities of shape (batch, classes).
@@ -76,7 +76,7 @@ class ResNetFineTuner(Classifier):
         lr: peak learning rate of the last block; by default 0.0003, 0.001 without weights, and 1 for lbfgs.
         head_lr_factor: how much faster the head learns; by default 10, and 1 without weights.
         layer_lr_decay: how much slower each layer learns than the one above it, as in 0.5.
-        cache_features: compute the output of the frozen layers once, and train on that; needs ``augment="none"``.
+        cache_features: while only the head trains, compute its inputs once; needs ``augment="none"``.
     """
 
     title = "resnet"
@@ -132,17 +132,12 @@ class ResNetFineTuner(Classifier):
             )
         super().__init__(num_classes=num_classes, optimizer=optimizer, lr=lr, weights=weights, **kwargs)
         self.example_input_array = torch.zeros(1, 3, image_size, image_size)
-        self.first_stage = 0
-        self._found: NetworkStages | None = None
+        self.cached_head = ""
+        self._block: Block | None = None
         if freeze_until == "auto":
-            freeze_until = None if new else self._block
+            freeze_until = None if new else self.block.name
         elif freeze_until == "none":
             freeze_until = None
-        if cache_features and not self._has_own_stages and (obstacle := self.found_stages.obstacle):
-            raise UserError(
-                f"cache_features=True: the forward pass of {arch} cannot be continued behind its frozen layers, because"
-                f" {obstacle}; pass cache_features=False"
-            )
         # A subclass passes its arguments on as they were.
         settled = {"weights": weights, "image_size": image_size, "freeze_until": freeze_until, "lr": lr}
         settled |= {"small_images": small_images}
@@ -179,34 +174,22 @@ class ResNetFineTuner(Classifier):
         return build_network(options.arch, options.num_classes, options.image_size or _IMAGE_SIZE, options.small_images)
 
     @property
-    def found_stages(self) -> NetworkStages:
-        """What `stages_of` finds in the network; it looks once."""
-        if self._found is None:
-            self._found = stages_of(self.network, self.example_input_array)
-        return self._found
+    def block(self) -> Block:
+        """The block that trains beside the head by default; it is looked for once."""
+        if self._block is None:
+            named = self.last_block
+            self._block = Block(named, True) if named else last_block_of(self.network, self.example_input_array)
+        return self._block
 
-    @property
-    def _has_own_stages(self) -> bool:
-        return type(self).stages is not ResNetFineTuner.stages
-
-    @property
-    def _block(self) -> str:
-        return self.last_block or self.found_stages.last_block
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_found": None}  # A copy has stages of its own.
-
-    def stages(self) -> list[Stage]:
-        """The network in parts, from the images to the head: the units of learning rates and cached features."""
-        return self.found_stages.stages
+    def layers(self) -> list[Layer]:
+        """The network in parts, from the images to the head: the units of learning rates."""
+        return layers_of(self.network)
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of images, or of the output of the stages before `first_stage`."""
-        if self.first_stage:
-            return run_stages(self.stages()[self.first_stage :], inputs)
-        logits: Tensor = self.network(inputs)
+        """Logits of images, or of the inputs of `cached_head`, the name of a layer, where it is set."""
+        network = self.network.get_submodule(self.cached_head) if self.cached_head else self.network
+        logits: Tensor = network(inputs)
         return logits
 
     @override
@@ -217,28 +200,25 @@ class ResNetFineTuner(Classifier):
             if "1 value per channel" not in str(error):
                 raise
             raise UserError(
-                f"a batch of {len(batch[0])} image on a device has one pixel in {self._block}, and BatchNorm cannot"
+                f"a batch of {len(batch[0])} image on a device has one pixel in {self.block.name}, and BatchNorm cannot"
                 " train on a single value; pass another `batch_size`, small_images=True, a larger"
                 ' `image_size`, or bn="eval"'
             ) from error
 
     @override
     def parameter_groups(self) -> list[dict[str, Any]]:
-        options, stages = self.hparams, self.stages()
-        # What several stages share is in the first of them, and what none has is in the first of all.
-        owners = dict.fromkeys(self.parameters(), stages[0][0])
+        options, layers = self.hparams, self.layers()
+        # What several layers share is in the first of them, and what none has is in the first of all.
+        owners = dict.fromkeys(self.parameters(), layers[0][0])
         owners |= {
-            p: name for name, modules in reversed(stages) for part in modules for p in part.parameters() if p in owners
+            p: name for name, modules in reversed(layers) for part in modules for p in part.parameters() if p in owners
         }
-        names = dict.fromkeys(name for name, _ in stages)
-        layers = [(name, [nn.ParameterList(p for p in owners if owners[p] == name)]) for name in names]
         return layer_groups(
-            layers,
+            [(name, [nn.ParameterList(p for p in owners if owners[p] == name)]) for name, _ in layers],
             options.weight_decay,
             options.lr,
             options.layer_lr_decay,
             options.head_lr_factor,
-            options.decay_all,
         )
 
     @override
@@ -257,14 +237,13 @@ class ResNetFineTuner(Classifier):
             )
         if options.cache_features:
             callbacks.append(FeatureCache())
-        drawn = self.last_block or self.found_stages.has_maps
-        return [*callbacks, *([GradCAM(self._block)] if drawn else [])]
+        drawn = [GradCAM(self.block.name)] if self.block.has_maps else []
+        return [*callbacks, *drawn]
 
     @override
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        if not self._has_own_stages:
-            rank_zero_only(log.info)(self.found_stages.line())
+        rank_zero_only(log.info)(layers_line(self.layers(), self.block))
 
     @override
     def pretrained_weights(self, weights: str) -> tuple[dict[str, Tensor], str]:

@@ -38,7 +38,7 @@ def _environment(results: Results) -> dict[str, str]:
         "epochs": f"{results.get('epochs', 0):g}",
         "seconds": ", ".join(f"{value:.1f} {part.replace('_', '-')}" for part, value in seconds.items()),
         "speed": f"{rate:,.0f} samples/s" if (rate := results.get("samples_per_second")) else "",
-        "peak memory": memory_text(results.get("peak_memory_bytes")),
+        "peak memory": memory_text(results.get("peak_memory_bytes", {})),
         "hardware": results.get("hardware", ""),
         "nodes": str(results.get("num_nodes", 1)),
         "host": results.get("host", ""),

@@ -1,10 +1,10 @@
-"""Values of a run as short texts; whatever a damaged file holds has one."""
+"""Values of a run as short texts."""
 
 import json
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-__all__ = ["is_number", "memory_text", "score_text", "value_text", "with_unit"]
+__all__ = ["is_number", "memory_text", "score_text", "value_text"]
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -23,10 +23,7 @@ def value_text(value: Any) -> str:
         return "-"
     if isinstance(value, str):
         return value
-    try:
-        return json.dumps(value, ensure_ascii=False, default=str)
-    except (TypeError, ValueError):  # Such as a mapping of dates, which YAML may hold.
-        return str(value)
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def score_text(value: Any) -> str:
@@ -43,26 +40,11 @@ def score_text(value: Any) -> str:
     return f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.4g}"
 
 
-def memory_text(sizes: Any) -> str:
+def memory_text(sizes: Mapping[str, int | None]) -> str:
     """Bytes by where they were used.
 
     Example:
         >>> memory_text({"host": 990_000_000, "device": 3_200_000_000})
         '0.99 GB host, 3.20 GB device'
     """
-    if not isinstance(sizes, Mapping):
-        return ""
-    return ", ".join(f"{size / 1e9:.2f} GB {where}" for where, size in sizes.items() if is_number(size))
-
-
-def with_unit(number: float, unit: str = "") -> str:
-    """A number with three digits and k, M, G or T.
-
-    Example:
-        >>> with_unit(102778), with_unit(51380224, "B"), with_unit(0)
-        ('103 k', '51.4 MB', '0')
-    """
-    for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.3g} {prefix}{unit}"
-    return f"{number:.3g} {unit}".rstrip()
+    return ", ".join(f"{size / 1e9:.2f} GB {where}" for where, size in sizes.items() if size is not None)

@@ -4,16 +4,19 @@ Rows are hypotheses, of all sentences together. A hypothesis that ends with EOS 
 so that the work shrinks as hypotheses end, and a sentence whose last hypothesis has ended takes no more work.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from datamodules.translation.text import EOS, PAD, SOS
+from datamodules.translation.text import EOS, PAD, SOS, UNK
 from recipes.seq2seq.network import AnyNetwork
 
-__all__ = ["Translations", "attended_positions", "attention_weights", "beam_search", "length_limits", "length_penalty"]
+__all__ = ["Translations", "attention_weights", "beam_search", "length_limits", "length_penalty"]
+
+
+NEVER = PAD, SOS, UNK
+"""Tokens that no translation has."""
 
 
 class Translations(NamedTuple):
@@ -43,17 +46,15 @@ def length_limits(source_lengths: Tensor) -> Tensor:
     return 2 * source_lengths + 10
 
 
-def _likeliest(
-    network: AnyNetwork, readouts: Tensor, last: Tensor, never: Iterable[int], count: int
-) -> tuple[Tensor, Tensor]:
-    """The likeliest next tokens of each row, none of `never`, and nothing but EOS where `last` is True.
+def _likeliest(network: AnyNetwork, readouts: Tensor, last: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The likeliest next tokens of each row, none of `NEVER`, and nothing but EOS where `last` is True.
 
     Returns:
         Log-probabilities and tokens, of shape (rows, count).
     """
     logits = network.logits(readouts)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    for token in never:  # Not by a list, which is an index that the device would wait for.
+    for token in NEVER:  # Not by a list, which is an index that the device would wait for.
         logits[:, token] = -torch.inf
     log_probabilities = logits.log_softmax(1)
     values, tokens = log_probabilities.topk(min(count, logits.shape[1]))
@@ -72,7 +73,6 @@ def beam_search(
     nbest: int = 1,
     alpha: float = 0.6,
     limits: Tensor | None = None,
-    never: Iterable[int] = (PAD, SOS),
 ) -> Translations:
     """Translate a batch; the network has to be in evaluation mode.
 
@@ -86,7 +86,6 @@ def beam_search(
         nbest: translations of each sentence, at most `beam`.
         alpha: of `length_penalty`, which ranks the finished translations.
         limits: tokens that each translation may have, EOS counted, of shape (batch,).
-        never: tokens that no translation has.
     """
     device, batch = source.device, len(source)
     limits = length_limits(lengths) if limits is None else limits
@@ -109,7 +108,7 @@ def beam_search(
     for time in range(longest):
         readouts, state, _ = network.step(tokens, state, rows_encoded)
         # The best of a sentence are among the best of its rows.
-        values, choices = _likeliest(network, readouts, limits[sentence] == time + 1, never, beam)
+        values, choices = _likeliest(network, readouts, limits[sentence] == time + 1, beam)
         values = total.unsqueeze(1) + values
         table = values.new_full((batch, beam, values.shape[1]), -torch.inf)
         table[sentence, place] = values
@@ -146,7 +145,7 @@ def beam_search(
 
 
 @torch.no_grad()
-def attention_weights(network: AnyNetwork, source: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor | None:
+def attention_weights(network: AnyNetwork, source: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
     """The attention weights of each token of a translation; the network has to be in evaluation mode.
 
     A search that kept the weights of all its hypotheses would take gigabytes beside one long sentence.
@@ -157,29 +156,12 @@ def attention_weights(network: AnyNetwork, source: Tensor, lengths: Tensor, toke
         tokens: the translation, of shape (batch, time).
 
     Returns:
-        Weights of shape (batch, time, source); None where the network has no attention.
+        Weights of shape (batch, time, source).
     """
     encoded, state = network.encode(source, lengths)
     inputs = torch.cat((torch.full_like(tokens[:, :1], SOS), tokens[:, :-1]), 1)
     weights = []
     for column in inputs.unbind(1):
         _, state, step_weights = network.step(column, state, encoded)
-        if step_weights is None:
-            return None
         weights.append(step_weights)
     return torch.stack(weights, 1)
-
-
-def attended_positions(network: AnyNetwork, source: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
-    """The source token, its EOS left out, that each token of a translation attends to most.
-
-    Args:
-        source, lengths, tokens: as of `attention_weights`; the network has attention.
-
-    Returns:
-        int64 of shape (batch, time).
-    """
-    weights = attention_weights(network, source, lengths, tokens)
-    assert weights is not None
-    outside = torch.arange(source.shape[1], device=source.device) >= lengths.to(source.device).unsqueeze(1) - 1
-    return weights.masked_fill(outside.unsqueeze(1), -1.0).argmax(2)

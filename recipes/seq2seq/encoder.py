@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.lib.stateless_dropout import StatelessDropout
+from callbacks.lib.stateless_rnn import StatelessGRU
 
 __all__ = ["Encoder", "reversed_positions"]
 
@@ -31,25 +32,17 @@ class Encoder(nn.Module):
     """Bidirectional recurrent layers.
 
     Args:
-        recurrent: `nn.GRU` or `nn.LSTM`.
         input_size: of the inputs.
         hidden_size: of the outputs, half of it for each direction.
         num_layers: stacked layers.
         dropout: between layers.
     """
 
-    def __init__(
-        self,
-        recurrent: type[nn.GRU] | type[nn.LSTM],
-        input_size: int,
-        hidden_size: int,
-        num_layers: int,
-        dropout: float,
-    ) -> None:
+    def __init__(self, input_size: int, hidden_size: int, num_layers: int, dropout: float) -> None:
         super().__init__()
         sizes = [input_size] + [hidden_size] * (num_layers - 1)
-        self.forward_layers = nn.ModuleList(recurrent(size, hidden_size // 2, batch_first=True) for size in sizes)
-        self.backward_layers = nn.ModuleList(recurrent(size, hidden_size // 2, batch_first=True) for size in sizes)
+        self.forward_layers = nn.ModuleList(StatelessGRU(size, hidden_size // 2, batch_first=True) for size in sizes)
+        self.backward_layers = nn.ModuleList(StatelessGRU(size, hidden_size // 2, batch_first=True) for size in sizes)
         self.dropout = StatelessDropout(dropout)
 
     @override

@@ -66,8 +66,6 @@ class TranslationNetwork(nn.Module, Generic[StateT]):
     """
 
     output: nn.Linear
-    by_step = False
-    """Whether the input of a token includes the readout of the one before, so that `decode` cannot be used."""
 
     def encode(self, source: Tensor, lengths: Tensor) -> tuple[Encoded, StateT]:
         """The encoder's output, and the state in which the decoder starts.
@@ -78,7 +76,7 @@ class TranslationNetwork(nn.Module, Generic[StateT]):
         """
         raise NotImplementedError
 
-    def step(self, tokens: Tensor, state: StateT, encoded: Encoded) -> tuple[Tensor, StateT, Tensor | None]:
+    def step(self, tokens: Tensor, state: StateT, encoded: Encoded) -> tuple[Tensor, StateT, Tensor]:
         """Decode one token.
 
         Args:
@@ -86,7 +84,7 @@ class TranslationNetwork(nn.Module, Generic[StateT]):
 
         Returns:
             The readouts of the next token, of shape (batch, readout), for `logits`; the state after it; and the
-            attention weights, of shape (batch, source), or None without attention.
+            attention weights, of shape (batch, source).
         """
         raise NotImplementedError
 
@@ -108,14 +106,7 @@ class TranslationNetwork(nn.Module, Generic[StateT]):
         return logits
 
     @override
-    def forward(
-        self,
-        source: Tensor,
-        source_lengths: Tensor,
-        target: Tensor,
-        target_positions: Tensor,
-        teacher_forced: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, source: Tensor, source_lengths: Tensor, target: Tensor, target_positions: Tensor) -> Tensor:
         """Logits of the target's tokens after the first, given those before them.
 
         Args:
@@ -123,29 +114,13 @@ class TranslationNetwork(nn.Module, Generic[StateT]):
             source_lengths: of shape (batch,).
             target: of shape (batch, target), beginning with SOS.
             target_positions: what the function `target_positions` returns, of shape (tokens,).
-            teacher_forced: where the decoder's input is the true token; elsewhere it is its own prediction, the
-                likeliest token. Of shape (batch, target - 1); by default True everywhere.
 
         Returns:
             Of shape (tokens, target_vocab_size), for the positions without padding only, sentence by sentence: the
             others are not used, and in batches of mixed lengths they are a quarter of the work.
         """
         encoded, state = self.encode(source, source_lengths)
-        inputs = target[:, :-1]
-        if teacher_forced is None and not self.by_step:
-            return self.logits(self.decode(inputs, state, encoded, target_positions))
-        readouts: list[Tensor] = []
-        tokens = inputs[:, 0]
-        for position in range(inputs.shape[1]):
-            if position > 0:
-                tokens = inputs[:, position]
-                if teacher_forced is not None:
-                    with torch.no_grad():
-                        predicted = self.logits(readouts[-1]).argmax(1)
-                    tokens = torch.where(teacher_forced[:, position], tokens, predicted)
-            readout, state, _ = self.step(tokens, state, encoded)
-            readouts.append(readout)
-        return self.logits(torch.stack(readouts, 1).flatten(0, 1)[target_positions])
+        return self.logits(self.decode(target[:, :-1], state, encoded, target_positions))
 
 
 AnyNetwork = TranslationNetwork[Any]

@@ -33,12 +33,12 @@ def _character(char: str, how: str) -> str:
         return " " if category[0] == "Z" or category == "Cc" else char
     if "a" <= char <= "z" or category == "Mn":
         return char if category != "Mn" else ""
-    return f" {char}" if char in ("!?" if how == "tutorial" else ".!?") else " "
+    return f" {char}" if char in "!?" else " "
 
 
 def tokens_of(sentence: str, how: str) -> list[str]:
     """The tokens of a sentence, as in training."""
-    if how.startswith("tutorial"):
+    if how == "tutorial":
         sentence = unicodedata.normalize("NFD", sentence.lower())
     text = "".join(_character(char, how) for char in (sentence if how != "unicode" else sentence.lower()))
     if how == "none":
@@ -74,8 +74,6 @@ class Translator:
         ]
         self.normalisation = metadata["normalisation"]
         self.beam = metadata["hyper_parameters"]["beam"]
-        self.unknown_words = metadata["hyper_parameters"].get("unknown_words", "keep")
-        self.never = [PAD, SOS, UNK] if self.unknown_words == "never" else [PAD, SOS]
         self.length_penalty = metadata["hyper_parameters"]["length_penalty"]
         self.encoder, self.decoder = (
             onnxruntime.InferenceSession(folder / f"{name}.onnx", providers=["CPUExecutionProvider"])
@@ -91,29 +89,24 @@ class Translator:
             numbers = [number for token in tokens for number in self.subwords[0].encode(token)]
         else:
             numbers = [self.ids.get(token, UNK) for token in tokens]
-        found, places = self.search([*numbers, EOS], beam or self.beam)
+        found = self.search([*numbers, EOS], beam or self.beam)
         if self.subwords:
             return " ".join(self.subwords[1].decode([number for number in found if number != UNK]).split())
-        copies = self.unknown_words == "copy"
-        return " ".join(
-            tokens[place] if copies and number == UNK else self.target[number] for number, place in zip(found, places)
-        )
+        return " ".join(self.target[number] for number in found)
 
-    def search(self, source: list[int], beam: int) -> tuple[list[int], list[int]]:
-        """The best translation that a beam search finds, without the end mark, and what its tokens attend to most."""
+    def search(self, source: list[int], beam: int) -> list[int]:
+        """The best translation that a beam search finds, without the end mark."""
         state, memory, keys, mask = self.encoder.run(None, {"source": np.array([source])})
-        hypotheses: list[list[tuple[int, int]]] = [[]]
-        outputs = ["logits", "next_state", *(["attention"] if self.unknown_words == "copy" else [])]
+        hypotheses: list[list[int]] = [[]]
         totals, last = np.zeros(1, np.float32), np.array([SOS])
-        finished: list[tuple[float, list[tuple[int, int]]]] = []
+        finished: list[tuple[float, list[int]]] = []
         limit = 2 * len(source) + 10
         for length in range(1, limit + 1):
             feeds: dict[str, Any] = {"memory": memory, "keys": keys, "mask": mask}
             feeds = {name: np.repeat(value, len(last), 0) for name, value in feeds.items()}
             feeds |= {"tokens": last, "state": state}
-            logits, state, *weights = self.decoder.run(outputs, feeds)
-            places = weights[0][:, : len(source) - 1].argmax(1) if weights else np.zeros(len(last), np.int64)
-            logits[:, self.never] = -np.inf
+            logits, state = self.decoder.run(["logits", "next_state"], feeds)
+            logits[:, [PAD, SOS, UNK]] = -np.inf
             logits -= logits.max(1, keepdims=True)
             scores = totals[:, None] + logits - np.log(np.exp(logits).sum(1, keepdims=True))
             if length == limit:  # Nothing but the end.
@@ -129,12 +122,11 @@ class Translator:
             beam -= int(ends.sum())
             goes_on = ~ends & (totals > -np.inf)
             rows, last, totals = rows[goes_on], last[goes_on], totals[goes_on]
-            hypotheses = [[*hypotheses[row], (int(token), int(places[row]))] for row, token in zip(rows, last)]
+            hypotheses = [[*hypotheses[row], int(token)] for row, token in zip(rows, last)]
             state = state[rows]
             if not len(rows):
                 break
-        found = max(finished, key=lambda pair: pair[0])[1]
-        return [token for token, _ in found], [place for _, place in found]
+        return max(finished, key=lambda pair: pair[0])[1]
 
 
 def main() -> None:

@@ -1,17 +1,15 @@
 """The output of the predict command for translations: rows of a table, and an image of the attention weights."""
 
 import logging
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 
 from callbacks.drawing.translation_samples import Translation, attention_figure
 from datamodules.errors import UserError
 from datamodules.translation.subwords import AnyVocabulary
-from recipes.seq2seq.attention import AttentionName
 
 __all__ = ["MOST_PANELS", "check_image_file", "draw_attention", "translation_rows"]
 
@@ -25,8 +23,6 @@ def check_image_file(file: str | None) -> None:
     """Refuse a file that could not be written, before anything is computed."""
     if file is None:
         return
-    if file in get_args(AttentionName):
-        raise UserError(f'`attention` is the image file to write; the kind of attention is attention_type="{file}"')
     if Path(file).suffix not in (".png", ".pdf", ".svg"):
         raise UserError(f'attention="{file}": expected a name that ends in .png, .pdf or .svg')
     if not Path(file).parent.is_dir():
@@ -44,31 +40,23 @@ def _by_sentence(outputs: Iterable[dict[str, Any]]) -> list[tuple[int, dict[str,
 
 
 def translation_rows(
-    outputs: Iterable[dict[str, Any]],
-    names: Sequence[str],
-    decode: Callable[[list[int], str, list[int] | None], str],
+    outputs: Iterable[dict[str, Any]], names: Sequence[str], target: AnyVocabulary
 ) -> list[dict[str, Any]]:
-    """A row for each translation, in the order of the sentences, the best translation first.
+    """A row for each translation, in the order of the sentences.
 
     Args:
         outputs: of `Seq2SeqTranslator.predict_step`.
         names: the sentences, by number.
-        decode: makes text of token numbers, the sentence, and the positions in it that unknown words are copied from.
+        target: makes text of the tokens.
     """
     return [
         {
             "sentence": names[number],
-            "rank": rank,
-            "translation": decode(tokens, names[number], positions),
-            "score": score,
+            "translation": target.decode(found["tokens"].tolist()),
+            "score": float(found["scores"]),
             "note": None,
         }
         for number, found in _by_sentence(outputs)
-        for rank, (tokens, positions, score) in enumerate(
-            zip(found["tokens"].tolist(), found["positions"], found["scores"].tolist(), strict=True), 1
-        )
-        # Where there are fewer translations than were asked for.
-        if score > -math.inf
     ]
 
 
@@ -81,7 +69,7 @@ def draw_attention(
     samples = []
     for number, found in sentences[:MOST_PANELS]:
         if found["attention"] is not None:
-            best = found["tokens"][0].tolist()
+            best = found["tokens"].tolist()
             tokens = source.split(names[number]), target.pieces(best)
             samples.append(Translation(names[number], target.decode(best), None, found["attention"], tokens))
     if len(sentences) > MOST_PANELS:

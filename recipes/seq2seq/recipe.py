@@ -8,9 +8,8 @@ from typing_extensions import override
 
 from datamodules.errors import UserError
 from datamodules.ranges import SIZE, Range, check_ranges
-from recipes.seq2seq.attention import AttentionName
 from recipes.seq2seq.network import AnyNetwork
-from recipes.seq2seq.recurrent import CellName, Seq2SeqNet
+from recipes.seq2seq.recurrent import Seq2SeqNet
 from recipes.seq2seq.transformer import TransformerNet
 from recipes.seq2seq.translator import Translator
 
@@ -30,21 +29,13 @@ class Seq2SeqTranslator(Translator):
     Args:
         network: "rnn" is a recurrent encoder and decoder with attention (Luong et al., 2015), "transformer" has layers
             of attention (Vaswani et al., 2017), pre-norm, and a peak learning rate of 0.001 by default.
-        hidden_size: width of the decoder, and of the encoder's two directions together, even; or that of a
-            Transformer's embeddings and layers, a multiple of `heads`.
-        embedding_size: width of the token embeddings (rnn).
+        hidden_size: width of embeddings and layers: of the decoder, and of the encoder's two directions together,
+            even; or of a Transformer, a multiple of `heads`.
         num_layers: layers of encoder and decoder; by default 1 (rnn) or 3 (transformer).
-        cell: kind of the recurrent layers (rnn).
-        attention_type: additive (Bahdanau et al., 2015), general, dot or location (Luong et al., 2015), or none
-            (Sutskever et al., 2014) (rnn).
-        positions: tokens of a sentence that location attention weighs; it ignores those after them (rnn).
         heads: attention heads of a layer (transformer).
         feedforward_size: width inside the feed-forward networks (transformer).
         dropout: share of the inputs and outputs of the recurrent layers, or of what a Transformer's layer adds, that is
             dropped in training.
-        tie_embeddings: the output layer shares its weights with the target embedding (Press and Wolf, 2017).
-        input_feeding: the decoder's input includes its last attentional vector (Luong et al., 2015); it takes a step
-            per token, so it is slower (rnn).
     """
 
     title = "seq2seq"
@@ -54,16 +45,10 @@ class Seq2SeqTranslator(Translator):
         self,
         network: NetworkName = "rnn",
         hidden_size: int = 256,
-        embedding_size: int = 256,
         num_layers: int | None = None,
-        cell: CellName = "gru",
-        attention_type: AttentionName = "dot",
-        positions: int = 50,
         heads: int = 4,
         feedforward_size: int = 512,
         dropout: float = 0.3,
-        tie_embeddings: bool = True,
-        input_feeding: bool = False,
         **kwargs: Any,
     ) -> None:
         if network not in _NETWORKS:
@@ -77,18 +62,12 @@ class Seq2SeqTranslator(Translator):
             raise UserError(f"hidden_size={hidden_size} cannot be halved between two directions; pass an even number")
         check_ranges(
             hidden_size=(hidden_size, SIZE),
-            embedding_size=(embedding_size, SIZE),
-            positions=(positions, SIZE),
             heads=(heads, SIZE),
             feedforward_size=(feedforward_size, SIZE),
             dropout=(dropout, Range(0, 1, below=True)),
         )
         if num_layers is not None:
             check_ranges(num_layers=(num_layers, Range(1, 100, whole=True)))
-        if attention_type == "none" and kwargs.get("attention") is not None:
-            raise UserError(f"attention={kwargs['attention']!r}: a decoder without attention has no weights to draw")
-        if attention_type == "none" and kwargs.get("unknown_words") == "copy":
-            raise UserError('unknown_words="copy": a decoder without attention does not tell which word to copy')
         super().__init__(**kwargs)
 
     @classmethod

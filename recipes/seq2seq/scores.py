@@ -1,56 +1,16 @@
-"""Corpus BLEU, chrF and exact match from integer counts, whose sums over batches and ranks are exact.
-
-torchmetrics adds every n-gram to a tensor separately, which takes longer than translating, and its chrF leaves out the
-references of sentences without any match.
-"""
+"""The scores of translations in validation and test, over all ranks."""
 
 from collections.abc import Sequence
 
 import torch
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
-from torchmetrics import Metric
-from typing_extensions import override
 
+from callbacks.lib.exchange import gather
 from recipes.recipe import MeanOverTargets
-from recipes.text_scores import CHARACTER_ORDER, WORD_ORDER, bleu, character_counts, chrf, word_counts
+from recipes.text_scores import token_scores
 
-__all__ = ["TextScores", "TranslationScores"]
-
-
-class TextScores(Metric):
-    """BLEU, chrF and the share of exact matches of a corpus with one reference a sentence, over all ranks.
-
-    Example:
-        >>> scores = TextScores()
-        >>> scores.update(["the cat sat on the mat"], ["the cat sat on a mat"])
-        >>> {name: round(float(value), 2) for name, value in scores.compute().items()}
-        {'bleu': 53.73, 'chrf': 72.08, 'exact_match': 0.0}
-    """
-
-    full_state_update = False
-    counts: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        size = 3 * (WORD_ORDER + CHARACTER_ORDER) + 2
-        self.add_state("counts", torch.zeros(size, dtype=torch.int64), dist_reduce_fx="sum")
-
-    @override
-    def update(self, hypotheses: Sequence[str], references: Sequence[str]) -> None:
-        """Add sentences, whose words are separated by spaces."""
-        rows = [
-            [*word_counts(*pair), *character_counts(*pair), int(pair[0].split() == pair[1].split()), 1]
-            for pair in zip(hypotheses, references, strict=True)
-        ]
-        if rows:
-            self.counts += torch.tensor(rows).sum(0).to(self.counts.device, non_blocking=True)
-
-    @override
-    def compute(self) -> dict[str, Tensor]:
-        counts: list[int] = self.counts.tolist()
-        words, characters = counts[: 3 * WORD_ORDER], counts[3 * WORD_ORDER : -2]
-        values = {"bleu": bleu(words), "chrf": chrf(characters), "exact_match": counts[-2] / max(1, counts[-1])}
-        return {name: torch.tensor(value) for name, value in values.items()}
+__all__ = ["TranslationScores"]
 
 
 class TranslationScores(nn.Module):
@@ -59,15 +19,21 @@ class TranslationScores(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.loss = MeanOverTargets()
-        self.texts = TextScores()
+        self.texts: list[tuple[str, str]] = []
 
-    def compute(self) -> dict[str, Tensor]:
-        """All scores by name."""
+    def add(self, translations: Sequence[str], references: Sequence[str]) -> None:
+        """Add sentences, whose words are separated by spaces."""
+        self.texts += zip(translations, references, strict=True)
+
+    def compute(self, strategy: Strategy) -> dict[str, Tensor]:
+        """All scores by name, from the sentences of all ranks."""
         loss = self.loss.compute()
-        texts = {name: value.to(loss.device) for name, value in self.texts.compute().items()}
-        return {"loss": loss, "perplexity": loss.exp(), **texts}
+        pairs = [pair for of_rank in gather(strategy, self.texts) for pair in of_rank]
+        texts = token_scores([translation for translation, _ in pairs], [reference for _, reference in pairs])
+        values = {name: torch.tensor(value, device=loss.device) for name, value in texts.items()}
+        return {"loss": loss, "perplexity": loss.exp(), **values}
 
     def reset(self) -> None:
         """Forget all batches."""
         self.loss.reset()
-        self.texts.reset()
+        self.texts = []

@@ -149,7 +149,8 @@ class TransformerNet(TranslationNetwork[KeyValueCache]):
 
     Dropout is on the embeddings and on each layer's residual paths, not on the attention weights, which
     `torch.nn.functional.scaled_dot_product_attention` does not hold. Positions are sinusoids. The attention weights of
-    a step are those of the last layer, the mean over its heads.
+    a step are those of the last layer, the mean over its heads. The output layer shares its weights with the target
+    embedding (Press and Wolf, 2017).
 
     Args:
         source_vocab_size: tokens in the source vocabulary.
@@ -159,7 +160,6 @@ class TransformerNet(TranslationNetwork[KeyValueCache]):
         heads: attention heads of a layer.
         feedforward_size: width inside the feed-forward networks.
         dropout: share of the embeddings, and of what a layer adds, that is dropped in training.
-        tie_embeddings: the output layer shares its weights with the target embedding (Press and Wolf, 2017).
 
     Example:
         >>> network = TransformerNet(source_vocab_size=9, target_vocab_size=7, hidden_size=8)
@@ -178,7 +178,6 @@ class TransformerNet(TranslationNetwork[KeyValueCache]):
         heads: int = 4,
         feedforward_size: int = 512,
         dropout: float = 0.3,
-        tie_embeddings: bool = True,
     ) -> None:
         super().__init__()
         if hidden_size % heads:
@@ -206,8 +205,7 @@ class TransformerNet(TranslationNetwork[KeyValueCache]):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=hidden_size**-0.5)
-        if tie_embeddings:
-            self.output.weight = self.target_embedding.weight
+        self.output.weight = self.target_embedding.weight
 
     def _embed(self, embedding: nn.Embedding, tokens: Tensor, start: int = 0) -> Tensor:
         vectors = embedding(tokens) * math.sqrt(self.width)
@@ -236,9 +234,7 @@ class TransformerNet(TranslationNetwork[KeyValueCache]):
         return x, new, queries
 
     @override
-    def step(
-        self, tokens: Tensor, state: KeyValueCache, encoded: Encoded
-    ) -> tuple[Tensor, KeyValueCache, Tensor | None]:
+    def step(self, tokens: Tensor, state: KeyValueCache, encoded: Encoded) -> tuple[Tensor, KeyValueCache, Tensor]:
         x, new, queries = self._decode(tokens.unsqueeze(1), state.cache, encoded)
         weights = self.heads.weights(queries, encoded.keys[:, :, -self.width :], encoded.mask)
         added = torch.cat(new, 2)

@@ -4,7 +4,7 @@ import base64
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -21,33 +21,20 @@ from datamodules.ranges import COUNT, SHARE, Range, check_ranges
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.subwords import AnyVocabulary, SubwordVocabulary, vocabulary_from_state
-from datamodules.translation.text import PAD, SOS, SPECIAL_TOKENS, UNK, Normalisation, Vocabulary, normalise_lines
+from datamodules.translation.text import PAD, SPECIAL_TOKENS, UNK, Normalisation, normalise_lines
 from recipes.graphs import Graph
 from recipes.recipe import Recipe, RecipeParameters, Table
 from recipes.seq2seq.data import SentenceData, TextData, VocabularyData
-from recipes.seq2seq.decoding import Translations, attended_positions, attention_weights, beam_search
+from recipes.seq2seq.decoding import Translations, attention_weights, beam_search
 from recipes.seq2seq.graphs import translation_graphs
 from recipes.seq2seq.network import AnyNetwork, target_positions
 from recipes.seq2seq.predictions import MOST_PANELS, check_image_file, draw_attention, translation_rows
 from recipes.seq2seq.scores import TranslationScores
-from recipes.text_scores import TRANSLATIONS, BleuTokenizer, Estimate, check_tokenizer, standard_metrics, tokenizer
+from recipes.text_scores import TRANSLATIONS, BleuTokenizer, check_tokenizer, standard_scores, tokenizer
 
-__all__ = ["Translator", "TranslatorParameters", "teacher_forcing_share"]
-
-ForcingSchedule = Literal["constant", "linear"]
-UnknownWords = Literal["never", "copy", "keep"]
+__all__ = ["Translator", "TranslatorParameters"]
 
 _SENTENCES_AT_ONCE = 256
-
-
-def teacher_forcing_share(final: float, schedule: ForcingSchedule, progress: float) -> float:
-    """The share of the decoder's inputs that are true tokens, when the share `progress` of the run is done.
-
-    Example:
-        >>> teacher_forcing_share(0.5, "linear", progress=0.5)
-        0.75
-    """
-    return final if schedule == "constant" else 1 - (1 - final) * min(1.0, progress)
 
 
 TestedSentence = tuple[int, str, str, str]
@@ -60,17 +47,11 @@ class TranslatorParameters(RecipeParameters):
     source_vocab_size: int
     target_vocab_size: int
     label_smoothing: float
-    teacher_forcing: float
-    forcing_schedule: ForcingSchedule
     val_sentences: int
     beam: int
     length_penalty: float
-    nbest: int
     attention: str | None
-    tokens: bool
     bleu_tokenize: BleuTokenizer
-    unknown_words: UnknownWords
-    word_dropout: float
 
 
 class Translator(Recipe):
@@ -82,21 +63,12 @@ class Translator(Recipe):
         source_vocab_size: tokens in the source vocabulary; by default that of the data.
         target_vocab_size: tokens in the target vocabulary; by default that of the data.
         label_smoothing: share of the target spread over all tokens (Szegedy et al., 2016).
-        teacher_forcing: share of the decoder's inputs in training that are the true tokens; the others are its own
-            predictions (scheduled sampling, Bengio et al., 2015). Below 1 it takes a step per token, so it is slower.
-        forcing_schedule: "linear" goes from 1 to `teacher_forcing` over the run.
         val_sentences: about how many sentences each validation translates; a fixed random choice.
         beam: width of the beam search, in test and predict; 1 is greedy.
         length_penalty: exponent of the length normalisation in a beam search, from 0 to 1 (Wu et al., 2016).
-        nbest: translations of each sentence that predict prints.
         attention: image file that predict writes the attention weights to, such as out.png.
-        tokens: predict prints the tokens of the network, such as parts of words, with spaces between them.
         bleu_tokenize: sacrebleu's tokeniser for the standard BLEU of the test: "zh" for Chinese targets, "ja-mecab" and
             "ko-mecab" for Japanese and Korean, "char" for scripts without spaces, "13a" for all else.
-        unknown_words: what a translation has where the network would write an unknown word: "never" takes the likeliest
-            word that is known, "copy" the source word that it attends to most (Luong et al., 2015), "keep" <unk>.
-        word_dropout: share of the source words that are unknown to the network in training, so that it learns what to
-            make of one.
         lr: peak learning rate; by default 0.006 in short runs, less in longer ones (`rate_of_run`), and 1 for lbfgs.
     """
 
@@ -110,9 +82,9 @@ class Translator(Recipe):
     targets = "tokens"
     varying_dims = 2
     free_parameters: ClassVar[frozenset[str]] = Recipe.free_parameters | {
-        *("beam", "length_penalty", "nbest", "val_sentences", "bleu_tokenize", "unknown_words"),
+        *("beam", "length_penalty", "val_sentences", "bleu_tokenize"),
     }
-    call_parameters: ClassVar[frozenset[str]] = frozenset({"attention", "tokens"})
+    call_parameters: ClassVar[frozenset[str]] = frozenset({"attention"})
     prediction_files: ClassVar[tuple[str, ...]] = (*Recipe.prediction_files, ".txt")
 
     hparams: TranslatorParameters
@@ -123,17 +95,11 @@ class Translator(Recipe):
         source_vocab_size: int | None = None,
         target_vocab_size: int | None = None,
         label_smoothing: float = 0.1,
-        teacher_forcing: float = 1.0,
-        forcing_schedule: ForcingSchedule = "linear",
         val_sentences: int = 2000,
         beam: int = 5,
         length_penalty: float = 0.6,
-        nbest: int = 1,
         attention: str | None = None,
-        tokens: bool = False,
         bleu_tokenize: BleuTokenizer = "13a",
-        unknown_words: UnknownWords = "never",
-        word_dropout: float = 0.0,
         lr: float | None = None,
         weight_decay: float = 0.0,
         **kwargs: Any,
@@ -147,27 +113,13 @@ class Translator(Recipe):
             source_vocab_size=(source_vocab_size, COUNT),
             target_vocab_size=(target_vocab_size, COUNT),
             label_smoothing=(label_smoothing, SHARE),
-            teacher_forcing=(teacher_forcing, SHARE),
             val_sentences=(val_sentences, COUNT),
-            word_dropout=(word_dropout, Range(0, 1, below=True)),
             beam=(beam, Range(1, 1000, whole=True)),
             length_penalty=(length_penalty, Range(-10, 10)),
         )
-        if not 1 <= nbest <= beam:
-            raise UserError(
-                f"a beam search with beam={beam} does not find nbest={nbest} translations; "
-                f"pass beam={max(1, nbest)} nbest={max(1, nbest)}"
-            )
         check_image_file(attention)
         check_tokenizer(bleu_tokenize)
-        if unknown_words not in get_args(UnknownWords):
-            raise UserError(f"no unknown_words={unknown_words!r}; expected one of {', '.join(get_args(UnknownWords))}")
         super().__init__(lr=lr, weight_decay=weight_decay, **kwargs)
-        if self.hparams.compile and (teacher_forcing < 1 or self.hparams.get("input_feeding")):
-            raise UserError(
-                "compile=True: a decoder that takes a step per token (`teacher_forcing` below 1, `input_feeding`) would"
-                " be compiled anew for each length; pass compile=False"
-            )
         self.val_scores, self.test_scores = TranslationScores(), TranslationScores()
         self.vocabularies: tuple[AnyVocabulary, AnyVocabulary] | None = None
         self._tested: list[TestedSentence] = []
@@ -306,46 +258,17 @@ class Translator(Recipe):
 
     # Training
 
-    def _teacher_forced(self, batch: TranslationBatch) -> Tensor | None:
-        """Where the decoder's input is the true token, or None for everywhere: a function of epoch and sentence."""
-        settings = self.hparams
-        if settings.teacher_forcing == 1:
-            return None
-        progress = self.global_step / self.updates_in_run()
-        share = teacher_forcing_share(settings.teacher_forcing, settings.forcing_schedule, progress)
-        if share == 1:
-            return None
-        size = batch.target.shape[1] - 1
-        if batch.numbers is None:
-            return torch.rand(len(batch.target), size, device=batch.target.device) < share
-        seed = data_contract(self.data_module()).seed
-        draws = uniform(seed, "teacher forcing", self.current_epoch, batch.numbers, size)
-        return (draws < share).to(batch.target.device, non_blocking=True)
-
-    def _with_unknown_words(self, batch: TranslationBatch) -> TranslationBatch:
-        """The batch without some source words: a function of epoch, sentence and position."""
-        share = self.hparams.word_dropout
-        if not share:
-            return batch
-        if batch.numbers is None:
-            draws = torch.rand(batch.source.shape, device=batch.source.device)
-        else:
-            seed, size = data_contract(self.data_module()).seed, batch.source.shape[1]
-            draws = uniform(seed, "word dropout", self.current_epoch, batch.numbers, size)
-        unknown = (draws < share).to(batch.source.device, non_blocking=True) & (batch.source > UNK)
-        return batch._replace(source=batch.source.masked_fill(unknown, UNK))
-
-    def _logits(self, batch: TranslationBatch, teacher_forced: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _logits(self, batch: TranslationBatch) -> tuple[Tensor, Tensor]:
         """Logits of shape (tokens, target_vocab_size) and targets of shape (tokens,), without padding."""
         positions = target_positions(batch.target, batch.target_lengths)
-        logits = self.network(batch.source, batch.source_lengths, batch.target, positions, teacher_forced)
+        logits = self.network(batch.source, batch.source_lengths, batch.target, positions)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)), batch.target[:, 1:].flatten()[positions]
 
     @override
     def training_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
         if not len(batch.source):
             return {"loss": self._zero_loss(), "count": 0}
-        logits, targets = self._logits(self._with_unknown_words(batch), self._teacher_forced(batch))
+        logits, targets = self._logits(batch)
         loss = F.cross_entropy(logits, targets, label_smoothing=self.hparams.label_smoothing)
         return {"loss": loss, "count": len(targets)}
 
@@ -369,14 +292,13 @@ class Translator(Recipe):
         found = self._search(batch.source, batch.source_lengths, beam)
         source, target = self._source_and_target()
         sources, references = self.sentences(batch)
-        positions = self._copied_positions(batch.source, batch.source_lengths, found.tokens[:, 0])
         best = found.tokens[:, 0].tolist()
-        translations = [*map(self._decode, best, sources, positions)]
+        translations = [*map(target.decode, best)]
         # Subwords are decoded to text, whose words and punctuation are not separated yet.
         tokenise = tokenizer(self.hparams.bleu_tokenize) if isinstance(target, SubwordVocabulary) else str
-        scores.texts.update([*map(tokenise, translations)], [*map(tokenise, references)])
+        scores.add([*map(tokenise, translations)], [*map(tokenise, references)])
 
-        def attention(i: int) -> Tensor | None:
+        def attention(i: int) -> Tensor:
             return self._attention(batch, found, i)
 
         def tokens(i: int) -> tuple[list[str], list[str]]:
@@ -390,11 +312,11 @@ class Translator(Recipe):
             "tokens": tokens,
         }
 
-    def _attention(self, batch: TranslationBatch, found: Translations, i: int) -> Tensor | None:
-        """The attention weights of the best translation of sentence `i`, of shape (time, source); None without any."""
+    def _attention(self, batch: TranslationBatch, found: Translations, i: int) -> Tensor:
+        """The attention weights of the best translation of sentence `i`, of shape (time, source)."""
         one = slice(i, i + 1)
         weights = attention_weights(self.network, batch.source[one], batch.source_lengths[one], found.tokens[one, 0])
-        return None if weights is None else weights[0].cpu()
+        return weights[0].cpu()
 
     def sentences(self, batch: TranslationBatch) -> tuple[list[str], list[str]]:
         """The sources and the references of a batch as text, with unknown words where the data has them."""
@@ -407,7 +329,7 @@ class Translator(Recipe):
         return sources, [text.replace(SPECIAL_TOKENS[UNK], "\ufffd") for text in references]
 
     def _log_scores(self, prefix: str, scores: TranslationScores) -> None:
-        values = {f"{prefix}/{name}": value.float() for name, value in scores.compute().items()}
+        values = {f"{prefix}/{name}": value.float() for name, value in scores.compute(self.trainer.strategy).items()}
         # Equal on all ranks already: the maximum keeps the last digit, where a mean over ranks would round again.
         self.log_dict(values, sync_dist=True, reduce_fx="max")
         scores.reset()
@@ -452,48 +374,14 @@ class Translator(Recipe):
         if not self._tested:
             return
         _, _, translations, references = zip(*self._tested, strict=True)
-        for name, metric in standard_metrics(self.hparams.bleu_tokenize).items():
-            found = Estimate.of(metric, translations, references)
-            values = {f"test/{name}": found.score, f"test/{name}_interval": found.interval}
-            self.log_dict(values, sync_dist=True, reduce_fx="max")
-            score = f"{found.score:.2f} ± {found.interval:.2f}"
-            self._standard[f"sacrebleu {metric.title}"] = f"{score} ({metric.signature})"
+        for name, found in standard_scores(translations, references, self.hparams.bleu_tokenize).items():
+            self.log(f"test/{name}", found.score, sync_dist=True, reduce_fx="max")
+            self._standard[f"sacrebleu {found.title}"] = f"{found.score:.2f} ({found.signature})"
 
     # Translating
 
-    def _search(self, source: Tensor, lengths: Tensor, beam: int, nbest: int = 1) -> Translations:
-        never = (PAD, SOS, UNK) if self.hparams.unknown_words == "never" else (PAD, SOS)
-        return beam_search(self.network, source, lengths, beam, nbest, self.hparams.length_penalty, never=never)
-
-    def _copied_positions(self, source: Tensor, lengths: Tensor, tokens: Tensor) -> list[list[int] | None]:
-        """Of each translation with unknown words that are to be copied, the source token of each of its tokens.
-
-        Args:
-            source, lengths: as of `beam_search`.
-            tokens: the translations, of shape (batch, time).
-        """
-        found: list[list[int] | None] = [None] * len(tokens)
-        if self.hparams.unknown_words == "copy" and isinstance(self._source_and_target()[1], Vocabulary):
-            rows = (tokens == UNK).any(1).nonzero().squeeze(1)
-            if len(rows):
-                chosen = source[rows], lengths[rows.to(lengths.device)], tokens[rows]
-                positions = attended_positions(self.network, *chosen)
-                for row, places in zip(rows.tolist(), positions.tolist(), strict=True):
-                    found[row] = places
-        return found
-
-    def _decode(self, tokens: list[int], source: str, positions: list[int] | None) -> str:
-        """The text of a translation, with words of the normalised source in place of unknown ones."""
-        target = self._source_and_target()[1]
-        if positions is None:
-            return target.decode(tokens)
-        # `predict` prints words outside the vocabulary in brackets.
-        words = [word[1:-1] if word[0] + word[-1] == "[]" and len(word) > 2 else word for word in source.split()]
-        pieces = target.pieces(tokens)
-        return " ".join(
-            words[position] if token == UNK else piece
-            for token, position, piece in zip(tokens, positions, pieces, strict=False)
-        )
+    def _search(self, source: Tensor, lengths: Tensor, beam: int) -> Translations:
+        return beam_search(self.network, source, lengths, beam, alpha=self.hparams.length_penalty)
 
     @override
     def forward(self, source: Tensor) -> Tensor:
@@ -503,15 +391,13 @@ class Translator(Recipe):
 
     @override
     def predict_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
-        """The sentences' numbers, and the best translations of each with their scores.
+        """The sentences' numbers, and the best translation of each with its score.
 
         Where `attention` names a file, the attention weights of the first sentences too.
         """
-        found = self._search(batch.source, batch.source_lengths, self.hparams.beam, self.hparams.nbest)
+        found = self._search(batch.source, batch.source_lengths, self.hparams.beam)
         numbers = (torch.arange(len(batch.source)) if batch.numbers is None else batch.numbers).tolist()
-        output = {"numbers": numbers, "tokens": found.tokens, "scores": found.scores}
-        ranks = (self._copied_positions(batch.source, batch.source_lengths, each) for each in found.tokens.unbind(1))
-        output["positions"] = list(zip(*ranks, strict=True))
+        output = {"numbers": numbers, "tokens": found.tokens[:, 0], "scores": found.scores[:, 0]}
         if self.hparams.attention is not None:
             output["attention"] = [
                 self._attention(batch, found, i) if number < MOST_PANELS else None for i, number in enumerate(numbers)
@@ -528,18 +414,16 @@ class Translator(Recipe):
         source, target = self._source_and_target()
         if self.hparams.attention is not None:
             draw_attention(self.hparams.attention, outputs, names, source, target)
-        if not self.hparams.tokens:
-            return translation_rows(outputs, names, self._decode)
-        return translation_rows(outputs, names, lambda numbers, _, __: " ".join(target.pieces(numbers)))
+        return translation_rows(outputs, names, target)
 
     @override
     def prediction_lines(self, rows: Sequence[dict[str, Any]]) -> list[str]:
-        """The best translation of each sentence, in their order; empty where there is none."""
-        return [row["translation"] or "" for row in rows if row["rank"] in (None, 1)]
+        """The translation of each sentence, in their order; empty where there is none."""
+        return [row["translation"] or "" for row in rows]
 
     @override
     def no_prediction(self, name: str) -> dict[str, Any]:
-        return {"sentence": name, "rank": None, "translation": None, "score": None}
+        return {"sentence": name, "translation": None, "score": None}
 
     @torch.no_grad()
     def translate(self, sentences: Sequence[str]) -> list[str]:
@@ -548,7 +432,7 @@ class Translator(Recipe):
         Args:
             sentences: in the source language, as written; one without a word gives an empty translation.
         """
-        source_vocabulary = self._source_and_target()[0]
+        source_vocabulary, target_vocabulary = self._source_and_target()
         lines = normalise_lines([sentence.replace("\n", " ") for sentence in sentences], self.normalisation)
         translations = [""] * len(lines)
         by_length = sorted((i for i, line in enumerate(lines) if line), key=lambda i: lines[i].count(" "))
@@ -558,10 +442,7 @@ class Translator(Recipe):
             chosen = by_length[start : start + _SENTENCES_AT_ONCE]
             rows = [torch.tensor(source_vocabulary.encode(lines[i])) for i in chosen]
             source = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
-            source = source.to(self.device)
-            found = self(source)
-            positions = self._copied_positions(source, (source != PAD).sum(1), found)
-            for i, tokens, places in zip(chosen, found.tolist(), positions, strict=True):
-                translations[i] = self._decode(tokens, lines[i], places)
+            for i, tokens in zip(chosen, self(source.to(self.device)).tolist(), strict=True):
+                translations[i] = target_vocabulary.decode(tokens)
         self.train(training)
         return translations

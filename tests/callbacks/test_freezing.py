@@ -24,8 +24,8 @@ from typing_extensions import override
 
 from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lib.freezing import frozen_objects, keep_in_eval
-from callbacks.lib.layers import find_name, names_before
+from callbacks.lib.freezing import keep_in_eval
+from callbacks.lib.layers import find_name
 from callbacks.rank_consistency import RankConsistency
 from callbacks.sync_bn import SyncBN
 from datamodules.errors import UserError
@@ -166,15 +166,6 @@ def test_momentum_of_an_earlier_fit_does_not_move_what_is_frozen_now() -> None:
     fit(model, FreezeLayers(until="layer1"))
     assert changed(before, model) == {"layer1", "layer2", "fc"}
     assert all(p.grad is None for p in model.network.stem.parameters())
-
-
-def test_without_the_callback_frozen_parameters_do_not_keep_running_statistics() -> None:
-    """What requires_grad=False alone does."""
-    model = Rude()
-    model.network.stem.requires_grad_(False)
-    before = bits(model)
-    fit(model)
-    assert "stem" in changed(before, model)
 
 
 class Watch(Callback):
@@ -383,27 +374,6 @@ def test_copies_and_pickles_of_a_frozen_network_work_and_its_state_has_no_new_na
         assert list(twin.state_dict()) == names
 
 
-class Traced(Rude):
-    """Notes which stages' outputs a backward pass would go through."""
-
-    @override
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x: Any = batch[0]
-        network: Any = self.network
-        self.train()
-        self.recorded = []
-        for stage in (network.stem, network.layer1, network.layer2):
-            x = stage(x)
-            self.recorded.append(x.requires_grad)
-        return F.cross_entropy(network.fc(x.flatten(1)), batch[1])
-
-
-def test_a_frozen_trunk_costs_no_backward_pass() -> None:
-    model = Traced()
-    fit(model, FreezeLayers("layer2"))
-    assert model.recorded == [False, False, True]
-
-
 def test_bn_statistics_of_trained_layers_can_stay_while_their_weights_train() -> None:
     model = Rude()
     before = bits(model)
@@ -467,24 +437,6 @@ def test_names_that_are_unknown_or_ambiguous_are_refused_with_a_suggestion() -> 
         fit(Rude(), FreezeLayers(patterns=["layer9*"]))
     names = ["trunk.conv1", "trunk.block.conv1"]
     assert find_name("conv1", names, "until") == "trunk.conv1"
-
-
-def test_what_lies_before_a_layer_is_what_named_parameters_yields_before_it() -> None:
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.body, self.last = nn.Linear(1, 1), Network(), nn.Linear(1, 1)
-            self.scale = nn.Parameter(torch.ones(()))
-
-    whole = Whole()
-    order = [name for name, _ in whole.named_parameters()]
-    first = order.index("body.layer2.0.weight")
-    before = names_before(whole, "body.layer2")
-    assert set(order) & before == set(order[:first])
-    modules, parameters = frozen_objects(whole, before, ())
-    assert parameters == {p for name, p in whole.named_parameters() if name in order[:first]}
-    assert whole.first in modules
-    assert whole.body not in modules
 
 
 class Unwrapped(DDPStrategy):

@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,7 +23,6 @@ from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.global_batch import accumulation_factor, global_batch_size
 from callbacks.lib.updates import AccumulationSchedule, count_updates, total_updates
 from datamodules.errors import UserError
-from datamodules.loading.sampling import num_training_steps, training_spans
 from tests.support.ranks import run_ranks
 
 PADDING = -100
@@ -263,60 +261,6 @@ def test_a_resume_in_mid_epoch_has_the_right_factor_where_stock_falls_to_one(sav
     assert run(GradientAccumulationScheduler({0: 2, 1: 4}), -1, tmp_path / "last.ckpt").factors[0] == 1
 
 
-SAMPLES = [torch.cat(parts) for parts in zip(*sentences([70], seed=5), strict=True)]
-
-
-class Slices:
-    """A loader over samples that shares each step among the ranks, and remembers how many samples all have used."""
-
-    def __init__(self, batch_size: int, world_size: int = 1) -> None:
-        self.batch_size, self.world_size, self.consumed = batch_size, world_size, 0
-
-    def __len__(self) -> int:
-        return num_training_steps(70, self.batch_size, self.world_size)
-
-    def __iter__(self) -> Iterator[Batch]:
-        rank = int(os.environ.get("RANK", 0)) if self.world_size > 1 else 0
-        spans = list(training_spans(70, self.batch_size, rank, self.world_size, consumed=self.consumed))
-        for number, (start, stop) in enumerate(spans, 1):
-            done = number == len(spans)
-            self.consumed = 0 if done else self.consumed + self.batch_size * self.world_size
-            yield SAMPLES[0][start:stop], SAMPLES[1][start:stop]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"consumed": self.consumed}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.consumed = state["consumed"]
-
-
-def run_slices(batch_size: int, world_size: int, folder: Any, until: int, resume: bool = False) -> Tagger:
-    """Two epochs of 70 samples with 24 to an update; a checkpoint after the update at which it stops."""
-    checkpoint = ModelCheckpoint(folder, "last", every_n_train_steps=max(until, 1), enable_version_counter=False)
-    options = {"max_epochs": 2, "max_steps": until, "enable_checkpointing": True, "devices": world_size}
-    strategy = "ddp" if world_size > 1 else "auto"
-    ckpt_path = folder / "last.ckpt" if resume else None
-    accumulation = GradientAccumulation(global_batch_size=24)
-    loader = Slices(batch_size, world_size)
-    train(model := Tagger(), loader, accumulation, checkpoint, ckpt_path=ckpt_path, strategy=strategy, **options)
-    return model
-
-
-def slices_by_hand() -> list[Tensor]:
-    return by_hand([[(SAMPLES[0][i : i + 24], SAMPLES[1][i : i + 24])] for i in (0, 24, 48)] * 2)
-
-
-@pytest.mark.parametrize("until", [1, 4])
-@pytest.mark.parametrize("sizes", [(4, 12), (12, 4), (8, 3)])
-def test_a_run_resumed_on_other_devices_keeps_its_global_batch(
-    sizes: tuple[int, int], until: int, tmp_path: Any
-) -> None:
-    run_slices(sizes[0], 1, tmp_path, until)
-    model = run_slices(sizes[1], 1, tmp_path, -1, resume=True)
-    assert model.trainer.global_step == 6
-    assert error(weights(model), slices_by_hand()) < 1e-13
-
-
 def half_precision(precision: Any) -> MixedPrecision:
     """Real autocast, and a real GradScaler for float16, where `Trainer(precision="16-mixed")` silently runs bf16."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3) if precision == "16-mixed" else None
@@ -464,7 +408,7 @@ def reductions(profile: torch.profiler.profile) -> int:
     return sum(event.count for event in profile.key_averages() if event.key == "c10d::allreduce_")
 
 
-def two_ranks(folder: Path) -> dict[str, Any]:
+def two_ranks() -> dict[str, Any]:
     """On each of two processes: uneven counts, an empty batch, several factors; and the all-reduces that it took."""
     mine = SHARES[int(os.environ["RANK"])]
     answers: dict[str, Any] = {}
@@ -487,8 +431,6 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             trainer = train(model, loader, *callbacks, **ddp, **options)
         answers[name] = {"weights": weights(model), "reductions": reductions(profile), "updates": trainer.global_step}
-    run_slices(3, 2, folder, until=1)
-    answers["resumed"] = weights(run_slices(6, 2, folder, until=2, resume=True))
     static = DDPStrategy(static_graph=True)
     try:
         train(Tagger(), mine, GradientAccumulation(2), devices=2, strategy=static)
@@ -503,11 +445,8 @@ SHARES = (
 )
 
 
-def test_two_ranks_with_uneven_and_empty_batches_take_the_step_of_one_large_batch(tmp_path: Path) -> None:
-    first, second = run_ranks(two_ranks, 2, tmp_path)
-    alone = run_slices(4, 1, tmp_path, until=-1, resume=True)
-    assert alone.trainer.global_step == 6
-    assert error(weights(alone), slices_by_hand()) < 1e-13
+def test_two_ranks_with_uneven_and_empty_batches_take_the_step_of_one_large_batch() -> None:
+    first, second = run_ranks(two_ranks, 2)
     pairs = [list(pair) for pair in zip(*SHARES, strict=True)]
     by_fours = [list(chain(*pairs[:4])), list(chain(*pairs[4:]))]
     expected = {
@@ -618,20 +557,12 @@ def test_the_total_number_of_updates_is_the_one_that_the_run_makes(options: dict
     assert totals.seen == {trainer.global_step}
 
 
-def test_the_total_is_right_for_lightnings_own_accumulation_where_its_estimate_is_not() -> None:
+def test_the_total_is_right_for_lightnings_own_accumulation() -> None:
     scheduler = GradientAccumulationScheduler({0: 4, 1: 1})
     trainer = train(Tagger(), BATCHES, totals := Totals(), scheduler, max_epochs=2)
     assert totals.seen == {13} == {trainer.global_step}
     trainer = train(Tagger(), BATCHES, totals := Totals(), accumulate_grad_batches=4, max_epochs=2)
     assert totals.seen == {6} == {trainer.global_step}
-
-    class Estimating(Tagger):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            self.estimate = self.trainer.estimated_stepping_batches
-            return super().configure_optimizers()
-
-    train(model := Estimating(), BATCHES, GradientAccumulationScheduler({0: 4, 1: 1}), max_epochs=2)
-    assert model.estimate == 20
 
     class Hasty(Tagger):
         def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -192,16 +192,6 @@ def test_wherever_a_signal_arrives_the_resumed_run_ends_bit_for_bit_as_an_uninte
         stopped(names, world_size, tmp_path / str(number), moment, whole, rank=rank)
 
 
-def test_epochs_of_one_update_without_validation_are_cut_between_them(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"limit_train_batches": 1, "limit_val_batches": 0, "max_epochs": 6}
-    cut = run_ranks(live, 1, BARE, 1, tmp_path / "cut", ("train", 2, 0), early=False, **options)[0]
-    assert (cut.status, cut.places[-1]) == (143, ("train", 2, 0))
-    end = run_ranks(live, 1, BARE, 1, tmp_path / "cut", early=False, **options)[0]
-    entire = run_ranks(live, 1, BARE, 1, tmp_path / "whole", early=False, **options)[0]
-    assert end.places[0] == ("train", 3, 0)
-    assert end.sha256 == entire.sha256
-
-
 def test_an_interrupted_validation_is_repeated_and_its_epoch_continues(tmp_path: Path) -> None:
     ends = []
     for name, moment in (("cut", ("validation", 1, 1)), ("cut", None), ("due", ("train", 1, 5)), ("due", None)):

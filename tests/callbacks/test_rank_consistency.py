@@ -135,12 +135,6 @@ def test_strategies_that_split_weights_are_told_that_nothing_is_compared() -> No
     assert any("RankConsistency compares nothing: Unwrapped" in message for message in first[2])
 
 
-def test_on_one_process_nothing_is_compared() -> None:
-    raised, epochs, messages, _ = fit(1, "bit")
-    assert (raised, epochs) == ("", 3)
-    assert not any("RankConsistency" in message for message in messages)
-
-
 def _unfreeze_with_lightning(_: str) -> str:
     silence()
     callbacks = [RankConsistency(), BackboneFinetuning()]

@@ -141,11 +141,6 @@ def test_constructing_it_repeats_the_initial_weights_that_torch_manual_seed_give
     assert _draw() == large
 
 
-def _stock(**settings: Any) -> list[pl.Callback]:
-    pl.seed_everything(1, workers=settings.get("workers", False), verbose=False)
-    return []
-
-
 def _loader(workers: int = 0, batch_size: int = 2) -> DataLoader:
     return DataLoader(Augmented(), batch_size, shuffle=True, num_workers=workers)
 
@@ -157,7 +152,7 @@ def test_a_rerun_draws_the_same_numbers_and_another_seed_others():
     assert len(_differences(one.drawn, other.drawn)) == len(one.drawn)
 
 
-def test_validation_in_between_changes_nothing_where_stock_training_changes():
+def test_validation_in_between_changes_nothing():
     often: dict[str, Any] = {"val_check_interval": 2, "num_sanity_val_steps": 2}
     ours = [_fit([SeedControl(1)], _loader(), val, **often) for val in (None, _loader(batch_size=3), _loader())]
     assert _differences(ours[0].drawn, ours[1].drawn) == []
@@ -165,8 +160,6 @@ def test_validation_in_between_changes_nothing_where_stock_training_changes():
     validations = [ours[1].validated[start : start + 4] for start in range(2, len(ours[1].validated), 4)]
     assert len(validations) == 6
     assert all(numbers == validations[0] for numbers in validations), "each validation draws the same numbers"
-    stock = [_fit(_stock(), _loader(), val, **often) for val in (None, _loader(batch_size=3))]
-    assert len(_differences(stock[0].drawn, stock[1].drawn)) > 5
 
 
 class SaveAt(pl.Callback):
@@ -178,39 +171,30 @@ class SaveAt(pl.Callback):
             trainer.save_checkpoint(self.path, weights_only=False)
 
 
-@pytest.mark.parametrize("seeded", [True, False], ids=["ours", "stock"])
-@pytest.mark.parametrize("update", [7])
-def test_a_resume_in_mid_epoch_draws_the_same_masks_where_stock_draws_others(tmp_path: Path, seeded: bool, update: int):
-    path = tmp_path / "at.ckpt"
+def test_a_resume_in_mid_epoch_draws_the_same_masks(tmp_path: Path):
+    path, update = tmp_path / "at.ckpt", 7
     settings: dict[str, Any] = {"accumulate_grad_batches": 2}
-    callbacks: list[pl.Callback] = [SeedControl(1)] if seeded else _stock()
-    whole = _fit([*callbacks, SaveAt(path, update)], StatefulLoader(), **settings)
+    whole = _fit([SeedControl(1), SaveAt(path, update)], StatefulLoader(), **settings)
     assert len({tuple(drawn[0].tolist()) for drawn in whole.drawn.values()}) > 15, "every micro-batch has its own mask"
     torch.rand(5)
-    callbacks = [SeedControl(1)] if seeded else _stock()
-    rest = _fit(callbacks, StatefulLoader(), ckpt=path, **settings)
+    rest = _fit([SeedControl(1)], StatefulLoader(), ckpt=path, **settings)
     assert 0 < len(rest.drawn) < len(whole.drawn)
     common = {key: drawn for key, drawn in whole.drawn.items() if key in rest.drawn}
     assert len(common) == 20 - 2 * update
-    if seeded:
-        assert _differences(common, rest.drawn) == []
-        assert torch.equal(whole.layer.weight, rest.layer.weight)
-    else:
-        assert len(_differences(common, rest.drawn)) == len(common)
+    assert _differences(common, rest.drawn) == []
+    assert torch.equal(whole.layer.weight, rest.layer.weight)
 
 
-def _on_two_ranks(ours: bool, seed: int | None = None) -> dict[str, Any]:
+def _on_two_ranks(seed: int | None = None) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
-    callbacks: list[pl.Callback] = [SeedControl(seed)] if ours else _stock()
+    seeds = SeedControl(seed)
     torch.manual_seed(100 + rank)  # what a script may do to the ranks before the fit
-    if not ours:
-        pl.seed_everything(1, verbose=False)
     net = Noisy(lazy=True)
     initial: list[Tensor] = []
     net.on_fit_start = lambda: initial.append(net.layer.weight.detach().clone())  # type: ignore[method-assign]
     sampler = WeightedRandomSampler([1.0] * 12, 12, replacement=False)
     loader = DataLoader(Augmented(), 2, sampler=sampler, num_workers=1, multiprocessing_context="fork")
-    trainer = pl.Trainer(callbacks=callbacks, max_epochs=2, strategy="ddp", devices=2, logger=False, **QUIET)
+    trainer = pl.Trainer(callbacks=[seeds], max_epochs=2, strategy="ddp", devices=2, logger=False, **QUIET)
     trainer.fit(net, loader)
     trainer.validate(net, DataLoader(torch.arange(12.0), 2), verbose=False)
     return {
@@ -218,13 +202,13 @@ def _on_two_ranks(ours: bool, seed: int | None = None) -> dict[str, Any]:
         "validated": net.validated,
         "masks": [drawn[0] for drawn in net.drawn.values()],
         "samples": torch.cat(net.batches).view(2, 6, 4),
-        "seed": getattr(callbacks[0], "seed", None) if callbacks else None,
+        "seed": seeds.seed,
         "environment": os.environ.get("PL_GLOBAL_SEED"),
     }
 
 
-def test_ranks_share_seed_weights_and_order_but_not_noise_which_stock_shares():
-    first, second = run_ranks(_on_two_ranks, 2, True)
+def test_ranks_share_seed_weights_and_order_but_not_noise():
+    first, second = run_ranks(_on_two_ranks, 2)
     assert first["seed"] == second["seed"]
     assert torch.equal(first["initial"], second["initial"])
     assert not any(torch.equal(a, b) for a, b in zip(first["masks"], second["masks"], strict=True))
@@ -235,13 +219,9 @@ def test_ranks_share_seed_weights_and_order_but_not_noise_which_stock_shares():
     assert all(len(column.unique()) == 24 for column in samples[..., 1:].reshape(24, 3).T), "by epoch, rank and worker"
     assert first["environment"] is None
 
-    stock = run_ranks(_on_two_ranks, 2, False)
-    assert all(torch.equal(a, b) for a, b in zip(stock[0]["masks"], stock[1]["masks"], strict=True)), "#16166"
-    assert torch.equal(stock[0]["samples"][..., 1:], stock[1]["samples"][..., 1:])
-
 
 def test_an_evaluation_batch_draws_alike_on_any_number_of_ranks_and_each_batch_for_itself():
-    ranks = run_ranks(_on_two_ranks, 2, True, seed=1)
+    ranks = run_ranks(_on_two_ranks, 2, seed=1)
     net = Noisy()
     trainer = pl.Trainer(callbacks=[SeedControl(seed=1)], logger=False, **QUIET)
     trainer.validate(net, DataLoader(torch.arange(12.0), 2), verbose=False)

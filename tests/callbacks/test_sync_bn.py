@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -223,17 +222,6 @@ def test_a_split_that_batchnorm_depends_on_is_told():
     assert "over 4 of the 16 samples" in first["local, two micro-batches"]
     assert "over 8 of the 16 samples of an update, so a run with other micro-b" in first["over all, two micro-batches"]
     assert (first["over all"], first["frozen"]) == ("", "")
-
-
-def test_stock_conversion_loses_class_and_mode_which_ours_keeps():
-    stock, ours = nn.Sequential(nn.BatchNorm2d(3)).eval(), nn.Sequential(nn.BatchNorm2d(3)).eval()
-    layer = ours[0]
-    stock = TorchSyncBatchNorm().revert(TorchSyncBatchNorm().apply(stock))
-    sync_batchnorm(ours)
-    assert not layer.training
-    restore_batchnorm(ours)
-    assert (type(stock[0]) is nn.BatchNorm2d, stock[0].training) == (False, True)
-    assert (type(ours[0]), ours[0].training, ours[0] is layer) == (nn.BatchNorm2d, False, True)
 
 
 def _single_value() -> list[str]:

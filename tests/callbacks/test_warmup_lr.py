@@ -11,12 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.gradient_accumulation import GradientAccumulation
@@ -143,20 +142,15 @@ def test_any_schedule_continues_under_the_warm_up() -> None:
     assert model.used == [factor * 0.5**step for step, factor in enumerate(curve(8, 20))]
 
 
-def test_warm_up_works_with_reduce_on_plateau_where_a_sequence_of_schedulers_raises() -> None:
+def test_warm_up_works_with_reduce_on_plateau() -> None:
     def plateau(optimizer: torch.optim.Optimizer) -> ReduceLROnPlateau:
         return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9999)
-
-    def sequence(optimizer: torch.optim.Optimizer) -> SequentialLR:
-        return SequentialLR(optimizer, [LinearLR(optimizer), plateau(optimizer)], milestones=[4])  # type: ignore[list-item]
 
     train(plain := Model(plateau))
     assert plain.used[-1] < 1, "the plateau scheduler had something to do"
     train(model := Model(plateau), WarmupLR("8 steps", start_factor=0.5))
     ratios = [used / own for used, own in zip(model.used, plain.used, strict=True)]
     assert ratios == pytest.approx(curve(8, 20, start_factor=0.5))
-    with pytest.raises(Exception, match="ReduceLROnPlateau"):
-        train(Model(sequence))
 
 
 class AddGroup(pl.Callback):
@@ -169,14 +163,11 @@ class AddGroup(pl.Callback):
             trainer.optimizers[0].add_param_group(group)
 
 
-def test_a_group_added_later_keeps_its_ratio_and_the_names_stay_where_stock_schedules_break() -> None:
+def test_a_group_added_later_keeps_its_ratio_and_the_names_stay() -> None:
     trainer = train(Model(), AddGroup(), WarmupLR("8 steps"))
     used = trainer.optimizers[0].used  # type: ignore[attr-defined]
     assert used == [[f] for f in curve(8, 3)] + [[f, 0.1 * f] for f in curve(8, 20)[3:]]
     assert {"lr", "lr/other"} <= set(trainer.callback_metrics)
-    for schedule in (halving, lambda o: OneCycleLR(o, 1.0, total_steps=20)):
-        with pytest.raises((ValueError, KeyError)):
-            train(Model(schedule), AddGroup())
 
 
 def grad_scaler() -> MixedPrecision:
@@ -268,10 +259,6 @@ def test_the_rates_used_are_logged_from_the_first_step_without_and_with_a_logger
     assert seen == pytest.approx([factors[step] for step in last_logged])
     train(Model(), WarmupLR("100 steps"), logger=CSVLogger(tmp_path))
     assert logged_rates(tmp_path) == pytest.approx({step: factors[step] for step in (0, 9, 19)})
-    with pytest.raises(MisconfigurationException, match="no logger"):
-        train(Model(), LearningRateMonitor())
-    train(Model(), LearningRateMonitor("step"), logger=CSVLogger(tmp_path / "stock"))
-    assert not list((tmp_path / "stock").rglob("metrics.csv"))
 
 
 def test_a_failing_step_leaves_the_schedules_own_rate_behind() -> None:
@@ -323,12 +310,6 @@ def test_each_of_several_optimisers_is_warmed_up_by_its_own_steps() -> None:
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         WarmupLR(**settings)
-
-
-def test_a_scale_needs_a_loader_with_a_batch_size() -> None:
-    trainer = pl.Trainer(callbacks=[WarmupLR(scale="linear", base_batch_size=4)], max_epochs=1, logger=False)
-    with pytest.raises(ValueError, match="cannot tell the batch size of the training loader, a list"):
-        trainer.fit(Model(), [[torch.ones(3, 4)]])
 
 
 def test_a_percentage_of_a_run_without_end_is_refused_before_the_first_step() -> None:

@@ -87,7 +87,7 @@ def test_what_failing_command_lines_print_is_on_the_page(tmp_path: Path) -> None
 
 
 # They come from functions that other tests call: no text of an error is in the source.
-NO_ENTRY = ("shadows the package", "workers load batches of", "rank 3 (node 1, host7) failed")
+NO_ENTRY = ("shadows the package", "rank 3 (node 1, host7) failed")
 
 
 def test_the_messages_of_troubleshooting_are_those_of_the_source() -> None:

@@ -238,7 +238,7 @@ def test_help_is_grouped_and_fits_two_screens(tmp_path):
     for word in ("Run:", "Data:", "Recipe:", "Trainer:", "--devices", "--max-epochs", "--help-all", "--print-config"):
         assert word in out
     _, everything, _ = type_in(tmp_path, "--help-all")
-    for rare in ("--check-val-every-n-epoch", "--optimizer-args"):
+    for rare in ("--check-val-every-n-epoch", "--schedule-args"):
         assert rare in everything
         assert rare not in out
 

@@ -243,7 +243,7 @@ ALONE = [("SeedControl",)] + [("SeedControl", name) for name in CALLBACKS if nam
 
 def test_the_table_holds_every_callback_of_the_package() -> None:
     found = pkgutil.walk_packages(callbacks.__path__, "callbacks.")
-    modules = [importlib.import_module(info.name) for info in found if info.name != "callbacks.deprecated"]
+    modules = [importlib.import_module(info.name) for info in found]
     classes = {
         value
         for module in modules

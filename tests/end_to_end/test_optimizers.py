@@ -17,7 +17,8 @@ def test_an_own_optimiser_is_resumed_where_it_is_typed_and_a_received_run_import
 
     # An epoch has seven updates.
     settings = (
-        f"{OWN} --optimizer-args '{{scale: 0.5}}' --lr 0.01 --schedule multistep --milestones '5 steps, 11 steps'"
+        f"{OWN} --optimizer-args '{{scale: 0.5}}' --lr 0.01 --schedule multistep "
+        "--schedule-args '{milestones: \"5 steps, 11 steps\"}'"
     )
     commands = [f"{settings} --name whole --max-epochs 2", f"{settings} --name stopped --max-epochs 2 --max-steps 9"]
     assert [status for status, _ in own(*commands)] == [0, 0]

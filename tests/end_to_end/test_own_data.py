@@ -122,7 +122,7 @@ def test_lists_of_photographs_and_a_table_of_sentences_are_trained_on_and_counte
     pairs = [f"phrase {'tres ' * (i % 5)}{i},sentence {'very ' * (i % 5)}{i}" for i in range(60)]
     (tmp_path / "pairs.csv").write_text("fr,en\n" + "\n".join(pairs) + "\n\n")
     line = ("--data-file", "pairs.csv", "--max-length", "5", "--batch-size", "80", "--max-epochs", "1", "--name", "b")
-    _, out, err = type_in(tmp_path, "seq2seq", *line, "--hidden-size", "16", "--embedding-size", "16", *EXACT)
+    _, out, err = type_in(tmp_path, "seq2seq", *line, "--hidden-size", "16", *EXACT)
     assert "line 1 is a header and no pair: the source is 'fr', the target 'en'" in out + err
     assert "62 lines read = 36 pairs kept + 1 header + 1 blank + 24 over --max-length 5" in out + err
     found = results(tmp_path, "seq2seq", "b")

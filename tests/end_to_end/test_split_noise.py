@@ -70,7 +70,7 @@ class Sentences(pl.LightningModule):
         self.network = self.build(**settings).double()
 
     def build(self, **settings: Any) -> nn.Module:
-        return Seq2SeqNet(40, 40, hidden_size=8, embedding_size=6, num_layers=2, dropout=0.3, **settings)
+        return Seq2SeqNet(40, 40, hidden_size=8, num_layers=2, dropout=0.3, **settings)
 
     def training_step(self, batch: TranslationBatch, batch_idx: int) -> Any:
         if not len(batch.source):
@@ -142,7 +142,6 @@ class Task(NamedTuple):
 
 TASKS = {
     "seq2seq": Task(Sentences, translations),
-    "seq2seq, step by step": Task(lambda: Sentences(input_feeding=True, cell="lstm"), translations),
     "seq2seq, Transformer": Task(Attentive, translations),
     "MNIST, classic": Task(lambda: tiny(classic(), Digits), images(37)),
     "a user's network": Task(lambda: tiny(own()), images(69)),

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from tests.recipes.test_seq2seq_recipe import corpus
 from tests.support.ranks import run_ranks
 
-ARGS = ["--max-tokens", "60", "--hidden-size", "8", "--embedding-size", "8", "--precision", "64-true"]
+ARGS = ["--max-tokens", "60", "--hidden-size", "8", "--precision", "64-true"]
 ARGS += [
     "--schedule",
     "constant",

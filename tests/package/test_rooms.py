@@ -51,16 +51,16 @@ MAY_IMPORT = {
     "recipes.tta": "datamodules.errors",
     "recipes.classification_scores": "recipes.recipe",
     "recipes.classification": f"{_CALLBACKS} callbacks.drawing datamodules.loading recipes.classification_scores "
-    "recipes.labels recipes.losses recipes.recipe recipes.tta",
+    "recipes.labels recipes.recipe recipes.tta",
     "recipes.export": "datamodules.errors callbacks.lib callbacks.checkpointing recipes.graphs recipes.recipe "
     "recipes.version",
     "recipes.launch": "datamodules.errors datamodules.ranges callbacks.lib",
     "recipes.failures": "datamodules.errors callbacks.lib recipes.launch",
-    "recipes.results": f"{_CALLBACKS} callbacks.checkpointing callbacks.drawing recipes.files recipes.version",
+    "recipes.results": f"{_CALLBACKS} callbacks.checkpointing recipes.files recipes.version",
     "recipes.resume": f"{_CALLBACKS} callbacks.checkpointing recipes.launch recipes.results",
-    "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing recipes.failures recipes.files "
+    "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing callbacks.drawing recipes.failures recipes.files "
     "recipes.export recipes.graphs recipes.launch recipes.optim recipes.recipe recipes.results "
-    "recipes.resume recipes.text_scores recipes.version recipes.weights",
+    "recipes.resume recipes.version recipes.weights",
     "recipes.NAME": f"{_CALLBACKS} callbacks.drawing datamodules.NAME datamodules.images datamodules.loading "
     "datamodules.mnist datamodules.translation recipes.classification recipes.graphs recipes.optim "
     "recipes.parameter_groups recipes.pretrained recipes.recipe recipes.text_scores recipes.weights",

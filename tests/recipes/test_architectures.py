@@ -1,8 +1,10 @@
-"""Networks that `arch` names: how they are built, cut into stages, trained and saved."""
+"""Networks that `arch` names: how they are built, their layers by name, and how they are trained and saved."""
 
 import copy
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +13,19 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from callbacks.lib.freezing import freeze_layers
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from recipes.cli.settings import RunSettings, run_callbacks
 from recipes.pretrained import download_weights
 from recipes.resnet import network as networks
+from recipes.resnet.feature_cache import head_to_train
+from recipes.resnet.layers import last_block_of, layers_of
 from recipes.resnet.network import build_network, published_weights, weights_statistics
 from recipes.resnet.recipe import ResNetFineTuner
-from recipes.resnet.stages import NetworkStages, run_stages, stages_of
 from tests.recipes.export.test_readmes import program
-from tests.recipes.test_resnet import distance, draw, fit, type_in
-from tests.support.ranks import free_port, run_ranks
+from tests.recipes.test_resnet import draw, type_in
+from tests.support.ranks import free_port
 
 # A small member of each family of torchvision: side of the images, the last block, and whether it gives maps.
 FAMILIES = {
@@ -46,42 +50,43 @@ FAMILIES = {
     "vgg11_bn": (64, "features.25", True),
     "vit_b_32": (64, "encoder.layers.encoder_layer_11", False),
     "wide_resnet50_2": (64, "layer4", True),
+    "timm:test_efficientnet": (64, "conv_head", True),
+    "timm:test_vit": (64, "blocks.5", False),
 }
-QUICK = ("mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "googlenet", "resnet18")
+QUICK = ("mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "googlenet", "resnet18", "timm:test_vit")
 SMALL = dict.fromkeys(("resnet20", "resnet20b", "cifarnet", "cifarnet_wide"), (32, "layer3", True))
-
-
-def _assert_cut(network: nn.Module, size: int) -> NetworkStages:
-    """The stages of a network, which are its forward pass to the bit, hold each parameter once, and change nothing."""
-    images, state = torch.randn(2, 3, size, size), copy.deepcopy(network.state_dict())
-    found = stages_of(network, torch.zeros(1, 3, size, size))
-    assert all(layer.training for layer in network.modules())
-    assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
-    assert found.obstacle == ""
-    held = [p for _, modules in found.stages for module in modules for p in module.parameters()]
-    assert sorted(map(id, held)) == sorted(map(id, network.parameters()))
-    network.eval()
-    with torch.no_grad():
-        assert torch.equal(run_stages(found.stages, images), network(images))
-    return found
 
 
 @pytest.mark.parametrize(
     "arch", [*SMALL, *QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in QUICK)]
 )
-def test_the_stages_one_after_the_other_are_the_network(arch: str):
-    size, block, has_maps = (SMALL | FAMILIES)[arch]
-    found = _assert_cut(build_network(arch, 3, size), size)
-    assert (found.last_block, found.has_maps) == (block, has_maps)
-    assert len(found.stages) > 4
+def test_layers_are_the_modules_of_a_network_to_its_last_block_and_head(arch: str):
+    size, *block = (SMALL | FAMILIES)[arch]
+    if arch.startswith("timm:"):
+        pytest.importorskip("timm")
+    network = build_network(arch, 3, size)
+    state = copy.deepcopy(network.state_dict())
+    assert list(last_block_of(network, torch.zeros(1, 3, size, size))) == block
+    assert all(layer.training for layer in network.modules())
+    assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
+    held = [p for _, modules in layers_of(network) for module in modules for p in module.parameters()]
+    assert len(set(held)) == len(held)
+    assert {name for name, p in network.named_parameters() if p not in set(held)} <= {
+        *("class_token", "encoder.pos_embedding", "cls_token", "pos_embed", "reg_token")
+    }
+    assert len(layers_of(network)) > 4
 
 
-def test_stages_of_resnets_have_the_names_of_their_layers():
-    found = stages_of(build_network("resnet18", 2), torch.zeros(1, 3, 64, 64))
-    assert found.line() == "stages of the network: stem, layer1, layer2, layer3, layer4, pool, fc"
-    assert [name for name, _ in stages_of(build_network("resnet20", 2), torch.zeros(1, 3, 32, 32)).stages] == [
-        *("stem", "layer1", "layer2", "layer3", "pool", "linear")
-    ]
+@pytest.mark.parametrize(
+    ("network", "names"),
+    [
+        (partial(build_network, "resnet18", 2), ["stem", "layer1", "layer2", "layer3", "layer4", "fc"]),
+        (partial(build_network, "resnet20", 2), ["stem", "layer1", "layer2", "layer3", "linear"]),
+        (nn.Identity, ["network"]),
+    ],
+)
+def test_layers_have_the_names_of_modules(network: Callable[[], nn.Module], names: list[str]):
+    assert [name for name, _ in layers_of(network())] == names
 
 
 class _Branches(nn.Module):
@@ -101,49 +106,9 @@ class _Branches(nn.Module):
         return self.head(self.shared(both).mean((2, 3)))
 
 
-class _Decides(nn.Module):
-    """A network that torch.fx cannot follow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        maps = self.conv(images)
-        return self.head((maps if maps.sum() > 0 else -maps).mean((2, 3)))
-
-
-class _DropsOut(_Decides):
-    """A network with dropout in its own forward pass, which torch.fx would record for one of the modes."""
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.head(nn.functional.dropout(self.conv(images).mean((2, 3)), training=self.training))
-
-
-class _Bare(nn.Module):
-    """A network without layers, that torch.fx cannot follow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3, 2))
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return images.mean((2, 3)) @ (self.weight if images.sum() > 0 else -self.weight)
-
-
 class _Own(ResNetFineTuner):
-    kind: type[nn.Module] = _Branches
-
     def build_network(self) -> nn.Module:
-        return self.kind()
-
-
-class _OwnDecides(_Own):
-    kind = _Decides
-
-
-class _OwnDropsOut(_Own):
-    kind = _DropsOut
+        return _Branches()
 
 
 def test_build_network_alone_is_enough_for_freezing_and_rates():
@@ -153,26 +118,45 @@ def test_build_network_alone_is_enough_for_freezing_and_rates():
     held = [id(p) for group in groups for p in group["params"]]
     assert sorted(held) == sorted(map(id, recipe.parameters()))
     assert [group["lr"] for group in groups if group["name"].startswith("head")] == [10.0, 10.0]
-    # As FSDP does.
-    recipe.network.scale = nn.Parameter(recipe.network.scale.detach())
-    assert {p for group in recipe.parameter_groups() for p in group["params"]} == set(recipe.parameters())
-    # Buffers that a network replaces are those that its stages use.
-    recipe.stages()
-    recipe.network.double().shift.fill_(1.0)
-    images = torch.randn(1, 3, 16, 16, dtype=torch.double)
-    assert torch.equal(run_stages(recipe.stages(), images), recipe.network(images))
+
+
+class _DropsOut(nn.Module):
+    """A network with dropout in its own forward pass, before the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(nn.functional.dropout(self.conv(images).mean((2, 3)), training=self.training))
+
+
+class _Scales(_DropsOut):
+    """A network that changes the output of its head."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return 2 * self.head(self.conv(images).mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("build", "until", "head", "reason"),
+    [
+        (partial(build_network, "mobilenet_v3_small", 2), "classifier.3", "classifier.3", ""),
+        (partial(build_network, "mobilenet_v3_small", 2), "classifier", "classifier", ""),
+        (_DropsOut, "head", "", "training takes another way"),
+        (_Scales, "head", "", "head does not end the forward pass"),
+    ],
+)
+def test_the_head_is_what_can_train_on_its_inputs(build: Callable[[], nn.Module], until: str, head: str, reason: str):
+    network = build()
+    freeze_layers(network, until=until)
+    assert head_to_train(network, torch.rand(1, 3, 32, 32)) == (head, reason)
 
 
 def test_a_network_of_your_own_begins_with_new_weights():
     own, given = _Own(num_classes=2), ResNetFineTuner(num_classes=2)
     assert (own.hparams.weights, own.hparams.freeze_until, own.hparams.lr) == ("none", None, 0.001)
     assert (given.hparams.weights, given.hparams.freeze_until) == ("imagenet", "layer4")
-
-
-def test_a_network_without_layers_is_one_stage():
-    found = stages_of(_Bare(), torch.zeros(1, 3, 8, 8))
-    assert [name for name, _ in found.stages] == ["network"]
-    assert found.last_block == "network"
 
 
 class _Normalises(nn.BatchNorm2d):
@@ -189,17 +173,6 @@ def test_the_command_line_refuses_batchnorm_that_cannot_be_synchronised_before_p
     recipe = _OwnNormalises(num_classes=2, image_size=16, weights="none")
     with pytest.raises(UserError, match=r"_Normalises.forward normalises by itself.*SyncBN"):
         run_callbacks(RunSettings(sync_bn=True), recipe, SeedControl(seed=1))
-
-
-@pytest.mark.parametrize(
-    ("own", "reason"), [(_OwnDecides, "torch.fx cannot follow"), (_OwnDropsOut, "it computes otherwise in training")]
-)
-def test_features_are_not_cached_where_the_forward_pass_cannot_be_cut(own: type[_Own], reason: str):
-    recipe = own(num_classes=2, image_size=16, weights="none")
-    assert [name for name, _ in recipe.stages()] == ["conv", "head"]
-    assert f"in the order in which they run, because {recipe.found_stages.obstacle}" in recipe.found_stages.line()
-    with pytest.raises(UserError, match=rf"cannot be continued.*{reason}.*pass cache_features=False"):
-        own(num_classes=2, image_size=16, weights="none", cache_features=True)
 
 
 @pytest.mark.parametrize(
@@ -248,20 +221,6 @@ def test_a_size_that_a_network_cannot_take_is_refused_before_training():
         ResNetFineTuner("shufflenet_v2_x0_5", 2, weights="none", small_images=True)
 
 
-@pytest.mark.parametrize("arch", ["test_resnet", "test_efficientnet"])
-def test_models_of_timm_are_cut_exactly(arch: str):
-    pytest.importorskip("timm")
-    _assert_cut(build_network(f"timm:{arch}", 3, 64), 64)
-
-
-def test_a_model_of_timm_that_torch_fx_cannot_follow_trains_with_rates_for_each_layer():
-    pytest.importorskip("timm")
-    recipe = ResNetFineTuner("timm:test_vit", 2, image_size=64, weights="some.pt", layer_lr_decay=0.5)
-    assert (recipe.hparams.freeze_until, recipe.found_stages.has_maps) == ("blocks.5", False)
-    held = [id(p) for group in recipe.parameter_groups() for p in group["params"]]
-    assert sorted(held) == sorted(map(id, recipe.parameters()))
-
-
 def test_weights_of_timm_come_from_its_file_or_say_where_to_put_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     timm = pytest.importorskip("timm")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
@@ -279,11 +238,6 @@ def test_weights_of_timm_come_from_its_file_or_say_where_to_put_it(tmp_path: Pat
     assert weights_statistics("timm:test_resnet") == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
-def _compared(folder: str) -> dict[str, Any]:
-    options: dict[str, Any] = {"arch": "shufflenet_v2_x0_5", "freeze_until": "conv5", "bn": "eval"}
-    return {str(cached): fit(folder, "none", cache_features=cached, **options) for cached in (False, True)}
-
-
 @pytest.fixture(scope="module")
 def stripes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stripes")
@@ -292,17 +246,12 @@ def stripes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_cached_features_of_any_network_change_nothing_but_rounding(stripes: Path):
-    results = run_ranks(_compared, 1, str(stripes))[0]
-    assert distance(results["False"], results["True"]) < 1e-5
-
-
 def test_a_network_by_name_trains_resumes_and_predicts_from_the_command_line(stripes: Path, tmp_path: Path):
     args = ["--data-dir", str(stripes), "--arch", "mobilenet_v3_small", "--weights", "none", "--image-size", "32"]
     args += ["--batch-size", "8", "--name", "mobile"]
     status, _, err = type_in(tmp_path, *args, "--max-epochs", "1")
     assert status == 0, err
-    assert err.count("stages of the network: features.0, features.1, ") == 1
+    assert err.count("layers of the network: features.0, features.1, ") == 1
     status, _, err = type_in(tmp_path, *args, "--max-epochs", "2", "--resume", "auto")
     assert status == 0, err
     status, _, err = type_in(

@@ -34,7 +34,6 @@ from recipes.mnist import MNISTClassifier
 from recipes.mnist.network import ClassicNet, MNISTNet
 from recipes.resnet import ResNetFineTuner
 from recipes.resnet.network import build_resnet
-from recipes.seq2seq import Seq2SeqTranslator
 from recipes.seq2seq.network import target_positions
 from recipes.seq2seq.recurrent import Seq2SeqNet
 from recipes.seq2seq.transformer import TransformerNet
@@ -69,13 +68,12 @@ CASES: dict[str, Any] = {
     "mnist": lambda: (MNISTNet(width=2), 1, images(28, 1, 8, 8, 5, 8, 3)),
     "mnist, classic": lambda: (ClassicNet(), 1, images(28, 1, 8, 8, 5)),
     "resnet": lambda: (build_resnet("resnet18", 4, small_images=True), 1, images(32, 3, 4, 3, 2)),
-    "translation, gru": lambda: (Seq2SeqNet(20, 20, 16, 8), 2, sentences(*LENGTHS)),
-    "translation, lstm": lambda: (Seq2SeqNet(20, 20, 16, 8, num_layers=2, cell="lstm"), 2, sentences(*LENGTHS)),
+    "translation, recurrent": lambda: (Seq2SeqNet(20, 20, 16, num_layers=2), 2, sentences(*LENGTHS)),
     "translation, transformer": lambda: (TransformerNet(20, 20, 16, 2), 2, sentences(*LENGTHS)),
 }
 
 
-RECURRENT = "translation, gru", "translation, lstm"
+RECURRENT = ("translation, recurrent",)
 """torch ends a graph at each recurrent layer."""
 
 
@@ -178,11 +176,6 @@ def test_runs_may_be_compiled_or_not_before_and_after_a_resume(tmp_path: Path):
 def test_what_cannot_be_compiled_is_refused_with_the_cure():
     with pytest.raises(UserError, match=r"compile='fast' is no mode of torch.compile; pass True, default, "):
         MNISTClassifier(compile="fast")  # type: ignore[arg-type]
-    sizes = {"source_vocab_size": 9, "target_vocab_size": 9, "compile": True}
-    with pytest.raises(UserError, match="compile=True: a decoder that takes a step per token"):
-        Seq2SeqTranslator(**sizes, teacher_forcing=0.5)
-    with pytest.raises(UserError, match="compile=True: a decoder that takes a step per token"):
-        Seq2SeqTranslator(**sizes, input_feeding=True)
     with pytest.raises(UserError, match="compile=True: with cache_features=True"):
         ResNetFineTuner(num_classes=2, cache_features=True, compile=True)
 

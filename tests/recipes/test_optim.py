@@ -22,12 +22,6 @@ def build(name: str, weight_decay: float = 0.0, **options: Any) -> torch.optim.O
     return build_optimizer(name, parameter_groups(nn.Linear(2, 2), weight_decay), lr=0.1, **options)
 
 
-def test_decay_all_puts_every_parameter_under_the_weight_decay() -> None:
-    module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
-    (group,) = parameter_groups(module, weight_decay=0.1, decay_all=True)
-    assert (group["name"], group["weight_decay"], len(group["params"])) == ("decay", 0.1, 4)
-
-
 def test_arguments_go_to_an_optimiser_of_torch_or_of_an_imported_module() -> None:
     assert tuple(build("adamw", arguments={"betas": [0.8, 0.9]}).defaults["betas"]) == (0.8, 0.9)
     assert build("sgd", arguments={"nesterov": False}).defaults["nesterov"] is False

@@ -148,7 +148,7 @@ def test_the_command_names_what_it_cannot_read_and_ends_with_status_1_after_the_
     Image.new("L", (90, 60), 200).save(tmp_path / "blank.png")
     (tmp_path / "torn.png").write_text("no image")
     _trained(
-        Seq2SeqTranslator(source_vocab_size=9, target_vocab_size=9, hidden_size=8, embedding_size=8),
+        Seq2SeqTranslator(source_vocab_size=9, target_vocab_size=9, hidden_size=8),
         _Nothing(),
         tmp_path / "other.ckpt",
         max_steps=0,
@@ -198,7 +198,7 @@ def test_a_resnet_predicts_images_of_any_form(tmp_path: Path):
 
 def test_a_translator_predicts_sentences_and_reads_folders_of_text_files(tmp_path: Path):
     data = TranslationDataModule(batch_size=16)
-    recipe = Seq2SeqTranslator(**Seq2SeqTranslator.settings_from_data(data), hidden_size=16, embedding_size=16, beam=2)
+    recipe = Seq2SeqTranslator(**Seq2SeqTranslator.settings_from_data(data), hidden_size=16, beam=2)
     _trained(recipe, data, tmp_path / "a.ckpt", max_steps=1, limit_val_batches=0)
     recipe = Seq2SeqTranslator.load_from_checkpoint(tmp_path / "a.ckpt")
     rows = recipe.predict(["je suis ici .", "  ", "tu es la ."])

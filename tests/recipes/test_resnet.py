@@ -1,9 +1,6 @@
 """The ResNet recipe: its parts in a plain Trainer, and the command line on folders of images."""
 
-import contextlib
-import io
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,17 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
 
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from datamodules.images.data_module import ImageFolderDataModule
-from recipes.cli import console
-from recipes.resnet.feature_cache import frozen_stages
+from recipes.resnet.feature_cache import what_moves
 from recipes.resnet.network import ARCHITECTURES, build_network, build_resnet
 from recipes.resnet.recipe import ResNetFineTuner
-from recipes.resnet.stages import run_stages, stages_of
 from recipes.weights import load_weights, read_weights
 from tests.support.command_lines import Typed, type_line
 from tests.support.ranks import run_ranks
@@ -81,7 +75,6 @@ def fit(folder: str, weights: str, world_size: int = 1, **options: Any) -> dict[
         optimizer="sgd",
         lr=0.01,
         schedule="constant",
-        fused=False,
         **options,
     )
     data = ImageFolderDataModule(
@@ -98,7 +91,7 @@ def fit(folder: str, weights: str, world_size: int = 1, **options: Any) -> dict[
     if root:
         trainer.save_checkpoint(Path(root) / "last.ckpt")
     scores = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
-    return {"weights": recipe.network.state_dict(), "scores": scores, "first_stage": recipe.first_stage}
+    return {"weights": recipe.network.state_dict(), "scores": scores, "cached_head": recipe.cached_head}
 
 
 def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
@@ -195,22 +188,11 @@ def test_every_resnet_of_torchvision_is_offered_and_another_name_is_refused():
         ResNetFineTuner(arch="resnet19", num_classes=2)
 
 
-def test_small_images_keep_their_pixels():
-    network = build_resnet("resnet18", num_classes=2, small_images=True)
-    trunk = stages_of(network, torch.zeros(1, 3, 32, 32)).stages[:5]
-    assert run_stages(trunk, torch.zeros(1, 3, 32, 32)).shape == (1, 512, 4, 4)
-
-
 def test_freezing_and_rates_follow_from_the_weights():
     new, tuned = ResNetFineTuner(num_classes=2, weights="none"), ResNetFineTuner(num_classes=2, weights="some.pt")
     assert (new.hparams.freeze_until, new.hparams.lr, new.hparams.head_lr_factor) == (None, 0.001, 1.0)
     assert (tuned.hparams.freeze_until, tuned.hparams.lr, tuned.hparams.head_lr_factor) == ("layer4", 0.0003, 10.0)
     assert ResNetFineTuner(num_classes=2, weights="some.pt", freeze_until="none").hparams.freeze_until is None
-
-
-def test_a_number_of_classes_is_needed():
-    with pytest.raises(UserError, match="num_classes=10"):
-        ResNetFineTuner()
 
 
 def test_groups_hold_every_parameter_once_with_the_rate_of_their_layer():
@@ -223,16 +205,16 @@ def test_groups_hold_every_parameter_once_with_the_rate_of_their_layer():
     assert {g["weight_decay"] for g in groups if g["name"].endswith(".no_decay")} == {0.0}
 
 
-def test_stages_count_as_frozen_only_where_batchnorm_is_in_evaluation_too():
-    stages = stages_of(build_resnet("resnet18", num_classes=2), torch.zeros(1, 3, 64, 64)).stages
-    for _, modules in stages[:3]:
-        for module in modules:
-            module.requires_grad_(False)
-    assert frozen_stages(stages) == 0  # statistics would move
-    for _, modules in stages[:2]:
-        for module in modules:
-            module.eval()
-    assert frozen_stages(stages) == 2
+def test_features_stay_only_where_batchnorm_before_the_head_is_in_evaluation_too():
+    network = build_resnet("resnet18", num_classes=2)
+    for layer in list(network.children())[:-1]:
+        layer.requires_grad_(False)
+    assert what_moves(network, "fc") == "bn1"  # Its statistics would move.
+    for layer in list(network.children())[:-1]:
+        layer.eval()
+    assert what_moves(network, "fc") == ""
+    network.layer4.requires_grad_(True)
+    assert what_moves(network, "fc") == "layer4.0.conv1"
 
 
 def _cached_and_not(folder: str, weights: str) -> dict[str, Any]:
@@ -255,7 +237,7 @@ def test_cached_features_change_nothing_but_rounding(runs, kind):
     plain, cached = runs[kind], runs[f"{kind}, cached"]
     assert distance(plain, cached) < 1e-5
     assert plain["scores"] == pytest.approx(cached["scores"], abs=1e-4)
-    assert cached["first_stage"] == 0
+    assert cached["cached_head"] == ""
 
 
 def test_the_trunk_is_the_file_to_the_bit_and_the_head_has_learnt(runs, pretrained):
@@ -281,92 +263,57 @@ def test_two_ranks_share_the_features_and_end_as_one(stripes, pretrained):
     assert distance(ranks[0], alone) < 1e-5
 
 
-def _resumed(folder: str, weights: str, root: str) -> dict[str, Any]:
-    options: dict[str, Any] = {"freeze_until": "fc", "unfreeze": {"layer4": "1 epochs"}, "cache_features": True}
-    fit(folder, weights, max_epochs=2, root=root, **options)
-    # The file of weights may be gone: the checkpoint has its own.
-    return fit(folder, "gone.pt", max_epochs=3, ckpt_path=f"{root}/last.ckpt", **options)
-
-
-def test_a_resumed_run_needs_no_pretrained_weights_and_ends_the_same(stripes, pretrained, tmp_path):
-    resumed = run_ranks(_resumed, 1, str(stripes), str(pretrained), str(tmp_path))[0]
-    straight = fit(
-        str(stripes),
-        str(pretrained),
-        max_epochs=3,
-        freeze_until="fc",
-        unfreeze={"layer4": "1 epochs"},
-        cache_features=True,
-    )
-    assert distance(resumed, straight) == 0
-
-
-class FirstStages(pl.Callback):
-    """The stage at which each batch of training enters the network."""
+class Inputs(pl.Callback):
+    """Whether each batch of training holds features."""
 
     def __init__(self) -> None:
-        self.seen: list[int] = []
+        self.cached: list[bool] = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append(pl_module.first_stage if batch[0].dim() < 4 or batch[0].shape[1] != 3 else 0)
+        assert bool(pl_module.cached_head) == (batch[0].dim() == 2)
+        self.cached.append(bool(pl_module.cached_head))
 
 
-def _cut(folder: str, weights: str, root: str) -> list[Any]:
+def _resumed(folder: str, weights: str, root: str) -> dict[str, Any]:
     options = {"freeze_until": "fc", "unfreeze": {"layer4": "1 epochs"}, "cache_features": True, "max_epochs": 2}
-    stages = [FirstStages(), FirstStages()]
+    inputs = [Inputs(), Inputs(), Inputs()]
     saving = pl.callbacks.ModelCheckpoint(root, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    whole = fit(folder, weights, callbacks=[stages[0], saving], **options)
-    path = f"{root}/step={len(stages[0].seen) // 2 + 1}.ckpt"
-    resumed = fit(folder, "gone.pt", ckpt_path=path, callbacks=[stages[1]], **options)
-    return [distance(whole, resumed), stages[0].seen, stages[1].seen]
+    whole = fit(folder, weights, callbacks=[inputs[0], saving], **options)
+    steps = 2, len(inputs[0].cached) // 2 + 1
+    # The file of weights may be gone: the checkpoint has its own.
+    resumed = [
+        fit(folder, "gone.pt", ckpt_path=f"{root}/step={step}.ckpt", callbacks=[seen], **options)
+        for step, seen in zip(steps, inputs[1:], strict=True)
+    ]
+    return {"gaps": [distance(whole, each) for each in resumed], "cached": [each.cached for each in inputs]}
 
 
-def test_a_run_that_resumes_within_an_epoch_goes_on_with_the_features(stripes, pretrained, tmp_path):
-    gap, whole, resumed = run_ranks(_cut, 1, str(stripes), str(pretrained), str(tmp_path))[0]
-    assert gap == 0
-    assert min(whole) > 0
-    assert resumed == whole[-len(resumed) :]
-    assert 0 < len(resumed) < len(whole) // 2
+def test_a_run_that_resumes_on_features_or_behind_them_ends_the_same(stripes, pretrained, tmp_path):
+    found = run_ranks(_resumed, 1, str(stripes), str(pretrained), str(tmp_path))[0]
+    assert found["gaps"] == [0, 0]
+    whole, *resumed = found["cached"]
+    epoch = len(whole) // 2
+    assert whole == [True] * epoch + [False] * epoch
+    assert [each == whole[-len(each) :] for each in resumed] == [True, True]
+    assert [len(each) for each in resumed] == [len(whole) - 2, epoch - 1]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"unfreeze": {"layer4": "3 steps"}}, "in whole epochs"),
-        ({"unfreeze": {"layer4": "50%"}}, "in whole epochs"),
-        ({"unfreeze": {"layer4": "1.5 epochs"}}, "in whole epochs"),
-    ],
-)
-def test_features_are_not_cached_where_they_could_not_be_exact(stripes, pretrained, options, message):
-    with pytest.raises(UserError, match=message):
-        fit(str(stripes), str(pretrained), freeze_until="fc", cache_features=True, **options)
+def test_features_need_phases_in_whole_epochs(stripes, pretrained):
+    for when in ("3 steps", "50%", "1.5 epochs"):
+        with pytest.raises(UserError, match="in whole epochs"):
+            fit(str(stripes), str(pretrained), freeze_until="fc", cache_features=True, unfreeze={"layer4": when})
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        # The first validation, and with it its loader, comes after the features of the training images.
-        {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0},
-        {"reload_dataloaders_every_n_epochs": 1},
-    ],
-)
-def test_loaders_that_are_made_later_yield_features_too(stripes, pretrained, options):
-    scores = {}
-    for cached in (False, True):
-        SeedControl(seed=1)
-        recipe = ResNetFineTuner(
-            num_classes=2, weights=str(pretrained), freeze_until="fc", cache_features=cached, tta="flip", fused=False
-        )
-        data = ImageFolderDataModule(data_dir=str(stripes), image_size=SIZE, batch_size=8, augment="none")
-        trainer = pl.Trainer(**(QUIET | options), max_epochs=2, enable_progress_bar=False, enable_checkpointing=False)
-        trainer.fit(recipe, data)
-        scores[cached] = float(trainer.callback_metrics["val/loss"])
-    assert scores[True] == pytest.approx(scores[False], rel=1e-4)
+def test_where_layers_before_the_head_train_images_are_read_and_that_is_said(stripes, pretrained, caplog):
+    inputs = Inputs()
+    fit(str(stripes), str(pretrained), freeze_until="layer4", cache_features=True, max_epochs=1, callbacks=[inputs])
+    assert not any(inputs.cached)
+    assert "features are not cached, because layer4.0.conv1 trains before fc" in caplog.text
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_images_come_in_the_precision_of_the_weights(stripes, precision):
-    recipe = ResNetFineTuner(num_classes=2, weights="none", fused=False)
+    recipe = ResNetFineTuner(num_classes=2, weights="none")
     data = ImageFolderDataModule(data_dir=str(stripes), image_size=SIZE, batch_size=8, mixup=0.2)
     options: dict[str, Any] = {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False}
     trainer = pl.Trainer(**QUIET, precision=precision, **options)
@@ -375,33 +322,12 @@ def test_images_come_in_the_precision_of_the_weights(stripes, precision):
 
 
 def test_a_last_batch_of_one_small_image_says_what_to_do(stripes):
-    recipe = ResNetFineTuner(num_classes=2, weights="none", fused=False)
+    recipe = ResNetFineTuner(num_classes=2, weights="none")
     # 24 images leave one.
     data = ImageFolderDataModule(data_dir=str(stripes), image_size=SIZE, batch_size=23, augment="none")
     options: dict[str, Any] = {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False}
     with pytest.raises(UserError, match="another `batch_size`, small_images=True"):
         pl.Trainer(**QUIET, **options).fit(recipe, data)
-
-
-def _read_damaged(folder: str) -> str:
-    err, rank = io.StringIO(), int(os.environ["RANK"])
-    data = ImageFolderDataModule(data_dir=folder, image_size=SIZE, eval_batch_size=6, on_corrupt="skip", num_workers=0)
-    data.setup("fit")
-    rank_zero_only.rank = rank  # As the strategy of a Trainer does.
-    with contextlib.redirect_stderr(err):
-        console.configure_logging()
-        list(data._evaluation_loader("train", rank, 2))
-    return err.getvalue()
-
-
-def test_the_rank_that_meets_a_damaged_file_names_it(tmp_path):
-    draw(tmp_path / "train", 12, seed=3)
-    draw(tmp_path / "val", 1, seed=4)
-    for name in ("across/000.png", "down/011.png"):
-        (tmp_path / "train" / name).write_bytes(b"no image")
-    first, second = run_ranks(_read_damaged, 2, str(tmp_path))
-    assert "000.png" in first
-    assert "011.png" in second
 
 
 def type_in(folder: Path, *args: str) -> Typed:
@@ -434,13 +360,6 @@ def test_a_run_reports_which_weights_fit_and_which_groups_train(trained):
     assert rows["layer4"][0] == rows["layer4"][1]
     assert rows["fc"][2] == "0.03"
     assert "val accuracy" in out
-
-
-def test_the_settings_hold_what_was_found_in_the_data(trained):
-    folder, _, _ = trained
-    config = (folder / "runs" / "resnet" / "first" / "config.yaml").read_text()
-    assert "num_classes: 2" in config
-    assert f"image_size: {SIZE}" in config
 
 
 def test_predictions_carry_the_names_of_classes_without_the_data(trained, stripes):
@@ -483,19 +402,6 @@ def test_pixels_are_normalised_as_the_weights_expect():
     imagenet = {"pixel_mean": [0.485, 0.456, 0.406], "pixel_std": [0.229, 0.224, 0.225]}
     assert ResNetFineTuner(num_classes=2, weights="imagenet").settings_for_data() == imagenet
     assert ResNetFineTuner(num_classes=2, weights="none").settings_for_data() == {}
-
-
-def test_validation_of_a_checkpoint_gives_the_scores_of_its_run(trained):
-    folder, _, _ = trained
-    status, _, err = type_in(
-        folder, "validate", "--ckpt", "runs/resnet/first/checkpoints/best.ckpt", "--output", "scores.json"
-    )
-    assert status == 0, err
-    found = json.loads((folder / "scores.json").read_text())
-    results = json.loads((folder / "runs" / "resnet" / "first" / "results.json").read_text())
-    assert found["val/accuracy"] == results["scores"]["val/accuracy"]
-    assert "val/macro_f1" in found
-    assert "val/ece" in found
 
 
 def test_weights_of_a_run_with_other_classes_begin_the_next(trained, stripes, tmp_path):

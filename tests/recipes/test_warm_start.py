@@ -44,7 +44,7 @@ def test_a_resumed_run_does_not_read_the_file_again(tmp_path: Path):
         f"{QUICK} --name first",
         f"{QUICK} --name begun --weights {file} --weights-skip 2.* --seed 2",
         f"{QUICK} --name scratch --seed 2",
-        f"{QUICK} --weights {file} --weights-only fc.*",
+        f"{QUICK} --weights {file} --weights-skip fc.*",
     )
     assert first.status == begun.status == scratch.status == 0, begun.err
     assert f"weights from {file}: 2 loaded, 0 skipped, 0 new, 2 not chosen (2.weight, 2.bias)" in begun.err
@@ -53,7 +53,7 @@ def test_a_resumed_run_does_not_read_the_file_again(tmp_path: Path):
     other = torch.load(tmp_path / "runs/quadrants/scratch/checkpoints/last.ckpt", weights_only=True)
     assert not torch.equal(state["state_dict"]["network.0.weight"], other["state_dict"]["network.0.weight"])
     assert refused.status == 2
-    assert "--weights-only: 'fc.*' matches no module or parameter; the first names are ['0', '1', '2'" in refused.err
+    assert "--weights-skip: 'fc.*' matches no module or parameter; the first names are ['0', '1', '2'" in refused.err
 
     (tmp_path / file).unlink()
     (resumed,) = typed(tmp_path, "--resume runs/quadrants/begun/checkpoints/last.ckpt --max-epochs 2")

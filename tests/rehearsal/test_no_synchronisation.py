@@ -188,7 +188,7 @@ RUNS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "SWA": (functools.partial(_images, ["RunProgress", "WeightAveraging, SWA"]), {"gradient_clip_val": 0.1}),
     "mnist": (_mnist, _FEW),
     "resnet": (_resnet, _FEW),
-    "seq2seq": (functools.partial(_translator, teacher_forcing=0.5), _FEW),
+    "seq2seq": (_translator, _FEW),
     "seq2seq, Transformer": (functools.partial(_translator, network="transformer"), _FEW),
 }
 

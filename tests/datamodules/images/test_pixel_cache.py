@@ -79,15 +79,6 @@ def test_damaged_and_shortened_caches_are_noticed(files, tmp_path, name):
         assert all(torch.equal(again[row], image) for row, image in enumerate(expected))
 
 
-def test_a_cache_stays_within_its_limit(tmp_path):
-    cache = _cache(tmp_path, limit=130)
-    for row in range(COUNT):
-        cache.put(row, 1, _image(row))
-    kept = [row for row in range(COUNT) if cache.get(row, 1) is not None]
-    assert kept == [0, 1]
-    assert (tmp_path / "cache" / "one" / "pixels").stat().st_size == 120
-
-
 def _fill(folder: Path, start: "multiprocessing.synchronize.Barrier", failed: "multiprocessing.Queue[int]") -> None:
     cache = PixelCache(folder, 200, 1 << 20)
     start.wait()

@@ -8,7 +8,6 @@ from datamodules.loading.sampling import (
     epoch_order,
     evaluation_spans,
     num_training_steps,
-    share_of_each,
     split_indices,
     systematic_draws,
     training_spans,
@@ -58,14 +57,6 @@ def test_an_update_consumes_the_same_slice_however_it_is_split(n, batch_size, sp
         assert [[sample for step in update for sample in _joined(step)] for update in updates] == expected
 
 
-@given(n=sizes, batch_size=batch_sizes, world_size=worlds)
-def test_drop_last_leaves_out_less_than_one_step(n, batch_size, world_size):
-    steps = _steps(n, batch_size, world_size, drop_last=True)
-    assert all(len(part) == batch_size for step in steps for part in step)
-    assert len(steps) == num_training_steps(n, batch_size, world_size, drop_last=True)
-    assert 0 <= n - sum(len(_joined(step)) for step in steps) < batch_size * world_size
-
-
 @given(data=st.data(), n=sizes, before=st.tuples(batch_sizes, worlds), after=st.tuples(batch_sizes, worlds))
 def test_a_resume_sees_the_rest_exactly_once_on_any_number_of_ranks(data, n, before, after):
     first = _steps(n, *before)
@@ -110,27 +101,6 @@ def test_another_seed_holds_out_others_and_chance_decides_which():
 def test_holding_out_everything_is_refused_with_the_parameter_to_change(held_out):
     with pytest.raises(UserError, match=rf"cannot hold {held_out} of 10 samples out.*0 to 9.*`val_fraction`"):
         split_indices(10, held_out, seed=1)
-
-
-classes = st.lists(st.integers(0, 4), min_size=1, max_size=60).map(torch.tensor)
-shares = st.floats(0.001, 1)
-
-
-@given(groups=classes, first=shares, second=shares, seed=st.integers(0, 9))
-def test_a_share_holds_that_share_of_each_class_and_smaller_ones_are_within_larger_ones(groups, first, second, seed):
-    small, large = (share_of_each(groups, share, seed) for share in sorted((first, second)))
-    assert set(small.tolist()) <= set(large.tolist())
-    for share, rows in zip(sorted((first, second)), (small, large)):
-        assert rows.tolist() == sorted(set(rows.tolist()))
-        for group, count in zip(*(part.tolist() for part in groups.unique(return_counts=True))):
-            assert int((groups[rows] == group).sum()) == max(1, round(count * share))
-    assert share_of_each(groups, 1.0, seed).tolist() == list(range(len(groups)))
-
-
-def test_another_seed_takes_another_share():
-    first, second = (set(share_of_each(torch.arange(1_000) % 2, 0.1, seed).tolist()) for seed in (1, 2))
-    assert len(first) == len(second) == 100
-    assert len(first & second) < 30  # 10 expected, standard deviation 3
 
 
 weighted = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 3)), min_size=1, max_size=60).filter(

@@ -230,7 +230,7 @@ class _NoRoom(Numbers):
 def test_a_batch_that_shared_memory_has_no_room_for_is_an_error_and_no_wait():
     reader = _NoRoom()
     reader.at = epoch_order(N, 1, 0)[4 * 2].item()
-    with pytest.raises(RunFailedError, match=r"no room for the batches of 2 workers; pass num_workers=0, .*--shm-size"):
+    with pytest.raises(UserError, match=r"no room for the batches of 2 workers; pass num_workers=0, .*--shm-size"):
         _targets(_loader(num_workers=2, reader=reader))
 
 

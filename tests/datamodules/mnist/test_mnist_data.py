@@ -315,17 +315,6 @@ def test_augmentation_fills_with_background(tiny: Path):
     assert abs(float(images.min()) - black) < 1e-5
 
 
-def test_another_seed_means_another_split_order_and_augmentation(tiny: Path):
-    def first(seed: int) -> tuple[Tensor, list[int]]:
-        data = _data(tiny, seed=seed)
-        data.setup("fit")
-        return next(iter(data.train_dataloader()))[0], data._rows["val"].tolist()
-
-    assert torch.equal(first(1)[0], first(1)[0])
-    assert not torch.equal(first(1)[0], first(2)[0])
-    assert first(1)[1] != first(2)[1]
-
-
 # In Trainers
 
 
@@ -342,24 +331,6 @@ def test_each_entry_point_works_alone_and_after_another(tiny: Path):
         assert len(set(_joined(module.seen[part]))) == count
         # Only `test` sees the test set.
         assert (part == "test") == bool(module.seen["test"])
-
-
-def test_set_up_twice_reads_once_and_changes_nothing(tiny: Path):
-    data = _data(tiny)
-    data.setup("fit")
-    before = data.train_dataloader()
-    shutil.rmtree(tiny)
-    data.setup("fit")
-    data.setup("validate")
-    for a, b in zip(before, data.train_dataloader(), strict=True):
-        assert torch.equal(a[0], b[0])
-
-
-def test_a_plain_loop_needs_no_trainer(tiny: Path):
-    data = _data(tiny)
-    data.prepare_data()
-    data.setup("fit")
-    assert sum(len(labels) for _, labels in data.train_dataloader()) == 40
 
 
 def test_it_can_be_pickled_before_and_after_set_up(tiny: Path):
@@ -403,11 +374,6 @@ def test_images_are_predicted_in_their_order_without_any_data_set(tmp_path: Path
         _trainer().predict(module, datamodule=data)
         assert module.seen["predict"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
         assert data.sizes == {}
-
-
-def test_predicting_nothing_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match="no image to predict"):
-        _trainer().predict(Watcher(), datamodule=_data(tmp_path, dataset="digits"))
 
 
 # "auto", the bundled digits, checkpoints
@@ -598,14 +564,3 @@ def test_mnist_under_the_name_of_a_relative_is_refused(shared_data: Path, tmp_pa
         (tmp_path / stem).write_bytes(gzip.decompress((tmp_path / f"{stem}.gz").read_bytes()))
     with pytest.raises(UserError, match="belongs to MNIST, expected KMNIST"):
         _data(tmp_path, dataset="kmnist").setup("test")
-
-
-def test_an_epoch_of_the_real_set_is_its_shuffle_order(shared_data: Path):
-    data = MNISTDataModule("mnist", str(shared_data / "mnist"), batch_size=512, download=False, **PLAIN)
-    data.setup("fit")
-    seen = torch.cat([labels for _, labels in data.train_dataloader()])
-    train, val = split_indices(60_000, 4_800, seed=1)
-    labels = data._parts["train"][1]
-    assert torch.equal(seen, labels[train][epoch_order(55_200, 1, 0)])
-    shares = labels[val].bincount().double() / 4_800 - labels.bincount().double() / 60_000
-    assert float(shares.abs().max()) < 0.02

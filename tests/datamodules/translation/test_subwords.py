@@ -110,12 +110,6 @@ def test_subwords_come_from_the_training_part_only_and_batches_are_their_numbers
     assert "doesn't it?" in module.target_sentences(batch.numbers)[0]
 
 
-def test_one_vocabulary_may_serve_both_sides(tmp_path: Path) -> None:
-    source, target = data(corpus(tmp_path), joint_vocabulary=True).vocabularies()
-    assert source is target
-    assert {"▁Der", "▁Dog"} <= set(source.tokens)
-
-
 def test_a_data_modules_state_holds_the_models(tmp_path: Path) -> None:
     old = data(corpus(tmp_path))
     state = old.state_dict()
@@ -130,8 +124,6 @@ def test_a_data_modules_state_holds_the_models(tmp_path: Path) -> None:
     [
         ({"subwords": "wordpiece"}, "no subwords 'wordpiece'; expected one of bpe, unigram, none"),
         ({"normalisation": "tutorial"}, "subwords=bpe are learnt from the text as it is: leave `normalisation`"),
-        ({"min_count": 2}, "leave `normalisation`, `min_count` and `max_vocab_size` out"),
-        ({"subwords": "none", "joint_vocabulary": True}, "`joint_vocabulary` is for subwords; pass subwords=bpe"),
         ({"vocab_size": 0}, "vocab_size=0"),
     ],
 )
@@ -143,13 +135,12 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path: Path, options: d
 def test_files_as_published_are_learnt_in_subwords_and_settings_of_words_ask_for_words(tmp_path: Path) -> None:
     file = corpus(tmp_path)
     found = TranslationDataModule(file)
-    assert (found.hparams.subwords, found.normalisation) == ("bpe", "none")
+    assert (found.hparams.subwords, found.hparams.vocab_size, found.normalisation) == ("bpe", 8000, "none")
     for options in (
         {"normalisation": "unicode"},
         {"normalisation": "none"},
         {"prefixes": "tutorial"},
-        {"min_count": 2},
     ):
         assert TranslationDataModule(file, **options).hparams.subwords == "none"
     made = TranslationDataModule()
-    assert (made.hparams.subwords, made.normalisation) == ("none", "unicode")
+    assert (made.hparams.subwords, made.hparams.vocab_size, made.normalisation) == ("none", None, "unicode")

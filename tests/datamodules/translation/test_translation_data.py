@@ -66,31 +66,21 @@ def _everything(data: TranslationDataModule) -> list[tuple[str, str]]:
 # The real file
 
 
-@pytest.mark.parametrize(
-    ("normalisation", "kept", "french", "english"),
-    [("tutorial-2017", 10_599, 4_345, 2_803), ("tutorial", 11_445, 4_601, 2_991)],
-)
-def test_the_tutorials_figures_come_out_of_the_real_file(
-    shared_data: Path, normalisation: Any, kept: int, french: int, english: int
-) -> None:
+def test_the_tutorials_figures_come_out_of_the_real_file(shared_data: Path) -> None:
     path = shared_data / "eng-fra" / "eng-fra.txt.zip"
     data = TranslationDataModule(
-        str(path), reverse=True, max_length=10, prefixes="tutorial", normalisation=normalisation, val_fraction=0,
+        str(path), reverse=True, max_length=10, prefixes="tutorial", normalisation="tutorial", val_fraction=0,
         test_fraction=0, on_bad_lines="error",
     )  # fmt: skip
     data.setup("fit")
-    assert (data.info.title, data.info.read, data.info.kept) == ("eng-fra.txt.zip", 135_842, kept)
+    assert (data.info.title, data.info.read, data.info.kept) == ("eng-fra.txt.zip", 135_842, 11_445)
     # The tutorial counts SOS and EOS among the tokens, of all pairs, as here without a held-out part.
     counted = [len(v) - len(SPECIAL_TOKENS) + 2 for v in (data.source_vocabulary, data.target_vocabulary)]
-    assert counted == [french, english]
+    assert counted == [4_601, 2_991]
     batches = list(data.train_dataloader())
-    assert sum(len(batch.source) for batch in batches) == kept
+    assert sum(len(batch.source) for batch in batches) == 11_445
     assert max(int(batch.source_lengths.max()) for batch in batches) == 10
     assert max(int(batch.target_lengths.max()) for batch in batches) == 11
-    # The other direction has the same pairs.
-    other = TranslationDataModule(str(path), max_length=10, prefixes="tutorial", normalisation=normalisation)
-    other.setup("test")
-    assert other.info.kept == kept
 
 
 def test_the_whole_real_file_is_read_and_hardly_padded(shared_data: Path) -> None:
@@ -104,7 +94,7 @@ def test_the_whole_real_file_is_read_and_hardly_padded(shared_data: Path) -> Non
     data.setup("fit")
     assert (data.info.read, data.info.kept, sum(data.sizes.values())) == (135_842, 134_797, 134_797)
     loader = data.train_dataloader()
-    assert loader.padding_share < 0.03 < 0.4 < loader.random_padding_share
+    assert loader.padding_share < 0.03
     parts = [set(data.source_sentences(rows)) for rows in data.rows.values()]
     assert sum(map(len, parts)) == len(set.union(*parts)) == data.info.sources
 
@@ -223,35 +213,16 @@ def test_lines_in_another_encoding_are_counted_and_the_first_are_named(tmp_path:
     assert data.info.kept == 60
 
 
-@pytest.mark.parametrize("choice", ["error", "skip"])
-def test_aligned_files_of_unequal_lengths_are_refused_with_the_line_near_which_they_part(
-    tmp_path: Path, choice: Any
-) -> None:
-    sides = [[line.strip().split("\t")[side] + "\n" for line in _lines(300)] for side in (0, 1)]
-    source = _file(tmp_path, *sides[0], name="a")
-    target = _file(tmp_path, *sides[1][:200], *sides[1][202:], name="b")
-    for one, other in ((source, target), (target, source)):
-        with pytest.raises(UserError) as refusal:
-            TranslationDataModule(source_file=one, target_file=other, on_bad_lines=choice, subwords="none").setup(
-                "test"
-            )
-        text = str(refusal.value)
-        assert f"{source} has 300 lines and {target} 298, so their lines do not belong together" in text
-        place = int(text.split("part near line ")[1].split(";")[0])
-        assert abs(place - 201) <= 2
-        assert "skip" not in text
-    # Not told by the lengths: nothing is claimed.
-    target = _file(tmp_path, *("one\u2028\n", "two\n") * 149, name="c")
-    with pytest.raises(UserError) as refusal:
-        TranslationDataModule(source_file=source, target_file=target, subwords="none").setup("test")
-    assert f"{source} has 300 lines and {target} 298" in str(refusal.value)
-    assert f"line 1 of {target} holds U+2028, at which some programs end a line" in str(refusal.value)
-    assert "near" not in str(refusal.value)
+def test_aligned_files_of_unequal_lengths_are_refused(tmp_path: Path) -> None:
+    sides = [[line.strip().split("\t")[side] + "\n" for line in _lines()] for side in (0, 1)]
+    source, target = _file(tmp_path, *sides[0], name="a"), _file(tmp_path, *sides[1][:58], name="b")
+    with pytest.raises(UserError, match=f"{source} has 60 lines and {target} 58, so their lines do not belong"):
+        TranslationDataModule(source_file=source, target_file=target, on_bad_lines="skip").setup("test")
 
 
 @pytest.mark.parametrize(
     ("end", "mark"),
-    [(end, mark) for end in ("\n", "\r\n", "\r") for mark in ("\u2028", "\x85", "\x0b", "\r") if mark != end],
+    [("\n", "\u2028"), ("\n", "\r"), ("\r\n", "\x85"), ("\r", "\x0b")],
 )
 def test_only_line_breaks_end_a_line_so_that_aligned_files_stay_aligned(tmp_path: Path, end: str, mark: str) -> None:
     source = _file(tmp_path, *(f"a{i}{mark}b{end}" for i in range(40)), name="a")
@@ -380,10 +351,8 @@ def test_several_files_of_a_side_are_read_in_turn_in_any_form(tmp_path: Path) ->
     ("options", "reason"),
     [
         ({"val_source_file": "a"}, "`val_source_file` needs .*; pass `val_target_file` too"),
-        ({"test_target_file": "a"}, "`test_target_file` needs .*; pass `test_source_file` too"),
         ({"val_file": "a", "val_source_file": "a", "val_target_file": "b"}, "found both `val_file` and `val_source_f"),
         ({"val_file": "a", "val_fraction": 0.1}, "found val_fraction=0.1 beside .*; pass val_fraction=0"),
-        ({"test_file": "a", "test_fraction": 0.2}, "found test_fraction=0.2 beside files .*; pass test_fraction=0"),
         ({"source_file": ["a", "b"], "target_file": ["c"], "data_file": None}, "has 2 files and `target_file` 1"),
         ({"data_file": None, "val_file": "a"}, "none to train on; pass `data_file` too"),
     ],
@@ -393,16 +362,12 @@ def test_files_that_do_not_go_together_are_refused(options: dict[str, Any], reas
         TranslationDataModule(**{"data_file": "pairs.tsv", **options})
 
 
-def test_sentences_over_the_limit_are_skipped_with_a_count_or_refused(tmp_path: Path, caplog: Any) -> None:
+def test_sentences_over_the_limit_are_skipped_with_a_count(tmp_path: Path, caplog: Any) -> None:
     lines = ["un deux\tone two\n", "un deux trois\tone\n", "un\tone two three\n", *(f"a{i}\tb\n" for i in range(8))]
     data = _data(tmp_path, *lines, max_length=3)
     assert "left out 2 of 11 lines: 2 over max_length=3 (lines 2, 3)" in caplog.text
     assert data.info.kept == 9
     assert max(int(batch.source_lengths.max()) for batch in data.train_dataloader()) <= 3
-    with pytest.raises(
-        UserError, match=r'2 over max_length=3 \(lines 2, 3\); correct them, or pass on_long_sentences="sk'
-    ):
-        _data(tmp_path, *lines, max_length=3, on_long_sentences="error")
 
 
 def test_the_limit_counts_words_and_the_end_mark_and_not_subwords(tmp_path: Path) -> None:
@@ -418,9 +383,7 @@ def test_the_limit_counts_words_and_the_end_mark_and_not_subwords(tmp_path: Path
     ("contents", "options", "reason"),
     [
         (b"", {}, "file is empty"),
-        (b"\xef\xbb\xbf\n\n", {}, "file is empty"),
         (b"a\tb\n\0\x01\x02", {}, "is no text file"),
-        (b"\xff\0\xfe\x89PNG", {}, "is no text file"),
         (gzip.compress(b"a\tb\n", mtime=0)[:-6], {}, "is damaged"),
         (b"PK\x03\x04nothing", {}, "is damaged"),
         (_zipped(["a\tb\n"], "as.txt", "bs.txt"), {}, "holds 2 files, expected one: as.txt, bs.txt; unpack it"),
@@ -432,7 +395,6 @@ def test_the_limit_counts_words_and_the_end_mark_and_not_subwords(tmp_path: Path
         (b"a b c\td\n", {"max_length": 3}, "none of 1 pairs is left after max_length=3"),
         (b"a\tb\n", {"prefixes": ["c"]}, r'none of 1 pairs is left after prefixes=\["c"\]'),
         (b"a\tb\n" * 9, {}, "nothing is left for the train part of 9 pairs.* 1 of these sentences are different"),
-        (b"a\tb\nc\td\ne\tf\n", {"min_count": 2}, "no source token occurs 2 times in the 1 training pairs"),
     ],
 )
 def test_a_file_that_leaves_nothing_to_train_on_is_refused(
@@ -449,12 +411,10 @@ def test_a_file_that_leaves_nothing_to_train_on_is_refused(
     [
         ({"data_file": "missing.tsv"}, "there is no file missing.tsv"),
         ({"data_file": "."}, "is a folder"),
-        ({"source_file": "a"}, "pass `target_file` too"),
-        ({"data_file": "a", "source_file": "a", "target_file": "b"}, "found both `data_file` and `source_file`"),
         ({"val_fraction": 1.5}, "outside 0 to 1"),
         ({"batch_size": 0}, "batch_size=0: expected a whole number, 1 or more"),
         ({"max_tokens": -1}, "max_tokens=-1: expected a whole number, 1 or more"),
-        ({"max_length": 1}, "leaves no room"),
+        ({"max_length": 1}, "max_length=1: expected a whole number, 2 or more"),
         ({"normalisation": "ascii"}, "no normalisation 'ascii'"),
         ({"max_tokens": 100, "bucket": False}, "bucket=False"),
     ],
@@ -507,19 +467,6 @@ def test_held_out_shares_are_exact_and_another_seed_holds_out_others() -> None:
     assert len(set(first["test"].tolist()) & set(more["test"].tolist())) > 90
 
 
-def test_a_share_of_the_training_sentences_is_within_a_larger_one_and_what_is_held_out_stays() -> None:
-    sources = [f"s{i // 2}" for i in range(200)]
-    whole, half, few = (split_by_source(hash_sources(sources, 1), 0.1, 0.1, share) for share in (1.0, 0.5, 0.001))
-    assert [len(parts["train"]) for parts in (whole, half, few)] == [160, 80, 2]
-    assert set(few["train"].tolist()) < set(half["train"].tolist()) < set(whole["train"].tolist())
-    assert all(torch.equal(whole[part], parts[part]) for parts in (half, few) for part in ("val", "test"))
-
-
-def test_the_vocabulary_is_that_of_the_share(tmp_path: Path) -> None:
-    data = _data(tmp_path, *[f"s{i}\tt{i}\n" for i in range(100)], train_share=0.25)
-    assert len(data.source_vocabulary.tokens) - 4 == data.sizes["train"] < 25
-
-
 def test_vocabularies_come_from_the_training_part_only(tmp_path: Path) -> None:
     lines = [f"s{i}\tt{i} t\n" for i in range(100)]
     data = _data(tmp_path, *lines)
@@ -532,21 +479,8 @@ def test_vocabularies_come_from_the_training_part_only(tmp_path: Path) -> None:
     assert batch.source[:, 0].eq(UNK).all()
     assert batch.target[:, 1].eq(UNK).all()
     assert sorted(zip(data.source_sentences(batch.numbers), data.target_sentences(batch.numbers))) == sorted(test)
-    small = _data(tmp_path, *lines, max_vocab_size=7, min_count=1)
+    small = _data(tmp_path, *lines, vocab_size=7)
     assert len(small.source_vocabulary) == len(small.target_vocabulary) == 11
-
-
-def test_batches_spell_the_sentences_of_the_file(tmp_path: Path) -> None:
-    data = _data(tmp_path)
-    spelt = []
-    for batch in data.train_dataloader():
-        assert batch.target[:, 0].eq(1).all()
-        assert int(batch.source.eq(2).sum()) == int(batch.target.eq(2).sum()) == len(batch.source)
-        spelt += [
-            (data.source_vocabulary.decode(a), data.target_vocabulary.decode(b))
-            for a, b in zip(batch.source, batch.target)
-        ]
-    assert sorted(spelt) == sorted(_sentences(data, "train"))
 
 
 # In a Trainer
@@ -625,15 +559,6 @@ def test_a_run_resumed_in_mid_epoch_is_exact(tmp_path: Path, max_tokens: int | N
     second, resumed = _train(file, 1, 2, 5, max_tokens, ckpt_path=str(path))
     assert first + second == whole
     assert torch.equal(resumed, weights)
-
-
-def test_the_padding_share_is_logged(tmp_path: Path) -> None:
-    logger = pl.loggers.CSVLogger(str(tmp_path))
-    _train(_file(tmp_path, *_lines()), 1, 1, 12, None, logger=logger, max_epochs=1)
-    logger.save()
-    header, first = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[:2]
-    assert "data/padding_share" in header
-    assert 0 < float(first.split(",")[header.split(",").index("data/padding_share")]) < 0.5
 
 
 # Predicting with what the checkpoint knows
@@ -836,15 +761,13 @@ def test_the_counts_of_what_each_filter_dropped_add_up_to_the_lines_of_the_file(
     assert f"{len(lines)} lines read = 20 pairs kept + 1 header + 2 blank + 1 without a tab + 1 with an" in caplog.text
 
 
-def test_sentences_as_written_are_there_for_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datamodules.translation.corpus._CHUNK", 4)
+def test_sentences_as_written_are_there_for_every_held_out_row(tmp_path: Path) -> None:
     lines = [f"Un {WORDS[i % 3]}!\tOne {ENGLISH[i % 3]}, {i}!\n" for i in range(40)]
-    for seed in range(20):
+    for seed in range(3):
         data = _data(tmp_path, *lines, seed=seed, test_fraction=0.05)
         for rows in data.rows.values():
             texts, sentences = data.source_texts(rows), data.source_sentences(rows)
             assert [normalise(text) for text in texts] == sentences
             assert [normalise(text) for text in data.target_texts(rows)] == data.target_sentences(rows)
-        written = data.source_texts(torch.arange(4))
-        held_out = torch.isin(torch.arange(4), data.rows["train"], invert=True).tolist()
-        assert all(text.endswith("!") and text[0] == "U" for text, held in zip(written, held_out) if held)
+        written = data.source_texts(torch.cat((data.rows["val"], data.rows["test"])))
+        assert all(text.endswith("!") and text[0] == "U" for text in written)

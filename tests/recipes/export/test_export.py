@@ -176,7 +176,7 @@ class ChangingTranslator(Seq2SeqTranslator):
         return [encoder, replace(decoder, module=ChangingStep())]
 
 
-@pytest.mark.parametrize("options", [{"cell": "lstm", "num_layers": 2, "input_feeding": True}], ids=str)
+@pytest.mark.parametrize("options", [{"num_layers": 2}], ids=str)
 def test_a_translator_is_exported_as_an_encoder_and_a_step_of_the_decoder(options: dict, tmp_path: Path):
     recipe = Seq2SeqTranslator(**SIZES, **options)
     torch.save({"state_dict": recipe.state_dict()}, tmp_path / "best.ckpt")

@@ -75,11 +75,7 @@ SENTENCES = ["", "Anne est fatiguée ?", "xyz mots inconnus", "L'ami n'est pas f
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [
-        {"unknown_words": "copy"},
-        {"cell": "lstm", "input_feeding": True, "attention_type": "general"},
-        {"network": "transformer", "unknown_words": "copy"},
-    ],
+    [{}, {"num_layers": 2}, {"network": "transformer"}],
 )
 def test_the_exported_script_translates_as_the_recipe_does(options: dict, tmp_path: Path):
     data = TranslationDataModule(batch_size=64)
@@ -88,8 +84,7 @@ def test_the_exported_script_translates_as_the_recipe_does(options: dict, tmp_pa
     sizes = Seq2SeqTranslator.settings_from_data(data) | {"hidden_size": 32, "dropout": 0.0}
     recipe = Seq2SeqTranslator(**sizes, **options, lr=0.01)
     _, checkpoint = trained(recipe, data, tmp_path, limit_val_batches=0, max_epochs=-1, max_steps=250)
-    if options.get("unknown_words"):
-        _favour_unknown_words(recipe, checkpoint)
+    _favour_unknown_words(recipe, checkpoint)
     folder = export(Seq2SeqTranslator(**sizes, **options), str(checkpoint), "onnx").path
     assert {file.name for file in folder.iterdir()} == {"encoder.onnx", "decoder.onnx", "metadata.json", "translate.py"}
     data.setup("test")
@@ -102,7 +97,7 @@ def test_the_exported_script_translates_as_the_recipe_does(options: dict, tmp_pa
 
 
 def _favour_unknown_words(recipe: Seq2SeqTranslator, checkpoint: Path) -> None:
-    """Have some words of most translations unknown."""
+    """Have the network prefer unknown words, which no translation has."""
     saved = torch.load(checkpoint, weights_only=True)
     bias = saved["state_dict"]["network.output.bias"]
     bias[UNK] += 5

@@ -32,7 +32,7 @@ SENTENCES = [
 ]
 
 
-@pytest.mark.parametrize("how", ["unicode", "none", "tutorial", "tutorial-2017"])
+@pytest.mark.parametrize("how", ["unicode", "none", "tutorial"])
 def test_the_script_splits_sentences_as_training_does(how):
     expected = [line.split(" ") if line else [] for line in normalise_lines(SENTENCES, how)]
     assert [tokens_of(sentence, how) for sentence in SENTENCES] == expected
