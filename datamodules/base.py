@@ -49,11 +49,6 @@ class BaseDataModule(pl.LightningDataModule, DataContract):
         # Trainer sets this attribute where mypy does not see it.
         return not getattr(self.trainer, "overfit_batches", 0)
 
-    def _note_share(self) -> None:
-        """Log how many samples are trained on, where that is a share of them."""
-        if self.hparams.train_share < 1:
-            self._note(f"train_share={self.hparams.train_share}: training on {self.sizes['train']:,} samples")
-
     def _note(self, text: str) -> None:
         """Log a text once: callbacks may make further loaders."""
         if text not in self._noted:

@@ -20,7 +20,6 @@ __all__ = [
     "RATE",
     "SECONDS",
     "SHARE",
-    "SHARE_ABOVE_0",
     "SIZE",
     "Range",
     "check_choice",
@@ -73,7 +72,6 @@ FINITE = Range()
 POSITIVE = Range(0, above=True)
 NOT_NEGATIVE = Range(0)
 SHARE = Range(0, 1)
-SHARE_ABOVE_0 = Range(0, 1, above=True)
 NATURAL = Range(0, 2**31 - 1, whole=True)
 COUNT = Range(1, 2**31 - 1, whole=True)
 SIZE = Range(1, 2**16, whole=True)

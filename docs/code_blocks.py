@@ -34,7 +34,7 @@ _BLOCK = re.compile(
 )
 # A few batches of everything, quietly.
 _LIMITS = {
-    "fit": ["--limit-train-batches", "2", "--limit-val-batches", "2", "--limit-test-batches", "2", "--report", "false"],
+    "fit": ["--limit-train-batches", "2", "--limit-val-batches", "2", "--limit-test-batches", "2"],
     "validate": ["--limit-val-batches", "1"],
     "test": ["--limit-test-batches", "1"],
     "predict": [],

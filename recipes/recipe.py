@@ -243,7 +243,7 @@ class Recipe(pl.LightningModule):
 
     @property
     def lr_schedule(self) -> ScheduleSettings:
-        """The schedule with its parameters: those in ``hparams``, whose ``lr`` may have been found before the run."""
+        """The schedule with its parameters."""
         return ScheduleSettings(self.hparams.schedule, self.hparams.lr, self.hparams.schedule_args or {})
 
     @classmethod

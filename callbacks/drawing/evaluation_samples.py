@@ -8,9 +8,8 @@ import numpy as np
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from callbacks.lib.best_effort import best_effort
-from callbacks.lib.trainer_attributes import callbacks_of
 
-__all__ = ["EvaluatedCheckpoint", "EvaluationSamples", "first_training_batch", "tensorboards"]
+__all__ = ["EvaluationSamples", "first_training_batch", "tensorboards"]
 
 
 def tensorboards(trainer: pl.Trainer) -> list[Any]:
@@ -35,17 +34,6 @@ def rendered(image: Any) -> Any:
     return np.asarray(canvas.buffer_rgba())[..., :3]
 
 
-class EvaluatedCheckpoint(pl.Callback):
-    """Tells the callbacks that draw which checkpoint is evaluated, where it is not the last one.
-
-    Args:
-        step: the updates behind it.
-    """
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-
 class EvaluationSamples:
     """The hooks of a callback that keeps samples of validation and test batches and draws them into TensorBoard.
 
@@ -54,6 +42,9 @@ class EvaluationSamples:
     ends, unless a checkpoint callback monitors a score: then the last weights are not the result, and those of the best
     checkpoint are drawn by `trainer.validate(ckpt_path="best")`.
     """
+
+    updates: int | None = None
+    """Those behind the checkpoint that is evaluated, where it is not the last one of the training."""
 
     def _forget(self) -> None:
         """Drop the samples: an evaluation begins, or they were drawn."""
@@ -80,8 +71,7 @@ class EvaluationSamples:
 
     def _step(self, trainer: pl.Trainer) -> int:
         """The updates behind the weights that are evaluated."""
-        checkpoints = (callback for callback in callbacks_of(trainer) if isinstance(callback, EvaluatedCheckpoint))
-        return next((checkpoint.step for checkpoint in checkpoints), trainer.global_step)
+        return trainer.global_step if self.updates is None else self.updates
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._forget()

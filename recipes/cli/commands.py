@@ -17,11 +17,12 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import override
 
 from callbacks.checkpointing.guard import CheckpointGuard
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
-from callbacks.drawing.evaluation_samples import EvaluatedCheckpoint
+from callbacks.drawing.evaluation_samples import EvaluationSamples
 from callbacks.lib.best_effort import forget_failures
 from callbacks.lib.lightning_internals import raised_by_restoring
 from callbacks.lib.signals import SIGNALS, Preempted
@@ -211,6 +212,19 @@ def _best_checkpoint(trainer: pl.Trainer, folder: Path | None) -> str | None:
     return next((str(path) for path in (best, last) if path and Path(path).is_file()), None)
 
 
+class _ImagesOf(pl.Callback):
+    """Tells the callbacks that draw how many updates are behind the checkpoint that is evaluated."""
+
+    def __init__(self, updates: int) -> None:
+        self.updates = updates
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, EvaluationSamples):
+                callback.updates = self.updates
+
+
 def _train_and_test(
     trainer: pl.Trainer, experiment: Experiment, folder: Path | None, stopwatch: Stopwatch, program: str
 ) -> Outcome:
@@ -230,7 +244,7 @@ def _train_and_test(
     parts = {f"{name}{suffix}" for name in logged for suffix in ("_step", "_epoch")}
     last = {name: logged.get(f"{name}_epoch", value) for name, value in logged.items() if name not in parts}
     step = read_run(best).updates if best else trainer.global_step
-    renew_callbacks(trainer, experiment, stopwatch, EvaluatedCheckpoint(step))
+    renew_callbacks(trainer, experiment, stopwatch, _ImagesOf(step))
     tests = is_overridden("test_step", recipe) and is_overridden("test_dataloader", data)
     if folder and (experiment.validates or tests):
         draws = any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)

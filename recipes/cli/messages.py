@@ -13,7 +13,6 @@ ALIASES = {
     "steps": "accumulate",
     "interval": "save_every",
     "until": "freeze_until",
-    "patterns": "freeze_patterns",
     "skip": "weights_skip",
 }
 """Parameters of callbacks and functions whose flag has another name."""

@@ -1,7 +1,6 @@
 """The ResNet fine-tuning recipe as a LightningModule."""
 
 import logging
-from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
@@ -42,7 +41,6 @@ class ResNetParameters(ClassifierParameters):
     weights: str
     small_images: bool
     freeze_until: str | None
-    freeze_patterns: Sequence[str]
     unfreeze: dict[str, int | str] | None
     bn: Literal["train", "eval"]
     head_lr_factor: float
@@ -70,7 +68,6 @@ class ResNetFineTuner(Classifier):
             below 64 where there are no weights.
         freeze_until: freeze what comes before this layer, or none; by default the last block, such as layer4, and none
             without weights.
-        freeze_patterns: freeze layers and parameters by name too, as in '["*.bn*"]'.
         unfreeze: when layers begin to train, as in '{layer4: "1 epochs", layer3: "3 epochs"}'.
         bn: BatchNorm of layers that train: by the batch (train), or by fixed statistics (eval).
         lr: peak learning rate of the last block; by default 0.0003, 0.001 without weights, and 1 for lbfgs.
@@ -100,7 +97,6 @@ class ResNetFineTuner(Classifier):
         weights: str | None = None,
         small_images: bool | None = None,
         freeze_until: str | None = "auto",
-        freeze_patterns: Sequence[str] = (),
         unfreeze: dict[str, int | str] | None = None,
         bn: Literal["train", "eval"] = "train",
         optimizer: str = "adamw",
@@ -231,10 +227,9 @@ class ResNetFineTuner(Classifier):
     def configure_callbacks(self) -> list[pl.Callback]:
         options = self.hparams
         callbacks = super().configure_callbacks()
-        if options.freeze_until or options.freeze_patterns or options.unfreeze or options.bn == "eval":
-            callbacks.append(
-                FreezeLayers(options.freeze_until, options.freeze_patterns, options.unfreeze, options.bn == "train")
-            )
+        if options.freeze_until or options.unfreeze or options.bn == "eval":
+            frozen = FreezeLayers(options.freeze_until, unfreeze=options.unfreeze, train_bn=options.bn == "train")
+            callbacks.append(frozen)
         if options.cache_features:
             callbacks.append(FeatureCache())
         drawn = [GradCAM(self.block.name)] if self.block.has_maps else []

@@ -4,9 +4,7 @@ Every run here is hostile to freezing: momentum, weight decay, dropout, validati
 `training_step` that calls ``self.train()``.
 """
 
-import copy
 import logging
-import pickle
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +22,6 @@ from typing_extensions import override
 
 from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lib.freezing import keep_in_eval
 from callbacks.lib.layers import find_name
 from callbacks.rank_consistency import RankConsistency
 from callbacks.sync_bn import SyncBN
@@ -154,18 +151,6 @@ def test_no_optimiser_moves_frozen_layers(name: str) -> None:
     before = bits(model)
     fit(model, FreezeLayers(until="2" if name == "Muon" else "layer2"))
     assert changed(before, model) == ({"2"} if name == "Muon" else {"layer2", "fc"})
-
-
-def test_momentum_of_an_earlier_fit_does_not_move_what_is_frozen_now() -> None:
-    model = Rude()
-    optimizer = model.configure_optimizers()
-    model.make_optimizer = lambda: optimizer
-    fit(model)
-    assert all("momentum_buffer" in optimizer.state[p] for p in model.network.stem.parameters())
-    before = bits(model)
-    fit(model, FreezeLayers(until="layer1"))
-    assert changed(before, model) == {"layer1", "layer2", "fc"}
-    assert all(p.grad is None for p in model.network.stem.parameters())
 
 
 class Watch(Callback):
@@ -360,18 +345,6 @@ def test_everything_is_as_before_after_a_fit_and_after_an_exception_in_it(fails:
         assert fails
     assert state_of(model) == before
     assert bits(model.network.layer2[0]) == frozen, "what its owner froze never trains"
-
-
-def test_copies_and_pickles_of_a_frozen_network_work_and_its_state_has_no_new_names() -> None:
-    network = Network()
-    names = list(network.state_dict())
-    network.stem.register_forward_pre_hook(keep_in_eval)
-    for twin in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
-        twin.train()
-        twin(TRAIN[0][:2].float())
-        assert not twin.stem.training
-        assert twin.layer1.training
-        assert list(twin.state_dict()) == names
 
 
 def test_bn_statistics_of_trained_layers_can_stay_while_their_weights_train() -> None:

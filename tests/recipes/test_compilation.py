@@ -31,7 +31,7 @@ from recipes.classification import Classifier
 from recipes.compilation import check_compiler, compile_network, restore_network
 from recipes.launch.strategies import build_strategy
 from recipes.mnist import MNISTClassifier
-from recipes.mnist.network import ClassicNet, MNISTNet
+from recipes.mnist.network import MNISTNet
 from recipes.resnet import ResNetFineTuner
 from recipes.resnet.network import build_resnet
 from recipes.seq2seq.network import target_positions
@@ -66,7 +66,6 @@ def sentences(*shapes: tuple[int, int, int]) -> list[tuple[Tensor, ...]]:
 LENGTHS = (6, 7, 8), (6, 9, 5), (4, 7, 11), (5, 12, 3)
 CASES: dict[str, Any] = {
     "mnist": lambda: (MNISTNet(width=2), 1, images(28, 1, 8, 8, 5, 8, 3)),
-    "mnist, classic": lambda: (ClassicNet(), 1, images(28, 1, 8, 8, 5)),
     "resnet": lambda: (build_resnet("resnet18", 4, small_images=True), 1, images(32, 3, 4, 3, 2)),
     "translation, recurrent": lambda: (Seq2SeqNet(20, 20, 16, num_layers=2), 2, sentences(*LENGTHS)),
     "translation, transformer": lambda: (TransformerNet(20, 20, 16, 2), 2, sentences(*LENGTHS)),

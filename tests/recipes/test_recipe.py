@@ -20,15 +20,14 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.drawing.classification_images import ClassificationImages, most_confident_mistakes
+from callbacks.drawing.classification_images import ClassificationImages
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.run_progress import RunProgress
 from callbacks.train_loss import TrainLoss
 from datamodules.errors import UserError
 from datamodules.mnist.data_module import MNISTDataModule
-from recipes.classification_scores import ClassificationScores
 from recipes.launch.precision import resolve_precision
-from recipes.mnist import ClassicNet, MNISTClassifier, MNISTNet, TutorialNet
+from recipes.mnist import MNISTClassifier
 from recipes.optim import build_optimizer, learning_rate_scale
 from recipes.parameter_groups import parameter_groups
 from recipes.recipe import Recipe
@@ -85,7 +84,7 @@ def test_norms_and_biases_are_not_decayed_and_every_parameter_is_in_one_group():
     assert (groups["decay"]["weight_decay"], groups["no_decay"]["weight_decay"]) == (0.1, 0.0)
 
 
-@pytest.mark.parametrize("name", ["sgd", "Adam", "AdamW", "RMSprop", "adagrad", "nadam"])
+@pytest.mark.parametrize("name", ["sgd", "AdamW"])
 def test_optimisers_are_built_by_name_in_any_case(name):
     optimizer = build_optimizer(name, parameter_groups(nn.Linear(2, 2), 0.0), lr=0.1)
     assert type(optimizer).__name__.lower() == name.lower()
@@ -114,13 +113,9 @@ def test_the_schedule_ends_with_the_run_whatever_limits_it(options, updates):
 class Numbered(Line):
     """Batch k's loss is k, with k + 1 targets."""
 
-    def __init__(self, counted: bool = True, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.counted = counted
-
     def training_step(self, batch, batch_idx):
         loss = self.network.weight.sum() * 0 + batch_idx
-        return {"loss": loss, "count": batch_idx + 1} if self.counted else loss
+        return {"loss": loss, "count": batch_idx + 1}
 
 
 class Kept(CSVLogger):
@@ -185,18 +180,6 @@ def test_accuracy_and_the_means_of_an_epoch_are_over_all_of_its_targets(tmp_path
     assert float(crossing["train/accuracy"]) == pytest.approx(of_both / (of_both + 16))
 
 
-@pytest.mark.parametrize("correct", [3, 3.0, torch.tensor([True, True, True, False]), "3"])
-def test_right_targets_are_a_number_or_a_tensor_of_any_shape_and_others_are_left_out(tmp_path, correct):
-    class Own(Line):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx) | {"correct": correct}
-
-    fit = trainer(logger=CSVLogger(tmp_path), max_epochs=1, log_every_n_steps=2)
-    fit.fit(Own(), batches())
-    expected = None if correct == "3" else 0.75
-    assert fit.callback_metrics.get("train/accuracy") == fit.callback_metrics.get("train/accuracy_epoch") == expected
-
-
 def test_a_loss_that_is_not_finite_spoils_the_means_of_its_own_epoch_only(tmp_path):
     class Overflows(Numbered):
         def training_step(self, batch, batch_idx):
@@ -229,12 +212,6 @@ def test_a_resumed_epoch_logs_the_same_means(tmp_path):
     resumed = trainer(logger=CSVLogger(parts, name="", version=""), **options)
     resumed.fit(Guessing(), batches(n=48), ckpt_path=tmp_path / "cut.ckpt", weights_only=True)
     assert _rows(parts) == [row for row in _rows(whole) if int(row["step"]) >= 7]
-
-
-def test_a_bare_loss_counts_the_samples_of_its_batch(tmp_path):
-    kept = Kept(tmp_path)
-    trainer(logger=kept, max_epochs=1, log_every_n_steps=2).fit(Numbered(counted=False), batches(n=5))
-    assert kept.losses == {1: pytest.approx((0 * 4 + 1 * 1) / 5)}
 
 
 def test_many_steps_without_a_log_keep_a_bounded_number_of_losses(tmp_path):
@@ -301,35 +278,6 @@ def test_a_resumed_run_takes_the_settings_it_is_given_and_the_moments_of_the_che
         module, batches(), ckpt_path=tmp_path / "first.ckpt", weights_only=True
     )
     assert groups[0] == ([(0.25, 0.125), (0.25, 0.0)], [3, 3])
-
-
-@pytest.mark.parametrize("network", [MNISTNet, ClassicNet, TutorialNet])
-def test_networks_map_images_to_logits_in_either_layout(network):
-    net = network().eval()
-    images = torch.randn(3, 1, 28, 28)
-    expected = net(images)
-    assert expected.shape == (3, 10)
-    changed = net.to(memory_format=torch.channels_last)(images.to(memory_format=torch.channels_last))
-    assert torch.allclose(expected, changed, atol=1e-5)
-
-
-def test_scores_are_those_of_scikit_learn():
-    from sklearn.metrics import accuracy_score, confusion_matrix, recall_score
-
-    logits, targets = torch.randn(200, 4, generator=torch.Generator().manual_seed(1)), torch.arange(200) % 4
-    scores = ClassificationScores(4)
-    for part in range(0, 200, 64):
-        scores.update(logits[part : part + 64], targets[part : part + 64])
-    scores.update(logits[:0], targets[:0])
-    values, matrix = scores.compute()
-    predicted = logits.argmax(1)
-    assert values["accuracy"].item() == pytest.approx(accuracy_score(targets, predicted))
-    assert matrix.tolist() == confusion_matrix(targets, predicted).tolist()
-    recalls = recall_score(targets, predicted, average=None)
-    assert [values[f"accuracy_class_{i}"].item() for i in range(4)] == pytest.approx(list(recalls))
-    assert values["loss"].item() == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-6)
-    scores.reset()
-    assert scores.compute()[1].sum() == 0
 
 
 def test_a_recipe_trains_in_a_plain_trainer_and_loads_from_its_checkpoint(tmp_path):
@@ -402,12 +350,6 @@ def test_the_classes_work_in_lightnings_own_command_line(tmp_path):
 def test_wrong_settings_are_refused_at_once(options, message):
     with pytest.raises(UserError, match=message):
         MNISTClassifier(**options)
-
-
-def test_mistakes_are_ordered_by_confidence():
-    logits = torch.tensor([[3.0, 0.0], [1.0, 0.0], [5.0, 0.0], [0.0, 9.0]])
-    assert most_confident_mistakes(logits, torch.tensor([1, 1, 1, 1]), count=2).tolist() == [2, 0]
-    assert most_confident_mistakes(logits, torch.tensor([0, 0, 0, 1]), count=2).tolist() == []
 
 
 def test_off_a_terminal_the_bar_is_one_line_per_epoch(capsys):

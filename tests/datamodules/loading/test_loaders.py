@@ -30,12 +30,6 @@ def _epochs(number: int, **options) -> list[list[list[int]]]:
     return [_targets(loader) for _ in range(number)]
 
 
-def test_an_epoch_is_the_rows_in_the_epochs_order():
-    for epoch, batches in enumerate(_epochs(3)):
-        assert sum(batches, []) == ROWS[epoch_order(N, 1, epoch)].tolist()
-        assert [len(batch) for batch in batches] == [4, 4, 4, 4, 4, 3]
-
-
 def test_inputs_belong_to_their_targets():
     for inputs, targets in _loader():
         assert torch.equal(inputs[:, 0], targets.float())

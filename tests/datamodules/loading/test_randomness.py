@@ -1,6 +1,4 @@
-import ast
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -101,15 +99,6 @@ def test_normal_numbers_have_the_right_moments_and_tails():
     assert abs(_correlation(numbers[:, 0], numbers[:, 1])) < 5 / math.sqrt(N)
 
 
-def test_every_one_of_the_64_bits_is_fair_and_independent_of_the_others():
-    bits = (random_bits(9, "bits", 4, INDEX) >> torch.arange(64)) & 1
-    ones = bits.double().sum(0)
-    chi_square = float(((ones - N / 2) ** 2 / (N / 4)).sum())
-    assert abs(chi_square - 64) < 5 * math.sqrt(2 * 64)
-    correlations = torch.corrcoef(bits.T.double()) - torch.eye(64)
-    assert float(correlations.abs().max()) < 6 / math.sqrt(N)
-
-
 def test_a_seed_is_the_same_for_equal_integers_of_any_type():
     expected = derive_seed(1, "dropout", 3)
     assert derive_seed(np.int64(1), "dropout", torch.tensor(3)) == expected
@@ -151,39 +140,3 @@ def test_permutations_are_uniform_over_all_orders():
 def test_a_gpu_gives_the_same_bits():
     for function in (random_bits, uniform):
         assert torch.equal(function(1, "p", 2, INDEX.cuda(), 4).cpu(), function(1, "p", 2, INDEX, 4))
-
-
-def _module_level_imports(path: Path) -> set[str]:
-    """Names that importing a file imports at once; imports inside functions come later or never."""
-    found: set[str] = set()
-    pending: list[ast.AST] = [ast.parse(path.read_text())]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            found |= {str(node.module)} | {f"{node.module}.{alias.name}" for alias in node.names}
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            pending += ast.iter_child_nodes(node)
-    return found
-
-
-def test_our_own_code_behind_import_callbacks_imports_no_torchvision_and_nothing_above_it():
-    root = Path(__file__).parents[3]
-    if not (root / "callbacks" / "__init__.py").is_file():
-        pytest.skip("callbacks do not exist yet")
-    pending, seen = [*(root / "callbacks").rglob("*.py")], set()
-    while pending:
-        path = pending.pop()
-        if path in seen:
-            continue
-        seen.add(path)
-        for name in _module_level_imports(path):
-            top = name.partition(".")[0]
-            assert top not in ("torchvision", "recipes", "benchmarks"), f"{path} imports {name}"
-            if top in ("callbacks", "datamodules"):
-                folder = root.joinpath(*name.split("."))
-                files = (folder.with_suffix(".py"), folder / "__init__.py", root / top / "__init__.py")
-                pending += [file for file in files if file.is_file()]
-    assert root / "datamodules" / "loading" / "randomness.py" in seen

@@ -145,22 +145,24 @@ def test_workers_leave_signals_to_the_training_process():
 
 
 _ENDLESS = """
-import sys
-from multiprocessing import reduction
+import sys, time
+from multiprocessing import connection
 from tests.datamodules.loading.test_worker_loaders import Numbers, _loader
 
-receive, left = reduction.recv_handle, int(sys.argv[1])
+connect, left = connection.Client, int(sys.argv[1])
 
 
-def interrupted(connection):
+def interrupted(*args, **options):
     global left
-    left -= 1
+    client, left = connect(*args, **options), left - 1
     if left == 0:
+        client.close()
+        time.sleep(0.5)
         raise KeyboardInterrupt
-    return receive(connection)
+    return client
 
 
-reduction.recv_handle = interrupted
+connection.Client = interrupted
 loader = _loader(num_workers=2, reader=Numbers(delay=0.02))
 while True:
     for inputs, _ in loader:
@@ -170,7 +172,7 @@ while True:
 
 @pytest.mark.parametrize("tensors", [0, 20])
 def test_ctrl_c_ends_at_once_and_no_worker_complains(tensors):
-    """At any time, or while a tensor is fetched from a worker, whose thread waits for the answer."""
+    """At any time, or while a tensor is fetched from a worker, whose thread waits to be told which."""
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", _ENDLESS, str(tensors)],
         cwd=Path(__file__).parents[3],
