@@ -383,6 +383,9 @@ class _Module(types.ModuleType):
     def set_rng_state(self, state: Tensor, device: Any = None) -> None:
         _generator.set_state(state)
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
     def synchronize(self, device: Any = None) -> None:
         Wait("synchronize")
         _arrive()
