@@ -1,7 +1,6 @@
-"""What mkdocs fills in: parts of the repository, public names, messages, and the pictures that code blocks make.
+"""What mkdocs fills in: parts of the repository, public names, and the pictures that code blocks make.
 
-A page asks with a comment: ``<!-- include: CHANGELOG.md -->``, ``<!-- public names: callbacks -->`` or
-``<!-- messages -->``.
+A page asks with a comment: ``<!-- include: CHANGELOG.md -->`` or ``<!-- public names: callbacks -->``.
 Pages whose code saves pictures are run, once for each version of their text, in ``.cache/docs``.
 """
 
@@ -21,7 +20,6 @@ from mkdocs.structure.files import File, Files
 sys.path.insert(0, str(Path(__file__).parent))
 
 from code_blocks import ROOT, kept_pictures, page_text, pictures_of
-from messages import find_messages, messages_page
 
 
 def public_names(package: str) -> list[tuple[str, str]]:
@@ -67,7 +65,4 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, **others: Any) -> str:
     """Fill in what a page asks for."""
-    markdown = re.sub(r"<!-- public names: (\w+) -->", lambda found: reference(found[1]), page_text(markdown))
-    if "<!-- messages -->" in markdown:
-        markdown = markdown.replace("<!-- messages -->", messages_page(find_messages()))
-    return markdown
+    return re.sub(r"<!-- public names: (\w+) -->", lambda found: reference(found[1]), page_text(markdown))
