@@ -2,10 +2,6 @@
 
 from lazy_loader import attach_stub
 
-from callbacks.lib.shadowing import check_not_shadowed
-
-check_not_shadowed("datamodules")
-
-import datamodules  # noqa: E402, F401 - it refuses releases of Lightning that must not be imported.
+import datamodules  # noqa: F401 - it refuses releases of Lightning that must not be imported.
 
 __getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -147,7 +147,7 @@ def _module_of(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def _recipe_of(module: str | None, args: list[str]) -> tuple[str | None, list[str]]:
     """The recipe that is called, and its arguments."""
-    if module == "recipes" and args and args[0] not in ("list", "compare", "verify", "completion", "--version"):
+    if module == "recipes" and args and args[0] not in ("list", "compare", "verify", "--version"):
         return f"recipes.{args[0]}", args[1:]
     return (module, args) if module and module.startswith("recipes.") else (None, args)
 
@@ -232,16 +232,16 @@ def check_flags(words: Sequence[str]) -> None:
     if recipe is None:
         return
     args = list(itertools.takewhile(lambda word: word != "&", args))
-    parsed = []
+    from recipes.cli.command_line import build_parser
+    from recipes.cli.experiment import Classes
+    from recipes.cli.fitting import find_recipe
 
-    def take(parser: Any, commands: Any) -> None:
-        if args[:1] == ["predict"]:
-            parser.add_argument("inputs", nargs="*")
-        parsed.append(parser.parse(args[1:] if args and args[0] in commands else args))
-
-    # In the recipe's `__main__`, `run` passes its parser to this function and returns.
-    runpy.run_module(recipe, {"TAKE_PARSER": take}, run_name="__main__", alter_sys=True)
-    assert parsed
+    recipe_class = find_recipe(recipe.removeprefix("recipes."))
+    assert recipe_class.data_class is not None
+    parser = build_parser(Classes(recipe_class, recipe_class.data_class, tuple), recipe)
+    if args[:1] == ["predict"]:
+        parser.add_argument("inputs", nargs="*")
+    parser.parse(args[1:] if args and args[0] in _COMMANDS else args)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ What goes into a file or a pipe is not broken.
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -170,3 +171,8 @@ def fit_pairs(rows: dict[str, str], width: int | None) -> Iterator[tuple[str, li
                 yield name, ["", *(_INDENT + line for line in wrap(value, width - len(_INDENT)))]
             else:
                 yield f"{name:<{column}}", [lines[0], *(" " * column + line for line in lines[1:])]
+
+
+def print_error(line: str) -> None:
+    """Print a line on standard error, or several on a narrow terminal."""
+    print(fitted(line, sys.stderr), file=sys.stderr, flush=True)  # noqa: T201

@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import yaml
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from callbacks.checkpointing.guard import CheckpointGuard
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
-from callbacks.lib.best_effort import forget_failures
+from callbacks.lib.best_effort import best_effort, forget_failures
 from callbacks.lib.lightning_internals import raised_by_restoring
 from callbacks.lib.memory import available_memory, peak_memory
 from callbacks.lib.signals import SIGNALS, Preempted
@@ -34,8 +34,6 @@ from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError, is_out_of_memory
 from recipes.cli.early_stopping import why_stopped
 from recipes.cli.experiment import Experiment, as_user_errors, smaller_batches
-from recipes.cli.folder_guard import FolderGuard
-from recipes.cli.imports import is_known
 from recipes.cli.report import Outcome, print_pairs, print_rows, report, report_unsaved, shown
 from recipes.cli.run_folder import log_settings, run_folder
 from recipes.cli.searches import with_found_batch_size, with_found_rate
@@ -46,12 +44,11 @@ from recipes.cli.verify import verify
 from recipes.export.exporter import export
 from recipes.failures.cause import first_line
 from recipes.failures.monitor import exit_run
-from recipes.failures.shared_folder import SharedFolder
 from recipes.files import write_rows, write_text
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.launch.settings import Command
-from recipes.launch.streams import output_failure
 from recipes.recipe import Recipe
+from recipes.results.results_file import set_aside
 from recipes.results.run_figures import RunFigures
 from recipes.results.stopwatch import Stopwatch, stopwatch_for
 from recipes.results.weights_recorder import WeightsRecorder
@@ -152,10 +149,16 @@ def _checkpoint_io(callbacks: Sequence[Callback]) -> VerifiedCheckpointIO:
     return VerifiedCheckpointIO(recorders[0].saved if recorders else None)
 
 
-def _run_callbacks(experiment: Experiment, folder: Path, guard: FolderGuard) -> list[Callback]:
+def _run_callbacks(experiment: Experiment, folder: Path) -> list[Callback]:
     """The callbacks of a run with a folder."""
     recipe, settings = experiment.recipe, experiment.settings
-    callbacks: list[Callback] = [SharedFolder(folder), guard]
+
+    def begin(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            with best_effort("the results of the shorter training"):
+                set_aside(folder)
+
+    callbacks: list[Callback] = [LambdaCallback(on_train_start=begin)]
     if settings.trainer["enable_checkpointing"] is not False:
         monitor = recipe.monitor if experiment.validates else None
         callbacks += checkpoint_callbacks(folder, monitor, recipe, settings.run)
@@ -175,21 +178,20 @@ def _fit(given: Experiment, typed: Command, started_at: float) -> Trained:
     def train(folder: Path | None) -> Trained:
         experiment = with_found_rate(with_found_batch_size(given), folder)
         settings = experiment.settings
-        guard = FolderGuard(folder, yaml.safe_dump(dict(settings.config), sort_keys=False)) if folder else None
-        more = _run_callbacks(experiment, folder, guard) if folder and guard else []
+        more = _run_callbacks(experiment, folder) if folder else []
         depth = settings.run.summary
         summary = StepSummary(2 if depth is True else depth) if depth else None
         more += [stopwatch, *([summary] if summary else []), *([StepProfiler(folder)] if settings.run.profile else [])]
         trainer = build_trainer(experiment, more, folder, _checkpoint_io(more))
-        if guard and is_rank_zero():
-            guard.write()
+        if folder and is_rank_zero():
+            _write_config(folder, settings.config)
             log_settings(trainer.loggers, settings.config)
         if folder:
             _record_start(experiment, folder)
         outcome = _train_and_test(trainer, experiment, folder, stopwatch, typed.program)
         if trainer.is_global_zero:
             report(trainer, experiment, folder, stopwatch, outcome, typed, summary)
-            report_unsaved(folder, guard is not None and guard.removed)
+            report_unsaved(folder)
         return Trained(folder, experiment.recipe, experiment.data, outcome)
 
     if settings.trainer["barebones"]:
@@ -198,6 +200,16 @@ def _fit(given: Experiment, typed: Command, started_at: float) -> Trained:
         return train(None)
     with run_folder(settings.run, title, point, worth_keeping=lambda: stopwatch.started) as folder:
         return train(folder)
+
+
+def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    try:
+        write_text(folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
+    except OSError as error:
+        raise UserError(
+            f"cannot write {folder / 'config.yaml'}: {error.strerror or error}; make room, or pass --run-dir with a"
+            " folder on another disk"
+        ) from error
 
 
 def _given_checkpoint(experiment: Experiment) -> str | None:
@@ -307,8 +319,8 @@ def _evaluate(experiment: Experiment, program: str) -> None:
         print_rows(recipe.prediction_table(rows))
     else:
         _print_scores(recipe, rows[0], {name: shown(path) for name, path in files.items()})
-    if problem or (not run.output and (problem := output_failure())):
-        raise RunFailedError(f"{run.output or 'standard output'} could not be written: {problem}")
+    if problem:
+        raise RunFailedError(f"{run.output} could not be written: {problem}")
     if command == "predict" and (unreadable := list(data_contract(data).unreadable_inputs.values())):
         total = len(data_contract(data).prediction_names)
         raise RunFailedError(f"{len(unreadable):,} of {total:,} inputs could not be read: {unreadable[0]}")
@@ -414,10 +426,8 @@ def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | N
             # Callbacks of the command line are not taken from a checkpoint.
             given = read_run(last).config.get("callbacks") or []
             config = shown(last.parents[1] / "config.yaml") if given else None
-            own = {path.partition(".")[0] for item in given if not is_known(path := str(item["class_path"]))}
             how = f"in a new job with --name {last.parents[1].name}, or with" if is_batch_job(os.environ) else "with"
-            flags = {"config": config, "trust_modules": ",".join(sorted(own)) or None, "resume": shown(last)}
-            line = _as_started(experiment, program).using(**flags)
+            line = _as_started(experiment, program).using(config=config, resume=shown(last))
             rank_zero_print(f"{why}; resume {how}\n  {line}")
         sys.stderr.flush()
         # Loggers and processes are closed; a regular exit of the interpreter would take another second.

@@ -18,14 +18,13 @@ from rich.markup import escape
 
 from callbacks.lib.best_effort import best_effort, unsaved
 from callbacks.lib.memory import peak_memory
-from callbacks.lib.terminal import fit_pairs, fit_rows, terminal_width
+from callbacks.lib.terminal import fit_pairs, fit_rows, print_error, terminal_width
 from callbacks.step_summary import StepSummary, with_unit
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from recipes.cli.experiment import Experiment, takes_inputs
 from recipes.files import write_rows
 from recipes.launch.settings import Command
-from recipes.launch.streams import print_error, unwritten_streams
 from recipes.results.html_report import REPORT, write_report
 from recipes.results.origin import commit_of, hardware, versions
 from recipes.results.results_file import PARTS, RESULTS, Best, Results, write_results
@@ -248,24 +247,17 @@ def report(
     print_pairs(rows)
 
 
-def report_unsaved(folder: Path | None, removed: bool) -> None:
+def report_unsaved(folder: Path | None) -> None:
     """Say at the end of a run what could not be written, in one line.
 
     Args:
         folder: of the run; None for one without.
-        removed: whether the folder was removed while the run trained.
 
     Raises:
-        RunFailedError: the results were not written, or the folder was removed.
+        RunFailedError: the results were not written.
     """
-    lost = unsaved() | unwritten_streams()
+    lost = unsaved()
     what = "; ".join(f"{name} ({reason})" for name, reason in lost.items())
-    if removed:
-        also = f"; not saved: {what}" if what else ""
-        raise RunFailedError(
-            f"the training is done, but {shown(folder or '')} was removed meanwhile and holds only what was written"
-            f" after that{also}"
-        )
     if RESULTS in lost:
         raise RunFailedError(f"the training is done and its weights are saved, but not: {what}")
     if lost:

@@ -23,17 +23,17 @@ from typing_extensions import override
 
 from callbacks.lib.best_effort import best_effort, forget_failures, skipping_failures
 from callbacks.lib.lightning_internals import set_writer
+from callbacks.lib.terminal import print_error
 from datamodules.errors import UserError
 from recipes.cli.settings import RunSettings
 from recipes.files import write_rows
 from recipes.graphs import Graph
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
-from recipes.launch.streams import print_error
 from recipes.recipe import Recipe
 from recipes.resume.resume_point import ResumePoint, locked
 from recipes.resume.saved_run import read_run
 
-__all__ = ["log_settings", "logger_names", "loggers", "restart_loggers", "run_folder", "tensorboard_name"]
+__all__ = ["log_settings", "logger_names", "loggers", "run_folder", "tensorboard_name"]
 
 _LOGGERS: dict[str, tuple[str, ...]] = {"tensorboard": (), "csv": (), "wandb": ("wandb",), "mlflow": ("mlflow",)}
 """The loggers, and the packages one of which each needs besides those of this one."""
@@ -262,12 +262,6 @@ class _TensorBoard(TensorBoardLogger):
             self.experiment.add_text("graph", f"There is no graph: {reason}")
             print_error(f"TensorBoard shows no graph: {reason}")
 
-    def restart(self) -> None:
-        """Log into a new file, since the present one was removed."""
-        self.experiment.close()
-        set_writer(self, None)
-        forget_failures(_TENSORBOARD)
-
     @override
     def save(self) -> None:
         # Without hparams.yaml, which TensorBoardLogger.save would write: config.yaml holds the settings.
@@ -350,13 +344,6 @@ def log_settings(loggers: Sequence[Logger], config: Mapping[str, Any]) -> None:
                 logger.log_settings(config)
         elif not isinstance(logger, CSVLogger):
             logger.log_hyperparams(dict(config))
-
-
-def restart_loggers(loggers: Sequence[Logger]) -> None:
-    """Have loggers go on in a folder that was made again; those that open their file each time need nothing."""
-    for logger in loggers:
-        if isinstance(logger, _TensorBoard):
-            logger.restart()
 
 
 def logger_names(text: str) -> list[str]:

@@ -58,7 +58,7 @@ def _searching(experiment: Experiment, left_out: Sequence[str], **trainer: Any) 
     run = replace(settings.run, **without, training_monitor=False)
 
     def callbacks() -> list[Callback]:
-        seeds = SeedControl(experiment.seed, run.deterministic, run.benchmark)
+        seeds = SeedControl(experiment.seed, run.deterministic)
         return [each for each in run_callbacks(run, recipe, seeds) if not isinstance(each, FiniteWeights)]
 
     options = {**settings.trainer, **_TRAINER, **trainer}

@@ -26,12 +26,12 @@ import lightning.pytorch as pl
 from torch.distributed import TCPStore
 from typing_extensions import override
 
+from callbacks.lib.terminal import print_error
 from datamodules.errors import UserError
 from recipes.failures.cause import RankReport, classify_exception, failure_cause, first_line
 from recipes.failures.protocol import Channel, WrongSecret, connection_failure, keep_alive
 from recipes.failures.secret import Secret
 from recipes.launch.plan import Launch
-from recipes.launch.streams import print_error
 
 __all__ = [
     "Coordinator",
