@@ -1,7 +1,6 @@
-"""What mkdocs fills in: parts of the repository, public names and messages.
+"""What mkdocs fills in: parts of the repository, and public names.
 
-A page asks with a comment: ``<!-- include: CHANGELOG.md -->``, ``<!-- public names: callbacks -->`` or
-``<!-- messages -->``.
+A page asks with a comment: ``<!-- include: CHANGELOG.md -->`` or ``<!-- public names: callbacks -->``.
 """
 
 import ast
@@ -13,7 +12,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from code_blocks import ROOT, page_text
-from messages import find_messages, messages_page
 
 
 def reference(package: str) -> str:
@@ -26,7 +24,4 @@ def reference(package: str) -> str:
 
 def on_page_markdown(markdown: str, **others: Any) -> str:
     """Fill in what a page asks for."""
-    markdown = re.sub(r"<!-- public names: (\w+) -->", lambda found: reference(found[1]), page_text(markdown))
-    if "<!-- messages -->" in markdown:
-        markdown = markdown.replace("<!-- messages -->", messages_page(find_messages()))
-    return markdown
+    return re.sub(r"<!-- public names: (\w+) -->", lambda found: reference(found[1]), page_text(markdown))

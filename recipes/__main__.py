@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from runpy import run_module
 
-from recipes.launch.streams import end_after_printing, print_error, secure_streams
 from recipes.version import __version__
 
 __all__ = ["find_recipes", "main"]
@@ -25,18 +24,10 @@ def find_recipes() -> dict[str, str]:
 def _print_list(program: str) -> None:
     print(f"usage: {program} RECIPE [fit|validate|test|predict|verify|export] [flags]")  # noqa: T201
     print(f"       {program} verify RUN")  # noqa: T201
-    print(f"       {program} list | completion bash|zsh | --version\n")  # noqa: T201
+    print(f"       {program} list | --version\n")  # noqa: T201
     for name, summary in find_recipes().items():
         print(f"{name}: {summary}")  # noqa: T201
         print(f"  lightning-recipes {name} --help  or  python -m recipes.{name} --help")  # noqa: T201
-
-
-def _print_completion(shells: list[str]) -> None:
-    if shells not in (["bash"], ["zsh"]):
-        sys.exit(_error(f"completion needs a shell, bash or zsh; got {' '.join(shells) or 'none'}"))
-    from recipes.cli.completion import completion_script
-
-    print(completion_script(shells[0], find_recipes()))  # noqa: T201
 
 
 def _recipe_of(runs: list[str]) -> str:
@@ -56,13 +47,12 @@ def _recipe_of(runs: list[str]) -> str:
 
 
 def _error(message: str, status: int = 2) -> int:
-    print_error(f"error: {message}")
+    print(f"error: {message}", file=sys.stderr)  # noqa: T201
     return status
 
 
 def main() -> None:
     """Run what the command line of this process names: a recipe with its flags, or ``list``, which is the default."""
-    secure_streams()
     program, args = "python -m recipes", sys.argv[1:]
     if __name__ != "__main__":
         program = "lightning-recipes"
@@ -76,17 +66,14 @@ def main() -> None:
         _print_list(program)
     elif name == "--version":
         print(f"lightning-recipes {__version__}")  # noqa: T201
-    elif name == "completion":
-        _print_completion(args[1:])
     elif name in (recipes := find_recipes()):
         del sys.argv[1]
         run_module(f"recipes.{name}", {"PROGRAM": f"{program} {name}"}, run_name="__main__", alter_sys=True)
         return
     else:
-        close = difflib.get_close_matches(name, ["list", "verify", "completion", *recipes], n=1)
+        close = difflib.get_close_matches(name, ["list", "verify", *recipes], n=1)
         hint = f"did you mean {close[0]}?" if close else f"{program} list shows them"
         sys.exit(_error(f"there is no recipe {name!r}; {hint}"))
-    end_after_printing()
 
 
 if __name__ == "__main__":

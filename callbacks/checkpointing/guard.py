@@ -1,16 +1,11 @@
-"""Checks that a run's checkpoints fit on the disk, are written, and are the same for all ranks."""
+"""Checks that a run's checkpoints are written, and are the same for all ranks."""
 
 import re
-import shutil
-from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
 from typing_extensions import override
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
@@ -19,13 +14,9 @@ from callbacks.lib.durations import Duration
 from callbacks.lib.exchange import broadcast
 from callbacks.lib.global_batch import global_batch_size
 from callbacks.lib.lightning_internals import save_now_unless_saved, save_untrained, training_is_done
-from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.errors import RunFailedError, UserError
 
-__all__ = ["CheckpointGuard", "LastCheckpoint", "check_space", "estimate_checkpoint_bytes", "save_interval"]
-
-# Tensors of a parameter's size that an optimiser keeps for it; 2 for those that are not named here.
-_STATE_PER_PARAMETER = {"SGD": 1, "Adagrad": 1, "RMSprop": 3, "Rprop": 2, "Adafactor": 0, "LBFGS": 100}
+__all__ = ["CheckpointGuard", "LastCheckpoint", "save_interval"]
 
 
 def save_interval(text: str) -> dict[str, Any]:
@@ -50,41 +41,6 @@ def save_interval(text: str) -> dict[str, Any]:
     if duration.unit == "%" or duration.value != int(duration.value) or not duration.value:
         raise UserError(wanted)
     return {"every_n_train_steps" if duration.unit == "steps" else "every_n_epochs": int(duration.value)}
-
-
-def estimate_checkpoint_bytes(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer], copies: int = 1) -> int:
-    """The size of a checkpoint, before the optimisers have any state; `copies` is how often it holds the weights."""
-    total: int = copies * sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
-    for optimizer in optimizers:
-        states = _STATE_PER_PARAMETER.get(type(optimizer).__name__, 2)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        total += states * sum(p.numel() * p.element_size() for p in parameters)
-    return total
-
-
-def _amount(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
-
-
-def check_space(folder: Path, checkpoint_bytes: int, files: int) -> None:
-    """Refuse a run whose checkpoints would not fit on the disk.
-
-    Args:
-        files: how many are kept. One more is written before an old one goes; those that are there count as kept.
-
-    Raises:
-        UserError: there is not enough space.
-    """
-    there = sum(file.stat().st_size for file in folder.glob("*.ckpt"))
-    needed = checkpoint_bytes * (files + 1) - there
-    home = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(home).free
-    if free < needed:
-        raise UserError(
-            f"the checkpoints in {folder} will take {_amount(needed)} ({files} of {_amount(checkpoint_bytes)} and one"
-            f" that is being written), and {_amount(free)} are free: free some, or pass a `run_dir` on another disk, or"
-            " a smaller `save_top_k`"
-        )
 
 
 class LastCheckpoint(ExactCheckpoint):
@@ -134,17 +90,16 @@ class LastCheckpoint(ExactCheckpoint):
 
 
 class CheckpointGuard(pl.Callback):
-    """Refuses a run whose checkpoints cannot be kept, and ends one whose last save failed with an error.
+    """Refuses ranks that resume from different checkpoints, and ends a run whose last save failed with an error.
 
-    Runs on: `setup`, where all ranks must have found the same checkpoint; `on_train_start`, where the space on the disk
-    is compared with what the checkpoints will need; `on_train_end`. Each checkpoint gets the number of devices and the
-    global batch it was trained with, under ``"split"``.
+    Runs on: `setup`, where all ranks must have found the same checkpoint; `on_train_end`. Each checkpoint gets the
+    number of devices and the global batch it was trained with, under ``"split"``.
 
     Args:
         resumed: the checkpoint that this rank resumes from.
 
     Raises:
-        UserError: the ranks differ, or the disk is too small.
+        UserError: the ranks differ.
         RunFailedError: the last checkpoint could not be written.
     """
 
@@ -163,25 +118,6 @@ class CheckpointGuard(pl.Callback):
             )
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        problem = None
-        if trainer.is_global_zero:
-            copies = sum(getattr(callback, "copies", 0) for callback in callbacks_of(trainer))  # Of averages.
-            size = estimate_checkpoint_bytes(pl_module, trainer.optimizers, 1 + copies)
-            by_folder: dict[Path, int] = {}
-            for callback in trainer.checkpoint_callbacks:
-                if isinstance(callback, ModelCheckpoint) and callback.dirpath and "://" not in str(callback.dirpath):
-                    folder = Path(callback.dirpath)
-                    files = max(1, callback.save_top_k) + bool(callback.save_last)
-                    by_folder[folder] = by_folder.get(folder, 0) + files
-            try:
-                for folder, files in by_folder.items():
-                    check_space(folder, size, files)
-            except UserError as error:
-                problem = str(error)
-        self._raise_everywhere(trainer, UserError, problem)
-
-    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         io, problem = trainer.strategy.checkpoint_io, None
         if isinstance(io, VerifiedCheckpointIO) and io.failures:
@@ -190,12 +126,9 @@ class CheckpointGuard(pl.Callback):
                 f"the training is done, and its checkpoints could not be saved ({files}); make room, and repeat from"
                 " the last one that was saved with `resume`"
             )
-        self._raise_everywhere(trainer, RunFailedError, problem)
-
-    def _raise_everywhere(self, trainer: pl.Trainer, error: type[UserError], problem: str | None) -> None:
-        """Raise rank 0's problem on all ranks: one rank that ends alone leaves the others waiting."""
+        # On all ranks: one rank that ends alone leaves the others waiting.
         if problem := broadcast(trainer.strategy, problem):
-            raise error(problem)
+            raise RunFailedError(problem)
 
     @override
     def on_save_checkpoint(

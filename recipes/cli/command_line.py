@@ -24,7 +24,7 @@ from recipes.cli.console import configure_logging
 from recipes.cli.experiment import Classes, Settings, build_experiment, takes_inputs
 from recipes.cli.flags import FlagGroup, FlagParser, help_width, nearest, without_markup
 from recipes.cli.help_cache import keep_help
-from recipes.cli.limits import LIMIT_TEXTS, check_trainer_numbers
+from recipes.cli.limits import LIMIT_TEXTS
 from recipes.cli.messages import one_line
 from recipes.cli.program import program_name
 from recipes.cli.report import check_output, shown
@@ -34,25 +34,23 @@ from recipes.cli.verify import find_interval
 from recipes.failures.fingerprint import fingerprint
 from recipes.failures.join import join_run
 from recipes.failures.monitor import RunConnection, monitored
-from recipes.failures.orphans import declare_parent, drop_inherited_variables, exit_with_parent, parent_of_rank
+from recipes.failures.orphans import declare_parent, exit_with_parent, parent_of_rank
 from recipes.failures.rendezvous import UPDATES_DONE
 from recipes.launch.devices import detect_machine, devices_of, shared_cores
 from recipes.launch.host_tuning import stop_gpu_search, tune_allocator
 from recipes.launch.plan import Launch, plan_launch
 from recipes.launch.precision import check_precision, resolve_precision
-from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
+from recipes.launch.rank_zero import is_rank_zero, print_error, rank_zero_print
 from recipes.launch.settings import Command, LaunchSettings, flag_of
 from recipes.launch.strategies import check_strategy
-from recipes.launch.streams import end_after_printing, print_error, secure_streams
 from recipes.recipe import Recipe
 from recipes.results.stopwatch import process_age
 from recipes.resume.requeue import requeue_after_loss
 from recipes.resume.resume_point import ResumePoint, find_resume_point
 from recipes.resume.saved_run import describe_differences, read_run
-from recipes.resume.settings_file import check_settings
 from recipes.weights import read_settings_beside
 
-__all__ = ["CommandLine", "run"]
+__all__ = ["CommandLine", "build_parser", "run"]
 
 _COMMANDS = {
     "fit": "train, then test the best checkpoint (the default)",
@@ -67,8 +65,8 @@ _COMMANDS = {
 _OWN_TRAINER_PARAMETERS = """
     logger callbacks plugins precision default_root_dir enable_autolog_hparams enable_model_summary
 """
-# Ours are exact where these are not: --accumulate, --sync-bn, --deterministic, --benchmark.
-_REPLACED_TRAINER_PARAMETERS = "accumulate_grad_batches sync_batchnorm deterministic benchmark"
+# Ours are exact where these are not: --accumulate, --sync-bn, --deterministic.
+_REPLACED_TRAINER_PARAMETERS = "accumulate_grad_batches sync_batchnorm deterministic"
 _COMMON_TRAINER_PARAMETERS = """
     accelerator strategy devices num_nodes max_epochs max_steps fast_dev_run gradient_clip_val log_every_n_steps
     limit_train_batches
@@ -84,7 +82,6 @@ _TRAINER_TEXTS = LIMIT_TEXTS | {
 # They belong to one call and not to the experiment, so they are not saved with a run.
 _OF_ONE_CALL = {
     *("name", "run_dir", "resume", "resume_anyway", "ckpt", "output", "format", "config", "inputs", "profiler"),
-    "trust_modules",
     *LaunchSettings.__dataclass_fields__,
 }
 # They take weights alone, too.
@@ -112,8 +109,6 @@ def run(
         callbacks: makes further callbacks for the Trainer, new ones for the scores after training.
         args: the command line; by default that of the process.
     """
-    secure_streams()
-    drop_inherited_variables(os.environ)
     exit_with_parent(os.environ)
     if parent_of_rank(os.environ) is None:
         declare_parent(os.environ)
@@ -121,9 +116,6 @@ def run(
     started_at = time.monotonic() - (process_age() if args is None else 0.0)
     classes = Classes(recipe_class, data_class, callbacks)
     program = CommandLine(classes, sys.argv[1:] if args is None else args, started_at, program_name())
-    if take_parser := getattr(sys.modules["__main__"], "TAKE_PARSER", None):  # `recipes/cli/completion.py` asks for it.
-        take_parser(program.parser, _COMMANDS)
-        return
     try:
         with ending_on_signals(*SIGNALS), monitored(program.parser.as_flags, program.after_loss):
             program.main()
@@ -138,7 +130,7 @@ def run(
             # Before the rendezvous; where rank 0 makes the same error, it prints first.
             time.sleep(3)
             who = f" on rank {getattr(rank_zero_only, 'rank', '?')}"
-        print_error(f"error{who}: {one_line(program.parser.explained(str(error)))}")
+        print_error(f"error{who}: {one_line(program.parser.as_flags(str(error)))}")
         sys.exit(error.exit_status)
 
 
@@ -154,7 +146,8 @@ def _print_texts(title: str, texts: dict[str, str], width: int) -> None:
         print("\n".join([first, *(indent + line for line in lines[1:])]))  # noqa: T201
 
 
-def _build_parser(classes: Classes, program: str) -> FlagParser:
+def build_parser(classes: Classes, program: str) -> FlagParser:
+    """The parser of a recipe's flags; see `CommandLine`."""
     trainer_skips = frozenset((_OWN_TRAINER_PARAMETERS + _REPLACED_TRAINER_PARAMETERS).split())
     trainer_common = frozenset(_COMMON_TRAINER_PARAMETERS.split())
     groups = [
@@ -188,7 +181,7 @@ class CommandLine:
         self.started_at = started_at
         self.classes, self.program, self.args = classes, program, list(args)
         self.typed = Command(self.program, self.args)
-        self.parser = _build_parser(classes, self.program)
+        self.parser = build_parser(classes, self.program)
         self._not_saved = _OF_ONE_CALL | classes.call_parameters
         self._point, self._updates_done = ResumePoint(), 0
         self._defaults = self._config(self.parser.get_defaults())
@@ -215,13 +208,8 @@ class CommandLine:
                 self._print_help(everything=any(arg.endswith("all") for arg in asked))
             print(text.getvalue(), end="")  # noqa: T201
             keep_help(self.program, self.args, text.getvalue())
-            end_after_printing()
             return None
-        try:
-            namespace = self.parser.parse(args)
-        except SystemExit:  # It has printed the settings.
-            end_after_printing()
-            raise
+        namespace = self.parser.parse(args)
         self._check("fit" if command == "verify" else command, namespace)
         if namespace.ckpt and any(arg.partition("=")[0] == "--weights" for arg in args):
             raise UserError("--ckpt and --weights are two sources of weights; leave one of them out")
@@ -393,7 +381,6 @@ class CommandLine:
         """Parse again, with the settings in a file of weights as defaults; all of its tensors have to match."""
         other = self._not_saved | _OF_THE_MACHINE | {"callbacks"}
         saved = read_settings_beside(weights) if weights != "imagenet" else {}
-        check_settings(saved, weights)
         known = {name: value for name, value in saved.items() if name not in other}
         self.parser.set_known_defaults(known | {"weights_skip": None})
         return self.parser.parse(args)
@@ -480,7 +467,6 @@ class CommandLine:
         config = self._config(namespace)
         values = self.parser.instantiate_classes(namespace).as_dict()
         run = RunSettings(**self.parser.select(values, "Run"))
-        check_trainer_numbers(values)
         launch, connection = self._launch(command, values, config)
         settings = Settings(
             command,

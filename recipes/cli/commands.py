@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import yaml
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -23,7 +23,7 @@ from callbacks.checkpointing.guard import CheckpointGuard
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.drawing.evaluation_samples import EvaluationSamples
-from callbacks.lib.best_effort import forget_failures
+from callbacks.lib.best_effort import best_effort, forget_failures
 from callbacks.lib.lightning_internals import raised_by_restoring
 from callbacks.lib.signals import SIGNALS, Preempted
 from callbacks.lib.slurm_job import is_batch_job, requeue_on
@@ -32,8 +32,6 @@ from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError, is_out_of_memory
 from recipes.cli.early_stopping import why_stopped
 from recipes.cli.experiment import Experiment, Settings, as_user_errors
-from recipes.cli.folder_guard import FolderGuard
-from recipes.cli.imports import is_known
 from recipes.cli.report import Outcome, print_pairs, print_rows, report, report_unsaved, shown
 from recipes.cli.run_folder import log_settings, run_folder
 from recipes.cli.settings import checkpoint_callbacks
@@ -43,12 +41,11 @@ from recipes.cli.verify import verify
 from recipes.export.exporter import export
 from recipes.failures.cause import first_line
 from recipes.failures.monitor import exit_run
-from recipes.failures.shared_folder import SharedFolder
 from recipes.files import write_rows, write_text
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.launch.settings import Command
-from recipes.launch.streams import output_failure
 from recipes.recipe import Recipe
+from recipes.results.results_file import set_aside
 from recipes.results.stopwatch import Stopwatch, stopwatch_for
 from recipes.results.weights_recorder import WeightsRecorder
 from recipes.resume.resume_point import start_from
@@ -148,10 +145,16 @@ def _checkpoint_io(callbacks: Sequence[Callback]) -> VerifiedCheckpointIO:
     return VerifiedCheckpointIO(recorders[0].saved if recorders else None)
 
 
-def _run_callbacks(experiment: Experiment, folder: Path, guard: FolderGuard) -> list[Callback]:
+def _run_callbacks(experiment: Experiment, folder: Path) -> list[Callback]:
     """The callbacks of a run with a folder."""
     recipe, settings = experiment.recipe, experiment.settings
-    callbacks: list[Callback] = [SharedFolder(folder), guard]
+
+    def begin(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            with best_effort("the results of the shorter training"):
+                set_aside(folder)
+
+    callbacks: list[Callback] = [LambdaCallback(on_train_start=begin)]
     if settings.trainer["enable_checkpointing"] is not False:
         monitor = recipe.monitor if experiment.validates else None
         callbacks += checkpoint_callbacks(folder, monitor, recipe, settings.run)
@@ -169,19 +172,18 @@ def _fit(experiment: Experiment, typed: Command, started_at: float) -> Trained:
     title, point = experiment.recipe.title, settings.resume_point
 
     def train(folder: Path | None) -> Trained:
-        guard = FolderGuard(folder, yaml.safe_dump(dict(settings.config), sort_keys=False)) if folder else None
-        more = _run_callbacks(experiment, folder, guard) if folder and guard else []
+        more = _run_callbacks(experiment, folder) if folder else []
         more.append(stopwatch)
         trainer = build_trainer(experiment, more, folder, _checkpoint_io(more))
-        if guard and is_rank_zero():
-            guard.write()
+        if folder and is_rank_zero():
+            _write_config(folder, settings.config)
             log_settings(trainer.loggers, settings.config)
         if folder:
             _record_start(experiment, folder)
         outcome = _train_and_test(trainer, experiment, folder, stopwatch, typed.program)
         if trainer.is_global_zero:
             report(trainer, experiment, folder, stopwatch, outcome, typed)
-            report_unsaved(folder, guard is not None and guard.removed)
+            report_unsaved(folder)
         return Trained(folder, experiment.recipe, experiment.data, outcome)
 
     if settings.trainer["barebones"]:
@@ -190,6 +192,16 @@ def _fit(experiment: Experiment, typed: Command, started_at: float) -> Trained:
         return train(None)
     with run_folder(settings.run, title, point, worth_keeping=lambda: stopwatch.started) as folder:
         return train(folder)
+
+
+def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    try:
+        write_text(folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
+    except OSError as error:
+        raise UserError(
+            f"cannot write {folder / 'config.yaml'}: {error.strerror or error}; make room, or pass --run-dir with a"
+            " folder on another disk"
+        ) from error
 
 
 def _given_checkpoint(experiment: Experiment) -> str | None:
@@ -309,8 +321,8 @@ def _evaluate(experiment: Experiment, program: str) -> None:
         print_rows(recipe.prediction_table(rows))
     else:
         _print_scores(recipe, rows[0], {name: shown(path) for name, path in files.items()})
-    if problem or (not run.output and (problem := output_failure())):
-        raise RunFailedError(f"{run.output or 'standard output'} could not be written: {problem}")
+    if problem:
+        raise RunFailedError(f"{run.output} could not be written: {problem}")
     if command == "predict" and (unreadable := list(data_contract(data).unreadable_inputs.values())):
         total = len(data_contract(data).prediction_names)
         raise RunFailedError(f"{len(unreadable):,} of {total:,} inputs could not be read: {unreadable[0]}")
@@ -423,10 +435,8 @@ def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | N
             # Callbacks of the command line are not taken from a checkpoint.
             given = read_run(last).config.get("callbacks") or []
             config = shown(last.parents[1] / "config.yaml") if given else None
-            own = {path.partition(".")[0] for item in given if not is_known(path := str(item["class_path"]))}
             how = f"in a new job with --name {last.parents[1].name}, or with" if is_batch_job(os.environ) else "with"
-            flags = {"config": config, "trust_modules": ",".join(sorted(own)) or None, "resume": shown(last)}
-            line = _as_started(experiment, program).using(**flags)
+            line = _as_started(experiment, program).using(config=config, resume=shown(last))
             rank_zero_print(f"{why}; resume {how}\n  {line}")
         sys.stderr.flush()
         # Loggers and processes are closed; a regular exit of the interpreter would take another second.

@@ -29,10 +29,10 @@ from recipes.launch.settings import LaunchSettings
 from recipes.recipe import Recipe
 from recipes.results.results_file import read_results
 
-__all__ = ["Fitted", "fit"]
+__all__ = ["Fitted", "find_recipe", "fit"]
 
 RECIPES = ("mnist", "resnet", "seq2seq")
-_NOT_OF_FIT = frozenset({"ckpt", "output", "format", "trust_modules", "callbacks"})
+_NOT_OF_FIT = frozenset({"ckpt", "output", "format", "callbacks"})
 _LAUNCHED = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID")
 
 
@@ -55,7 +55,8 @@ class Fitted:
     data: pl.LightningDataModule | None
 
 
-def _recipe_class(recipe: str | type[Recipe]) -> type[Recipe]:
+def find_recipe(recipe: str | type[Recipe]) -> type[Recipe]:
+    """The class of a recipe by its name."""
     if not isinstance(recipe, str):
         return recipe
     if recipe not in RECIPES:
@@ -179,7 +180,7 @@ def fit(
         >>> result.model.training, result.checkpoint.name, sorted(result.scores)[:2]
         (False, 'best.ckpt', ['test/accuracy', 'test/accuracy_class_0'])
     """
-    recipe_class = _recipe_class(recipe)
+    recipe_class = find_recipe(recipe)
     data_class, given, samples = _data_class(recipe_class, data)
     if refused := _NOT_OF_FIT & settings.keys():
         raise UserError(f"fit() has no {', '.join(sorted(refused))}: they belong to the other commands of a recipe")
@@ -205,7 +206,7 @@ def _signature() -> inspect.Signature:
     own = list(inspect.signature(fit).parameters.values())
     classes: list[Any] = [RunSettings, LaunchSettings]
     for name in RECIPES:
-        kind = _recipe_class(name)
+        kind = find_recipe(name)
         classes += [kind, kind.data_class]
     found: dict[str, inspect.Parameter] = {}
     for kind in [*classes, pl.Trainer]:

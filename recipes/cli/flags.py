@@ -5,6 +5,7 @@ expect of a command line: dashes or underscores, switches without values, help o
 """
 
 import difflib
+import importlib
 import inspect
 import json
 import re
@@ -12,25 +13,27 @@ import shutil
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 from typing_extensions import override
 
 from datamodules.errors import UserError
-from recipes.cli.imports import allow_imports, explain_refused_import, import_module_of
 from recipes.cli.messages import ALIASES, as_flags
 from recipes.launch.settings import flag_of
-from recipes.resume.settings_file import is_file, read_settings, setting_lines
+from recipes.resume.settings_file import is_file, read_settings
 
 __all__ = ["FlagGroup", "FlagParser", "describe_type", "help_width", "nearest", "without_markup"]
 
 _CLASS_PATH = "optimizer"
 """The flag whose text may be the import path of a class."""
+
+# Parameters of type Any would take objects of all classes, and torch has some that start a program.
+set_parsing_settings(instantiate_subclass_spec_in_any=False)
 
 _SWITCH_VALUES = {"true", "false", "yes", "no", "1", "0", "null", "none"}
 
@@ -198,7 +201,6 @@ class FlagParser(ArgumentParser):
             self.add_argument(
                 "--config", action=ActionConfigFile, help="a YAML file of settings, as --print-config prints"
             )
-        self._places: dict[str, str] = {}
         self._flags = {action.dest: action for action in self._actions if action.option_strings}
         for action in self._flags.values():
             if (annotation := getattr(action, "_typehint", None)) is not None:
@@ -221,14 +223,13 @@ class FlagParser(ArgumentParser):
         must not make the program import code.
 
         Raises:
-            UserError: a value names a class that no file may name.
+            UserError: a value cannot be used.
         """
         known = {name: value for name, value in values.items() if name in self._flags}
         try:
             self.set_defaults({name: value for name, value in known.items() if not _names_unknown_class(value)})
         except Exception as error:
-            reason = explain_refused_import(str(error)) or _one_line(str(error))
-            raise UserError(f"the saved settings cannot be used: {reason}") from error
+            raise UserError(f"the saved settings cannot be used: {_one_line(str(error))}") from error
 
     def as_plain(self, namespace: Namespace) -> dict[str, Any]:
         """All settings as plain Python, as in a file of settings."""
@@ -293,59 +294,38 @@ class FlagParser(ArgumentParser):
         for i, (flag, path) in enumerate(pairwise(args)):
             if flag == "--config" and is_file(path):
                 settings = read_settings(path)
-                lines = setting_lines(path)
-                self._places |= {name[0]: f"{path}, line {line}" for name, line in lines.items() if len(name) == 1}
-                for arg in args:  # The command line takes precedence.
-                    self._places.pop(arg.removeprefix("--").partition("=")[0], None)
                 if path.endswith(".json"):  # The parser would take all that it holds.
                     resolved[i + 1] = yaml.safe_dump(settings)
-        allow_imports(self._typed_classes(args))
         try:
             return self.parse_args(resolved)
         except Exception as error:
             message = str(error)
-            refused = explain_refused_import(message)
-            raise UserError(
-                refused or self._explain(args) or self._explain_class(message, args) or _one_line(message)
-            ) from error
+            raise UserError(self._explain(args) or self._explain_class(message, args) or _one_line(message)) from error
 
     def import_optimizer(self, namespace: Namespace, args: Sequence[str]) -> None:
-        """Import the module of an optimiser by its import path, if it was typed or may be named by a file.
+        """Import the module of an optimiser by its import path, if that was typed or is in the file that was.
 
         Raises:
-            UserError: a file or a checkpoint names it, and it is not trusted; or it cannot be imported.
+            UserError: a checkpoint names it, which must not make the program import code; or it cannot be imported.
         """
-        import_module_of(str(namespace[_CLASS_PATH]), self._typed_classes(self._spell_out(args)))
+        path = str(namespace[_CLASS_PATH])
+        module = path.rpartition(".")[0]
+        if not module or module in sys.modules:
+            return
+        if self.typed(args).get(_CLASS_PATH) != path:
+            raise UserError(f"a checkpoint must not import {module}; if you trust it, pass --{_CLASS_PATH} {path}")
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise UserError(f"{path} cannot be imported: {error}; install its package, or correct the name") from error
 
     def typed(self, args: Sequence[str]) -> dict[str, Any]:
         """The settings of a command line that `parse` has taken, and of the file that it names, without defaults."""
         return vars(self.parse_args(self._spell_out(args), defaults=False))
 
-    def _typed_classes(self, args: Sequence[str]) -> Iterator[str]:
-        """The modules and classes that are named on the command line, as opposed to a file."""
-        for arg, following in zip(args, [*args[1:], ""]):
-            name, equals, value = arg.removeprefix("--").partition("=")
-            value = value if equals else following
-            flag, dot, _ = name.removesuffix("+").partition(".")
-            if flag == "trust_modules":
-                yield from (module.strip() for module in value.split(","))
-            elif flag == _CLASS_PATH:
-                yield value
-            elif arg.startswith("--") and flag in self._flags and self._holds_classes(flag):
-                # Of a parameter's values those that look like classes: others are names of files.
-                path = r"(?:\w+\.)+[A-Z]\w*" if dot else r"(?:\w+\.)+\w+"
-                yield from [value] if re.fullmatch(path, value) else re.findall(rf"\bclass_path\W+({path})", value)
-
     def as_flags(self, message: str) -> str:
         """A message about parameters, written with this parser's flags."""
         return as_flags(message, self._flags, ALIASES)
-
-    def explained(self, message: str) -> str:
-        """A message about parameters, with flags, and with the place in a file where such a flag has its value."""
-        text = self.as_flags(message)
-        typed = re.findall(r"--[\w-]+", text)
-        places = {flag_of(name): place for name, place in self._places.items() if flag_of(name) in typed}
-        return text + "".join(f"; {flag} is set in {place}" for flag, place in places.items())
 
     def _failure(self, parse: Callable[[Any], Any], settings: Any) -> str | None:
         try:
@@ -418,30 +398,23 @@ class FlagParser(ArgumentParser):
             return str(error)
         if not isinstance(settings, dict):
             return f"{path} holds no settings; expected lines such as seed: 1"
-        lines, required = setting_lines(path), self._failure(self.parse_object, {})
-
-        def at(*name: str) -> str:
-            return f"{path}, line {lines[name]}" if name in lines else path
-
+        required = self._failure(self.parse_object, {})
         for name, value in settings.items():
             if name not in self._flags:
-                return f"{at(str(name))}: there is no setting {name}{nearest(str(name), self._flags)}"
+                return f"{path}: there is no setting {name}{nearest(str(name), self._flags)}"
             failure = self._failure(self.parse_object, {name: value})
             if failure in (None, required):
                 continue
             if self._holds_classes(name):
-                problem = explain_refused_import(failure) or self._explain_class(failure)
+                problem = self._explain_class(failure)
                 if problem is None:
                     continue
-                # The line of the part that the problem names, where there is one.
-                words = re.findall(r"[^\s:,;?]+", problem)
-                parts = [part for part in lines if part[0] == name and part[-1] in words]
-                return f"{at(*max(parts, key=len, default=(name,)))}: {problem.removeprefix('--')}"
+                return f"{path}: {problem.removeprefix('--')}"
             kind = describe_type(self._type(name))
             for key, part in value.items() if isinstance(value, dict) else ():
                 if self._failure(self.parse_object, {name: {key: part}}) != required:
-                    return f"{at(name, str(key))}: {name}: {key}: {part} is not {kind}"
-            return f"{at(name)}: {name}: {value} is not {kind}"
+                    return f"{path}: {name}: {key}: {part} is not {kind}"
+            return f"{path}: {name}: {value} is not {kind}"
         return None
 
     def print_flags(self, everything: bool = False) -> None:

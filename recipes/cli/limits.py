@@ -5,7 +5,6 @@ another amount of training.
 """
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +14,8 @@ from typing_extensions import override
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.global_batch import accumulation_factor
 from datamodules.errors import UserError
-from datamodules.ranges import COUNT, NATURAL, NOT_NEGATIVE, SHARE, Range, check_ranges
 
-__all__ = ["LIMIT_TEXTS", "WholeUpdates", "check_trainer_numbers", "limits_per_device", "micro_batches_per_update"]
+__all__ = ["LIMIT_TEXTS", "WholeUpdates", "limits_per_device", "micro_batches_per_update"]
 
 _OF_TRAINING = ("limit_train_batches", "overfit_batches")
 _OF_EVALUATION = ("limit_val_batches", "limit_test_batches")
@@ -32,41 +30,6 @@ LIMIT_TEXTS = {
     "log_every_n_steps": "updates between two entries of the log",
 }
 """What the flags do on the command line, in place of the Trainer's texts."""
-
-_OPEN = Range(-1, 2**62, whole=True)
-_LIMIT = (Range(0, 2**62, whole=True), SHARE)
-TRAINER_RANGES: dict[str, tuple[Range, Range]] = {
-    **dict.fromkeys(("max_epochs", "max_steps", "num_sanity_val_steps"), (_OPEN, _OPEN)),
-    **dict.fromkeys(("min_epochs", "min_steps", "reload_dataloaders_every_n_epochs"), (NATURAL, NATURAL)),
-    "devices": (Range(-1, 2**16, whole=True), NATURAL),
-    "fast_dev_run": (NATURAL, NATURAL),
-    **dict.fromkeys(("num_nodes", "check_val_every_n_epoch"), (COUNT, COUNT)),
-    "log_every_n_steps": (NATURAL, NATURAL),
-    "gradient_clip_val": (NOT_NEGATIVE, NOT_NEGATIVE),
-    **dict.fromkeys((*_OF_TRAINING, *_OF_EVALUATION, "limit_predict_batches"), _LIMIT),
-    "val_check_interval": (Range(1, 2**62, whole=True), Range(0, 1, above=True)),
-}
-"""The ranges of the Trainer's numbers: of whole ones, and of shares."""
-
-
-def check_trainer_numbers(options: Mapping[str, Any]) -> None:
-    """Refuse the Trainer's numbers that are outside of their ranges, before anything is built or waited for.
-
-    Args:
-        options: arguments of the Trainer; those that are no numbers, such as times, are the Trainer's to check.
-
-    Raises:
-        UserError: with the first of them.
-    """
-    duration = options.get("max_time")
-    if isinstance(duration, str) and not re.fullmatch(r"\d+(:\d\d){3}", duration):
-        raise UserError(f'max_time={duration!r}: expected days:hours:minutes:seconds, such as max_time="00:12:00:00"')
-    for name, (of_whole, of_share) in TRAINER_RANGES.items():
-        value = options.get(name)
-        if isinstance(value, str) and re.fullmatch(r"-?\d+", value):
-            value = int(value)  # Of `devices`, which may be a list in a text, too.
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            check_ranges(**{name: (value, of_share if isinstance(value, float) else of_whole)})
 
 
 def micro_batches_per_update(

@@ -11,11 +11,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from callbacks.lib.shadowing import check_not_shadowed
 from recipes.cli.help_cache import cached_help
 from recipes.cli.program import program_name
-from recipes.launch.streams import end_after_printing, print_error, secure_streams
-from recipes.launch.thread_limit import check_thread_limit
 
 __all__ = ["quick_imports"]
 
@@ -47,27 +44,17 @@ def _discard_last_warnings() -> None:
 def quick_imports() -> Iterator[None]:
     """Disable garbage collection for the imports inside, and exclude their objects from it.
 
-    For the first lines of a program, before it has created other objects and opened files: standard streams that are
-    closed are opened (`recipes.launch.streams`), and the limit on threads is tested (`recipes.launch.thread_limit`).
-    Help that was printed before needs no imports, and ends the program. Commands that train or evaluate print that they
-    have started. Ctrl-C exits with status 130 and no message. The interpreter exits without a collection of these
-    objects, which would take over a second.
+    For the first lines of a program, before it has created other objects. Help that was printed before ends the
+    program. Commands that train or evaluate print that they have started. Ctrl-C exits with status 130 and no message.
+    The interpreter exits without a collection of these objects, which would take over a second.
 
     Example:
         >>> with quick_imports():
         ...     import json
         loading PyTorch and Lightning ...
     """
-    secure_streams()
-    try:
-        check_not_shadowed("recipes")
-    except ImportError as error:
-        print_error(f"error: {error}")
-        sys.exit(2)
-    check_thread_limit()
     if (text := cached_help(program_name(), sys.argv[1:])) is not None:
         print(text, end="")  # noqa: T201
-        end_after_printing()
         sys.exit()
     _announce(sys.argv[1:])
     # Registered before others, and so called after them.

@@ -18,8 +18,8 @@ from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from recipes.cli.experiment import Experiment, takes_inputs
 from recipes.files import write_rows
+from recipes.launch.rank_zero import print_error
 from recipes.launch.settings import Command
-from recipes.launch.streams import print_error, unwritten_streams
 from recipes.recipe import Table
 from recipes.results.html_report import REPORT, write_report
 from recipes.results.origin import hardware, versions
@@ -200,24 +200,17 @@ def report(
     print_pairs(rows)
 
 
-def report_unsaved(folder: Path | None, removed: bool) -> None:
+def report_unsaved(folder: Path | None) -> None:
     """Say at the end of a run what could not be written, in one line.
 
     Args:
         folder: of the run; None for one without.
-        removed: whether the folder was removed while the run trained.
 
     Raises:
-        RunFailedError: the results were not written, or the folder was removed.
+        RunFailedError: the results were not written.
     """
-    lost = unsaved() | unwritten_streams()
+    lost = unsaved()
     what = "; ".join(f"{name} ({reason})" for name, reason in lost.items())
-    if removed:
-        also = f"; not saved: {what}" if what else ""
-        raise RunFailedError(
-            f"the training is done, but {shown(folder or '')} was removed meanwhile and holds only what was written"
-            f" after that{also}"
-        )
     if RESULTS in lost:
         raise RunFailedError(f"the training is done and its weights are saved, but not: {what}")
     if lost:

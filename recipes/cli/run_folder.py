@@ -27,13 +27,12 @@ from datamodules.errors import UserError
 from recipes.cli.settings import RunSettings
 from recipes.files import write_rows
 from recipes.graphs import Graph
-from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
-from recipes.launch.streams import print_error
+from recipes.launch.rank_zero import is_rank_zero, print_error, rank_zero_print
 from recipes.recipe import Recipe
 from recipes.resume.resume_point import ResumePoint, locked
 from recipes.resume.saved_run import read_run
 
-__all__ = ["log_settings", "logger_names", "loggers", "restart_loggers", "run_folder", "tensorboard_name"]
+__all__ = ["log_settings", "logger_names", "loggers", "run_folder", "tensorboard_name"]
 
 _LOGGERS: dict[str, tuple[str, ...]] = {"tensorboard": (), "csv": (), "wandb": ("wandb",), "mlflow": ("mlflow",)}
 """The loggers, and the packages one of which each needs besides those of this one."""
@@ -261,12 +260,6 @@ class _TensorBoard(TensorBoardLogger):
             self.experiment.add_text("graph", f"There is no graph: {reason}")
             print_error(f"TensorBoard shows no graph: {reason}")
 
-    def restart(self) -> None:
-        """Log into a new file, since the present one was removed."""
-        self.experiment.close()
-        set_writer(self, None)
-        forget_failures(_TENSORBOARD)
-
     @override
     def save(self) -> None:
         # Without hparams.yaml, which TensorBoardLogger.save would write: config.yaml holds the settings.
@@ -349,13 +342,6 @@ def log_settings(loggers: Sequence[Logger], config: Mapping[str, Any]) -> None:
                 logger.log_settings(config)
         elif not isinstance(logger, CSVLogger):
             logger.log_hyperparams(dict(config))
-
-
-def restart_loggers(loggers: Sequence[Logger]) -> None:
-    """Have loggers go on in a folder that was made again; those that open their file each time need nothing."""
-    for logger in loggers:
-        if isinstance(logger, _TensorBoard):
-            logger.restart()
 
 
 def logger_names(text: str) -> list[str]:

@@ -51,7 +51,6 @@ class RunSettings:
         format: format of the file that export writes.
         seed: seed of all random numbers; random draws one, which is recorded and kept by a resume.
         deterministic: stop at operations without a deterministic implementation.
-        benchmark: let cuDNN choose its algorithms by timing them.
         precision: floating-point precision; auto is bf16-mixed where the hardware has fast bf16, else 32-true.
         global_batch_size: samples per update on all devices; accumulation follows from it.
         accumulate: micro-batches per update, or a schedule of them, as in '{0: 8, "2 epochs": 4}'.
@@ -64,8 +63,6 @@ class RunSettings:
         sync_bn: synchronise BatchNorm over all devices.
         callbacks: Lightning's callbacks by name, yours as module.Class; write --callbacks+=NAME for each, and after it
             --callbacks.PARAMETER=VALUE for its parameters.
-        trust_modules: modules of yours, with commas, from which a --config FILE may take classes; only what is typed
-            counts. Without it a file may name classes of this package, Lightning, torch, torchvision and torchmetrics.
         early_stopping: end the run when this score no longer improves; such as val/loss, see patience.
         patience: validations without improvement after which early stopping ends the run; 3 where none is given.
         logger: any of tensorboard,csv,wandb,mlflow, or none.
@@ -83,7 +80,6 @@ class RunSettings:
     format: Literal["safetensors", "state-dict", "onnx"] | None = None
     seed: int | Literal["random"] = 1
     deterministic: bool = False
-    benchmark: bool | None = None
     precision: Precision = "auto"
     global_batch_size: int | None = None
     accumulate: int | dict[int | str, int] = 1
@@ -94,7 +90,6 @@ class RunSettings:
     average_from: int | str | None = None
     sync_bn: bool = False
     callbacks: list[Callback] | None = None
-    trust_modules: str | None = None
     early_stopping: str | None = None
     patience: int | None = None
     logger: str = "tensorboard,csv"

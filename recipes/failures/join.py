@@ -32,7 +32,7 @@ def join_run(
 
     Args:
         settings: returns what has to be equal on all ranks, by name; called only where there are several.
-        options: with the rendezvous timeout and the secret's file.
+        options: with the rendezvous timeout.
         run_dir: the folder of all runs, for the secret.
 
     Returns:
@@ -52,7 +52,7 @@ def join_run(
             "warning: with this torchrun no node can join later or again; for that, start it on every node with"
             " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
         )
-    secret = _secret(launch, options, run_dir)
+    secret = _secret(launch, run_dir)
     joined = rendezvous(Request(launch, settings(), secret, options.rendezvous_timeout, command))
     address = joined.address
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
@@ -72,13 +72,13 @@ def join_run(
     return replace(launch, address=address, port=joined.port), joined.connection
 
 
-def _secret(launch: Launch, options: LaunchSettings, run_dir: Path) -> Secret:
+def _secret(launch: Launch, run_dir: Path) -> Secret:
     if launch.launcher == "local" and launch.spawns:
         # It starts all others, and hands it down.
         return Secret(new_secret().encode(), "this process")
     if launch.joins:
         return Secret(os.environ[HANDED_DOWN].encode(), "the process that started this one")
-    return find_secret(os.environ, options.secret_file, run_dir)
+    return find_secret(os.environ, run_dir)
 
 
 def _choose_interface(launch: Launch, address: str) -> None:

@@ -31,7 +31,7 @@ from recipes.failures.cause import RankReport, classify_exception, failure_cause
 from recipes.failures.protocol import Channel, WrongSecret, connection_failure, keep_alive
 from recipes.failures.secret import Secret
 from recipes.launch.plan import Launch
-from recipes.launch.streams import print_error
+from recipes.launch.rank_zero import print_error
 
 __all__ = [
     "Coordinator",

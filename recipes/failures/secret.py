@@ -1,7 +1,7 @@
 """A run's secret, by which its processes recognise each other.
 
 Whoever can reach the port of rank 0 may claim to be a rank. All ranks take the secret from the same place: the process
-that started them, the environment, a file that the user names, or a file that the first of them writes into the folder
+that started them, the environment, or a file that the first of them writes into the folder
 of all runs, which the nodes share anyway.
 """
 
@@ -48,12 +48,11 @@ def new_secret() -> str:
     return secrets.token_hex(32)
 
 
-def find_secret(env: Mapping[str, str], secret_file: str | None, run_dir: Path) -> Secret:
+def find_secret(env: Mapping[str, str], run_dir: Path) -> Secret:
     """The secret of a run that other processes have started, too.
 
     Args:
         env: the environment variables of this process.
-        secret_file: `secret_file`, if given.
         run_dir: the folder of all runs.
 
     Raises:
@@ -61,13 +60,10 @@ def find_secret(env: Mapping[str, str], secret_file: str | None, run_dir: Path) 
     """
     if text := env.get(SECRET_VARIABLE):
         return _checked(text, f"the variable {SECRET_VARIABLE}", "set it to the same value on all nodes")
-    if secret_file is not None:
-        advice = "it has to be the same on all nodes"
-        return _checked(_read(Path(secret_file)), f"the file {secret_file}", advice)
     path = run_dir / _FILE
     try:
         _create(path)
-        text = _read(path, wait=True)
+        text = _read(path)
     except OSError as error:
         reason = error.strerror or error
         raise UserError(
@@ -107,26 +103,20 @@ def _create(path: Path) -> None:
         draft.unlink()
 
 
-def _read(path: Path, *, wait: bool = False) -> str:
+def _read(path: Path) -> str:
     """The text of a secret's file, which only its owner may read and write, as ssh has it for its keys."""
-    deadline = time.monotonic() + (_TIMEOUT if wait else 0.0)
+    deadline = time.monotonic() + _TIMEOUT
     while True:
         try:
             # NFS caches that a file does not exist, until its folder is listed.
-            if wait:
-                list(path.parent.iterdir())
+            list(path.parent.iterdir())
             with path.open() as file:
                 _check_mode(path, os.fstat(file.fileno()))
                 return file.read()
-        except FileNotFoundError as error:
-            if time.monotonic() < deadline:
-                time.sleep(0.1)
-                continue
-            if wait:
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
                 raise
-            raise UserError(
-                f"there is no file {path} with the run's secret; make one: (umask 077; openssl rand -hex 32 > {path})"
-            ) from error
+            time.sleep(0.1)
         except (PermissionError, UnicodeDecodeError, IsADirectoryError) as error:
             raise UserError(f"the run's secret cannot be read from {path}: {error}") from error
 

@@ -10,8 +10,6 @@ from datamodules.errors import UserError
 
 __all__ = ["Machine", "detect_machine", "devices_of", "number_of_devices", "shared_cores"]
 
-_OF_A_PROCESS = 2**29  # Bytes, of which the imports take most.
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -93,22 +91,10 @@ def _cores() -> int:
 
 
 def shared_cores(processes: int, here: Machine) -> str | None:
-    """A warning of more processes than cores, where each computes on the CPU; None where there is a core for each.
-
-    Raises:
-        UserError: the memory that is available does not hold them.
-    """
+    """A warning of more processes than cores, where each computes on the CPU; None where there is a core for each."""
     cores = _cores()
     if here.kind != "cpu" or processes <= cores:
         return None
-    import psutil
-
-    available = psutil.virtual_memory().available
-    if processes * _OF_A_PROCESS > available:
-        raise UserError(
-            f"{processes} processes take about 0.5 GiB of memory each, and {available / 2**30:.1f} GiB are available;"
-            f" pass --devices {cores}, which is as many as there are cores"
-        )
     return (
         f"warning: {processes} processes share {cores} core{'s' * (cores > 1)} of this machine and take turns, with"
         f" about 0.5 GiB of memory each; --devices {cores} is faster"

@@ -12,7 +12,7 @@ from typing import Any
 from datamodules.errors import UserError
 from recipes.launch.devices import Machine, number_of_devices
 from recipes.launch.settings import DEFAULT_PORT, Command, LaunchSettings, flag_of
-from recipes.launch.slurm import shell_of_srun, slurm_allocation, slurm_step
+from recipes.launch.slurm import SlurmStep, slurm_allocation, slurm_step
 
 __all__ = ["LAUNCHER_VARIABLE", "RENDEZVOUS_VARIABLE", "Launch", "plan_launch"]
 
@@ -148,12 +148,13 @@ def _by_torchrun(
 
 
 def _by_slurm(
-    env: Mapping[str, str], settings: LaunchSettings, asked: tuple[Any, int], here: Machine, command: Command
+    step: SlurmStep,
+    env: Mapping[str, str],
+    settings: LaunchSettings,
+    asked: tuple[Any, int],
+    here: Machine,
+    command: Command,
 ) -> Launch:
-    step = slurm_step(env)
-    if step is None:
-        devices = number_of_devices(asked[0], here)
-        raise UserError(f"srun has not started this process: {command.srun(asked[1], devices)}")
     if step.tasks % step.nodes:
         raise UserError(
             f"Slurm has started {step.tasks} processes on {step.nodes} nodes; expected as many on each:"
@@ -169,32 +170,20 @@ def _by_slurm(
     _check_agreement((step.nodes, devices), asked, here, "Slurm", command)
     address = settings.master_addr or env.get("MASTER_ADDR") or step.first_host
     port = _port(settings, env)
-    alone = step.tasks == 1
-    return Launch(
-        "slurm",
-        step.nodes,
-        devices,
-        step.node,
-        step.local,
-        None if alone else address,
-        None if alone else port or step.port,
-    )
+    return Launch("slurm", step.nodes, devices, step.node, step.local, address, port or step.port)
 
 
-def _refuse_one_process_of_many(env: Mapping[str, str], devices: int, command: Command, in_shell: bool) -> None:
+def _refuse_one_process_of_many(env: Mapping[str, str], devices: int, command: Command) -> None:
     """Refuse a program that was started once, without srun, in a Slurm job that has more for it."""
     job = slurm_allocation(env)
     if job is None or (job.nodes == 1 and (job.tasks_per_node == 1 or devices > 1)):
         return
     tasks = job.nodes * job.tasks_per_node
     what = f"{job.nodes} node{'s' * (job.nodes > 1)}" + (f" and {tasks} tasks" if tasks > job.nodes else "")
-    line = command.srun(job.nodes, devices if devices > 1 else max(job.tasks_per_node, job.gpus_per_node))
-    if in_shell:
-        # The shell is a step that holds the processors of the job.
-        line = line.replace("srun", "srun --overlap", 1)
+    lines = command.srun(job.nodes, devices if devices > 1 else max(job.tasks_per_node, job.gpus_per_node))
+    alone = command.srun(1, 1)
     raise UserError(
-        f"this Slurm job has {what}, and the program was started once, without srun: {line} or on this node alone:"
-        f" {command.using(launcher='local')}"
+        f"this Slurm job has {what}, and the program was started once, without srun: {lines} or as one process: {alone}"
     )
 
 
@@ -302,21 +291,18 @@ def _plan(
     nodes, devices = asked[1], number_of_devices(asked[0], here)
     if LAUNCHER_VARIABLE in env and "LOCAL_RANK" in env:
         return _by_parent(env, asked, here)
-    if settings.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in env:
-        raise UserError(f"torchrun has not started this process: {command.torchrun(nodes, devices)}")
-    if settings.launcher == "torchrun" or (settings.launcher == "auto" and "TORCHELASTIC_RUN_ID" in env):
+    if "TORCHELASTIC_RUN_ID" in env:
         return _by_torchrun(env, settings, asked, here, command)
-    step, in_shell = slurm_step(env), shell_of_srun(env)
-    by_srun = step is not None and step.tasks > 1 and not in_shell
-    if settings.launcher == "slurm" or (settings.launcher == "auto" and by_srun):
-        return _by_slurm(env, settings, asked, here, command)
+    step = slurm_step(env)
+    if step is not None and step.tasks > 1:
+        return _by_slurm(step, env, settings, asked, here, command)
     several = (_integer(env, "WORLD_SIZE") or 1) > 1
-    if settings.launcher == "auto" and several and (env.keys() & {"RANK", "LOCAL_RANK"}):
+    if several and (env.keys() & {"RANK", "LOCAL_RANK"}):
         return _by_environment(env, settings, asked, here, command)
     if (launch := _manual(env, settings, nodes, devices, command)) is not None:
         return launch
-    if settings.launcher == "auto" and (step is None or in_shell):
-        _refuse_one_process_of_many(env, devices, command, in_shell)
+    if step is None:
+        _refuse_one_process_of_many(env, devices, command)
     if devices == 1:
         return Launch("local", 1, 1)
     return Launch("local", 1, devices, address="127.0.0.1", spawns=True)

@@ -1,10 +1,11 @@
 """Which process prints and writes for the run."""
 
 import os
+import sys
 
 from lightning.pytorch.utilities import rank_zero_only
 
-__all__ = ["is_rank_zero", "rank_zero_print"]
+__all__ = ["is_rank_zero", "print_error", "rank_zero_print"]
 
 
 def is_rank_zero() -> bool:
@@ -20,3 +21,8 @@ def rank_zero_print(message: str) -> None:
     """Print a line on rank 0."""
     if is_rank_zero():
         print(message, flush=True)  # noqa: T201
+
+
+def print_error(line: str) -> None:
+    """Print a line on standard error."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201

@@ -3,13 +3,12 @@
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from datamodules.ranges import NATURAL, SECONDS, Range, check_ranges
 
 __all__ = ["DEFAULT_PORT", "Command", "LaunchSettings", "flag_of"]
 
-Launcher = Literal["auto", "local", "torchrun", "slurm"]
 DEFAULT_PORT = 29500
 
 
@@ -31,9 +30,6 @@ class LaunchSettings:
         node_rank: number of this node, from 0, where the run is started manually on each node; also NODE_RANK.
         master_addr: host name or address of node 0; also MASTER_ADDR.
         master_port: free TCP port of node 0, 29500 where none is given; also MASTER_PORT.
-        launcher: what started the processes, where the automatic choice is wrong.
-        secret_file: file with the run's secret, the same on all nodes; by default one in RUN_DIR, or the variable
-            LIGHTNING_RECIPES_SECRET.
         rendezvous_timeout: seconds to wait at the start for node 0 and for the other nodes.
         collective_timeout: seconds that a rank waits for the others in a collective call before it fails.
     """
@@ -41,8 +37,6 @@ class LaunchSettings:
     node_rank: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
-    launcher: Launcher = "auto"
-    secret_file: str | None = None
     rendezvous_timeout: float = 60.0
     collective_timeout: float = 1800.0
 
@@ -85,7 +79,7 @@ class Command:
         """The command with these flags replaced; None removes a flag."""
         start = self._start()
         if start != self.program:
-            flags = {"devices": None, "num_nodes": None, "launcher": None} | flags
+            flags = {"devices": None, "num_nodes": None} | flags
         kept: list[str] = []
         skip = False
         for i, arg in enumerate(self.args):

@@ -12,7 +12,6 @@ from callbacks.checkpointing.verified_io import describe_damage
 from datamodules.contract import DataContract
 from datamodules.errors import UserError
 from recipes.launch.settings import flag_of
-from recipes.resume.settings_file import check_settings
 
 __all__ = ["SavedRun", "describe_differences", "newest_valid_checkpoint", "read_run"]
 
@@ -91,11 +90,9 @@ def _read(path: str, changed: int, size: int) -> SavedRun:
     ):
         raise UserError(f"{path} is not a checkpoint of a run, which holds settings beside the weights")
     try:
-        saved = _saved_run(checkpoint)
+        return _saved_run(checkpoint)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{path} is not a checkpoint of a run: {error}") from error
-    check_settings(saved.config, path)
-    return saved
 
 
 def _saved_run(checkpoint: Mapping[str, Any]) -> SavedRun:

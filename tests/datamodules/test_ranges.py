@@ -14,7 +14,6 @@ from datamodules.mnist.data_module import MNISTDataModule
 from datamodules.ranges import COUNT, FINITE, POSITIVE, SHARE, Range, check_ranges
 from datamodules.translation.data_module import TranslationDataModule
 from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator
-from recipes.cli.limits import TRAINER_RANGES, check_trainer_numbers
 from recipes.cli.settings import RunSettings
 from recipes.launch.settings import LaunchSettings
 
@@ -60,16 +59,6 @@ def test_each_class_refuses_numbers_outside_of_their_ranges(
         for value in (*values, math.nan, math.inf, -math.inf):
             with pytest.raises(UserError, match=name):
                 build(**{name: value})
-
-
-@pytest.mark.parametrize("name", TRAINER_RANGES)
-def test_the_trainers_numbers_are_refused_by_name(name: str) -> None:
-    for value in (-2, -2.5, math.nan, math.inf):
-        with pytest.raises(UserError, match=f"^{name}="):
-            check_trainer_numbers({name: value})
-    check_trainer_numbers({name: 1} | {"max_time": "00:00:10:00"})
-    with pytest.raises(UserError, match=r"max_time='-1': expected days:hours:minutes:seconds"):
-        check_trainer_numbers({"max_time": "-1"})
 
 
 def test_a_range_is_said_in_words() -> None:

@@ -17,7 +17,7 @@ from recipes.failures.rendezvous import Request
 from recipes.failures.secret import Secret
 from recipes.launch.plan import Launch
 from recipes.launch.settings import Command
-from tests.support.nodes import Ended, Shell, start
+from tests.support.nodes import Ended, start
 from tests.support.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -155,15 +155,6 @@ def test_a_taken_port_and_a_missing_rank_are_refused_with_the_command(tmp_path):
     assert "3 of 4 processes joined within 3 s; missing: rank 3 on node 1" in all_ended[0].err
 
 
-def test_a_master_that_does_not_answer_is_named_within_the_timeout(tmp_path):
-    port = free_port()
-    args = ["--num-nodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    (ended,) = start(tmp_path, [([*args, "--rendezvous-timeout", "2"], {})])
-    assert ended.status == 2
-    assert f"node 0 does not answer at 127.0.0.1:{port} within 2 s" in ended.err
-    assert ended.seconds < 45
-
-
 def test_nodes_with_unequal_numbers_of_devices_are_named_within_seconds_with_what_to_type_on_each(tmp_path):
     port = free_port()
     where = ["--num-nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
@@ -212,39 +203,6 @@ def test_agents_that_have_counted_restarts_differently_are_no_hindrance_and_the_
     assert [ended.status for ended in both] == [0, 0], both
     assert f"127.0.0.1:{agents.port}," not in both[0].out
     assert [ended.err.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") for ended in both] == [1, 0]
-
-
-def in_folders(folder: Path, processes: list[tuple[list[str], Environment]]) -> list[Ended]:
-    """Each process in a folder of its own, as on nodes that share none."""
-    shells = []
-    for i, (args, env) in enumerate(processes):
-        (folder / f"node{i}").mkdir(exist_ok=True)
-        shells.append(Shell(folder / f"node{i}", "shell", args, env))
-    return [shell.wait() for shell in shells]
-
-
-@pytest.mark.slow
-def test_nodes_that_do_not_share_the_runs_folder_are_refused_before_they_train(tmp_path):
-    processes = [(["--name", "run"], env) for env in by_slurm(free_job(), nodes=2, devices=1)]
-    zero, one = in_folders(tmp_path, [([*args, "--rendezvous-timeout", "20"], env) for args, env in processes])
-    assert (zero.status, one.status) == (2, 2), (zero, one)
-    for ended in (zero, one):
-        assert "pass a --run-dir that all nodes share, or set LIGHTNING_RECIPES_SECRET" in ended.err
-    assert "this process does not know the secret of the run at" in one.err
-    assert f"claims to be rank 1 on '{socket.gethostname()}': it does not know this run's secret" in zero.err
-    secret = {"LIGHTNING_RECIPES_SECRET": "known to all of its ranks"}
-    zero, one = in_folders(tmp_path, [(args, env | secret) for args, env in processes])
-    assert (zero.status, one.status) == (2, 2), (zero, one)
-    assert f"is not the one that node 1 ({socket.gethostname()}) sees there; pass a --run-dir" in zero.err
-    assert "epoch" not in zero.out
-    assert not (tmp_path / "node0/runs/failing/run").exists(), "nothing was trained"
-    (tmp_path / "node0/prepared-on-0-0").unlink()
-    (alone,) = start(tmp_path / "node0", [(["--name", "run"], {})])
-    assert alone.status == 0
-    resume = ["--name", "run", "--resume", "auto", "--max-epochs", "4"]
-    zero, one = in_folders(tmp_path, [(resume, env | secret) for env in by_slurm(free_job(), nodes=2, devices=1)])
-    assert (zero.status, one.status) == (2, 2), (zero, one)
-    assert "updates done is 0, on rank 0 16. Pass a --run-dir that all nodes share" in zero.err
 
 
 def test_rank_0_decides_what_was_left_open_and_where_it_cannot_all_ranks_end(tmp_path):
@@ -316,9 +274,9 @@ RECIPE = [
 RECIPE += ["--rendezvous-timeout", "120"]
 
 
-def by_hand(port: int, *more: str) -> list[list[str]]:
+def by_hand(port: int) -> list[list[str]]:
     where = ["--devices", "2", "--num-nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    return [[sys.executable, *RECIPE, *where, "--node-rank", node, *more] for node in ("0", "1")]
+    return [[sys.executable, *RECIPE, *where, "--node-rank", node] for node in ("0", "1")]
 
 
 @pytest.mark.slow
@@ -332,15 +290,6 @@ def test_two_nodes_of_two_started_manually_train_and_prepare_the_data_once_each(
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_on_another_node_ends_both_and_is_named_in_rank_0s_last_line(tmp_path):
-    zero, one = typed(tmp_path, *by_hand(free_port(), "--fail-rank", "3"))
-    assert zero[0] == 1
-    assert one[0] != 0
-    expected = f"error: rank 3 (node 1, {socket.gethostname()}) failed: ValueError: a bad pixel"
-    assert zero[2].strip().splitlines()[-1] == expected
-
-
-@pytest.mark.slow
 def test_torchrun_starts_two_nodes_of_two(tmp_path):
     port = free_port()
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test"]
@@ -348,17 +297,6 @@ def test_torchrun_starts_two_nodes_of_two(tmp_path):
     ended = typed(tmp_path, command, command)
     assert [status for status, _, _ in ended] == [0, 0], ended
     assert sum("started by torchrun, 2 nodes x 2 devices" in out for _, out, _ in ended) == 1
-
-
-@pytest.mark.slow
-def test_the_documented_line_for_a_script_of_ones_own_starts_two_processes(tmp_path):
-    page = (ROOT / "docs/scaling/devices.md").read_text()
-    (line,) = [line.strip() for line in page.splitlines() if "WORLD_SIZE=2" in line]
-    line = line.replace("python -m recipes.mnist", f"{sys.executable} {' '.join(RECIPE)}")
-    ((status, out, err),) = typed(tmp_path, ["bash", "-c", line.replace("29500", str(free_port()))])
-    assert status == 0, err
-    assert "started manually, 1 node x 2 devices" in out
-    assert "epoch 2/2" in out
 
 
 @pytest.mark.slow

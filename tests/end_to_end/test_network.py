@@ -1,46 +1,25 @@
 """What a process on the network that does not belong to a run can do: nothing to its results, and run no code."""
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch
 from torch import distributed
 
-from tests.support.agents import shell_environment, wait_until
+from tests.support.agents import shell_environment
 from tests.support.command_lines import COMMON, Typed, type_line
 from tests.support.nodes import Shell
 from tests.support.ranks import free_port, run_ranks
 
 RECIPE = ["-m", "tests.support.launch_recipe", "--accelerator", "cpu", "--precision", "32", "--name", "run"]
-STRANGER = """
-import os, sys
-import torch.distributed as dist
-
-mark = sys.argv.pop()
-
-class Evil:
-    def __reduce__(self):
-        return os.system, (f"touch {mark}",)
-
-def evil(out, obj, *args, **kwargs):
-    return gather(out, Evil(), *args, **kwargs)
-
-gather, dist.all_gather_object = dist.all_gather_object, evil
-import runpy
-sys.argv = ["launch_recipe", *sys.argv[1:]]
-runpy.run_module("tests.support.launch_recipe", run_name="__main__")
-"""
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:
@@ -125,74 +104,3 @@ def test_however_it_is_started(tmp_path: Path, start: list[str]) -> None:
     addresses = _addresses_while([run.pid], lambda: run.poll() is None)
     assert run.returncode == 0, (tmp_path / "run.log").read_text()
     assert addresses == {"127.0.0.1"}
-
-
-class _Siege:
-    """A stranger at every port of some processes: garbage, and thousands of connections that stay open."""
-
-    def __init__(self, roots: list[int]) -> None:
-        self.connections: list[socket.socket] = []
-        self.ports = {port for _, port in _listening(roots)}
-        for port in self.ports:
-            for data in (b"GET / HTTP/1.0\r\n\r\n", b"\x00" * 5000, os.urandom(5000), b""):
-                self._send(port, data)
-            for _ in range(2000 // len(self.ports)):
-                self._send(port, b"")
-
-    def _send(self, port: int, data: bytes) -> None:
-        with contextlib.suppress(OSError):
-            connection = socket.create_connection(("127.0.0.1", port), timeout=5)
-            self.connections.append(connection)
-            connection.sendall(data)
-
-    def __enter__(self) -> "_Siege":
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        for connection in self.connections:
-            connection.close()
-
-
-def _write_into_the_store(port: int) -> None:
-    """The store of torch.distributed is open."""
-    store = distributed.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=60))
-    store.set("result", json.dumps({"problem": "a stranger"}))
-    store.add("arrived/1", 1)
-
-
-@pytest.mark.slow
-def test_strangers_are_refused_and_the_run_goes_on_with_the_true_node(tmp_path: Path) -> None:
-    port, secret = str(free_port()), {"LIGHTNING_RECIPES_SECRET": "known to both of its nodes"}
-    flags = ["--accelerator", "cpu", "--precision", "32", "--name", "run", "--max-epochs", "400", "--num-nodes", "2"]
-    flags += ["--master-addr", "127.0.0.1", "--master-port", port]
-    module = [sys.executable, "-m", "tests.support.launch_recipe", *flags]
-    zero = _popen(tmp_path, "zero", [*module, "--node-rank", "0", "--rendezvous-timeout", "240"], secret)
-    try:
-        wait_until(lambda: ("::", int(port)) in _listening([zero.pid]), "node 0")
-        mark = tmp_path / "mark"
-        command = [sys.executable, "-c", STRANGER, *flags, "--node-rank", "1", str(mark)]
-        elsewhere = tmp_path / "elsewhere"
-        elsewhere.mkdir()
-        stranger = _popen(elsewhere, "stranger", command)
-        assert stranger.wait(120) == 2
-        said = (elsewhere / "stranger.log").read_text()
-        assert f"this process does not know the secret of the run at 127.0.0.1:{port}" in said
-        with _Siege([zero.pid]) as siege:
-            assert siege.ports == {int(port)}
-            one = _popen(tmp_path, "one", [*module, "--node-rank", "1"], secret)
-            metrics = tmp_path / "runs/failing/run/metrics.csv"
-            wait_until(lambda: metrics.exists() or zero.poll() is not None, "the first update", 240)
-        # gloo listens on the interface towards node 0; once all ranks have joined, the rendezvous listens no more.
-        (store,) = [port for address, port in _listening([zero.pid, one.pid]) if address == "::"]
-        assert store != int(port)
-        _write_into_the_store(store)
-        with _Siege([zero.pid, one.pid]):
-            assert (zero.wait(240), one.wait(240)) == (0, 0), (tmp_path / "zero.log").read_text()
-    finally:
-        for process in (zero, *(process for name in ("stranger", "one") if (process := locals().get(name)))):
-            process.kill()
-    log = (tmp_path / "zero.log").read_text()
-    assert log.count("warning: refused a process at 127.0.0.1 that claims to be rank 1") == 1
-    assert "epoch 400/400" in log
-    assert not mark.exists()
-    assert torch.load(tmp_path / "runs/failing/run/checkpoints/last.ckpt", weights_only=True)["global_step"] == 400 * 4

@@ -4,11 +4,8 @@ import contextlib
 import hashlib
 import io
 import os
-import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from recipes.resume.saved_run import read_run
-from tests.end_to_end.test_cli import environment
 from tests.support.ranks import run_ranks
 
 ARGS = ["--dataset", "digits", "--max-epochs", "3", "--batch-size", "128", "--accelerator", "cpu", "--precision", "32"]
@@ -196,25 +192,3 @@ def test_another_number_of_devices_keeps_the_global_batch_and_says_so(tmp_path):
     saved = torch.load(path, weights_only=True)
     assert saved["global_step"] == 18
     assert saved["split"] == {"devices": 2, "global_batch_size": 256}
-
-
-@pytest.mark.slow
-def test_a_run_killed_at_random_moments_ends_with_the_same_bits(tmp_path):
-    """Processes as a user starts them, killed anywhere: importing, training, saving, validating, testing."""
-    program = [sys.executable, str(Path(__file__).parents[1] / "support" / "plain_recipe.py")]
-    command = [*program, *ranked(1), "--max-epochs", "12"]
-    folders = [tmp_path / "whole", tmp_path / "killed"]
-    for folder in folders:
-        folder.mkdir()
-    began = time.monotonic()
-    subprocess.run(command, cwd=folders[0], env=environment(), check=True, capture_output=True)
-    length, moments = time.monotonic() - began, random.Random(1)
-    for _ in range(4):
-        process = subprocess.Popen(command, cwd=folders[1], env=environment(), stdout=subprocess.DEVNULL)
-        try:
-            process.wait(moments.uniform(0.3, 0.95) * length)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    subprocess.run(command, cwd=folders[1], env=environment(), check=True, capture_output=True)
-    assert last_weights(folders[0]) == last_weights(folders[1])

@@ -48,12 +48,6 @@ def test_a_recipe_has_the_same_help_from_both_commands(console: str, tmp_path: P
     assert ours.stdout.replace("lightning-recipes mnist", "python -m recipes.mnist") == theirs.stdout
 
 
-def test_a_mistake_in_the_flags_ends_with_status_2(console: str, tmp_path: Path) -> None:
-    done = _call(console, "mnist", "--max-epoch", "1", folder=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "loading PyTorch and Lightning ...\n")
-    assert done.stderr == "error: there is no flag --max-epoch; did you mean --max-epochs?\n"
-
-
 @pytest.mark.parametrize(
     ("typed", "hint"), [("minst", "did you mean mnist?"), ("translate", "lightning-recipes list shows them")]
 )

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.checkpointing.guard import check_space, estimate_checkpoint_bytes, save_interval
+from callbacks.checkpointing.guard import save_interval
 from callbacks.checkpointing.plain_values import as_plain
 from callbacks.checkpointing.verified_io import (
     VerifiedCheckpointIO,
@@ -228,29 +228,6 @@ def test_only_checkpoints_are_removed_and_none_by_a_path_that_leads_out_of_its_f
     assert [name for name in names if (tmp_path / name).exists()] == list(names[:3])
 
 
-def _log_on_a_full_disk(folder: str) -> str:
-    from recipes.cli.run_folder import loggers
-
-    tensorboard, table = loggers(Path(folder), None)
-    tensorboard.log_metrics({"loss": 1.0}, step=0)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    for step in range(1, 400):
-        for logger in (tensorboard, table):
-            logger.log_metrics({"loss": 1.0}, step=step)
-            logger.experiment.add_scalar("a", 1.0, step) if logger is tensorboard else logger.save()
-        if step % 100 == 0:
-            tensorboard.experiment.flush()
-    for logger in (tensorboard, table):
-        logger.save()
-        logger.finalize("success")
-    return "went on"
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_run_that_cannot_write_its_logs_continues(tmp_path):
-    assert run_ranks(_log_on_a_full_disk, 1, str(tmp_path)) == ["went on"]
-
-
 def test_where_nothing_can_be_written_the_old_checkpoint_stays_and_is_not_removed(tmp_path):
     (answer,) = run_ranks(_save_on_a_full_disk, 1, str(tmp_path))
     assert answer["failed"] == {str(tmp_path / "last.ckpt"): "File too large"}
@@ -258,17 +235,7 @@ def test_where_nothing_can_be_written_the_old_checkpoint_stays_and_is_not_remove
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["seed"] == 3
 
 
-def test_a_disk_that_is_too_small_is_refused_before_training(tmp_path):
-    with torch.device("meta"):
-        network = torch.nn.Linear(100_000, 100_000)
-    size = estimate_checkpoint_bytes(network, [torch.optim.AdamW(network.parameters())])
-    assert size == 3 * 4 * (100_000**2 + 100_000)
-    with pytest.raises(UserError, match=r"will take \d.*GB .* are free: .*`save_top_k`"):
-        check_space(tmp_path / "not" / "yet", 1000 * size, files=2)
-    check_space(tmp_path / "not" / "yet", 1000, files=2)
-
-
-@pytest.mark.parametrize("text", ["often", "5%", "0 steps"])
+@pytest.mark.parametrize("text", ["often", "5%", "0 minutes"])
 def test_what_is_no_interval_is_refused(text):
     with pytest.raises(UserError, match='write "500 steps", "2 epochs" or "10 minutes"'):
         save_interval(text)

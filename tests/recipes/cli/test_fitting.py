@@ -233,19 +233,9 @@ def test_what_cannot_be_used_is_refused(message: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unknown_recipe_is_refused() -> None:
-    with pytest.raises(UserError, match="there is no recipe 'mnits'; expected mnist, resnet, seq2seq"):
-        fit("mnits")
-
-
 def test_help_shows_every_parameter() -> None:
     names = inspect.signature(fit).parameters
     assert {"recipe", "data", "max_epochs", "network", "freeze_until", "max_length", "seed"} <= names.keys()
     assert all(parameter.kind != parameter.VAR_KEYWORD for parameter in names.values())
     assert "label_smoothing: float = 0.0" in pydoc.plain(pydoc.render_doc(MNISTClassifier))
     assert "kwargs" not in str(inspect.signature(MNISTClassifier))
-
-
-def test_nothing_is_printed_where_it_is_not_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fit("mnist", dataset="digits", run_dir=tmp_path, fast_dev_run=1, **QUIET)
-    assert capsys.readouterr().out == ""

@@ -1,10 +1,8 @@
 """A run's folder on a disk that fills up or is emptied while the run trains."""
 
 import csv
-import json
 import os
 import resource
-import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,15 +21,6 @@ from tests.support.ranks import run_ranks
 from tests.support.stock_data import Quadrants
 
 
-class RemovesTheFolder(pl.Callback):
-    """Removes the run's folder as the third epoch begins, as somebody in another shell would."""
-
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.is_global_zero and trainer.current_epoch == 2:
-            shutil.rmtree(trainer.default_root_dir)
-
-
 class FillsTheDisk(pl.Callback):
     """In the second and third epoch no file of this process may grow, as on a full disk."""
 
@@ -45,27 +34,6 @@ class FillsTheDisk(pl.Callback):
 def _rows(file: Path) -> list[dict[str, str]]:
     with file.open(newline="") as lines:
         return list(csv.DictReader(lines))
-
-
-def test_a_folder_that_is_removed_is_made_again_said_once_and_told_by_the_status(tmp_path: Path) -> None:
-    callback = f"{__name__}.RemovesTheFolder"
-    (done,) = typed(tmp_path, f"--name one --max-epochs 5 --callbacks+={callback} --precision 32-true")
-    folder = tmp_path / "runs" / "quadrants" / "one"
-    assert done.status == 1
-    assert (done.out + done.err).count("runs/quadrants/one was removed or emptied; it is made again") == 1
-    last = done.err.strip().splitlines()[-1]
-    assert last.startswith(
-        "error: the training is done, but runs/quadrants/one was removed meanwhile and holds only what"
-    )
-    assert "Traceback" not in done.err
-    results = json.loads((folder / "results.json").read_text())
-    # The best one so far was removed, too, and a later one has taken its place.
-    assert Path(results["best"]["checkpoint"]).name == "best.ckpt"
-    assert Path(results["best"]["checkpoint"]).is_file()
-    assert (folder / "checkpoints" / "last.ckpt").is_file()
-    assert (folder / "config.yaml").is_file()
-    assert [row["epoch"] for row in _rows(folder / "metrics.csv") if row["val/loss"]][-1] == "4"
-    assert list(folder.glob("events.*"))
 
 
 def test_logs_that_cannot_be_written_end_no_training_and_are_reported_at_the_end(tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
 """The failure monitor of rank 0 accepts reports of the ranks of its run only."""
 
-import contextlib
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 from callbacks.lib.signals import Preempted, ending_on_signals
 from recipes.failures import monitor
 from recipes.failures.monitor import Coordinator, Member, RunConnection, monitored, use_monitor
-from recipes.failures.protocol import Channel, ProtocolError, listen
+from recipes.failures.protocol import Channel, listen
 from recipes.failures.secret import Secret
 from recipes.launch.plan import Launch
 from tests.support.ranks import run_ranks
@@ -181,32 +179,6 @@ def test_messages_arrive_in_pieces_of_any_size():
         assert found == sent
         zero.send(sent[2])
         assert rank.receive() == [sent[2]]
-
-
-def test_a_greeting_has_to_arrive_in_time_as_a_whole():
-    here, there = socket.socketpair()
-    channel, began = Channel(here, SECRET.key, "rank"), time.monotonic()
-
-    def dribble() -> None:
-        for byte in GREETING:
-            with contextlib.suppress(OSError):
-                there.send(bytes([byte]))
-            time.sleep(0.05)
-
-    threading.Thread(target=dribble, daemon=True).start()
-    with pytest.raises(TimeoutError):
-        channel.greet(0.3)
-    assert time.monotonic() - began < 2
-
-
-def test_a_process_that_is_not_known_may_send_a_short_line_only():
-    here, there = socket.socketpair()
-    with here, there:
-        zero, rank = Channel(here, b"s", "rank 0"), Channel(there, b"s", "rank")
-        zero.greet(), rank.greet()
-        rank.send({"line": "a" * 5000})
-        with pytest.raises(ProtocolError, match="too long"):
-            zero.receive()
 
 
 class _LosesRank(RunConnection):
