@@ -1,0 +1,66 @@
+"""How much code there may be: growth is a decision. Whoever needs more lines or flags says in the change what goes."""
+
+import ast
+import io
+import tokenize
+from pathlib import Path
+
+import pytest
+
+from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator
+from recipes.cli.command_line import build_parser
+from recipes.cli.experiment import Classes
+
+ROOT = Path(__file__).parents[2]
+BUDGETS = {
+    # Package: lines, and lines of code without blanks, comments and docstrings.
+    "recipes": (13_850, 8_800),
+    "callbacks": (7_750, 4_650),
+    "datamodules": (8_250, 5_100),
+    "tests": (28_000, 21_400),
+    "benchmarks": (4_400, 3_230),
+}
+RECIPES = {"mnist": MNISTClassifier, "resnet": ResNetFineTuner, "seq2seq": Seq2SeqTranslator}
+FLAGS = {"mnist": 60, "resnet": 70, "seq2seq": 80}
+"""Flags of a recipe's command line that are not the Trainer's."""
+
+_NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+
+
+def _lines_of_code(text: str) -> int:
+    held: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NO_CODE:
+            held.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        for child in body if isinstance(body, list) else ():
+            if (
+                isinstance(child, ast.Expr)
+                and isinstance(child.value, ast.Constant)
+                and isinstance(child.value.value, str)
+            ):
+                held.difference_update(range(child.lineno, (child.end_lineno or 0) + 1))
+    return len(held)
+
+
+def test_lines_that_hold_no_code_are_not_counted_as_code() -> None:
+    text = '"""A module\n\nof one function."""\n\n# why\ndef f():\n    """It."""\n    return """a\nb"""\n'
+    assert _lines_of_code(text) == 3
+
+
+@pytest.mark.parametrize("package", BUDGETS)
+def test_a_package_keeps_to_its_budget_of_lines(package: str) -> None:
+    texts = [path.read_text() for path in (ROOT / package).rglob("*.py")]
+    lines, code = sum(len(text.splitlines()) for text in texts), sum(map(_lines_of_code, texts))
+    most, most_code = BUDGETS[package]
+    assert lines <= most, f"{package} has {lines} lines: {most} at most; which go?"
+    assert code <= most_code, f"{package} has {code} lines of code: {most_code} at most; which go?"
+
+
+@pytest.mark.parametrize("recipe", FLAGS)
+def test_a_recipe_keeps_to_its_number_of_flags(recipe: str) -> None:
+    classes = Classes(RECIPES[recipe], RECIPES[recipe].data_class, tuple)
+    names = build_parser(classes, recipe).names
+    flags = [name for title, group in names.items() if title != "Trainer" for name in group]
+    assert len(flags) <= FLAGS[recipe], f"{recipe} has {len(flags)} flags: {FLAGS[recipe]} at most; which go?"
