@@ -6,12 +6,12 @@ loader with nothing done in between; the bare decoder has the files' bytes in me
 Every loader makes a random crop, flips, and varies brightness, contrast and saturation.
 """
 
+import os
 import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
@@ -73,9 +73,15 @@ def stock_loader(folder: Path, size: int = SIZE) -> Iterable[tuple[Tensor, Tenso
 
 def our_loader(folder: Path, cache: Path | None, size: int = SIZE) -> Iterable[tuple[Tensor, Tensor]]:
     """The recipe's training loader over all images, as plain training code gets it; without workers."""
-    options: dict[str, Any] = {"cache_gb": 2, "cache_dir": str(cache)} if cache else {"cache_gb": 0}
+    if cache:
+        os.environ["XDG_CACHE_HOME"] = str(cache)
     data = ImageFolderDataModule(
-        data_dir=str(folder), image_size=size, batch_size=BATCH_SIZE, val_fraction=0.0, num_workers=0, **options
+        data_dir=str(folder),
+        image_size=size,
+        batch_size=BATCH_SIZE,
+        val_fraction=0.0,
+        num_workers=0,
+        cache_gb=2 if cache else 0,
     )
     data.setup("fit")
     return data.train_dataloader()

@@ -120,7 +120,6 @@ class ImageFolderDataModule(ClassificationDataModule):
         num_workers: worker processes that read images; by default half the cores per device, 8 at most, and on a CPU
             none.
         cache_gb: disk space for decoded images, in GiB, from which later epochs and runs read them; 0 keeps none.
-        cache_dir: folder for them; by default ``lightning-recipes/images`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
         pixel_mean: what is subtracted from the pixels, which are from 0 to 1, by channel; by default that of the
             pretrained weights, else the data set's; of a folder, ImageNet's, or measured below 64 pixels.
         pixel_std: what they are divided by then.
@@ -133,8 +132,8 @@ class ImageFolderDataModule(ClassificationDataModule):
         UserError: for invalid parameters, and at set-up for a folder that cannot be trained on.
     """
 
-    free_parameters = DataContract.free_parameters | {"cache_gb", "cache_dir"}
-    rare_parameters = frozenset({"cache_dir", "pixel_mean", "pixel_std"})
+    free_parameters = DataContract.free_parameters | {"cache_gb"}
+    rare_parameters = frozenset({"pixel_mean", "pixel_std"})
 
     def __init__(
         self,
@@ -151,7 +150,6 @@ class ImageFolderDataModule(ClassificationDataModule):
         cutmix: float = 0.0,
         num_workers: int | None = None,
         cache_gb: float = 2.0,
-        cache_dir: str | None = None,
         pixel_mean: Sequence[float] | None = None,
         pixel_std: Sequence[float] | None = None,
         on_corrupt: Literal["error", "skip"] = "error",
@@ -185,7 +183,6 @@ class ImageFolderDataModule(ClassificationDataModule):
                 raise UserError(f"{name}={numbers}: expected three numbers from 0 to 1, such as [0.485, 0.456, 0.406]")
         # A Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
         data_dir = str(Path(data_dir).expanduser()) if data_dir is not None else None
-        cache_dir = str(Path(cache_dir).expanduser()) if cache_dir is not None else None
         pixel_mean, pixel_std = (list(numbers) if numbers is not None else None for numbers in (pixel_mean, pixel_std))
         predict_inputs = [str(name) for name in predict_inputs] if predict_inputs is not None else None
         self.save_hyperparameters()
@@ -481,7 +478,7 @@ class ImageFolderDataModule(ClassificationDataModule):
         limit = int(self.hparams.cache_gb * 2**30)
         if not limit or not isinstance(files, FileTable) or is_small(self.image_size):
             return None
-        folder = Path(self.hparams.cache_dir) if self.hparams.cache_dir else cache_folder("images")
+        folder = cache_folder("images")
         whole = files.whole()
         key = hashlib.sha256(f"{whole.digest()} {decoders()}".encode()).hexdigest()
         cache = folder / f"{key[:24]}-{side}"

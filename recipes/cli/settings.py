@@ -66,7 +66,6 @@ class RunSettings:
         early_stopping: end the run when this score no longer improves; such as val/loss, see patience.
         patience: validations without improvement after which early stopping ends the run; 3 where none is given.
         logger: any of tensorboard,csv,wandb,mlflow, or none.
-        training_monitor: log the gradient norm.
     """
 
     name: str | None = None
@@ -93,7 +92,6 @@ class RunSettings:
     early_stopping: str | None = None
     patience: int | None = None
     logger: str = "tensorboard,csv"
-    training_monitor: bool = True
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -145,9 +143,7 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
         seeds,
         WarmupLR(settings.warmup, scale=scale, base_batch_size=recipe.base_batch_size if scale else None),
     ]
-    callbacks += [FiniteWeights(), RankConsistency(), Preemption(), LeanLoop()]
-    if settings.training_monitor:
-        callbacks.append(TrainingMonitor())
+    callbacks += [FiniteWeights(), RankConsistency(), Preemption(), LeanLoop(), TrainingMonitor()]
     if settings.sync_bn:
         check_batchnorm(recipe)  # Before other processes start.
         callbacks.append(SyncBN())

@@ -26,7 +26,6 @@ _FREE = {
     *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "val_check_interval"),
     *("check_val_every_n_epoch", "num_sanity_val_steps", "log_every_n_steps", "enable_checkpointing"),
     *("enable_progress_bar", "profiler", "detect_anomaly", "early_stopping", "patience", "logger"),
-    "training_monitor",
 }
 
 

@@ -70,14 +70,13 @@ def _train(
     """Two epochs, saved after the second update, in the first epoch; or from there to the end."""
     silence()
     kind, workers, kept = source
-    cache = {"cache_dir": str(root / "cache")} if kept else {"cache_gb": 0.0}
     data = ImageFolderDataModule(
         data_dir=str(root / ("all" if kind == "folder" else f"all.{kind}")),
         batch_size=GLOBAL_BATCH // world_size // micro_batches,
         val_fraction=0.0,
         num_workers=workers,
         **SETTINGS[setting],
-        **cache,
+        cache_gb=2.0 if kept else 0.0,
     )
     module = Recorder()
     saves = world_size == micro_batches == 1

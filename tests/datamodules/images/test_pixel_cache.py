@@ -154,7 +154,7 @@ def test_room_is_made_by_deleting_the_least_recently_used_caches_that_nobody_use
 
 
 def test_room_is_made_of_nothing_but_caches(tmp_path):
-    """`cache_dir` may be a folder with the user's own files, such as the images themselves."""
+    """The folder of caches may hold files of the user."""
     cache = PixelCache(tmp_path / OLD, 1, 1000)
     cache.put(0, 1, _image(0))
     cache.close()
