@@ -12,7 +12,7 @@ from typing import Any
 from datamodules.errors import UserError
 from recipes.launch.devices import Machine, number_of_devices
 from recipes.launch.settings import DEFAULT_PORT, Command, LaunchSettings, flag_of
-from recipes.launch.slurm import SlurmStep, slurm_allocation, slurm_step
+from recipes.launch.slurm import SlurmStep, shell_of_srun, slurm_allocation, slurm_step
 
 __all__ = ["LAUNCHER_VARIABLE", "RENDEZVOUS_VARIABLE", "Launch", "plan_launch"]
 
@@ -180,11 +180,12 @@ def _refuse_one_process_of_many(env: Mapping[str, str], devices: int, command: C
         return
     tasks = job.nodes * job.tasks_per_node
     what = f"{job.nodes} node{'s' * (job.nodes > 1)}" + (f" and {tasks} tasks" if tasks > job.nodes else "")
-    lines = command.srun(job.nodes, devices if devices > 1 else max(job.tasks_per_node, job.gpus_per_node))
-    alone = command.srun(1, 1)
-    raise UserError(
-        f"this Slurm job has {what}, and the program was started once, without srun: {lines} or as one process: {alone}"
-    )
+    of_node = devices if devices > 1 else max(job.tasks_per_node, job.gpus_per_node)
+    lines = f"{command.srun(job.nodes, of_node)} or as one process: {command.srun(1, 1)}"
+    if "SLURM_PTY_PORT" in env:
+        # The shell of srun is a step that holds the processors of the job.
+        lines = lines.replace("srun --nodes", "srun --overlap --nodes")
+    raise UserError(f"this Slurm job has {what}, and the program was started once, without srun: {lines}")
 
 
 def _by_parent(env: Mapping[str, str], asked: tuple[Any, int], here: Machine) -> Launch:
@@ -293,7 +294,7 @@ def _plan(
         return _by_parent(env, asked, here)
     if "TORCHELASTIC_RUN_ID" in env:
         return _by_torchrun(env, settings, asked, here, command)
-    step = slurm_step(env)
+    step = None if shell_of_srun(env) else slurm_step(env)
     if step is not None and step.tasks > 1:
         return _by_slurm(step, env, settings, asked, here, command)
     several = (_integer(env, "WORLD_SIZE") or 1) > 1

@@ -4,11 +4,13 @@ Lightning's `SLURMEnvironment` does not serve here: it finds "rack1" for the fir
 steps of a job the same port, and reads and writes ``os.environ`` where a plan has to be a function of its arguments.
 """
 
+import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["SlurmAllocation", "SlurmStep", "first_host", "slurm_allocation", "slurm_step"]
+__all__ = ["SlurmAllocation", "SlurmStep", "first_host", "shell_of_srun", "slurm_allocation", "slurm_step"]
 
 # Below the range of ephemeral ports.
 _FIRST_PORT, _PORTS = 15000, 17000
@@ -89,3 +91,12 @@ def slurm_allocation(env: Mapping[str, str]) -> SlurmAllocation | None:
     nodes = _number(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
     tasks = _number(env, "SLURM_NTASKS_PER_NODE") or -(-_number(env, "SLURM_NTASKS") // nodes)
     return SlurmAllocation(nodes, tasks or 1, _number(env, "SLURM_GPUS_PER_NODE"))
+
+
+def shell_of_srun(env: Mapping[str, str]) -> bool:
+    """Whether this program was typed in the shell of ``srun --pty bash``: then the tasks of the step are shells.
+
+    A step within that shell inherits its SLURM_PTY_PORT, but not its terminal.
+    """
+    typed = env.get("SLURM_TASK_PID") != str(os.getpid()) and sys.stdin is not None and sys.stdin.isatty()
+    return "SLURM_PTY_PORT" in env and typed

@@ -1,5 +1,6 @@
 """What a process makes of its environment and its flags, before it has met anybody."""
 
+import os
 from typing import Any
 
 import pytest
@@ -95,6 +96,16 @@ def test_what_was_asked_for_on_one_node_of_slurm_starts_there():
     assert plan({"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_CPUS_PER_TASK": "4"}) == Launch("local", 1, 1)
     one_of_four_gpus = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_GPUS_PER_NODE": "4"}
     assert plan(one_of_four_gpus, 1, here=GPUS) == Launch("local", 1, 1), "such as a search that uses one GPU per run"
+
+
+def test_a_program_typed_in_a_shell_of_srun_is_none_of_its_tasks(monkeypatch):
+    shell = by_slurm(7, nodes=2, devices=1)[0] | SALLOC_2_NODES | {"SLURM_PTY_PORT": "4", "SLURM_TASK_PID": "5"}
+    assert plan(shell).launcher == "slurm", "a step within the shell inherits the variable, and has no terminal"
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    with pytest.raises(UserError, match="without srun: srun --overlap --nodes=2 --ntasks-per-node=1 python -m r"):
+        plan(shell)
+    assert plan(shell | {"SLURM_JOB_NUM_NODES": "1"}, 2).launcher == "local"
+    assert plan(shell | {"SLURM_TASK_PID": str(os.getpid())}).launcher == "slurm", "srun --pty python"
 
 
 def test_flags_and_variables_say_where_slurms_processes_meet_and_flags_win():
