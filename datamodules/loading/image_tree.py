@@ -219,7 +219,11 @@ def scan_tree(place: str | Path, opened: Opened | None = None) -> ImageTree:
     found: dict[str, dict[str, list[int]]] = {}
     ignored: list[str] = []
     notes: list[str] = []
-    for part, inner in (find_parts(folder) or {"train": folder}).items():
+    of_parts = find_parts(folder)
+    for beside in folder.folders.values():
+        if of_parts and beside not in of_parts.values():
+            notes.append(f"{beside.path} is not used: it is no folder train, val or test with class folders")
+    for part, inner in (of_parts or {"train": folder}).items():
         found[part], others, empty = _class_images(part, inner)
         ignored += others
         notes += empty

@@ -400,10 +400,10 @@ class MNISTDataModule(ClassificationDataModule):
             self._no_download = f"; {error}"
 
     def _holds_other_files(self) -> bool:
-        """Whether the folder holds more than what a download makes."""
+        """Whether the folder holds more than what downloads make, and hidden files."""
         folder = self._folder
-        names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-        return folder.is_file() or bool(names - {"MNIST"})
+        names = {entry.name for entry in folder.iterdir() if entry.name[0] != "."} if folder.is_dir() else set()
+        return folder.is_file() or bool(names - {info.torchvision_name for info in DATASETS.values()})
 
     def _missing(self, name: str) -> str:
         return _describe_missing(name, self._folder) + self._no_download

@@ -259,12 +259,14 @@ def test_what_is_left_out_is_counted_and_hidden_files_are_not_looked_at(tree, no
     write_class(tree / "train" / ".cache", 2)
     write_class(tree / "train" / "ant" / "more", 2, 900)
     (tree / "train" / "dog").mkdir()
+    write_class(tree / "test", 1)
     (tree / "train" / "ant" / "again").symlink_to(tree / "train" / "ant")
     shutil.rmtree(tree / "val" / "bee")
     shutil.move(tree / "val" / "ant" / "050.png", tree / "val" / "050.png")
     data = _data(tree)
     assert (data.info.classes, data.sizes) == (CLASSES, {"train": 15, "val": 4})
     assert _messages(notes) == [
+        f"note: {tree}/test is not used: it is no folder train, val or test with class folders",
         f"note: class dog is left out of train: {tree}/train/dog holds no image",
         "note: val has no image of bee: scores say nothing about them",
         f"note: left out 1 images that are in no folder of a class, such as {tree}/val/050.png",

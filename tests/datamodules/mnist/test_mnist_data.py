@@ -502,6 +502,7 @@ def test_resolving_downloads_what_is_missing(tmp_path: Path, monkeypatch: pytest
         Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [f"http://127.0.0.1:{server.server_port}/"])
         monkeypatch.setattr(torchvision.datasets.MNIST, "resources", resources)
+        (tmp_path / "new" / "FashionMNIST").mkdir(parents=True)  # Downloaded before.
         assert _data(tmp_path / "new", dataset="auto", download=True).resolve()["dataset"] == "mnist"
         server.shutdown()
     assert find_files("mnist", tmp_path / "new")
