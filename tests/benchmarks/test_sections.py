@@ -1,7 +1,7 @@
 """Each section runs once, tiny; and what it compares does the same work, so that a difference in time is none of it."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,15 +22,6 @@ from benchmarks.sections import scaling
 from benchmarks.sections.callbacks_cost import BARE, CALLBACKS, Classifier, fit
 from benchmarks.sections.input_pipeline import our_loader, stock_loader, write_files
 from benchmarks.sections.seq2seq import make_data, tutorial_bleu
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
 
 PROCESSES = ("time_to_accuracy", "start_up", "multi30k", "scaling")
 """What they measure takes processes of their own."""

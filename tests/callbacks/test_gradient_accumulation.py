@@ -138,15 +138,6 @@ EMPTY = (torch.zeros(0, 6, 5, dtype=torch.float64), torch.zeros(0, 6, dtype=torc
 BATCHES = sentences([8, 3, 5, 8, 1, 8, 2, 8, 8, 4])
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads only get in each other's way on models this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("count", ["tensor", "int", None])
 def test_an_update_is_the_mean_over_its_targets_and_stock_accumulation_is_not(count: str | None) -> None:
     expected = by_hand(windows(BATCHES, 4, 4, 2) * 2, count)

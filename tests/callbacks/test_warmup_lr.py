@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +87,6 @@ def train(model: pl.LightningModule, *callbacks: pl.Callback, ckpt_path: Any = N
 
 def curve(length: int, steps: int, kind: Kind = "linear", start_factor: float = 0.01) -> list[float]:
     return [warmup_factor(step / length, kind, start_factor) for step in range(steps)]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads only get in each other's way on models this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @given(st.sampled_from(KINDS), st.floats(0.001, 1), st.floats(0, 1), st.floats(0, 1))
