@@ -124,8 +124,6 @@ class WeightAveraging(pl.Callback):
 
     loads_raw_weights = True
     """For `ExactCheckpoint`, which does it where a run no longer averages."""
-    copies = 1
-    """How many times a checkpoint holds the weights besides its ``state_dict``."""
 
     def __init__(
         self,

@@ -13,10 +13,8 @@ from datamodules.errors import UserError
 
 __all__ = [
     "COUNT",
-    "FINITE",
     "NATURAL",
     "NOT_NEGATIVE",
-    "POSITIVE",
     "RATE",
     "SECONDS",
     "SHARE",
@@ -68,8 +66,6 @@ class Range:
         return kind + (" and ".join(part for part in (low, high) if part) or "a finite number")
 
 
-FINITE = Range()
-POSITIVE = Range(0, above=True)
 NOT_NEGATIVE = Range(0)
 SHARE = Range(0, 1)
 NATURAL = Range(0, 2**31 - 1, whole=True)

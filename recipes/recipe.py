@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from callbacks.lib.lightning_internals import attached_trainer
 from callbacks.lib.trainer_attributes import datamodule_of
-from callbacks.lib.updates import total_updates
 from callbacks.train_loss import TrainLoss
 from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError
@@ -534,10 +533,6 @@ class Recipe(pl.LightningModule):
         """Leave the network as it was, not compiled; an override has to call it."""
         if self.hparams.compile:
             restore_network(self.network)
-
-    def updates_in_run(self) -> float:
-        """Optimiser steps at which the run ends, known once training has begun."""
-        return total_updates(self.trainer)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """The optimiser's groups, each with a ``name``: all parameters, those that are frozen now too."""

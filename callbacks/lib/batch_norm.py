@@ -97,7 +97,7 @@ class _SynchronisedFunction(torch.autograd.Function):
         if total == 1:
             raise ValueError(
                 "batch normalisation found 1 value per channel on all processes, expected 2 or more: "
-                "pass drop_last=True or a larger batch size"
+                "pass another batch size"
             )
         if running is not None and total > 0:
             running[0].lerp_(mean.to(running[0].dtype), momentum)

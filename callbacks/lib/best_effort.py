@@ -28,12 +28,12 @@ def forget_failures(what: str | None = None) -> None:
         _unsaved.pop(what, None)
 
 
-def record_failure(what: str, error: Exception, consequence: str = "the run continues without it") -> None:
+def record_failure(what: str, error: Exception) -> None:
     """Remember that something could not be written, and print a warning the first time."""
     lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
     reason = lines[0] if lines else type(error).__name__
     if what not in _unsaved:
-        log.warning("warning: %s cannot be written (%s); %s", what, reason, consequence)
+        log.warning("warning: %s cannot be written (%s); the run continues without it", what, reason)
     _unsaved[what] = reason
 
 

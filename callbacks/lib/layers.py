@@ -58,7 +58,7 @@ def find_name(name: str, names: Collection[str], argument: str) -> str:
     return found[0]
 
 
-def find_layer(module: nn.Module, name: str, argument: str = "layer") -> nn.Module:
+def find_layer(module: nn.Module, name: str) -> nn.Module:
     """The submodule that `find_name` finds.
 
     Raises:
@@ -69,7 +69,7 @@ def find_layer(module: nn.Module, name: str, argument: str = "layer") -> nn.Modu
         Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
     """
     layers: dict[str, nn.Module] = {name: layer for name, layer in module.named_modules() if name}
-    return layers[find_name(name, layers, argument)]
+    return layers[find_name(name, layers, "layer")]
 
 
 def matching_names(patterns: Iterable[str], names: Collection[str], argument: str = "patterns") -> set[str]:

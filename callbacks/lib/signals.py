@@ -61,11 +61,12 @@ class SignalFlag:
 
     Args:
         signums: the signals; of unknown platforms' the ones that exist.
-        on_interrupt: what Ctrl-C prints on standard error.
     """
 
-    def __init__(self, signums: tuple[int, ...], on_interrupt: str = "") -> None:
-        self.signums, self.on_interrupt = signums, on_interrupt
+    def __init__(self, signums: tuple[int, ...]) -> None:
+        self.signums = signums
+        self.on_interrupt = ""
+        """What Ctrl-C prints on standard error."""
         self.received = 0
         self._pid = 0
         self._previous: dict[int, Any] = {}

@@ -44,8 +44,8 @@ def as_flags(message: str, flags: Collection[str], aliases: Mapping[str, str] | 
         >>> text = '`val_fraction` is 2.0; pass val_fraction=0.1, unfreeze={"fc": 3}, and `seed`, not other=1'
         >>> print(as_flags(text, {"val_fraction", "seed", "unfreeze"}))
         --val-fraction is 2.0; pass --val-fraction 0.1, --unfreeze '{"fc": 3}', and --seed, not other=1
-        >>> as_flags("pass drop_last=True or shuffle=False.", {"drop_last", "shuffle"})
-        'pass --drop-last or --no-shuffle.'
+        >>> as_flags("pass channels_last=True or flip=False.", {"channels_last", "flip"})
+        'pass --channels-last or --no-flip.'
     """
     names = dict(aliases or {}) | {name: name for name in flags}
 

@@ -11,7 +11,7 @@ from callbacks.run_progress import RunProgress
 from datamodules.errors import UserError
 from datamodules.images.data_module import ImageFolderDataModule
 from datamodules.mnist.data_module import MNISTDataModule
-from datamodules.ranges import COUNT, FINITE, POSITIVE, SHARE, Range, check_ranges
+from datamodules.ranges import COUNT, SHARE, Range, check_ranges
 from datamodules.translation.data_module import TranslationDataModule
 from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator
 from recipes.cli.settings import RunSettings
@@ -62,7 +62,9 @@ def test_each_class_refuses_numbers_outside_of_their_ranges(
 
 
 def test_a_range_is_said_in_words() -> None:
-    assert [str(allowed) for allowed in (SHARE, POSITIVE, FINITE, Range(0, 1, above=True, below=True), COUNT)] == [
+    assert [
+        str(allowed) for allowed in (SHARE, Range(0, above=True), Range(), Range(0, 1, above=True, below=True), COUNT)
+    ] == [
         "0 or more and 1 at most",
         "above 0",
         "a finite number",

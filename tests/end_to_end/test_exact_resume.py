@@ -250,7 +250,7 @@ def test_the_table_holds_every_callback_of_the_package() -> None:
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, pl.Callback) and value.__module__ == module.__name__
     }
-    # Every case saves with ExactCheckpoint, so it has no row, and neither has its subclass. The other does not train.
+    # Every case saves with ExactCheckpoint, so it has no row, and neither has its subclass.
     without_row = {ExactCheckpoint, LastCheckpoint}
     assert {type(make()) for make in CALLBACKS.values()} | without_row == classes
     assert {type(CALLBACKS[name]()) for name in TOGETHER} | without_row == classes

@@ -38,7 +38,6 @@ MAY_IMPORT = {
     "recipes.weights": "datamodules.errors callbacks.checkpointing callbacks.lib",
     "recipes.pretrained": "datamodules.errors datamodules.loading recipes.weights",
     "recipes.labels": f"{_DATA} datamodules.loading",
-    "recipes.losses": "",
     "recipes.optim": "datamodules.errors",
     "recipes.parameter_groups": "",
     "recipes.curves": "",
