@@ -89,14 +89,8 @@ def _make(folder: Path) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        raise _cannot_make(folder, error) from error
+        raise UserError(f"cannot make the run's folder {folder}: {error.strerror}; pass --run-dir") from error
     return True
-
-
-def _cannot_make(folder: Path, error: OSError) -> UserError:
-    file = next((parent for parent in folder.parents if parent.is_file()), None)
-    reason = f"{file} is a file" if file else error.strerror
-    return UserError(f"cannot make the run's folder {folder}: {reason}; pass --run-dir")
 
 
 def _new_folder(settings: RunSettings, title: str) -> Path:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from datamodules.translation.text import EOS, PAD, SOS
+from recipes.seq2seq.encoder import Encoder
 from recipes.seq2seq.network import AnyNetwork, position_mask, target_positions
 from recipes.seq2seq.recurrent import Seq2SeqNet
 from recipes.seq2seq.transformer import TransformerNet, sinusoids
@@ -111,3 +112,11 @@ def test_explicit_attention_in_bf16_gives_what_torch_gives():
         found = net.heads.attend(*(each.bfloat16() for each in x), **options)
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found.double(), expected, atol=0.03, rtol=0)
+
+
+def test_dropout_acts_between_the_layers_of_the_encoder_and_not_before_the_first():
+    inputs, lengths = torch.randn(2, 5, 4), torch.tensor([5, 3])
+    for layers in (1, 2):
+        encoder = Encoder(4, 8, layers, dropout=0.5)
+        same = torch.equal(encoder.train()(inputs, lengths)[0], encoder.eval()(inputs, lengths)[0])
+        assert same == (layers == 1)

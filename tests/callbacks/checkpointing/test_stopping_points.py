@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks.checkpointing.stopping_points import validation_is_next
+from callbacks.checkpointing.stopping_points import move_counters, validation_is_next
 from tests.support.tables import QUIET, Tiny, image_network, noisy_images, silence
 
 
@@ -34,3 +34,12 @@ def test_a_validation_is_foretold_after_each_batch_that_one_follows(interval: fl
     trainer.fit(Tiny(image_network().double(), torch.optim.SGD, lr=0.1), data, data)
     assert seen.foretold == seen.came
     assert seen.came
+
+
+def test_a_run_saved_before_a_validation_enters_it_again_from_its_first_batch():
+    counters = {"ready": 3, "started": 3, "processed": 3, "completed": 3}
+    progress = {"total": dict(counters), "current": dict(counters), "is_last_batch": True}
+    move_counters({"fit_loop": {"epoch_loop.val_loop.batch_progress": progress}}, "validation")
+    assert progress["total"] == {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+    assert progress["current"] == dict.fromkeys(counters, 0)
+    assert not progress["is_last_batch"]

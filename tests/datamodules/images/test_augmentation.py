@@ -15,6 +15,7 @@ from datamodules.images.augmentation import (
     BatchReader,
     Crop,
     Mixing,
+    _boxes,
     adjust_colours,
     centre_square,
     crop_box,
@@ -234,3 +235,28 @@ def test_an_empty_request_gives_an_empty_batch_of_the_right_shape():
         images = _augmented(name, [])
         mixed, soft = Mixing(0.2, 1.0, 3, 1)(images, batch.targets, images, batch.targets, batch.rows, 0)
         assert (mixed.shape, soft.shape) == ((0, 3, 64, 64), (0, 3))
+
+
+def test_shifts_reach_an_eighth_of_the_side_in_every_direction_equally_often():
+    point = torch.zeros(4000, 3, 32, 32, dtype=torch.uint8)
+    point[:, :, 16, 16] = 1
+    moved = BatchAugmentation("light", 32, 1, False, lambda _: PLAIN)(point, torch.arange(4000), 0)
+    places = moved[:, 0].nonzero()[:, 1:] - 16
+    assert places.amin(0).tolist() == [-4, -4]
+    assert places.amax(0).tolist() == [4, 4]
+    assert places.double().mean(0).abs().max() < 0.15  # Its standard error is 0.04.
+
+
+def test_brightness_varies_by_a_fifth_both_ways():
+    grey = torch.full((4000, 3, 64, 64), 100, dtype=torch.uint8)
+    shown = BatchAugmentation("standard", 64, 1, False, lambda _: PLAIN)(grey, torch.arange(4000), 0)[:, 0, 0, 0]
+    assert float(shown.min()) == pytest.approx(80, abs=0.1)
+    assert float(shown.max()) == pytest.approx(120, abs=0.1)
+    assert float(shown.mean()) == pytest.approx(100, abs=1)
+
+
+def test_the_box_of_cutmix_has_the_area_that_its_share_leaves():
+    box = _boxes(torch.tensor([0.75]), torch.tensor([0.5]), torch.tensor([0.5]), 8, 8)
+    assert box[0].nonzero().amin(0).tolist() == [2, 2]
+    assert box[0].nonzero().amax(0).tolist() == [5, 5]
+    assert int(box.sum()) == 16
