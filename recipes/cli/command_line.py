@@ -73,10 +73,11 @@ _COMMON_TRAINER_PARAMETERS = """
 """
 _COMMON_RUN_SETTINGS = """
     name run_dir resume save_every ckpt output format seed precision global_batch_size accumulate warmup ema swa
-    sync_bn callbacks early_stopping logger summary profile
+    sync_bn callbacks early_stopping logger
 """
 _COMMON_LAUNCH_SETTINGS = "node_rank master_addr master_port"
 _TRAINER_TEXTS = LIMIT_TEXTS | {
+    "strategy": "ddp, or auto, which is one device or ddp",
     "barebones": "measure the speed of training: without logs, progress, checkpoints and test",
 }
 # They belong to one call and not to the experiment, so they are not saved with a run.

@@ -429,7 +429,8 @@ def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | N
         elif not last.exists():
             rank_zero_print(f"{why} before the first update, so nothing was saved")
         elif stopped.trained or trainer.state.fn != "fit":
-            test = _as_started(experiment, f"{program} test").using(ckpt=shown(last))
+            best = last.with_name("best.ckpt")
+            test = _as_started(experiment, f"{program} test").using(ckpt=shown(best if best.exists() else last))
             rank_zero_print(f"{why}; the training is done, so test with\n  {test}")
         else:
             # Callbacks of the command line are not taken from a checkpoint.

@@ -95,7 +95,7 @@ def _type_name(annotation: Any, everything: bool = True) -> str:
     """A type in one word, for the help; of many choices the first, unless `everything` is asked for."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        joined = "|".join(map(str, arguments))
+        joined = "|".join(dict.fromkeys(map(str, arguments)))
         return joined if everything or len(joined) <= 34 else f"{arguments[0]}|{arguments[1]}|..."
     if origin in (Union, types.UnionType):
         names = dict.fromkeys(_type_name(a, everything) for a in arguments if a is not type(None))

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -245,8 +246,9 @@ class _TensorBoard(TensorBoardLogger):
         if graphs:
             try:
                 network = Network(graphs)
-                # torch prints the graph where it fails.
-                with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
+                # torch prints the graph where it fails, and warns of the recipe's constants.
+                with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
                     self.experiment.add_graph(network, network.example)
             except Exception as error:  # Tracing may fail on the user's forward.
                 reason = str(error).strip().partition("\n")[0]

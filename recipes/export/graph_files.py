@@ -41,8 +41,12 @@ def _write_onnx(graph: Graph, path: Path, metadata: Mapping[str, Any]) -> GraphR
     program = torch.onnx.export(graph.module, example, input_names=names, output_names=outputs, **options)
     assert program is not None
     model = program.model
+    recurrent = any(node.op_type == "GRU" for node in model.graph.all_nodes())
     for node in model.graph.all_nodes():
         node.metadata_props.clear()  # It names the folders of this machine.
+        for value in node.outputs if recurrent else ():
+            if value.shape is not None:  # torch writes the length of the example, as if no other were taken.
+                value.shape = type(value.shape)(None if isinstance(size, int) else size for size in value.shape)
     for value, put in zip(model.graph.inputs, graph.inputs, strict=True):
         value.doc_string = put.text
     model.producer_name, model.producer_version = "lightning-recipes", __version__

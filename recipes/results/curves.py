@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
-from recipes.results.texts import is_number, score_text
+from recipes.results.texts import is_number
 
 __all__ = ["Curve", "curve_svg", "read_curves"]
 
@@ -59,6 +59,10 @@ def read_curves(folder: Path) -> dict[str, dict[str, Curve]]:
     return dict(sorted(curves.items(), key=lambda item: ("validation" not in item[1], item[0] != "loss")))
 
 
+def _axis_text(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"  # What fits beside the axis.
+
+
 def curve_svg(title: str, curves: Mapping[str, Curve]) -> str:
     """The curves of one score as SVG, in the page's font and its colours of text and lines."""
     points = [point for curve in curves.values() for point in curve]
@@ -78,8 +82,8 @@ def curve_svg(title: str, curves: Mapping[str, Curve]) -> str:
     return (
         f'<svg viewBox="0 0 360 200"><g class="axes"><path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}"/></g>'
         f'<text x="{_LEFT}" y="18">{escape(title)}{"".join(legend)}</text>'
-        f'<g text-anchor="end"><text x="{_LEFT - 5}" y="{_TOP + 4}">{score_text(high)}</text>'
-        f'<text x="{_LEFT - 5}" y="{_BOTTOM}">{score_text(low)}</text>'
+        f'<g text-anchor="end"><text x="{_LEFT - 5}" y="{_TOP + 4}">{_axis_text(high)}</text>'
+        f'<text x="{_LEFT - 5}" y="{_BOTTOM}">{_axis_text(low)}</text>'
         f'<text x="{_RIGHT}" y="{_BOTTOM + 18}">{right:,.0f} updates</text></g>'
         f'<g class="curves">{"".join(lines)}</g></svg>'
     )

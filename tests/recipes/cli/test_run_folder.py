@@ -14,6 +14,7 @@ import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
+from recipes import MNISTClassifier
 from recipes.cli import run_folder
 from recipes.cli.run_folder import log_settings, loggers
 from tests.support.command_lines import typed
@@ -151,3 +152,10 @@ def test_why_there_is_no_graph_stands_in_tensorboard_and_is_printed(
     assert capsys.readouterr().err == f"TensorBoard shows no graph: {reason}\n"
     (text,) = EventAccumulator(str(tmp_path)).Reload().Tensors("graph/text_summary")
     assert text.tensor_proto.string_val[0] == f"There is no graph: {reason}".encode()
+
+
+def test_the_graph_is_drawn_without_warnings_of_torch(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    (logger,) = loggers(tmp_path, None, ["tensorboard"])
+    assert isinstance(logger, TensorBoardLogger)
+    logger.log_graph(MNISTClassifier())
+    assert not recwarn.list

@@ -188,6 +188,8 @@ def test_a_translator_is_exported_as_an_encoder_and_a_step_of_the_decoder(option
         torch.tensor([4, 2]),
         torch.tensor([[1, 5], [1, 9]]),
     )
+    encoder = pytest.importorskip("onnxruntime").InferenceSession(str(folder / "encoder.onnx"))
+    assert all(output.shape[1] != 4 for output in encoder.get_outputs())  # The length of torch's example.
     encoded = run_file(folder / "encoder.onnx", source=source)
     state, logits = encoded.pop("state"), []
     for tokens in target.unbind(1):
