@@ -3,7 +3,6 @@
 import functools
 import gc
 import inspect
-import logging
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -399,25 +398,6 @@ def test_a_hook_that_stops_or_raises_does_it_at_the_same_place(
 
 
 # Where it stands aside, and what is left behind
-
-
-def test_debug_messages_are_written(caplog: pytest.LogCaptureFixture) -> None:
-    log = logging.getLogger("lightning.pytorch.trainer.call")
-
-    def messages(lean: bool) -> list[str]:
-        caplog.clear()
-        trainer = pl.Trainer(callbacks=[LeanLoop()] if lean else [], max_steps=2, **(QUIET | {"barebones": True}))
-        trainer.fit(Model(), loader())
-        return [record.message for record in caplog.records if record.name == log.name]
-
-    log.addHandler(caplog.handler)
-    try:
-        with caplog.at_level(logging.DEBUG, log.name):
-            lean, stock = messages(True), messages(False)
-    finally:
-        log.removeHandler(caplog.handler)
-    assert len(stock) > 20
-    assert lean == stock
 
 
 class Calls(pl.Callback):

@@ -240,6 +240,16 @@ def test_a_folder_of_class_folders_is_split_by_class_and_seed(tree, tmp_path):
     assert _data(folder, val_fraction=0.0).val_dataloader() == []
 
 
+def test_a_class_of_few_images_keeps_one_to_train_on():
+    classes, targets = ("a", "b", "c"), torch.tensor([0, 1, 1, 2, 2, 2])
+    rows = split_by_class(targets, classes, {"test": 0.5, "val": 0.4}, seed=1)
+    assert sorted(torch.cat(list(rows.values())).tolist()) == list(range(6))
+    assert set(targets[rows["train"]].tolist()) == {0, 1, 2}
+    # Which ones does not depend on other classes.
+    again = split_by_class(torch.tensor([0, 0, 1, 1, 2, 2, 2]), classes, {"test": 0.5, "val": 0.4}, seed=1)
+    assert [row - 1 for row in again["val"].tolist() if row > 1] == [row for row in rows["val"].tolist() if row > 0]
+
+
 def test_splits_are_those_of_earlier_versions_sample_by_sample():
     targets = torch.tensor([(i * i * 7 + i // 5) % 4 for i in range(60)])
     rows = split_by_class(targets, ("ant", "bee", "cow", "dog"), {"test": 0.1, "val": 0.25}, 3)

@@ -1,12 +1,9 @@
 """`fit`, called from Python: the command line's weights, and a program that goes on."""
 
-import contextlib
 import inspect
 import os
 import pydoc
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -90,35 +87,6 @@ def test_a_run_is_not_resumed_with_other_arrays(tmp_path: Path) -> None:
     ((fewer, others),) = run_ranks(_other_arrays, 1, str(tmp_path))
     assert "of a run on 1,475 samples, found 1,474; resume" in fewer
     assert "others or in another order; resume with the same data" in others
-
-
-QUIET_AND_LOUD = """
-import sys
-import warnings
-from recipes import fit
-
-options = {"dataset": "digits", "max_epochs": 1, "limit_train_batches": 2, "logger": "none"}
-fit("mnist", **options, verbose=False, batch_size=4)
-print("now")
-fit("mnist", **options)
-warnings.warn("of the program")
-"""
-
-
-def test_a_quiet_run_prints_nothing_on_a_terminal_either(tmp_path: Path) -> None:
-    terminal, shown = os.openpty()
-    done = subprocess.Popen([sys.executable, "-c", QUIET_AND_LOUD], cwd=tmp_path, stdout=shown, stderr=shown)
-    os.close(shown)
-    text = b""
-    with contextlib.suppress(OSError):  # Its end.
-        while part := os.read(terminal, 4096):
-            text += part
-    os.close(terminal)
-    assert done.wait() == 0, text
-    quiet, _, loud = text.decode().partition("now")
-    assert quiet == ""
-    assert "epoch 1/1" in loud
-    assert loud.count("UserWarning: of the program") == 1
 
 
 def _named(folder: str) -> None:
