@@ -53,20 +53,13 @@ echo "status $?"; rm fill; sed s/^/log:/ log; wc -l runs/mnist/f/metrics.csv"""
 
 
 @needs_mounts
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        ("64k", "no room for the batches of 2 workers"),
-        ("300k", "no room for the batches of 2 workers"),
-    ],
-)
-def test_shared_memory_that_is_too_small_is_refused_in_one_line(tmp_path: Path, size: str, message: str) -> None:
+def test_shared_memory_that_is_too_small_is_refused_in_one_line(tmp_path: Path) -> None:
     command = f"$PY -m recipes.resnet {COMMON} {FEW} {WORKERS} --name f"
-    done = _in_namespace(f"mount -t tmpfs -o size={size} tmpfs /dev/shm; exec {command}", tmp_path)
+    done = _in_namespace(f"mount -t tmpfs -o size=64k tmpfs /dev/shm; exec {command}", tmp_path)
     *_, line = done.stderr.strip().splitlines()
     assert "Traceback" not in done.stderr
     assert line.startswith("error: ")
-    assert message in line
+    assert "no room for the batches of 2 workers" in line
     assert "--num-workers" in line
     assert "--shm-size" in line
     assert done.returncode == 2
