@@ -437,7 +437,10 @@ def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | N
             given = read_run(last).config.get("callbacks") or []
             config = shown(last.parents[1] / "config.yaml") if given else None
             how = f"in a new job with --name {last.parents[1].name}, or with" if is_batch_job(os.environ) else "with"
-            line = _as_started(experiment, program).using(config=config, resume=shown(last))
+            launch = experiment.settings.launch
+            # On other devices than before it would resume within rounding.
+            devices = launch.devices if launch.launcher == "local" and launch.devices > 1 else None
+            line = _as_started(experiment, program).using(config=config, resume=shown(last), devices=devices)
             rank_zero_print(f"{why}; resume {how}\n  {line}")
         sys.stderr.flush()
         # Loggers and processes are closed; a regular exit of the interpreter would take another second.

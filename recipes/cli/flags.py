@@ -45,7 +45,9 @@ _OTHER_NAMES = {
     "ckpt_path": "ckpt",
     "epochs": "max_epochs",
     "gpus": "devices",
+    "gamma": "schedule_args",
     "learning_rate": "lr",
+    "milestones": "schedule_args",
     "nodes": "num_nodes",
     "sync_batchnorm": "sync_bn",
 }

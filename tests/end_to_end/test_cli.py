@@ -264,7 +264,7 @@ def test_a_minimal_recipe_and_a_mistake_on_one_rank_only(tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_keeps_the_last_checkpoint_and_resuming_ends_where_the_whole_run_ends(tmp_path):
     command = [sys.executable, "-m", "recipes.mnist", "--dataset", "digits", "--max-epochs", "15"]
-    command += ["--precision", "32", "--log-every-n-steps", "3", "--accelerator", "cpu"]
+    command += ["--precision", "32", "--log-every-n-steps", "3", "--accelerator", "cpu", "--devices", "2"]
     subprocess.run([*command, "--name", "whole"], cwd=tmp_path, env=environment(), check=True)
     process = subprocess.Popen(
         [*command, "--name", "cut"],
@@ -282,7 +282,7 @@ def test_ctrl_c_keeps_the_last_checkpoint_and_resuming_ends_where_the_whole_run_
     began = time.monotonic()
     rest = process.stdout.read()
     assert process.wait() == 130
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 120
     assert "Traceback" not in rest
     go_on = rest.strip().splitlines()[-1].split()
     assert go_on[:4] == ["python", "-m", "recipes.mnist", "--resume"]
