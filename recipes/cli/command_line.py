@@ -34,7 +34,7 @@ from recipes.cli.verify import find_interval
 from recipes.failures.fingerprint import fingerprint
 from recipes.failures.join import join_run
 from recipes.failures.monitor import RunConnection, monitored
-from recipes.failures.orphans import declare_parent, exit_with_parent, parent_of_rank
+from recipes.failures.orphans import declare_parent, drop_inherited_variables, exit_with_parent, parent_of_rank
 from recipes.failures.rendezvous import UPDATES_DONE
 from recipes.launch.devices import detect_machine, devices_of, shared_cores
 from recipes.launch.host_tuning import stop_gpu_search, tune_allocator
@@ -110,6 +110,7 @@ def run(
         callbacks: makes further callbacks for the Trainer, new ones for the scores after training.
         args: the command line; by default that of the process.
     """
+    drop_inherited_variables(os.environ)
     exit_with_parent(os.environ)
     if parent_of_rank(os.environ) is None:
         declare_parent(os.environ)

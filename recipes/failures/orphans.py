@@ -10,9 +10,13 @@ import threading
 import time
 from collections.abc import Mapping, MutableMapping
 
-__all__ = ["declare_parent", "exit_with_parent", "parent_of_rank"]
+from recipes.failures.secret import SECRET_VARIABLE
+
+__all__ = ["declare_parent", "drop_inherited_variables", "exit_with_parent", "parent_of_rank"]
 
 _PARENT = "LIGHTNING_RECIPES_PARENT"
+_OF_PARENT = "LIGHTNING_RECIPES_"
+_OF_USER = {"LIGHTNING_RECIPES_DATA", SECRET_VARIABLE}
 _TICK = 0.5
 # In a regular end of the run the parent may be the first process to exit.
 _WAIT = 3.0
@@ -21,6 +25,28 @@ _WAIT = 3.0
 def declare_parent(env: MutableMapping[str, str]) -> None:
     """Record this process as the parent of the processes that it will start."""
     env[_PARENT] = str(os.getpid())
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def drop_inherited_variables(env: MutableMapping[str, str]) -> None:
+    """Remove our variables if they were set by a process that is not the parent of this one.
+
+    A program that calls `run` and starts other programs later passes its environment on to them.
+    """
+    told = env.get(_PARENT, "")
+    if not told.isdigit() or int(told) in (os.getpid(), os.getppid()) or not _is_alive(int(told)):
+        return
+    for name in [name for name in env if name.startswith(_OF_PARENT) and name not in _OF_USER]:
+        del env[name]
 
 
 def parent_of_rank(env: Mapping[str, str]) -> int | None:

@@ -417,13 +417,6 @@ def trainer_with(*called: pl.Callback, **options: Any) -> pl.Trainer:
     return pl.Trainer(callbacks=list(called), **(QUIET | defaults | options))
 
 
-def test_another_release_of_lightning_keeps_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning.__version__", "2.7.0")
-    calls = Calls()
-    trainer_with(LeanLoop(), calls).fit(Model(), loader())
-    assert calls.lean == [False] * BATCHES
-
-
 def test_a_trainer_within_a_hook_of_another_leaves_its_results_as_they_are() -> None:
     def weights(*called: pl.Callback) -> dict[str, Tensor]:
         model = Model()

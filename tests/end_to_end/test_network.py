@@ -46,7 +46,7 @@ def test_no_command_on_two_ranks_exchanges_a_pickle(tmp_path: Path) -> None:
     resume = ["--resume", "runs/mnist/run/checkpoints/last.ckpt", "--max-epochs=2", "--logger=csv"]
     commands = [[*fit, "--logger=csv"], resume]
     for ended in run_ranks(_typed_by_ranks, 2, commands, str(tmp_path)):
-        assert [command.status for command in ended] == [0] * len(commands), ended
+        assert [command.status for command in ended] == [0] * len(commands), "\n".join(map(str, ended))
     assert (tmp_path / "runs/mnist/run/results.json").is_file()
 
 

@@ -14,7 +14,7 @@ from recipes.cli.experiment import Classes
 ROOT = Path(__file__).parents[2]
 BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
-    "recipes": (13_850, 8_800),
+    "recipes": (13_900, 8_800),
     "callbacks": (7_750, 4_650),
     "datamodules": (8_250, 5_100),
     "tests": (28_000, 21_400),

@@ -48,10 +48,6 @@ def in_each_step(look: Callable[[pl.Trainer, pl.LightningModule], Any], **option
     return found
 
 
-def test_the_running_hook_is_an_entry_of_the_modules_dict() -> None:
-    assert in_each_step(lambda _, module: vars(module)[internals.RUNNING_HOOK]) == ["on_train_batch_end"] * 4
-
-
 def test_a_value_is_logged_as_in_the_running_hook() -> None:
     def log_as_at_the_epochs_end(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         vars(module)[internals.RUNNING_HOOK] = "on_train_epoch_end"
