@@ -397,9 +397,6 @@ def test_a_hook_that_stops_or_raises_does_it_at_the_same_place(
     assert_equal_with_lean_loop(make, tmp_path, **options)
 
 
-# Where it stands aside, and what is left behind
-
-
 class Calls(pl.Callback):
     """Whether the faster calls are in use; "inner" runs another Trainer in each batch."""
 

@@ -34,6 +34,8 @@ def free_port() -> int:
 def _child(
     pipe: Connection, function: Callable, args: tuple, kwargs: Mapping[str, Any], env: Mapping[str, str]
 ) -> None:
+    # A test in the process that started the server of processes may have left it.
+    os.environ.pop("LIGHTNING_RECIPES_RESUME_POINT", None)
     os.environ.update(env)
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
