@@ -6,8 +6,7 @@ and on compiled modules ("Forward hook did not obtain any outputs"), and compute
 what it would replace here is one call of `torch.autograd.grad`.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,23 +17,11 @@ from typing_extensions import override
 
 from callbacks.drawing.classification_images import label_text, labelled_grid, prediction_texts, samples_of_batch
 from callbacks.drawing.evaluation_samples import EvaluationSamples
-from callbacks.lib.layers import find_layer
+from callbacks.lib.layers import evaluating, find_layer
 from datamodules.errors import UserError
 from datamodules.ranges import NATURAL, check_ranges
 
 __all__ = ["GradCAM", "grad_cam", "grad_cam_grid"]
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; afterwards each layer has its own mode, whatever its `train` method does."""
-    modes = [(layer, layer.training) for layer in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for layer, training in modes:
-            layer.training = training
 
 
 def grad_cam(module: nn.Module, layer: nn.Module | str, images: Tensor, classes: Tensor | None = None) -> Tensor:
@@ -76,7 +63,7 @@ def grad_cam(module: nn.Module, layer: nn.Module | str, images: Tensor, classes:
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(images.device.type, enabled=False), eager:
         handle = layer.register_forward_hook(cut)
         try:
-            with _evaluating(module):
+            with evaluating(module):
                 logits = module(images.detach().clone().to(dtype))
         finally:
             handle.remove()

@@ -1,9 +1,10 @@
-"""Modules and parameters by name, where users write the end of it.
+"""Modules and parameters by name, where users write the end of it, and their modes.
 
 A name is dotted and leads from the module itself, such as ``network.layer3.0.conv1.weight``.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -12,6 +13,7 @@ from torch import nn
 from datamodules.errors import UserError
 
 __all__ = [
+    "evaluating",
     "find_layer",
     "find_name",
     "inside",
@@ -124,3 +126,15 @@ def inside(name: str, outers: Collection[str]) -> bool:
     """
     ends = [i for i, letter in enumerate(name) if letter == "."]
     return "*" in outers or name in outers or any(name[:end] in outers for end in ends)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; afterwards each layer has its own mode, whatever its `train` method does."""
+    modes = [(layer, layer.training) for layer in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for layer, training in modes:
+            layer.training = training

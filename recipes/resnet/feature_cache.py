@@ -17,10 +17,11 @@ from typing_extensions import override
 
 from callbacks.freezing import FreezeLayers
 from callbacks.lib.durations import Duration
+from callbacks.lib.layers import evaluating
 from callbacks.lib.trainer_attributes import callbacks_of, datamodule_of
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
-from recipes.resnet.layers import evaluating, layers_of, random_images
+from recipes.resnet.layers import layers_of, random_images
 
 __all__ = ["FeatureCache", "FeatureLoader", "NumberedImages", "gather_rows", "head_to_train", "inputs_of", "what_moves"]
 

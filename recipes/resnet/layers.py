@@ -4,7 +4,6 @@ Learning rates, the default of freezing, and Grad-CAM refer to them.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from callbacks.lib.layers import evaluating
 from datamodules.errors import UserError
 
-__all__ = ["Block", "Layer", "evaluating", "last_block_of", "layers_line", "layers_of", "random_images"]
+__all__ = ["Block", "Layer", "last_block_of", "layers_line", "layers_of", "random_images"]
 
 Layer = tuple[str, Sequence[nn.Module]]
 """A name, and the modules that belong to it."""
@@ -32,18 +32,6 @@ class Block(NamedTuple):
 
     name: str
     has_maps: bool
-
-
-@contextmanager
-def evaluating(network: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; afterwards each layer has its own mode."""
-    modes = [(layer, layer.training) for layer in network.modules()]
-    network.eval()
-    try:
-        yield
-    finally:
-        for layer, before in modes:
-            layer.training = before
 
 
 def random_images(network: nn.Module, example: Tensor) -> Tensor:
