@@ -1,9 +1,9 @@
 """Pretrained weights: ImageNet's from torchvision, downloaded once and verified, or a file."""
 
-import difflib
 import logging
 import re
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -12,24 +12,11 @@ from torch import Tensor
 
 from datamodules.errors import UserError
 from datamodules.loading.download import DownloadError, digest_of, download
-from recipes.weights import read_weights, some_names
+from recipes.weights import read_weights
 
 __all__ = ["download_weights", "imagenet_weights"]
 
 log = logging.getLogger("lightning_recipes")
-
-
-def _imagenet_url(arch: str) -> str:
-    import torchvision.models
-
-    names = torchvision.models.list_models(module=torchvision.models)
-    if arch not in names:
-        close = difflib.get_close_matches(arch, names) or names
-        raise UserError(f"torchvision has no architecture {arch!r}; did you mean {some_names(close)}?")
-    weights = getattr(torchvision.models.get_model_weights(arch), "DEFAULT", None)
-    if weights is None:
-        raise UserError(f"torchvision has no ImageNet weights for {arch}; pass weights='FILE', or weights='none'")
-    return str(weights.url)
 
 
 def download_weights(url: str, timeout: float = 30.0, name: str | None = None) -> Path:
@@ -67,6 +54,11 @@ def imagenet_weights(arch: str) -> dict[str, Tensor]:
     """The newest ImageNet weights of a torchvision architecture, such as resnet18, from the cache or the network.
 
     Raises:
-        UserError: there is no such architecture, or its weights could not be downloaded.
+        UserError: there are none, or they could not be downloaded.
     """
-    return read_weights(download_weights(_imagenet_url(arch)))
+    import torchvision.models
+
+    weights: Any = getattr(torchvision.models.get_model_weights(arch), "DEFAULT", None)
+    if weights is None:
+        raise UserError(f"torchvision has no ImageNet weights for {arch}; pass weights='FILE', or weights='none'")
+    return read_weights(download_weights(weights.url))

@@ -143,8 +143,8 @@ class Recipe(pl.LightningModule):
         optimizer_args: further arguments of the optimiser, as in '{betas: [0.9, 0.95]}'.
         channels_last: the memory layout of convolutions in which bf16 kernels are fast.
         compile: train with torch.compile, of the network only; or one of its modes, such as max-autotune.
-        weights: file of weights to begin with (.pt, .pth, .ckpt, .safetensors), or none.
-        weights_skip: layers by name that keep their initial weights, as in "fc.*".
+        weights: file of weights to begin with, or none; FILE:NAME for one of several networks in it, as in a.pth:ema.
+        weights_skip: layers by name that keep their initial weights, and are left out of the file, as in "fc.*".
     """
 
     title = "recipe"

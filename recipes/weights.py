@@ -1,21 +1,23 @@
 """Load weights of any origin into a module: read without running code, matched by name and shape, reported in a line.
 
-A file is either wrong (another file, half a file, another network), or most of its tensors fit and those of the head do
-not. The first is refused before the module changes; of the second, the tensors that fit are loaded.
+A file is either wrong (another file, half a file, another network), or all of its tensors fit but those of the head.
+The first is refused before the module changes; of the second, the tensors that fit are loaded.
 """
 
-import itertools
 import json
+import logging
 import re
 import zipfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
-from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.lib.layers import inside, matching_names, module_names
@@ -30,12 +32,12 @@ __all__ = [
     "some_names",
 ]
 
+log = logging.getLogger("lightning_recipes")
+
 # Averaged weights first, as in timm: where a file has both, the published scores are of the averaged ones.
-_CONTAINERS = (
-    *("state_dict_ema", "model_ema", "params_ema", "state_dict", "model_state_dict", "model_state"),
-    *("model", "module", "network", "net", "weights", "params"),
-)
-_KINDS = (".ckpt", ".safetensors", ".pt", ".pth")
+_AVERAGED = re.compile(r"(?:^|[._])(?:ema|average)", re.IGNORECASE)
+_USUAL = {"state_dict", "model_state_dict", "model_state", "model", "module", "network", "net", "weights", "params"}
+_OTHER_STATE = re.compile("optim|callbacks|sched")
 
 # Attributes that hold a whole network: a file and a module may have different ones, or none.
 _WRAPPERS = {"module", "model", "network", "net", "backbone", "trunk", "_forward_module"}
@@ -46,11 +48,9 @@ _INNER_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_c
 def _check_file(path: Path) -> None:
     """Refuse files that hold no weights, whatever their suffix."""
     if path.is_dir():
-        inside = [file for kind in _KINDS for at in ("", "checkpoints/") for file in path.glob(f"{at}*{kind}")]
-        example = min(inside, default=path / "weights.pt")
-        raise UserError(f"{path} is a folder; name a file in it, such as weights={str(example)!r}")
+        raise UserError(f"{path} is a folder; name a file in it, such as weights={str(path / 'model.safetensors')!r}")
     if not path.is_file():
-        raise UserError(f"there is no file {path}; pass weights='FILE' ({', '.join(_KINDS)}) or weights='none'")
+        raise UserError(f"there is no file {path}; pass weights='FILE' or weights='none'")
     try:
         with path.open("rb") as file:
             start = file.read(64)
@@ -66,33 +66,34 @@ def _check_file(path: Path) -> None:
         raise UserError(f"{path} is damaged: it ends too early; download it again")
 
 
-def _read_torch(path: Path) -> Any:
+def _located(path: str | Path) -> tuple[Path, str]:
+    """A file, and the name of the weights in it that may follow a colon, as in "checkpoint.pth:teacher"."""
+    path = Path(path).expanduser()
+    file, _, key = str(path).rpartition(":")
+    return (Path(file), key) if not path.is_file() and Path(file).is_file() else (path, "")
+
+
+def _read(path: Path) -> Any:
+    """What a file holds, whatever its suffix; safetensors as a dict of their tensors and settings."""
+    _check_file(path)
+    with path.open("rb") as file:
+        start = file.read(9)
     try:
-        return load_plain(path)
+        if start[8:] != b"{":  # Behind the length of the header in 8 bytes.
+            return load_plain(path)
+        from safetensors import safe_open
+
+        with safe_open(path, "pt") as opened:
+            texts = opened.metadata() or {}
+            settings = {name: json.loads(texts[name]) for name in ("config", "hyper_parameters") if name in texts}
+            return {"state_dict": {name: opened.get_tensor(name) for name in opened.keys()}, **settings}  # noqa: SIM118
     except UserError:
         raise
-    except Exception as error:  # a damaged pickle raises anything
-        raise UserError(f"{path} is damaged, or was not written by torch.save(); download it again") from error
-
-
-def _read_safetensors(path: Path) -> Any:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is damaged, or no safetensors file ({error}); download it again") from error
-
-
-def _tensors_in(content: Any, depth: int = 3) -> dict[str, Tensor]:
-    """The tensors by name in what a file holds: a state dict, or a dict with one in one of the usual places."""
-    if not isinstance(content, Mapping):
-        return {}
-    for key in _CONTAINERS if depth else ():
-        if tensors := _tensors_in(content.get(key), depth - 1):
-            return tensors
-    return {name: value.detach() for name, value in content.items() if isinstance(name, str) and torch.is_tensor(value)}
+    except Exception as error:  # A damaged pickle raises anything.
+        raise UserError(
+            f"{path} is damaged, or neither torch.save() nor safetensors wrote it ({type(error).__name__}); download it"
+            " again"
+        ) from error
 
 
 def read_settings_beside(path: str | Path) -> dict[str, Any]:
@@ -101,44 +102,73 @@ def read_settings_beside(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: as `read_weights` does.
     """
-    path = Path(path).expanduser()
-    _check_file(path)
-    if path.suffix == ".safetensors":
-        _read_safetensors(path)  # It refuses a damaged file.
-        from safetensors import safe_open
-
-        with safe_open(path, "pt") as file:
-            texts = file.metadata() or {}
-        try:
-            content = {name: json.loads(texts[name]) for name in ("config", "hyper_parameters") if name in texts}
-        except ValueError as error:
-            raise UserError(f"{path} is damaged: its settings cannot be read; pass another file") from error
-    else:
-        content = _read_torch(path)
+    content = _read(_located(path)[0])
     found = [content.get(name) for name in ("config", "hyper_parameters")] if isinstance(content, Mapping) else []
     return next((dict(settings) for settings in found if isinstance(settings, Mapping) and settings), {})
+
+
+def _state_dicts(content: Any, depth: int = 3) -> dict[str, dict[str, Tensor]]:
+    """The tensors by name in what a file holds, by the keys that lead to them: "model.ema", or "" where none does."""
+    if not isinstance(content, Mapping):
+        return {}
+    named = {name: value for name, value in content.items() if isinstance(name, str)}
+    own = {name: value.detach() for name, value in named.items() if torch.is_tensor(value)}
+    found = {"": own} if own else {}
+    for key, value in named.items() if depth else ():
+        if not _OTHER_STATE.search(key):
+            found |= {f"{key}.{inner}".strip("."): state for inner, state in _state_dicts(value, depth - 1).items()}
+    return found
+
+
+def _chosen_state(path: Path, found: Mapping[str, dict[str, Tensor]]) -> str:
+    """Which of the state dicts of a file is taken; small ones beside it, such as statistics, are no choice."""
+    most = max(map(len, found.values()))
+    large = [key for key in found if 2 * len(found[key]) >= most]
+    averaged = [key for key in large if _AVERAGED.search(key)]
+    usual = [key for key in found if key.rpartition(".")[2] in _USUAL]
+    chosen = (averaged or usual or large)[0]
+    others = [key or "the tensors beside them" for key in large if key != chosen]
+    if not averaged and not usual and others:
+        raise UserError(
+            f"{path} holds several state dicts: {some_names([chosen, *others], 8)}; name one, as in"
+            f" weights='{path}:{chosen}'"
+        )
+    if others:
+        rank_zero_only(log.warning)(
+            f"{path}: takes {chosen}; there is {some_names(others)}, too, which weights='{path}:NAME' takes"
+        )
+    return chosen
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
     """The tensors in a file by name, on the CPU; no code from the file is run.
 
+    Of several state dicts the averaged one is taken, else one of a usual name (`state_dict`, `model`, ...), and that is
+    logged; of other names one has to be chosen.
+
     Args:
-        path: .safetensors, or what `torch.save` wrote: a state dict, a checkpoint of Lightning's, of ours or of timm's,
-            or another dict with a state dict in one of the usual places. Large files are mapped, not copied.
+        path: of any suffix: safetensors, or what `torch.save` wrote, which is a state dict, or a dict with one in it,
+            such as a checkpoint. "FILE:NAME" chooses a state dict by its key, or the tensors whose names begin so, as
+            in "dino.pth:teacher.backbone". Large files are mapped, not copied.
 
     Raises:
-        UserError: there is no such file, it is damaged, holds no tensors, or holds code.
+        UserError: there is no such file, it is damaged, holds no tensors of that name or several state dicts, or code.
     """
-    path = Path(path).expanduser()
-    _check_file(path)
-    content = (_read_safetensors if path.suffix == ".safetensors" else _read_torch)(path)
-    tensors = _tensors_in(content)
-    if not tensors:
-        found = f"a {type(content).__name__}"
+    path, key = _located(path)
+    content = _read(path)
+    found = _state_dicts(content)
+    if key:
+        every = {f"{lead}.{name}".strip("."): value for lead, state in found.items() for name, value in state.items()}
+        for state in (every, *found.values()):
+            if inner := {name.removeprefix(f"{key}."): state[name] for name in state if name.startswith(f"{key}.")}:
+                return inner
+        raise UserError(f"{path} holds no tensors below {key!r}; found {some_names(list(found) + list(every), 8)}")
+    if not found:
+        holds = f"a {type(content).__name__}"
         if isinstance(content, Mapping):
-            found += f" of {some_names([str(key) for key in content])}"
-        raise UserError(f"{path} holds no tensors by name: found {found}, expected a module's state_dict()")
-    return tensors
+            holds += f" of {some_names([str(key) for key in content])}"
+        raise UserError(f"{path} holds no tensors by name: found {holds}, expected a module's state_dict()")
+    return found[_chosen_state(path, found)]
 
 
 def some_names(names: Sequence[str], limit: int = 4) -> str:
@@ -151,58 +181,39 @@ def some_names(names: Sequence[str], limit: int = 4) -> str:
     return (", ".join(names[:limit]) or "nothing") + more
 
 
-def _leads(names: Iterable[str]) -> list[tuple[str, ...]]:
-    """The chains of wrappers that names begin with, the shortest first.
+def _bare(name: str) -> str:
+    """A name without the wrappers at its beginning.
 
-    >>> _leads(["model.net.conv.weight", "model.step"])
-    [(), ('model',), ('model', 'net')]
+    >>> _bare("module.model.fc.bias"), _bare("network.step")
+    ('fc.bias', 'step')
     """
-    leads: set[tuple[str, ...]] = {()}
-    for name in names:
-        parts = name.split(".")[:-1]
-        depth = next((i for i, part in enumerate(parts) if part not in _WRAPPERS), len(parts))
-        leads.update(tuple(parts[:i]) for i in range(1, depth + 1))
-    return sorted(leads, key=lambda lead: (len(lead), lead))
-
-
-def _bare_names(names: Iterable[str], lead: tuple[str, ...]) -> dict[str, str]:
-    """Names without as much of `lead` as they begin with, and what they were.
-
-    >>> _bare_names(["fc.bias", "model.fc.bias", "model.net.conv.bias"], ("model", "net"))
-    {'fc.bias': 'model.fc.bias', 'conv.bias': 'model.net.conv.bias'}
-    """
-    bare = {}
-    for name in names:
-        parts = name.split(".")
-        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(parts[:-1], lead)))
-        bare[name] = ".".join(parts[shared:])
-    # Of two that become one, such as a network and its copy, the one with the longer lead is used: it comes last.
-    return {bare[name]: name for name in sorted(bare, key=lambda name: len(name) - len(bare[name]))}
+    parts = _INNER_WRAPPERS.sub("", name).split(".")
+    wrappers = next((i for i, part in enumerate(parts[:-1]) if part not in _WRAPPERS), len(parts) - 1)
+    return ".".join(parts[wrappers:])
 
 
 def match_names(state: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, str]:
     """Which tensor of the file belongs to which of the module: {name in the module: name in the file}.
 
-    Leading wrappers (``module.``, ``model.``, ``network.``, ``net.``, ``backbone.``, ...) are left out on either side
-    where that makes more tensors agree in name and shape; of equally good ways that which leaves out least.
+    Leading wrappers (``module.``, ``model.``, ``network.``, ``net.``, ``backbone.``, ...) are left out on both sides
+    where that makes more tensors agree in name and shape. Of a network and its copy the one with the shorter names is
+    taken.
 
     >>> conv = torch.zeros(3)
     >>> match_names({"module.model.conv.bias": conv}, {"network.conv.bias": conv})
     {'network.conv.bias': 'module.model.conv.bias'}
     """
 
-    def ways(tensors: Mapping[str, Tensor]) -> list[dict[str, str]]:
-        inner = {_INNER_WRAPPERS.sub("", name): name for name in tensors}
-        return [{bare: inner[name] for bare, name in _bare_names(inner, lead).items()} for lead in _leads(inner)]
-
     def agreement(matches: dict[str, str]) -> tuple[int, int]:
         return sum(state[name].shape == targets[to].shape for to, name in matches.items()), len(matches)
 
-    candidates = [
-        {module_names[bare]: names[bare] for bare in module_names.keys() & names.keys()}
-        for module_names, names in itertools.product(ways(targets), ways(state))
-    ]
-    best = max(candidates, key=agreement)
+    def matched(shorten: Callable[[str], str]) -> dict[str, str]:
+        # Of two that become one, the one that comes last is used.
+        longest_first = (sorted(names, key=lambda name: (-len(name), name)) for names in (state, targets))
+        theirs, ours = ({shorten(name): name for name in names} for names in longest_first)
+        return {ours[short]: theirs[short] for short in ours.keys() & theirs.keys()}
+
+    best = max(matched(partial(_INNER_WRAPPERS.sub, "")), matched(_bare), key=agreement)
     return {name: best[name] for name in targets if name in best}
 
 
@@ -220,8 +231,8 @@ def _misfit(value: Tensor, target: Tensor) -> str:
 class WeightsReport:
     """Which weights of a file were loaded; the counters of BatchNorm (``num_batches_tracked``) are left out.
 
-    >>> print(WeightsReport("a.pt", ["conv.weight"], {"fc.bias": "(9,) instead of (2,)"}, ["fc.bias"]))
-    weights from a.pt: 1 loaded, 1 skipped (fc.bias (9,) instead of (2,)), 1 new (fc.bias)
+    >>> WeightsReport("a.pt", ["conv.weight"], {"fc.bias": "(9,) instead of (2,)"}, ["fc.bias"]).line()
+    'weights from a.pt: 1 loaded, 1 skipped (fc.bias (9,) instead of (2,)), 1 new (fc.bias)'
 
     Attributes:
         source: where they came from.
@@ -247,61 +258,63 @@ class WeightsReport:
         ]
         return f"weights from {self.source}: {len(self.loaded)} loaded, {', '.join(rest)}"
 
-    @override
-    def __str__(self) -> str:
-        return self.line()
 
-
-def _chosen_names(module: nn.Module, tensors: Collection[str], skip: str | Sequence[str] | None) -> set[str]:
-    """The names of tensors without those that match the patterns `skip`.
-
-    Raises:
-        UserError: a pattern matches nothing, or nothing is left.
-    """
-    patterns = (skip,) if isinstance(skip, str) else skip or ()
-    # Checkpoints and patterns for freezing have the names of the recipe, whose network this is.
-    bare = [pattern.removeprefix("network.") for pattern in patterns]
-    skipped = matching_names(bare, [*module_names(module), *tensors], "skip")
-    chosen = {name for name in tensors if not inside(name, skipped)}
-    if not chosen:
-        raise UserError("`skip` leaves no tensor of the module; pass other patterns, or weights='none'")
-    return chosen
+def _counted(names: Iterable[str]) -> list[str]:
+    return [name for name in names if not name.endswith("num_batches_tracked")]
 
 
 def _compare(
     state: Mapping[str, Tensor], targets: Mapping[str, Tensor], source_name: str, chosen: Collection[str]
-) -> tuple[dict[str, Tensor], WeightsReport]:
-    """The tensors that are chosen and fit, under the module's names, and the report."""
+) -> tuple[dict[str, Tensor], WeightsReport, list[str]]:
+    """The tensors that are chosen and fit, under the module's names, the report, and what tells another network.
+
+    A new head tells none: it has other names, or another number of rows, and nothing beside it was loaded.
+    """
     matches = match_names(state, targets)
-    misfits = {name: _misfit(state[source], targets[name]) for name, source in matches.items() if name in chosen}
-    fitting = {name: state[matches[name]] for name, reason in misfits.items() if not reason}
-    skipped = {name: reason for name, reason in misfits.items() if reason}
-    used = set(matches.values())
-    skipped |= {name: "is not in the network" for name in state if name not in used}
+    misfits = {name: reason for name in matches if (reason := _misfit(state[matches[name]], targets[name]))}
+    fitting = {name: state[source] for name, source in matches.items() if name in chosen and name not in misfits}
     # Tied weights are one tensor with two names, and files may hold either.
     arrived = {id(targets[name]) for name in fitting}
-    kept = [name for name, value in targets.items() if id(value) not in arrived]
+    kept = _counted(name for name, value in targets.items() if id(value) not in arrived)
     new, not_chosen = ([name for name in kept if (name in chosen) is asked] for asked in (True, False))
+    used = set(matches.values())
+    left = dict.fromkeys(_counted(name for name in state if name not in used), "is not in the network")
+    skipped = {name: misfits[name] for name in misfits if name in chosen} | left
 
-    def counted(names: Iterable[str]) -> list[str]:
-        return [name for name in names if not name.endswith("num_batches_tracked")]
+    def part(name: str) -> str:
+        return _bare(name).partition(".")[0]
 
-    skipped = {name: skipped[name] for name in counted(skipped)}
-    return fitting, WeightsReport(source_name, counted(fitting), skipped, counted(new), counted(not_chosen))
+    loaded, parts = {part(name) for name in _counted(fitting)}, {part(name) for name in targets}
+    unmatched = [name for name in new if name not in misfits]
+    # What has another prefix is no part of the network, such as a loss or a copy.
+    leads = tuple({_INNER_WRAPPERS.sub("", name).removesuffix(_bare(name)) for name in used})
+    beside = [name for name in left if _INNER_WRAPPERS.sub("", name).startswith(leads)]
+    others = [name for name in beside if part(name) not in parts]
+    extra = [name for name in beside if part(name) in loaded] + others * (len(others) > len(unmatched))
+    resized = [name for name in new if name in misfits and state[matches[name]].shape[:1] == targets[name].shape[:1]]
+    foreign = [f"{name} {skipped[name]}" for name in (*extra, *resized)]
+    foreign += [f"{name} is not in the file" for name in unmatched if part(name) in loaded]
+    return fitting, WeightsReport(source_name, _counted(fitting), skipped, new, not_chosen), foreign
 
 
-def _refuse_too_few(report: WeightsReport, min_share: float) -> None:
+def _refuse_another_network(report: WeightsReport, foreign: Sequence[str], min_share: float) -> None:
     total = len(report.loaded) + len(report.new)
     share = len(report.loaded) / max(1, total)
-    if report.loaded and share >= min_share:
-        return
-    skipped = [f"{name} {reason}" for name, reason in report.skipped.items()]
-    raise UserError(
-        f"weights from {report.source}: {len(report.loaded)} of the network's {total} tensors match by name and shape, "
-        f"expected at least {min_share:.0%}. Not in the file: {some_names(report.new)}. "
-        f"Not taken: {some_names(skipped)}. "
-        "Check that both are of the same architecture; weights='none' trains from scratch"
-    )
+    if not report.loaded or share < min_share:
+        skipped = [f"{name} {reason}" for name, reason in report.skipped.items()]
+        raise UserError(
+            f"weights from {report.source}: {len(report.loaded)} of the network's {total} tensors match by name and"
+            f" shape, expected at least {min_share:.0%}. Not in the file: {some_names(report.new)}. "
+            f"Not taken: {some_names(skipped)}. "
+            "Check that both are of the same architecture; weights='none' trains from scratch"
+        )
+    if foreign:
+        layer = foreign[0].partition(" ")[0].rpartition(".")[0] or foreign[0].partition(" ")[0]
+        raise UserError(
+            f"weights from {report.source} are of another network: {len(report.loaded)} tensors match, and beside the"
+            f" head {len(foreign)} do not: {some_names(foreign, 3)}. Pass the architecture of the file, or leave layers"
+            f" out on both sides, as in skip={layer!r}"
+        )
 
 
 def load_weights(
@@ -325,18 +338,25 @@ def load_weights(
         state: tensors by name, such as `read_weights` returns; `match_names` decides which names agree.
         source_name: for messages.
         min_share: the least share of the chosen tensors that has to match; tensors are counted, not elements.
-        skip: layers and tensors of the module whose name, or an end of it, matches one of these patterns, such as
-            "encoder.*", keep their values.
+        skip: layers and tensors whose name, or an end of it, matches one of these patterns, such as "encoder.*", are
+            left out of the file, and keep their values in the module.
 
     Raises:
-        UserError: fewer match, or none, or a pattern matches nothing, or a matching tensor has NaN or infinite values.
-            The module is not changed then.
+        UserError: fewer match, or none, or one of the two has tensors beyond a head that the other lacks, or a pattern
+            matches nothing, or a matching tensor has NaN or infinite values. The module is not changed then.
     """
     everything = module.state_dict(keep_vars=True)
     targets = {name: value for name, value in everything.items() if torch.is_tensor(value)}
-    chosen = _chosen_names(module, targets, skip)
-    fitting, report = _compare(state, targets, source_name, chosen)
-    _refuse_too_few(report, min_share)
+    # Checkpoints and patterns for freezing have the names of the recipe, whose network this is.
+    patterns = [pattern.removeprefix("network.") for pattern in ([skip] if isinstance(skip, str) else skip or ())]
+    in_file = (part for name in state for part in accumulate(name.split("."), "{}.{}".format))
+    skipped = matching_names(patterns, [*module_names(module), *targets, *in_file], "skip")
+    chosen = {name for name in targets if not inside(name, skipped)}
+    if not chosen:
+        raise UserError("`skip` leaves no tensor of the module; pass other patterns, or weights='none'")
+    state = {name: value for name, value in state.items() if not inside(name, skipped)}
+    fitting, report, foreign = _compare(state, targets, source_name, chosen)
+    _refuse_another_network(report, foreign, min_share)
     for name, value in fitting.items():
         # A mask of minus infinities may be part of the module.
         target = targets[name]

@@ -96,6 +96,9 @@ def load_plain(path: str | Path) -> Any:
         raise UserError(f"{path} is refused: {problem}")
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
+            if Path(path).suffix == ".safetensors":  # By which torch would choose another format.
+                with Path(path).open("rb") as stream:
+                    return torch.load(stream, map_location="cpu", weights_only=True)
             # Files of torch before 1.6 are no zip archives, and cannot be mapped into memory.
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:

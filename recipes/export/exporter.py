@@ -103,7 +103,7 @@ def _export_weights(recipe: Recipe, path: Path, kind: str, metadata: dict[str, A
         raise UserError(f"--output {path}: a {kind} file ends in {_ENDINGS[kind]}")
     with _part_of(path) as part:
         write_weights(recipe.network, part, kind, metadata)
-        network, example = check_weights(recipe, part, kind), recipe.example_input_array
+        network, example = check_weights(recipe, part), recipe.example_input_array
         if not isinstance(example, Tensor):
             return Exported(path, {}, "every tensor equal to the checkpoint's")
         expected, found = (

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from datamodules.errors import UserError
 from recipes.recipe import Recipe
+from recipes.weights import read_weights
 
 __all__ = ["as_text", "check_weights", "write_weights"]
 
@@ -31,22 +32,15 @@ def write_weights(network: nn.Module, path: Path, kind: str, metadata: Mapping[s
         torch.save({"state_dict": weights, **metadata}, path)
 
 
-def check_weights(recipe: Recipe, path: Path, kind: str) -> nn.Module:
+def check_weights(recipe: Recipe, path: Path) -> nn.Module:
     """A new network with the weights of a file.
 
     Raises:
         UserError: they are not those of the recipe, to the bit.
     """
-    weights: dict[str, Tensor]
-    if kind == "safetensors":
-        from safetensors.torch import load_file
-
-        weights = load_file(path)
-    else:
-        weights = torch.load(path, weights_only=True)["state_dict"]
     network = recipe.build_network()
     network.to(next(p.dtype for p in recipe.network.parameters()))
-    network.load_state_dict(weights)
+    network.load_state_dict(read_weights(path))
     for name, tensor in recipe.network.state_dict().items():
         if not torch.equal(network.state_dict()[name], tensor):
             raise UserError(f"{path} does not hold {name} as the checkpoint does; the disk may be damaged")

@@ -69,10 +69,11 @@ def _copy(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_a_state_dict_comes_back_as_it_was_saved(tmp_path: Path, suffix: str):
+@pytest.mark.parametrize("save", [save_file, torch.save])
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors", ".bin"])
+def test_a_state_dict_comes_back_as_it_was_saved_whatever_the_suffix(tmp_path: Path, suffix: str, save: Any):
     path = tmp_path / f"net{suffix}"
-    (save_file if suffix == ".safetensors" else torch.save)(_state(), path)
+    save(_state(), path)
     _assert_equal(read_weights(path), _state())
     _assert_equal(read_weights(str(path)), _state())
 
@@ -83,13 +84,51 @@ def test_a_state_dict_comes_back_as_it_was_saved(tmp_path: Path, suffix: str):
         lambda state: {"state_dict": state, "epoch": 3, "optimizer": {"state": {0: torch.ones(2)}}},
         lambda state: {"model": state, "optimizer": {}},
         lambda state: {"model": {"state_dict": state}},
-        lambda state: {"state_dict": {k: v * 0 for k, v in state.items()}, "state_dict_ema": state},
         lambda state: {**state, "_extra_state": None, "version": 3},
+        lambda state: {"student": state, "optimizer": {"state": {"fc.weight": state}}, "epoch": torch.tensor(3)},
+        lambda state: {"best_model": state, "statistics": {"mean": torch.ones(3)}},
     ],
 )
-def test_the_tensors_are_found_in_the_usual_places(tmp_path: Path, wrap: Any):
+def test_the_tensors_are_found_under_any_key(tmp_path: Path, wrap: Any):
     torch.save(wrap(_state()), tmp_path / "a.pt")
     _assert_equal(read_weights(tmp_path / "a.pt"), _state())
+
+
+@pytest.mark.parametrize(
+    ("taken", "other"),
+    [
+        ("state_dict_ema", "state_dict"),
+        ("ema", "model"),
+        ("ema.module", "model"),
+        ("model_averaged", "model"),
+        ("state_dict", "current_model_state"),
+        ("model", "discriminator"),
+    ],
+)
+def test_of_several_state_dicts_the_averaged_or_usual_one_is_taken_said_and_can_be_chosen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, taken: str, other: str
+):
+    name, _, inner = taken.partition(".")
+    torch.save({other: _state(seed=1), name: {inner: _state()} if inner else _state()}, tmp_path / "a.pt")
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        _assert_equal(read_weights(tmp_path / "a.pt"), _state())
+    file = tmp_path / "a.pt"
+    assert caplog.messages == [f"{file}: takes {taken}; there is {other}, too, which weights='{file}:NAME' takes"]
+    _assert_equal(read_weights(f"{file}:{other}"), _state(seed=1))
+    _assert_equal(read_weights(f"{file}:{taken}"), _state())
+
+
+def test_state_dicts_of_other_names_have_to_be_chosen_by_their_key_or_a_prefix(tmp_path: Path):
+    file, backbone = tmp_path / "a.pt", {f"backbone.{name}": value for name, value in _state().items()}
+    torch.save({"student": _state(seed=1), "teacher": backbone}, file)
+    with pytest.raises(UserError, match=r"several state dicts: student, teacher; .* weights='.*a\.pt:student'"):
+        read_weights(file)
+    _assert_equal(read_weights(f"{file}:teacher.backbone"), _state())
+    with pytest.raises(UserError, match=r"no tensors below 'techer'; found student, teacher"):
+        read_weights(f"{file}:techer")
+    (tmp_path / "a.pt:student").write_bytes(b"")
+    with pytest.raises(UserError, match="a.pt:student is empty"):  # A file of that name.
+        read_weights(f"{file}:student")
 
 
 def test_a_checkpoint_of_a_real_run_is_read_and_loaded(tmp_path: Path):
@@ -119,11 +158,11 @@ def _bytes(tmp_path: Path, **options: Any) -> bytes:
         ("a.pt", b"", "a.pt is empty; download it again"),
         ("a.pth", b"\n<!DOCTYPE html><html>Sign in</html>", "a.pth is a web page, not weights"),
         ("a.pt", b"version https://git-lfs.github.com/spec/v1\noid sha256:12\n", "run git lfs pull"),
-        ("a.pt", bytes(range(256)) * 9, "a.pt is damaged, or was not written by"),
-        ("a.safetensors", bytes(range(256)) * 9, "a.safetensors is damaged, or no safetensors file"),
+        ("a.pt", bytes(range(256)) * 9, "a.pt is damaged, or neither"),
+        ("a.safetensors", bytes(range(256)) * 9, "a.safetensors is damaged, or neither"),
         ("a.pt", "half of a new file", "a.pt is damaged: it ends too early; download it again"),
-        ("a.pt", "half of an old file", "a.pt is damaged, or was not written by"),
-        ("a.safetensors", "half of safetensors", "a.safetensors is damaged, or no safetensors file"),
+        ("a.pt", "half of an old file", "a.pt is damaged, or neither"),
+        ("a.safetensors", "half of safetensors", r"a.safetensors is damaged, or neither torch.save\(\) nor"),
     ],
 )
 def test_what_is_no_file_of_weights_is_named(tmp_path: Path, name: str, content: bytes | str, message: str):
@@ -139,12 +178,7 @@ def test_what_is_no_file_of_weights_is_named(tmp_path: Path, name: str, content:
 
 
 def test_a_folder_names_the_file_in_it(tmp_path: Path):
-    with pytest.raises(UserError, match=r"is a folder; name a file in it, such as weights='.*weights\.pt"):
-        read_weights(tmp_path)
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "last.ckpt").touch()
-    (tmp_path / "checkpoints" / "best.ckpt").touch()
-    with pytest.raises(UserError, match=r"such as weights='.*checkpoints.best\.ckpt"):
+    with pytest.raises(UserError, match=r"is a folder; name a file in it, such as weights='.*\.safetensors"):
         read_weights(tmp_path)
 
 
@@ -203,11 +237,62 @@ def test_compiled_and_wrapped_modules_take_plain_weights_and_give_them(tmp_path:
 
 def test_of_a_network_and_its_copy_only_one_is_loaded():
     """Not some tensors of each: a file may hold a student and a teacher."""
-    state = {f"model.{name}": value for name, value in _state().items()} | _state(seed=1)
+    state = {
+        f"{lead}.{name}": value
+        for seed, lead in enumerate(("model", "ema"))
+        for name, value in _state(seed=seed).items()
+    }
     network = Net()
-    report = load_weights(network, state, "a.pt")
-    _assert_equal(_copy(network), _state(seed=1))
-    assert report.skipped.keys() == {f"model.{name}" for name in report.loaded}
+    report = load_weights(network, state | {"loss.weight": torch.ones(2)}, "a.pt")
+    _assert_equal(_copy(network), _state())
+    assert report.skipped.keys() == {"loss.weight", *(f"ema.{name}" for name in report.loaded)}
+
+
+_THREE = nn.Sequential(Net(), nn.Conv2d(3, 4, 3))
+
+
+@pytest.mark.parametrize(
+    ("file", "module", "foreign", "skip"),
+    [
+        # A deeper network, in a part that was loaded or in one of its own; and a file of a shallower one.
+        (nn.Sequential(Net(), Net()), nn.Sequential(Net()), "1.conv1.weight is not in the network", "1"),
+        (
+            Wrapped("layers", nn.Sequential(Net(), Net())),
+            Wrapped("layers", nn.Sequential(Net())),
+            "layers.1.conv1.weight is not in the network",
+            "layers.1.*",
+        ),
+        (
+            Wrapped("layers", nn.Sequential(Net())),
+            Wrapped("layers", nn.Sequential(Net(), nn.Linear(3, 2))),
+            "layers.1.weight is not in the file",
+            "layers.1",
+        ),
+        # A layer for other inputs is no head for other classes.
+        (nn.Sequential(Net(), nn.Conv2d(1, 4, 3)), _THREE, r"1.weight \(4, 1, 3, 3\) instead of \(4, 3, 3, 3\)", "1"),
+    ],
+)
+def test_tensors_beyond_a_head_that_only_one_side_has_are_refused_and_can_be_left_out(
+    file: nn.Module, module: nn.Module, foreign: str, skip: str
+):
+    before = _copy(module)
+    with pytest.raises(UserError, match=rf"another network: .*{foreign}.* as in skip="):
+        load_weights(module, file.state_dict(), "a.pt")
+    _assert_equal(_copy(module), before)
+    assert load_weights(module, file.state_dict(), "a.pt", skip=skip).loaded
+
+
+def test_statistics_that_a_file_lacks_are_not_taken_for_a_new_head():
+    with pytest.raises(UserError, match=r"bn1\.running_mean is not in the file"):
+        load_weights(Net(), dict(Net().named_parameters()), "a.pt")
+
+
+@pytest.mark.parametrize(
+    "head", [{"head.weight": torch.ones(9, 4), "head.bias": torch.ones(9)}, {"fc.0.weight": torch.ones(2, 2)}]
+)
+def test_a_head_of_another_name_or_of_several_layers_is_left_out(head: dict[str, Tensor]):
+    trunk = {name: value for name, value in _state().items() if not name.startswith("fc.")}
+    assert load_weights(Net(), trunk | head, "a.pt").new == ["fc.weight", "fc.bias"]
 
 
 _NAMES = st.lists(
