@@ -333,12 +333,11 @@ class ImageFolderDataModule(ClassificationDataModule):
             flips = " and mirroring" if self._info.flip else ", no mirroring"
             how = f"shifts{flips}" if self.augment == "light" else f"random crops{flips}, colours"
             chosen.append(f"augment={self.augment!r} ({how})")
-        if options.pixel_mean is None:
-            mean = ", ".join(f"{value:.3f}" for value in self.pixel_statistics[0])
-            whose = "ImageNet's" if self.pixel_statistics[0] == IMAGENET_MEAN else "their"
-            chosen.append(f"pixels normalised by {whose} mean ({mean})")
-        if chosen:
-            self._note(f"{self.title}: {', '.join(chosen)}")
+        mean = ", ".join(f"{value:.3f}" for value in self.pixel_statistics[0])
+        usual = "ImageNet's" if self.pixel_statistics[0] == IMAGENET_MEAN else "their"
+        whose = usual if options.pixel_mean is None else "the given"
+        chosen.append(f"pixels normalised by {whose} mean ({mean})")
+        self._note(f"{self.title}: {', '.join(chosen)}")
 
     def _note_fallback(self) -> None:
         """Log once that the bundled digits are used."""

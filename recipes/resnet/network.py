@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torchvision.models
@@ -113,6 +114,19 @@ def _build_torchvision(arch: str, num_classes: int, image_size: int) -> nn.Modul
     return network
 
 
+def _begin_heads(network: nn.Module, num_classes: int) -> nn.Module:
+    """Logits that begin as those of a new `nn.Linear`, where those of a network begin more than twice as wide.
+
+    Some initialise a head for ImageNet's 1,000 classes, with 1 / sqrt(classes) or the like: for 2 classes its logits
+    are 25 times as large, and the rate for training a head alone is too small to unlearn them.
+    """
+    layers = [layer for layer in network.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
+    for head in takewhile(lambda layer: len(layer.weight) == num_classes, reversed(layers)):
+        if head.weight.std() > 2 * (3 * head.weight[0].numel()) ** -0.5:
+            head.reset_parameters()
+    return network
+
+
 def build_network(arch: str, num_classes: int, image_size: int = 224, small_images: bool = False) -> nn.Module:
     """A network with new weights, which maps images of shape (batch, 3, height, width) to logits.
 
@@ -139,12 +153,13 @@ def build_network(arch: str, num_classes: int, image_size: int = 224, small_imag
         )
     try:
         if arch.startswith(_TIMM):
-            return _build_timm(arch.removeprefix(_TIMM), image_size, num_classes=num_classes)
+            network = _build_timm(arch.removeprefix(_TIMM), image_size, num_classes=num_classes)
+            return _begin_heads(network, num_classes)
         if arch in RESNETS:
             resnet: nn.Module = build_resnet(arch, num_classes, small_images)
             return resnet
         if arch in _TORCHVISION:
-            return _build_torchvision(arch, num_classes, image_size)
+            return _begin_heads(_build_torchvision(arch, num_classes, image_size), num_classes)
     except (AssertionError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, UserError):
             raise
@@ -192,19 +207,17 @@ def _timm_weights(name: str, image_size: int) -> dict[str, Tensor]:
     return dict(loaded.state_dict())
 
 
-def weights_statistics(arch: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+def weights_statistics(arch: str) -> dict[str, list[float]]:
     """Mean and standard deviation of pixels from 0 to 1 by which the published weights of an architecture normalise.
 
-    None where there are no such weights.
+    Empty where torchvision has no such weights; timm has a configuration for every name.
 
     >>> weights_statistics("resnet18")
-    ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    {'pixel_mean': [0.485, 0.456, 0.406], 'pixel_std': [0.229, 0.224, 0.225]}
     """
     if arch.startswith(_TIMM):
-        config = _timm_config(arch.removeprefix(_TIMM))
-        return (tuple(config.mean), tuple(config.std)) if config.has_weights else None
-    weights = getattr(torchvision.models.get_model_weights(arch), "DEFAULT", None) if arch in _TORCHVISION else None
-    if weights is None:
-        return None
-    transforms: Any = weights.transforms()
-    return tuple(transforms.mean), tuple(transforms.std)
+        known: Any = _timm_config(arch.removeprefix(_TIMM))
+    else:
+        weights = getattr(torchvision.models.get_model_weights(arch), "DEFAULT", None) if arch in _TORCHVISION else None
+        known = weights and weights.transforms()
+    return {"pixel_mean": list(known.mean), "pixel_std": list(known.std)} if known else {}

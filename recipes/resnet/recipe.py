@@ -15,7 +15,6 @@ from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from datamodules.images.augmentation import is_small, share_kept
 from datamodules.images.data_module import ImageFolderDataModule
-from datamodules.images.known_sets import IMAGENET_MEAN, IMAGENET_STD
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.classification import Classifier, ClassifierParameters
 from recipes.optim import default_rate
@@ -62,8 +61,8 @@ class ResNetFineTuner(Classifier):
             1 convolutions in the shortcuts; or cifarnet and cifarnet_wide, which learn faster.
         num_classes: labels are 0 to this less one; by default as many as the data has.
         image_size: side of the images in pixels; by default the data's.
-        weights: imagenet, a file (.pt, .pth, .ckpt, .safetensors) or none; by default imagenet for photographs of 64
-            pixels or more, where there are such weights, and none for a network of your own.
+        weights: imagenet, none or a file, as FILE:NAME for one of several networks in it; by default imagenet for
+            photographs of 64 pixels or more, where there are such weights, and none for a network of your own.
         small_images: no stride and no pooling in the first layer of a ResNet, for images of about 32 pixels; by default
             below 64 where there are no weights.
         freeze_until: freeze what comes before this layer, or none; by default the last block, such as layer4, and none
@@ -153,15 +152,16 @@ class ResNetFineTuner(Classifier):
 
     @override
     def settings_for_data(self) -> dict[str, Any]:
-        """The mean and the standard deviation of pixels that the weights were trained with, where that is known."""
-        weights = self.hparams.weights
-        if weights == "imagenet":
-            known = weights_statistics(self.hparams.arch)
-            return {} if known is None else dict(zip(("pixel_mean", "pixel_std"), map(list, known)))
-        saved = read_settings_beside(weights) if weights != "none" else {}
-        # Runs of before had ImageNet's, and did not say so.
-        usual = {"pixel_mean": list(IMAGENET_MEAN), "pixel_std": list(IMAGENET_STD)} if "augment" in saved else {}
-        return {name: saved.get(name) or value for name, value in usual.items()}
+        """The mean and the standard deviation of pixels that the weights were trained with, where that is known.
+
+        A file of a run says it; others are taken for the published weights of `arch`, unless those could not fit.
+        """
+        weights, names = self.hparams.weights, ("pixel_mean", "pixel_std")
+        saved = read_settings_beside(weights) if weights not in ("none", "imagenet") else {}
+        if all(saved.get(name) for name in names):
+            return {name: saved[name] for name in names}
+        own = type(self).build_network is not ResNetFineTuner.build_network or self.hparams.small_images
+        return {} if weights == "none" or (own and weights != "imagenet") else weights_statistics(self.hparams.arch)
 
     @override
     def build_network(self) -> nn.Module:
@@ -187,19 +187,6 @@ class ResNetFineTuner(Classifier):
         network = self.network.get_submodule(self.cached_head) if self.cached_head else self.network
         logits: Tensor = network(inputs)
         return logits
-
-    @override
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
-        try:
-            return super().training_step(batch, batch_idx)
-        except ValueError as error:
-            if "1 value per channel" not in str(error):
-                raise
-            raise UserError(
-                f"a batch of {len(batch[0])} image on a device has one pixel in {self.block.name}, and BatchNorm cannot"
-                " train on a single value; pass another `batch_size`, small_images=True, a larger"
-                ' `image_size`, or bn="eval"'
-            ) from error
 
     @override
     def parameter_groups(self) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -75,6 +76,51 @@ def test_layers_are_the_modules_of_a_network_to_its_last_block_and_head(arch: st
         *("class_token", "encoder.pos_embedding", "cls_token", "pos_embed", "reg_token")
     }
     assert len(layers_of(network)) > 4
+
+
+def _smallest_of_each_module_of_timm() -> list[str]:
+    import timm
+
+    found = {}
+    for module in timm.list_modules():
+        names = timm.list_models(module=module)
+        small = [
+            name for name in names if re.search("test_|atto|pico|nano|tiny|small|_x*s_|_x*s$|050|_0|b0|10|18", name)
+        ]
+        if names and not names[0].startswith("gemma4"):  # It has no head.
+            found[module] = min(small or names, key=lambda name: (not name.startswith("test_"), len(name)))
+    return [f"timm:{name}" for name in found.values()]
+
+
+def _check_heads(arch: str) -> None:
+    """Heads begin at most twice as wide as `nn.Linear`, whose weights deviate by 1 / sqrt(3 inputs), at any number of
+    classes."""
+    for classes in (2, 10, 1000):
+        network = build_network(arch, classes, FAMILIES.get(arch, (224,))[0])
+        layers = [layer for layer in network.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
+        linear = [layer for layer in layers if isinstance(layer, nn.Linear) and layer.out_features == classes]
+        logits = linear or layers[-1:]
+        for head in logits:
+            assert len(head.weight) == classes, arch
+            assert head.weight.std() <= 2 / (3 * head.weight[0].numel()) ** 0.5, (arch, classes)
+            assert head.bias is None or head.bias.abs().max() <= 2 / head.weight[0].numel() ** 0.5, (arch, classes)
+
+
+LARGE = ("alexnet", "vgg11_bn", "vit_b_32", "wide_resnet50_2")
+
+
+@pytest.mark.parametrize("arch", [*SMALL, *(name for name in FAMILIES if name not in LARGE)])
+def test_a_new_head_begins_as_wide_as_a_linear_layer_for_any_number_of_classes(arch: str):
+    if arch.startswith("timm:"):
+        pytest.importorskip("timm")
+    _check_heads(arch)
+
+
+@pytest.mark.slow
+def test_heads_of_all_families_of_timm_begin_as_wide_as_linear_layers():
+    pytest.importorskip("timm")
+    for arch in [*LARGE, *_smallest_of_each_module_of_timm()]:
+        _check_heads(arch)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +281,7 @@ def test_weights_of_timm_come_from_its_file_or_say_where_to_put_it(tmp_path: Pat
     save_file(published, place)
     loaded = published_weights("timm:test_resnet", 64)
     assert all(torch.equal(value, published[name]) for name, value in loaded.items())
-    assert weights_statistics("timm:test_resnet") == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    assert weights_statistics("timm:test_resnet") == {"pixel_mean": [0.5] * 3, "pixel_std": [0.5] * 3}
 
 
 @pytest.fixture(scope="module")

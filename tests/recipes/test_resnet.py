@@ -313,15 +313,6 @@ def test_images_come_in_the_precision_of_the_weights(stripes, precision):
     assert float(trainer.callback_metrics["val/loss"]) > 0
 
 
-def test_a_last_batch_of_one_small_image_says_what_to_do(stripes):
-    recipe = ResNetFineTuner(num_classes=2, weights="none")
-    # 24 images leave one.
-    data = ImageFolderDataModule(data_dir=str(stripes), image_size=SIZE, batch_size=23, augment="none")
-    options: dict[str, Any] = {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False}
-    with pytest.raises(UserError, match="another `batch_size`, small_images=True"):
-        pl.Trainer(**QUIET, **options).fit(recipe, data)
-
-
 def type_in(folder: Path, *args: str) -> Typed:
     """In a fresh process: what `python -m recipes.resnet ARGS` ends with and prints."""
     classes = "recipes:ResNetFineTuner", "datamodules:ImageFolderDataModule"
@@ -384,10 +375,36 @@ def test_small_photographs_train_a_network_of_their_own_from_scratch_and_say_so(
     assert config["pixel_mean"] != [0.485, 0.456, 0.406]
 
 
-def test_pixels_are_normalised_as_the_weights_expect():
-    imagenet = {"pixel_mean": [0.485, 0.456, 0.406], "pixel_std": [0.229, 0.224, 0.225]}
-    assert ResNetFineTuner(num_classes=2, weights="imagenet").settings_for_data() == imagenet
-    assert ResNetFineTuner(num_classes=2, weights="none").settings_for_data() == {}
+IMAGENET = {"pixel_mean": [0.485, 0.456, 0.406], "pixel_std": [0.229, 0.224, 0.225]}
+HALF = {"pixel_mean": [0.5] * 3, "pixel_std": [0.5] * 3}
+
+
+@pytest.mark.parametrize(
+    ("arch", "weights", "config", "expected"),
+    [
+        ("resnet18", "imagenet", None, IMAGENET),
+        ("resnet18", "none", None, {}),
+        ("resnet18", "FILE", None, IMAGENET),
+        ("timm:test_vit", "FILE", None, HALF),
+        ("timm:test_vit", "FILE:ema", None, HALF),
+        # What a run has saved beside its weights.
+        ("timm:test_vit", "FILE", {"augment": "none"} | IMAGENET, IMAGENET),
+        ("resnet20", "FILE", {"augment": "none"} | HALF, HALF),
+        # Nothing is known of the data set.
+        ("resnet20", "FILE", None, {}),
+    ],
+)
+def test_pixels_are_normalised_as_the_weights_expect(tmp_path, arch, weights, config, expected):
+    if arch.startswith("timm:"):
+        pytest.importorskip("timm")
+    torch.save({"model": {}, "ema": {"a": torch.ones(1)}, "config": config}, tmp_path / "a.pt")
+    recipe = ResNetFineTuner(arch, 2, 64, weights=weights.replace("FILE", str(tmp_path / "a.pt")), freeze_until="none")
+    assert recipe.settings_for_data() == expected
+
+
+def test_a_file_for_small_images_has_no_statistics_of_imagenet(pretrained):
+    recipe = ResNetFineTuner(num_classes=2, image_size=SIZE, small_images=True, weights=str(pretrained))
+    assert recipe.settings_for_data() == {}
 
 
 def test_weights_of_a_run_with_other_classes_begin_the_next(trained, stripes, tmp_path):
