@@ -164,10 +164,10 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
                 return inner
         raise UserError(f"{path} holds no tensors below {key!r}; found {some_names(list(found) + list(every), 8)}")
     if not found:
-        holds = f"a {type(content).__name__}"
-        if isinstance(content, Mapping):
-            holds += f" of {some_names([str(key) for key in content])}"
-        raise UserError(f"{path} holds no tensors by name: found {holds}, expected a module's state_dict()")
+        keys = f" of {some_names([str(key) for key in content])}" if isinstance(content, Mapping) else ""
+        raise UserError(
+            f"{path} holds no tensors by name: found a {type(content).__name__}{keys}, expected a module's state_dict()"
+        )
     return found[_chosen_state(path, found)]
 
 
@@ -182,11 +182,12 @@ def some_names(names: Sequence[str], limit: int = 4) -> str:
 
 
 def _bare(name: str) -> str:
-    """A name without the wrappers at its beginning.
+    """A name without the wrappers at its beginning, and with those of DenseNet's published files as they are today.
 
-    >>> _bare("module.model.fc.bias"), _bare("network.step")
-    ('fc.bias', 'step')
+    >>> _bare("module.model.fc.bias"), _bare("network.step"), _bare("denselayer1.norm.1.bias")
+    ('fc.bias', 'step', 'denselayer1.norm1.bias')
     """
+    name = re.sub(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)", r"\1\2", name)
     parts = _INNER_WRAPPERS.sub("", name).split(".")
     wrappers = next((i for i, part in enumerate(parts[:-1]) if part not in _WRAPPERS), len(parts) - 1)
     return ".".join(parts[wrappers:])
@@ -329,10 +330,6 @@ def load_weights(
     >>> report = load_weights(nn.Linear(3, 2), {"module.weight": torch.ones(2, 3)}, "a.pt")
     >>> report.line()
     'weights from a.pt: 1 loaded, 0 skipped, 1 new (bias)'
-    >>> state = {"0.weight": torch.ones(2, 2), "1.weight": torch.ones(2, 2)}
-    >>> layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    >>> load_weights(layers, state, "a.pt", skip="1.*").line()
-    'weights from a.pt: 1 loaded, 0 skipped, 0 new, 1 not chosen (1.weight)'
 
     Args:
         state: tensors by name, such as `read_weights` returns; `match_names` decides which names agree.

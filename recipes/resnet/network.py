@@ -151,15 +151,15 @@ def build_network(arch: str, num_classes: int, image_size: int = 224, small_imag
             f"small_images=True changes the first layer of torchvision's ResNets, and {arch} is none of them; pass"
             " small_images=False, or arch='resnet20', which is made for small images"
         )
+    if not arch.startswith(_TIMM) and arch not in _TORCHVISION:
+        raise UserError(f"no architecture {arch!r}; {_did_you_mean(arch, ARCHITECTURES)} Those of timm are timm:NAME")
     try:
         if arch.startswith(_TIMM):
             network = _build_timm(arch.removeprefix(_TIMM), image_size, num_classes=num_classes)
-            return _begin_heads(network, num_classes)
-        if arch in RESNETS:
-            resnet: nn.Module = build_resnet(arch, num_classes, small_images)
-            return resnet
-        if arch in _TORCHVISION:
-            return _begin_heads(_build_torchvision(arch, num_classes, image_size), num_classes)
+        elif arch in RESNETS:
+            network = build_resnet(arch, num_classes, small_images)
+        else:
+            network = _build_torchvision(arch, num_classes, image_size)
     except (AssertionError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, UserError):
             raise
@@ -167,7 +167,7 @@ def build_network(arch: str, num_classes: int, image_size: int = 224, small_imag
             f"{arch} cannot be built for images of {image_size} pixels ({str(error) or type(error).__name__}); pass"
             " another `image_size`"
         ) from error
-    raise UserError(f"no architecture {arch!r}; {_did_you_mean(arch, ARCHITECTURES)} Those of timm are timm:NAME")
+    return _begin_heads(network, num_classes)
 
 
 def published_weights(arch: str, image_size: int = 224) -> dict[str, Tensor]:

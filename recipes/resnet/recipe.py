@@ -135,8 +135,7 @@ class ResNetFineTuner(Classifier):
             freeze_until = None
         # A subclass passes its arguments on as they were.
         settled = {"weights": weights, "image_size": image_size, "freeze_until": freeze_until, "lr": lr}
-        settled |= {"small_images": small_images}
-        self.hparams.update(settled | {"head_lr_factor": head_lr_factor})
+        self.hparams.update(settled | {"small_images": small_images, "head_lr_factor": head_lr_factor})
 
     @classmethod
     @override
@@ -152,10 +151,7 @@ class ResNetFineTuner(Classifier):
 
     @override
     def settings_for_data(self) -> dict[str, Any]:
-        """The mean and the standard deviation of pixels that the weights were trained with, where that is known.
-
-        A file of a run says it; others are taken for the published weights of `arch`, unless those could not fit.
-        """
+        """The mean and the standard deviation of pixels that the weights expect: their run's, or those of `arch`."""
         weights, names = self.hparams.weights, ("pixel_mean", "pixel_std")
         saved = read_settings_beside(weights) if weights not in ("none", "imagenet") else {}
         if all(saved.get(name) for name in names):
@@ -232,5 +228,8 @@ class ResNetFineTuner(Classifier):
         """Those of torchvision and timm, too: "imagenet"."""
         if weights == "imagenet":
             options = self.hparams
-            return published_weights(options.arch, options.image_size), f"ImageNet ({options.arch})"
-        return super().pretrained_weights(weights)
+            state, source = published_weights(options.arch, options.image_size), f"ImageNet ({options.arch})"
+        else:
+            state, source = super().pretrained_weights(weights)
+        # Further outputs of Inception and GoogLeNet, for losses of their own.
+        return {name: state[name] for name in state if not name.startswith(("aux1.", "aux2.", "AuxLogits."))}, source
