@@ -162,7 +162,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         for state in (every, *found.values()):
             if inner := {name.removeprefix(f"{key}."): state[name] for name in state if name.startswith(f"{key}.")}:
                 return inner
-        raise UserError(f"{path} holds no tensors below {key!r}; found {some_names(list(found) + list(every), 8)}")
+        raise UserError(f"{path} holds no tensors below {key!r}; found {some_names([*filter(None, found), *every])}")
     if not found:
         keys = f" of {some_names([str(key) for key in content])}" if isinstance(content, Mapping) else ""
         raise UserError(
@@ -313,7 +313,7 @@ def _refuse_another_network(report: WeightsReport, foreign: Sequence[str], min_s
         layer = foreign[0].partition(" ")[0].rpartition(".")[0] or foreign[0].partition(" ")[0]
         raise UserError(
             f"weights from {report.source} are of another network: {len(report.loaded)} tensors match, and beside the"
-            f" head {len(foreign)} do not: {some_names(foreign, 3)}. Pass the architecture of the file, or leave layers"
+            f" head {len(foreign)} do not: {some_names(foreign, 3)}. Pass the settings of that network, or leave layers"
             f" out on both sides, as in skip={layer!r}"
         )
 

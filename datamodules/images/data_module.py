@@ -334,7 +334,7 @@ class ImageFolderDataModule(ClassificationDataModule):
             how = f"shifts{flips}" if self.augment == "light" else f"random crops{flips}, colours"
             chosen.append(f"augment={self.augment!r} ({how})")
         mean = ", ".join(f"{value:.3f}" for value in self.pixel_statistics[0])
-        whose = "their" if options.pixel_mean is None else "the given"
+        whose = "their" if options.pixel_mean is None else "the"
         whose = "ImageNet's" if self.pixel_statistics[0] == IMAGENET_MEAN else whose
         chosen.append(f"pixels normalised by {whose} mean ({mean})")
         self._note(f"{self.title}: {', '.join(chosen)}")
