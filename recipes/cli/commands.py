@@ -316,7 +316,7 @@ def _evaluate(experiment: Experiment, program: str) -> None:
     if command == "predict":
         print_rows(recipe.prediction_table(rows))
     else:
-        _print_scores(recipe, rows[0], {name: shown(path) for name, path in files.items()})
+        _print_scores(recipe, rows[0], {} if problem else {name: shown(path) for name, path in files.items()})
     if problem:
         raise RunFailedError(f"{run.output} could not be written: {problem}")
     if command == "predict" and (unreadable := list(data_contract(data).unreadable_inputs.values())):

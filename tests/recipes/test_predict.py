@@ -169,6 +169,7 @@ def test_the_command_names_what_it_cannot_read_and_ends_with_status_1_after_the_
     Image.new("RGB", (40, 40), "red").save(odd / "c.jpg")
     os.truncate(odd / "c.jpg", 400)
     (odd / "e.txt").write_text("no image")
+    (odd / "f.png").symlink_to("f.png")
     _trained(
         Seq2SeqTranslator(source_vocab_size=9, target_vocab_size=9, hidden_size=8),
         _Nothing(),
@@ -197,13 +198,14 @@ def test_the_command_names_what_it_cannot_read_and_ends_with_status_1_after_the_
     assert missing.status == 2
     assert "error: missing.png cannot be read as an image: No such file or directory" in missing.err
     assert folder.status == 1
-    assert "warning: 1 of 5 files in the folder odd are left out, no images by their endings: 1 .txt" in folder.err
-    assert "error: 2 of 4 inputs could not be read: odd/b.tif cannot be read as an image: " in folder.err
+    assert "warning: 1 of 6 files in the folder odd are left out, no images by their endings: 1 .txt" in folder.err
+    assert "error: 3 of 5 inputs could not be read: odd/b.tif cannot be read as an image: " in folder.err
     assert [line.split()[:2] for line in folder.out.splitlines()[1:]] == [
         ["odd/a.png", rows[2]["class"]],
         ["odd/b.tif", "-"],
         ["odd/c.jpg", "-"],
         ["odd/d.png", rows[2]["class"]],
+        ["odd/f.png", "-"],
     ]
     assert other.status == 2
     assert "other.ckpt is a checkpoint of the recipe seq2seq, and this is mnist" in other.err
