@@ -62,7 +62,8 @@ class Range:
     def __str__(self) -> str:
         kind = "a whole number, " if self.whole else ""
         low = "" if math.isinf(self.low) else f"above {self.low:,}" if self.above else f"{self.low:,} or more"
-        high = "" if self.high >= _TOO_MANY else f"below {self.high:,}" if self.below else f"{self.high:,} at most"
+        high = f"below {self.high:,}" if self.below else f"{self.high:,} at most"
+        high = "" if self.high in (math.inf, _TOO_MANY) else high
         return kind + (" and ".join(part for part in (low, high) if part) or "a finite number")
 
 

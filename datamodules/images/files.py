@@ -15,7 +15,7 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.images.pixel_cache import PixelCache, stamp_of
 from datamodules.loading.file_table import FileTable
-from datamodules.loading.heic import prepare_to_read
+from datamodules.loading.heic import prepare_to_read, why_no_image
 
 __all__ = ["ImageFiles", "UnreadableImage", "decoders", "load_image", "resized"]
 
@@ -139,8 +139,7 @@ def load_image(source: Source, short_side: int, name: str = "") -> Tensor:
     try:
         return _decode(source, short_side, name)
     except UnidentifiedImageError:
-        empty = not (source if isinstance(source, bytes) else Path(name).stat().st_size)
-        reason = "the file is empty" if empty else "its content is not an image"
+        reason = why_no_image(source) if isinstance(source, (str, Path, bytes)) else "it is not an image"
     except OSError as error:
         reason = error.strerror or str(error)
     # On damaged files Pillow's decoders raise exceptions of many kinds, from SyntaxError to zlib.error.

@@ -41,6 +41,13 @@ def _is_hidden(name: str) -> bool:
     return name.startswith((".", "__MACOSX"))
 
 
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # A link that leads to itself: as a file it is named.
+        return False
+
+
 def list_folder(place: Path) -> tuple[Folder, FileTable]:
     """A folder on disk with all that is below it, through links too, and the files by their numbers.
 
@@ -62,7 +69,7 @@ def list_folder(place: Path) -> tuple[Folder, FileTable]:
         for entry in entries:
             if _is_hidden(entry.name):
                 continue
-            if entry.is_dir():
+            if _is_folder(entry):
                 folder.folders[entry.name] = Folder(folder.prefix + entry.name)
             else:
                 folder.files[entry.name] = len(names)

@@ -53,7 +53,7 @@ def given_images(inputs: Any, colour: bool) -> GivenImages:
     """
     alone = not isinstance(inputs, (list, tuple))
     names: list[str] = []
-    empty: list[str] = []
+    notes: list[str] = []
     contents: list[str | Image.Image] = []
     for item in [inputs] if alone else inputs:
         if isinstance(item, (str, Path)):
@@ -62,7 +62,10 @@ def given_images(inputs: Any, colour: bool) -> GivenImages:
                 files, others = images_below(item)
                 if not files:
                     only = f", only {describe_left_out(others)}" if others else ""
-                    empty.append(f"the folder {item} holds no images{only}")
+                    notes.append(f"the folder {item} holds no images{only}")
+                elif others:
+                    count = f"{len(others):,} of {len(files) + len(others):,} files in the folder {item}"
+                    notes.append(f"{count} are left out, no images by their endings: {describe_left_out(others)}")
             names += files
             contents += files
             continue
@@ -70,9 +73,9 @@ def given_images(inputs: Any, colour: bool) -> GivenImages:
         names += [f"images[{i}]" for i in range(len(names), len(names) + len(images))]
         contents += images
     if not names:
-        raise UserError(empty[0] if empty else "no image to predict; pass the names of image files or folders")
-    for problem in empty:
-        _warn(f"warning: {problem}")
+        raise UserError(notes[0] if notes else "no image to predict; pass the names of image files or folders")
+    for note in notes:
+        _warn(f"warning: {note}")
     return GivenImages(names, contents)
 
 

@@ -4,10 +4,12 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["HEIC", "prepare_to_read", "reads_heic"]
+__all__ = ["HEIC", "prepare_to_read", "reads_heic", "why_no_image"]
 
 HEIC = (".heic", ".heif", ".hif")
 """The endings of such files."""
+
+_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 
 
 @cache
@@ -27,3 +29,11 @@ def prepare_to_read(file: str | Path) -> None:
     """Make Pillow read HEIC, before it opens a file of this name."""
     if Path(file).suffix.lower() in HEIC and reads_heic():
         _register()
+
+
+def why_no_image(source: str | Path | bytes) -> str:
+    """Why Pillow finds no image in a file, or in its content."""
+    content = source if isinstance(source, bytes) else Path(source).read_bytes()
+    if content[4:8] == b"ftyp" and content[8:12] in _BRANDS:
+        return "its content is HEIC: " + ("name it .heic" if reads_heic() else "pip install pillow-heif to read it")
+    return "its content is not an image" if content else "the file is empty"

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.loading.heic import prepare_to_read
+from datamodules.loading.heic import prepare_to_read, why_no_image
 
 __all__ = ["ReadDigits", "as_mnist", "border_of", "grey_image", "read_digits"]
 
@@ -37,7 +37,8 @@ def grey_image(source: str | bytes | Image.Image, name: str = "") -> Tensor:
         with nullcontext(file) if isinstance(file, Image.Image) else Image.open(file) as image:
             grey = _in_grey(ImageOps.exif_transpose(image))
     except UnidentifiedImageError as error:
-        raise UserError(f"{name} cannot be read as an image: its content is not an image") from error
+        reason = why_no_image(source) if isinstance(source, (str, bytes)) else "it is not an image"
+        raise UserError(f"{name} cannot be read as an image: {reason}") from error
     # On damaged files Pillow's decoders raise exceptions of many kinds, from SyntaxError to zlib.error.
     except Exception as error:
         reason = getattr(error, "strerror", None) or error

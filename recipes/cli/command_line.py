@@ -19,12 +19,13 @@ from lightning.pytorch.utilities import rank_zero_only
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from callbacks.lib.slurm_job import requeue_on
 from datamodules.errors import RunFailedError, UserError, system_failure
+from datamodules.ranges import COUNT, NOT_NEGATIVE, check_ranges
 from recipes.cli.commands import Trained, carry_out
-from recipes.cli.console import configure_logging
+from recipes.cli.console import configure_logging, escape_output
 from recipes.cli.experiment import Classes, Settings, build_experiment, takes_inputs
 from recipes.cli.flags import FlagGroup, FlagParser, help_width, nearest, without_markup
 from recipes.cli.help_cache import keep_help
-from recipes.cli.limits import LIMIT_TEXTS
+from recipes.cli.limits import LIMIT_TEXTS, seconds_of
 from recipes.cli.messages import one_line
 from recipes.cli.program import program_name
 from recipes.cli.report import check_output, shown
@@ -36,7 +37,7 @@ from recipes.failures.join import join_run
 from recipes.failures.monitor import RunConnection, monitored
 from recipes.failures.orphans import declare_parent, drop_inherited_variables, exit_with_parent, parent_of_rank
 from recipes.failures.rendezvous import UPDATES_DONE
-from recipes.launch.devices import detect_machine, devices_of, shared_cores
+from recipes.launch.devices import detect_machine, devices_of
 from recipes.launch.host_tuning import stop_gpu_search, tune_allocator
 from recipes.launch.plan import Launch, plan_launch
 from recipes.launch.precision import check_precision, resolve_precision
@@ -110,6 +111,7 @@ def run(
         callbacks: makes further callbacks for the Trainer, new ones for the scores after training.
         args: the command line; by default that of the process.
     """
+    escape_output()
     drop_inherited_variables(os.environ)
     exit_with_parent(os.environ)
     if parent_of_rank(os.environ) is None:
@@ -287,6 +289,8 @@ class CommandLine:
         args = list(self.args)
         command = args.pop(0) if args and args[0] in _COMMANDS else "fit"
         if args and not args[0].startswith("-") and command not in ("predict", "verify"):
+            if args[0] in _COMMANDS:
+                raise UserError(f"{command} and {args[0]} are two commands; pass one of them")
             hint = nearest(args[0], _COMMANDS) or f"; expected one of {', '.join(_COMMANDS)}, or a flag"
             raise UserError(f"unknown command {args[0]!r}{hint}")
         if command == "predict":
@@ -300,7 +304,18 @@ class CommandLine:
             raise UserError("--patience is a number of validations, 1 or more, for --early-stopping SCORE")
         if namespace.barebones and namespace.early_stopping:
             raise UserError("--barebones has no scores to stop by; leave --early-stopping out")
+        for name in ("max_time", "val_check_interval"):
+            seconds_of(name, namespace[name])
+        check_ranges(
+            num_nodes=(namespace.num_nodes, COUNT),
+            check_val_every_n_epoch=(namespace.check_val_every_n_epoch, COUNT),
+            gradient_clip_val=(namespace.gradient_clip_val, NOT_NEGATIVE),
+        )
+        if namespace.val_check_interval == 0:
+            raise UserError("--val-check-interval 0 is no interval; --limit-val-batches 0 leaves the validation out")
         if command == "fit":
+            if namespace.limit_train_batches == 0:
+                raise UserError("--limit-train-batches 0 trains nothing; --max-epochs 0 scores the initial weights")
             if namespace.format is not None:
                 raise UserError("--format is for export; a run writes its own checkpoints")
             if namespace.ckpt:
@@ -344,7 +359,7 @@ class CommandLine:
         self.parser.print_flags(everything)
         rest = {} if everything else {"--help-all": "all flags, with their full texts"}
         settings = {
-            "--config FILE": "YAML file of settings, or a run's results.json; the command line takes precedence",
+            "--config FILE": "YAML file of settings, or a run's results.json; the last wins, what is typed over all",
             "--print-config": "print all settings as such a file, and exit",
         }
         print()  # noqa: T201
@@ -438,8 +453,6 @@ class CommandLine:
                 f" torchrun --standalone --nproc-per-node {launch.devices} PROGRAM.py, which needs no devices=,"
                 " or use the recipe's command line"
             )
-        if launch.spawns and is_rank_zero() and (warning := shared_cores(launch.devices, here)):
-            print_error(warning)
         self.typed = self.typed.started_by(launch.launcher, launch.num_nodes, launch.devices)
         check_precision(str(values["precision"]), here, self.typed)
         check_strategy(values["strategy"])

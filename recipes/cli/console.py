@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from recipes.launch.rank_zero import is_rank_zero
 
-__all__ = ["configure_logging", "prints_progress", "warnings_only"]
+__all__ = ["configure_logging", "escape_output", "prints_progress", "warnings_only"]
 
 _PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("recipes", "callbacks", "datamodules"))
 
@@ -50,6 +50,12 @@ def warnings_only() -> Iterator[None]:
 def prints_progress() -> bool:
     """Whether more than warnings is printed."""
     return _level.get() < logging.WARNING
+
+
+def escape_output() -> None:
+    """Have standard output escape what its encoding lacks, as standard error does: a file's name may hold any bytes."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def configure_logging(translate: Callable[[str], str] = str) -> None:

@@ -15,6 +15,7 @@ import textwrap
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import groupby, pairwise
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
@@ -25,7 +26,7 @@ from typing_extensions import override
 from datamodules.errors import UserError
 from recipes.cli.messages import ALIASES, as_flags
 from recipes.launch.settings import flag_of
-from recipes.resume.settings_file import is_file, read_settings
+from recipes.resume.settings_file import read_settings
 
 __all__ = ["FlagGroup", "FlagParser", "describe_type", "help_width", "nearest", "without_markup"]
 
@@ -164,14 +165,14 @@ def nearest(name: str, names: Iterable[str]) -> str:
 def _whole_numbers_first(annotation: Any) -> Any:
     """The type with int before float, and float before text, in a union: jsonargparse takes the first that fits.
 
-    1 is not the share 1.0, and 1.0 is not the time "1.0".
+    1 is not the share 1.0, and 1.0 is not the time "1.0". A time stays text: jsonargparse reads 00:00:30:00 as 30 s.
 
     The order in the source does not tell: typing returns an equal union that another library has made before.
     """
     if get_origin(annotation) not in (Union, types.UnionType):
         return annotation
     parts = get_args(annotation)
-    places = {float: 1, str: 2} if float in parts else {}
+    places = {float: 1, str: 2, timedelta: 3} if float in parts else {}
     return Union[tuple(sorted(parts, key=lambda part: places.get(part, 0)))]  # noqa: UP007
 
 
@@ -271,11 +272,11 @@ class FlagParser(ArgumentParser):
             if bare and following not in _switch_values(self._type(name)) and not following.lstrip("-").isdigit():
                 equals, value = "=", "true"
             spelled += ["--config", value] if name == "config" and equals else [f"--{name}{plus}{equals}{value}"]
-        # With jsonargparse the last one wins; here the command line wins over the file, wherever the file is named.
-        files = [i for i, arg in enumerate(spelled) if arg == "--config" and i + 1 < len(spelled)]
-        for i in reversed(files):
-            spelled[:0] = [spelled.pop(i), spelled.pop(i)]
-        return spelled
+        # With jsonargparse the last one wins; here the command line wins over all files, wherever they are named.
+        pairs = enumerate(pairwise(spelled))
+        named = {i for i, (flag, path) in pairs if flag == "--config" and not path.startswith("--")}
+        named |= {i + 1 for i in named}
+        return [spelled[i] for i in sorted(range(len(spelled)), key=lambda i: i not in named)]
 
     def _join_lists(self, args: Sequence[str]) -> list[str]:
         """Several values behind the flag of a list as one, as a shell writes them for ``--source-file corpus.*.de``."""
@@ -289,19 +290,24 @@ class FlagParser(ArgumentParser):
             joined += [json.dumps(given)] if several else given
         return joined
 
+    @staticmethod
+    def _with_settings_of_results(args: Sequence[str]) -> list[str]:
+        """The arguments with the settings of a run's results.json in its place: the parser would take all it holds."""
+        resolved = list(args)
+        for i, (flag, path) in enumerate(pairwise(args)):
+            if flag == "--config":
+                settings = read_settings(path)
+                if path.endswith(".json"):
+                    resolved[i + 1] = yaml.safe_dump(settings)
+        return resolved
+
     def parse(self, args: Sequence[str]) -> Namespace:
         """Read a command line."""
         args = self._spell_out(args)
-        resolved = list(args)
-        for i, (flag, path) in enumerate(pairwise(args)):
-            if flag == "--config" and is_file(path):
-                settings = read_settings(path)
-                if path.endswith(".json"):  # The parser would take all that it holds.
-                    resolved[i + 1] = yaml.safe_dump(settings)
         try:
-            return self.parse_args(resolved)
+            return self.parse_args(self._with_settings_of_results(args))
         except Exception as error:
-            message = str(error)
+            message = str(error).replace("unrecognized arguments:", "pass all inputs beside each other, also")
             raise UserError(self._explain(args) or self._explain_class(message, args) or _one_line(message)) from error
 
     def import_optimizer(self, namespace: Namespace, args: Sequence[str]) -> None:
@@ -323,7 +329,8 @@ class FlagParser(ArgumentParser):
 
     def typed(self, args: Sequence[str]) -> dict[str, Any]:
         """The settings of a command line that `parse` has taken, and of the file that it names, without defaults."""
-        return vars(self.parse_args(self._spell_out(args), defaults=False))
+        spelled = self._with_settings_of_results(self._spell_out(args))
+        return vars(self.parse_args(spelled, defaults=False))
 
     def as_flags(self, message: str) -> str:
         """A message about parameters, written with this parser's flags."""
@@ -351,7 +358,8 @@ class FlagParser(ArgumentParser):
             name, equals, value = args[i][2:].partition("=")
             if not equals:
                 if i + 1 == len(args) or args[i + 1].startswith("--"):
-                    return f"{flag_of(name)} needs a value: {describe_type(self._type(name))}"
+                    wanted = "a file of settings" if name == "config" else describe_type(self._type(name))
+                    return f"{flag_of(name)} needs a value: {wanted}"
                 value = args[next(words)]
             if name == "config":
                 if problem := self._explain_file(value):

@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks import BNRecalibration
+from recipes.cli.console import escape_output
+from recipes.cli.report import print_rows
 from tests.support.command_lines import typed
 from tests.support.ranks import run_ranks
 from tests.support.stock_data import Quadrants
@@ -146,3 +149,12 @@ def test_a_run_that_is_out_of_memory_says_in_one_line_what_to_pass(tmp_path: Pat
         "as many times the --accumulate (OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.)"
     )
     assert "with --batch-size 5 and --global-batch-size 20: pass a smaller --batch-size, to which" in given.err
+
+
+def test_a_name_in_another_encoding_is_printed_with_escapes(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    escape_output()
+    print_rows([{"file": "\u00fc\udcff.png"}])
+    stream.flush()
+    assert stream.buffer.getvalue() == b"file\n\\xfc\\udcff.png\n"  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 import json
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import pytest
@@ -88,6 +89,8 @@ def test_a_switch_needs_no_value(parser, args, turning, tests):
         (["--kind", "coal"], "--kind coal is not one of gas, oil"),
         (["--spare-wheels", "1.5"], "--spare-wheels 1.5 is not a whole number"),
         (["--power", "--turning"], "--power needs a value: a number"),
+        (["--power", "3", "--config", "--turning"], "--config needs a value: a file of settings"),
+        (["--config", "power: 3"], "there is no file power: 3"),
         (["-power", "3"], "flags begin with two dashes; did you mean --power?"),
         (["--power", "3", "test"], "'test' is neither a flag nor the value of one; a command such as test comes first"),
     ],
@@ -150,16 +153,31 @@ def test_the_settings_of_results_json_are_taken(parser, tmp_path):
     file.write_text(json.dumps({"scores": {"power": 3.0}, "config": {"power": 1e-05, "kind": "oil"}}, indent=2))
     config = parser.parse(["--config", str(file)])
     assert (config.power, config.kind) == (1e-05, "oil")
+    assert parser.typed(["--config", str(file), "--power", "2"])["kind"] == "oil"
     file.write_text(file.read_text().replace('"kind"', '"knid"'))
     with pytest.raises(UserError, match=": there is no setting knid; did you mean kind"):
         parser.parse(["--config", str(file)])
 
 
-def test_the_command_line_wins_over_the_file(parser, tmp_path):
-    file = tmp_path / "settings.yaml"
-    file.write_text("power: 7\nkind: oil\n")
-    config = parser.parse(["--power", "9", "--config", str(file)])
-    assert (config.power, config.kind) == (9, "oil")
+@pytest.mark.parametrize(
+    ("args", "found"),
+    [
+        ("--power 9 --config one", (9, "oil", 4)),
+        ("--config one --config two", (8, "oil", None)),
+        ("--config two --config=one", (7, "oil", 4)),
+        ("--power 9 --config one --turning --config two --seed 3", (9, "oil", None)),
+        ("--config=one --spare-wheels 2 --config=two", (8, "oil", 2)),
+        ("--config one --kind gas --config one", (7, "gas", 4)),
+    ],
+)
+def test_the_last_file_wins_over_the_others_and_the_command_line_over_all(parser, tmp_path, monkeypatch, args, found):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one").write_text("power: 7\nkind: oil\nspare_wheels: 4\n")
+    (tmp_path / "two").write_text("power: 8\nspare_wheels: null\n")
+    config = parser.parse(args.split())
+    assert (config.power, config.kind, config.spare_wheels) == found
+    typed = parser.typed(args.split())
+    assert {name: config[name] for name in typed if name != "config"} == {n: typed[n] for n in typed if n != "config"}
 
 
 def test_the_help_has_a_line_per_flag_with_its_type_text_and_default(parser, capsys):
@@ -178,13 +196,18 @@ def test_types_are_named_in_words():
 def test_a_whole_number_stays_one_where_a_share_is_possible():
     # Equal unions are one object: fastai's Optional[Union[float, int]] turns Lightning's Optional[Union[int, float]].
     class Trainer:
-        def __init__(self, limit: float | int | None = None, sizes: float | int = 0.5) -> None: ...
+        def __init__(
+            self, limit: float | int | None = None, sizes: float | int = 0.5, every: Interval = None
+        ) -> None: ...
 
     values = FlagParser([FlagGroup("Trainer", Trainer)]).parse(["--limit", "1", "--sizes", "2"])
     assert [type(values.limit), type(values.sizes)] == [int, int]
     assert values.limit == 1
-    shares = FlagParser([FlagGroup("Trainer", Trainer)]).parse(["--limit", "1.0", "--sizes", "0.5"])
-    assert [type(shares.limit), type(shares.sizes)] == [float, float]
+    shares = FlagParser([FlagGroup("Trainer", Trainer)]).parse(["--limit=1.0", "--sizes=0.5", "--every=00:00:30:00"])
+    assert [type(shares.limit), type(shares.sizes), shares.every] == [float, float, "00:00:30:00"]
+
+
+Interval = int | float | str | timedelta | dict[str, int] | None
 
 
 @dataclass

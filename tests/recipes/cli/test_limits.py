@@ -8,9 +8,11 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import GradientAccumulation
+from callbacks import ExactCheckpoint, GradientAccumulation
+from callbacks.checkpointing.stopping_points import move_counters
 from datamodules import UserError
-from recipes.cli.limits import WholeUpdates, limits_per_device, micro_batches_per_update
+from recipes.cli import limits
+from recipes.cli.limits import TimedValidation, WholeUpdates, limits_per_device, micro_batches_per_update, seconds_of
 from tests.support.minimal_recipe import Line
 from tests.support.tables import QUIET, silence
 
@@ -36,8 +38,8 @@ def test_more_batches_than_a_list_can_have_are_dealt_too():
     assert each == [2**62 + 1, 2**62]
 
 
-def test_shares_times_and_what_was_not_given_stay_as_they_are():
-    options = {"limit_train_batches": 0.5, "val_check_interval": "00:00:10:00", "limit_val_batches": 0, "other": 3}
+def test_shares_and_what_was_not_given_stay_as_they_are():
+    options = {"limit_train_batches": 0.5, "val_check_interval": 0.5, "limit_val_batches": 0, "other": 3}
     assert limits_per_device(options | {"limit_test_batches": None}, 4, 0, 2) == {}
 
 
@@ -60,10 +62,11 @@ class Scored(Line):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.validated.append(self.trainer.global_step)
+        self.log("score", float(self.trainer.global_step))
 
 
 def fit(
-    batches: int, steps: Any = 4, more: Any = (), ckpt_path: Any = None, **options: Any
+    batches: int, steps: Any = 4, more: Any = (), ckpt_path: Any = None, module: Any = None, **options: Any
 ) -> tuple[pl.Trainer, Scored]:
     silence()
     samples = torch.linspace(-1, 1, batches).unsqueeze(1)
@@ -71,7 +74,7 @@ def fit(
     accumulation = GradientAccumulation(steps)
     options = {"max_epochs": 1, "enable_checkpointing": False, "num_sanity_val_steps": 0} | options
     trainer = pl.Trainer(**QUIET | options, callbacks=[accumulation, WholeUpdates(accumulation), *more])
-    module = Scored()
+    module = module or Scored()
     validation = DataLoader(TensorDataset(samples[:1], samples[:1]))
     trainer.fit(module, loader, validation, ckpt_path=ckpt_path, weights_only=True)
     return trainer, module
@@ -112,6 +115,59 @@ def test_an_epoch_that_is_resumed_is_validated_at_its_end(tmp_path):
     save = LambdaCallback(on_train_batch_end=lambda trainer, *args: args[-1] == 27 and trainer.save_checkpoint(path))
     assert fit(30, val_check_interval=2, more=[save])[1].validated == [2, 4, 6, 8]
     assert fit(30, val_check_interval=2, ckpt_path=path)[1].validated == [8]
+
+
+@pytest.mark.parametrize("check_epochs", [1, 2, None])
+def test_an_interval_of_time_validates_after_whole_updates_only_and_best_is_saved_there(
+    tmp_path, check_epochs, monkeypatch
+):
+    options = limits_per_device({"val_check_interval": "00:00:30:00"}, 4, 0, 1) | {"max_epochs": 2}
+    options |= {"enable_checkpointing": True, "check_val_every_n_epoch": check_epochs}
+
+    def validated(seconds: float, name: str = "best", **more: Any) -> list[int]:
+        best = ExactCheckpoint(tmp_path, name, monitor="score", mode="max")
+        callbacks = [TimedValidation(seconds), best]
+        found = fit(30, more=callbacks, **options | more)[1].validated
+        assert best.best_model_path == (str(tmp_path / f"{name}.ckpt") if found else "")
+        return found
+
+    assert validated(1e-9) == [*range(9 if check_epochs == 2 else 1, 17)]
+    assert torch.load(tmp_path / "best.ckpt")["global_step"] == 16
+    assert validated(1e9, "none") == []
+    # A rank follows the clock of rank 0, for which no time has passed.
+    monkeypatch.setattr(limits, "broadcast", lambda *_: False)
+    assert validated(1e-9, "other") == []
+
+
+def test_a_run_resumes_between_two_validations_by_time_and_in_one(tmp_path):
+    path = tmp_path / "cut.ckpt"
+    save = LambdaCallback(on_train_batch_end=lambda trainer, *args: args[-1] == 27 and trainer.save_checkpoint(path))
+    options: dict[str, Any] = {"val_check_interval": 0}
+    fit(30, more=[TimedValidation(1e9), save], **options)
+    resumed, module = fit(30, more=[TimedValidation(1e9)], ckpt_path=path, **options)
+    assert (resumed.global_step, module.validated) == (8, [])
+    checkpoint = torch.load(path)
+    move_counters(checkpoint["loops"], "validation")
+    torch.save(checkpoint, path)
+    resumed, module = fit(30, more=[TimedValidation(1e9)], ckpt_path=path, **options)
+    assert (resumed.global_step, module.validated) == (8, [7])
+
+
+@pytest.mark.parametrize("text", ["5s", "3", "00:30:00", "00:00:00:00", {"second": 3}, {"seconds": -1}])
+def test_what_is_no_time_is_refused(text):
+    with pytest.raises(UserError, match="`max_time` .* is no time: write days, hours, minutes and seconds"):
+        seconds_of("max_time", text)
+
+
+def test_a_schedule_that_follows_the_score_of_each_epoch_needs_validations_by_updates():
+    class Plateau(Scored):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters())
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "score"}}
+
+    with pytest.raises(UserError, match="schedule='plateau' follows the score of each epoch"):
+        fit(8, more=[TimedValidation(1)], module=Plateau(), val_check_interval=0)
 
 
 def test_an_interval_longer_than_an_epoch_is_refused_in_updates():
