@@ -21,9 +21,11 @@ from recipes.files import write_rows
 from recipes.launch.rank_zero import print_error
 from recipes.launch.settings import Command
 from recipes.recipe import Table
+from recipes.results.html_report import REPORT, write_report
 from recipes.results.origin import hardware, versions
 from recipes.results.results_file import RESULTS, Best, Results, write_results
 from recipes.results.stopwatch import Stopwatch, count_parameters, loader_sizes
+from recipes.results.texts import memory_text
 from recipes.resume.saved_run import read_run
 
 __all__ = [
@@ -130,10 +132,6 @@ def _results(
     )
 
 
-def _memory_text(sizes: Mapping[str, int | None]) -> str:
-    return ", ".join(f"{size / 1e9:.2f} GB {where}" for where, size in sizes.items() if size is not None)
-
-
 def _table(results: Results) -> dict[str, str]:
     """The rows of the table at the end of a run."""
     data, seconds, rate = results["data"], results["seconds"], results["samples_per_second"]
@@ -144,7 +142,7 @@ def _table(results: Results) -> dict[str, str]:
         **results["headline"],
         "training": f"{seconds['train']:.1f} s" + (f", {rate:,.0f} samples/s" if rate else ""),
         "time": f"{seconds['total']:.1f} s, of which start-up {seconds['start_up']:.1f}",
-        "peak memory": _memory_text(results["peak_memory_bytes"]),
+        "peak memory": memory_text(results["peak_memory_bytes"]),
     }
     return rows | ({"stopped early": results["stopped_early"]} if results["stopped_early"] else {})
 
@@ -170,6 +168,8 @@ def _write(folder: Path, results: Results, tables: Mapping[str, Table]) -> dict[
                 write_rows(folder / name, table.rows, table.columns)
         if tables:
             rows["tables"] = f"{', '.join(tables)} in {shown(folder)}"
+        with best_effort(REPORT):
+            rows["report"] = shown(write_report(folder))
     return rows
 
 
@@ -181,7 +181,7 @@ def report(
     outcome: Outcome,
     command: Command,
 ) -> None:
-    """Write results.json and its tables into `folder`, and print the final table.
+    """Write results.json, its tables, report.html and TensorBoard's graph into `folder`, and print the final table.
 
     Args:
         command: as it was typed.
@@ -193,6 +193,10 @@ def report(
             rows |= _next_steps(trainer, experiment, outcome.best, command.program)
         # Before anything is printed: a terminal may have gone.
         rows |= _write(folder, results, experiment.recipe.result_tables())
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.log_graph(experiment.recipe)
+                logger.save()
     print_pairs(rows)
 
 

@@ -1,0 +1,111 @@
+"""The page of a run: one well-formed file that refers to no other, whatever the run's texts hold."""
+
+from pathlib import Path
+
+import pytest
+
+from datamodules.errors import UserError
+from recipes.results.curves import read_curves
+from recipes.results.html_report import write_report
+from tests.support.command_lines import typed
+from tests.support.pages import read_page
+from tests.support.saved_runs import save_run
+
+HOSTILE = "<script>alert('&amp;')</script>$x^$"
+
+
+METRICS = """epoch,lr,step,train/loss,train/loss_epoch,val/loss,val/accuracy,val/accuracy_class_0,test/loss
+,0.1,4,2.5,,,,,
+0,,9,1.5,2.0,,,,
+0,,9,,,1.5,0.5,0.25,
+1,,19,1.0,1.0,,,,
+1,,19,,,1.75,0.75,0.25,
+2,,19,,,,,,1.5
+"""
+
+
+def test_a_page_shows_what_the_run_has_and_refers_to_nothing(tmp_path: Path) -> None:
+    folder = save_run(
+        tmp_path / "one",
+        METRICS,
+        recipe="mnist",
+        scores={"test/loss": 1.5, "val/accuracy": 0.75, "val/accuracy_class_0": 0.25},
+        headline={"val accuracy": "75 %"},
+        best={"checkpoint": "best.ckpt", "epoch": 1, "step": 20, "monitor": "val/accuracy", "value": 0.75},
+        seconds={"start_up": 2.0, "train": 6.0, "total": 8.5},
+        config={"lr": 0.1, "seed": 1},
+        changed=["lr"],
+        command="python -m recipes.mnist --lr 0.1",
+        hardware="1 x cpu",
+        versions={"torch": "2.15"},
+    )
+    (folder / "test_per_class.csv").write_text("class,f1\ncat,0.125\n" + "dog,0.5\n" * 30)
+    page = read_page(write_report(folder))
+    assert page.text.index("0.125") > page.text.index("test_per_class.csv")
+    assert page.text.count("dog") == 24, "a page holds the first rows"
+    assert page.tags.count("svg") == 3  # Accuracy, loss and learning rate, and none of a class.
+    for text in ("mnist: one", "75 %", "best.ckpt", "python -m recipes.mnist --lr 0.1", "All 2 settings", "1 x cpu"):
+        assert text in page.text
+    assert page.text.index("\nlr") < page.text.index("All 2 settings"), "changed settings come first"
+    assert "2.0 start-up, 6.0 train, 8.5 total" in page.text
+
+
+def test_curves_are_those_of_epochs_where_there_are_several_and_count_updates(tmp_path: Path) -> None:
+    curves = read_curves(save_run(tmp_path / "one", METRICS))
+    assert list(curves) == ["loss", "accuracy", "lr"]
+    assert curves["loss"] == {"training": [(10, 2.0), (20, 1.0)], "validation": [(10, 1.5), (20, 1.75)]}
+    within = read_curves(save_run(tmp_path / "two", "step,train/loss,train/loss_epoch\n4,3,\n9,2,\n9,,2.5\n"))
+    assert within["loss"] == {"training": [(5, 3.0), (10, 2.0)]}
+
+
+def test_texts_that_hold_html_stay_texts(tmp_path: Path) -> None:
+    folder = save_run(
+        tmp_path / HOSTILE.replace("/", "-"),
+        f'epoch,step,"val/{HOSTILE}"\n0,9,1.0\n',
+        recipe=HOSTILE,
+        scores={HOSTILE: 0.5},
+        headline={HOSTILE: HOSTILE},
+        config={"data_dir": HOSTILE, "names": [HOSTILE]},
+        changed=["data_dir"],
+        command=HOSTILE,
+        host=HOSTILE,
+        data={"name": HOSTILE, "sizes": {HOSTILE: 3}, "left_out": {HOSTILE: 4}},
+        versions={HOSTILE: HOSTILE},
+    )
+    page = read_page(write_report(folder))
+    assert f"4 {HOSTILE}" in page.text
+    assert page.text.count(HOSTILE) >= 10
+
+
+@pytest.mark.parametrize("metrics", ["", "epoch,step\n", "epoch,step,val/loss\nx,y,z\n", "\0\0\n\0", "a\nnan\n"])
+def test_a_run_without_readable_curves_has_a_page(tmp_path: Path, metrics: str) -> None:
+    assert "There are none" in read_page(write_report(save_run(tmp_path / "run", metrics))).text
+
+
+def test_a_folder_without_results_has_no_page(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"results.json: expected the folder of a run that has finished"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_run_writes_its_page_unless_it_cannot(tmp_path: Path) -> None:
+    first, bare = typed(
+        tmp_path,
+        "--max-epochs 2 --name a --lr 0.5 --logger csv",
+        "--max-epochs 1 --name b --logger none",
+    )
+    assert (first.status, bare.status) == (0, 0), first.err + bare.err
+    runs = tmp_path / "runs" / "quadrants"
+    page = read_page(runs / "a" / "report.html")
+    assert {"svg", "details"} <= set(page.tags)
+    assert "quadrants: a" in page.text
+    assert page.text.index("\nlr0.5") < page.text.index("settings"), "what was changed comes first"
+    assert "report" in first.out
+    assert "no metrics.csv" in read_page(runs / "b" / "report.html").text
+    (runs / "a" / "report.html").unlink()
+    (runs / "a" / "report.html").mkdir()
+    (longer,) = typed(tmp_path, "--max-epochs 3 --name a --resume auto")
+    assert longer.status == 0
+    assert "warning: report.html cannot be written (Is a directory)" in longer.err
+    assert (runs / "a" / "results.json").is_file()
+    assert sorted(path.name for path in runs.glob("a/*report*")) == ["report.html"]
