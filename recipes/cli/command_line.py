@@ -467,7 +467,7 @@ class CommandLine:
         def settings() -> dict[str, Any]:
             return fingerprint(config, (self.classes.recipe, self.classes.data)) | {UPDATES_DONE: self._updates_done}
 
-        return join_run(launch, settings, options, Path(values["run_dir"]), self.typed)
+        return join_run(launch, settings, options, self.typed)
 
     def _settings(
         self, command: str, namespace: Namespace, point: ResumePoint

@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
@@ -12,7 +11,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from datamodules.errors import UserError
 from recipes.failures.monitor import RunConnection, use_monitor
 from recipes.failures.rendezvous import Request, rendezvous
-from recipes.failures.secret import HANDED_DOWN, Secret, find_secret, new_secret
 from recipes.failures.stores import AgentsStore
 from recipes.launch.interfaces import interface_towards, loopback_interface
 from recipes.launch.plan import LAUNCHER_VARIABLE, RENDEZVOUS_VARIABLE, Launch
@@ -24,7 +22,7 @@ log = logging.getLogger("lightning_recipes.failures")
 
 
 def join_run(
-    launch: Launch, settings: Callable[[], dict[str, Any]], options: LaunchSettings, run_dir: Path, command: Command
+    launch: Launch, settings: Callable[[], dict[str, Any]], options: LaunchSettings, command: Command
 ) -> tuple[Launch, RunConnection | None]:
     """Wait for the other ranks, and start the failure monitor.
 
@@ -33,13 +31,12 @@ def join_run(
     Args:
         settings: returns what has to be equal on all ranks, by name; called only where there are several.
         options: with the rendezvous timeout.
-        run_dir: the folder of all runs, for the secret.
 
     Returns:
         The launch with its address and port, and the connection to the other ranks; None where the run is one process.
 
     Raises:
-        UserError: a rank is missing, its settings differ, or it does not know the secret.
+        UserError: a rank is missing, or its settings differ.
     """
     rank_zero_only.rank = launch.rank  # type: ignore[attr-defined]
     for name in ("NODE_RANK", "LOCAL_RANK", *(("RANK", "WORLD_SIZE") if launch.spawns else ())):
@@ -52,8 +49,7 @@ def join_run(
             "warning: with this torchrun no node can join later or again; for that, start it on every node with"
             " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
         )
-    secret = _secret(launch, run_dir)
-    joined = rendezvous(Request(launch, settings(), secret, options.rendezvous_timeout, command))
+    joined = rendezvous(Request(launch, settings(), options.rendezvous_timeout, command))
     address = joined.address
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
         # The store is our own, so torch must not expect torchrun's agent behind it.
@@ -62,7 +58,6 @@ def join_run(
     os.environ[LAUNCHER_VARIABLE] = launch.launcher
     if launch.spawns:
         os.environ[RENDEZVOUS_VARIABLE] = f"{address}:{joined.port}"
-        os.environ[HANDED_DOWN] = secret.key.decode()
     else:
         os.environ["LOCAL_RANK"] = str(launch.local_rank)
     _choose_interface(launch, address)
@@ -70,15 +65,6 @@ def join_run(
     if joined.problem:
         raise UserError(f"the settings of this process differ from those of rank 0: {joined.problem}")
     return replace(launch, address=address, port=joined.port), joined.connection
-
-
-def _secret(launch: Launch, run_dir: Path) -> Secret:
-    if launch.launcher == "local" and launch.spawns:
-        # It starts all others, and hands it down.
-        return Secret(new_secret().encode(), "this process")
-    if launch.joins:
-        return Secret(os.environ[HANDED_DOWN].encode(), "the process that started this one")
-    return find_secret(os.environ, run_dir)
 
 
 def _choose_interface(launch: Launch, address: str) -> None:

@@ -4,11 +4,10 @@ A rank that raises leaves the others waiting in a collective call, for half an h
 connection to rank 0. A rank that fails reports through it; the kernel closes it for a process that was killed, and
 detects a node that is unreachable. Rank 0 prints the cause as its last line, and all processes end.
 
-The ranks find each other through the same connections, which prove that both ends know the run's secret.
+The ranks find each other through the same connections.
 """
 
 import contextlib
-import json
 import logging
 import os
 import selectors
@@ -28,8 +27,7 @@ from typing_extensions import override
 
 from datamodules.errors import UserError
 from recipes.failures.cause import RankReport, classify_exception, failure_cause, first_line
-from recipes.failures.protocol import Channel, WrongSecret, connection_failure, keep_alive
-from recipes.failures.secret import Secret
+from recipes.failures.protocol import Channel, connection_failure, keep_alive
 from recipes.launch.plan import Launch
 from recipes.launch.rank_zero import print_error
 
@@ -45,9 +43,7 @@ __all__ = [
 ]
 
 _TICK = 0.2
-_IDENTIFY_WITHIN = 10.0  # Seconds for a new connection to show that it knows the secret.
-_MAX_UNKNOWN = 256  # Connections that have not done so yet; the oldest is closed.
-_MAX_NAMED = 5  # Refused processes that are printed.
+_IDENTIFY_WITHIN = 10.0  # Seconds for a new connection to say which rank it is.
 _MAX_TEXT = 10_000
 _KINDS = {"user_error", "exception", "exception_pending", "exit", "consequence"}
 
@@ -175,10 +171,9 @@ class RunConnection(ABC):
 
 @dataclass
 class _Peer:
-    """A connection to rank 0: the rank at its other end, once it has shown that it knows the secret."""
+    """A connection to rank 0: the rank at its other end, once it has said which."""
 
     channel: Channel
-    address: str
     connected_at: float
     who: dict[str, Any] = field(default_factory=dict)
     left: bool = False
@@ -189,21 +184,17 @@ class Coordinator(RunConnection):
 
     Args:
         listener: where the ranks connect; closed when all have.
-        secret: those who do not know it are refused.
     """
 
-    def __init__(self, launch: Launch, listener: socket.socket, secret: Secret) -> None:
+    def __init__(self, launch: Launch, listener: socket.socket) -> None:
         super().__init__(launch)
         self.records: dict[int, dict[str, Any]] = {}
         """What each rank says of itself, by rank."""
-        self.refused: dict[str, None] = {}
-        """Processes that claimed to be a rank and did not know the secret, in words."""
         self.claimed_twice: int | None = None
         """A rank that two processes claim to be."""
         self.reports: list[RankReport] = []
         self.store: TCPStore | None = None
         """What torch.distributed uses; its server runs as long as the object exists."""
-        self._secret = secret
         self._listener: socket.socket | None = listener
         listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -246,20 +237,17 @@ class Coordinator(RunConnection):
     def _accept(self) -> None:
         assert self._listener is not None
         try:
-            connection, address = self._listener.accept()
+            connection, _ = self._listener.accept()
         except OSError:  # Too many files are open.
             time.sleep(_TICK)
             return
         connection.setblocking(True)
         try:
-            channel = Channel(keep_alive(connection), self._secret.key, "rank 0")
+            channel = Channel(keep_alive(connection))
         except OSError:  # It was closed at the other end.
             connection.close()
             return
-        unknown = [connection for connection, peer in self._peers.items() if not peer.who]
-        if len(unknown) >= _MAX_UNKNOWN:
-            self._drop(unknown[0])
-        self._peers[connection] = _Peer(channel, str(address[0]).removeprefix("::ffff:"), time.monotonic())
+        self._peers[connection] = _Peer(channel, time.monotonic())
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _drop(self, connection: socket.socket) -> None:
@@ -277,18 +265,16 @@ class Coordinator(RunConnection):
                 elif not self._welcome(peer, message):
                     self._drop(connection)
                     return
-        except (OSError, EOFError, ValueError) as end:
-            if isinstance(end, WrongSecret):
-                peer.channel.refuse()
+        except (OSError, EOFError) as end:
             self._drop(connection)
-            if isinstance(end, WrongSecret):
-                self._name_refused(peer.address, end.claim)
-            elif peer.who and not peer.left:
+            if peer.who and not peer.left:
                 self._lost(peer, end)
 
     def _welcome(self, peer: _Peer, message: dict[str, Any]) -> bool:
-        """Take a process that knows the secret as the rank that it says it is; False where that is taken."""
-        who = {name: message[name] for name in ("rank", "node", "host")}
+        """Take a process as the rank that it says it is; False where that is taken, or no rank."""
+        who = {name: message.get(name) for name in ("rank", "node", "host")}
+        if not isinstance(who["rank"], int) or not isinstance(who["node"], int) or not isinstance(who["host"], str):
+            return False
         with self.changed:
             if who["rank"] == 0 or any(other.who.get("rank") == who["rank"] for other in self._peers.values()):
                 self.claimed_twice = who["rank"]
@@ -300,30 +286,9 @@ class Coordinator(RunConnection):
             peer.channel.send({"published": self.published})
         return True
 
-    def _name_refused(self, address: str, claim: bytes) -> None:
-        """Name a process that does not know the secret, once."""
-        try:
-            message = json.loads(claim)
-            rank, host = message["rank"], message["host"]
-        except Exception:  # Anybody may have written it.
-            return
-        if not isinstance(rank, int) or not 0 < rank < self.launch.world_size or not isinstance(host, str):
-            return
-        host = "".join(filter(str.isprintable, host))[:64]
-        who = f"a process at {address} that claims to be rank {rank} on {host!a}"
-        if who in self.refused or len(self.refused) >= _MAX_NAMED:
-            return
-        self.refused[who] = None
-        # Where this process has started all others, none of them can have another secret.
-        advice = f". If it belongs to this run, {self._secret.advice}" if self._secret.advice else ""
-        log.warning(
-            "warning: refused %s: it does not know this run's secret (from %s)%s", who, self._secret.source, advice
-        )
-
-    def _lost(self, peer: _Peer, end: Exception) -> None:
+    def _lost(self, peer: _Peer, end: OSError | EOFError) -> None:
         if self.monitors:
-            failure = connection_failure(end) if isinstance(end, (OSError, EOFError)) else "lost"
-            self._add(RankReport(**peer.who, kind=failure))
+            self._add(RankReport(**peer.who, kind=connection_failure(end)))
         else:
             with self.changed:
                 # It may be started again in time.
@@ -401,7 +366,6 @@ class Member(RunConnection):
         self.channel = channel
         self._accepted = False
         self._failure: Exception | None = None
-        # First a short message: rank 0 reads no long one from a process that it does not know.
         channel.send({"rank": launch.rank, "node": launch.node_rank, "host": self.host})
         channel.send({"record": record})
         self.thread.start()
@@ -414,7 +378,7 @@ class Member(RunConnection):
 
         Raises:
             UserError: another process is that rank.
-            OSError, EOFError: the connection was lost, or rank 0 is not one of this run; a `WrongSecret` among them.
+            OSError, EOFError: the connection was lost, or no rank 0 is there.
         """
         try:
             self._wait_until(lambda: self._accepted, deadline)
@@ -434,7 +398,7 @@ class Member(RunConnection):
         while not self.over:
             try:
                 messages = self.channel.receive()
-            except (OSError, EOFError, ValueError) as end:
+            except (OSError, EOFError) as end:
                 self._lost(end)
                 return
             for message in messages:

@@ -10,13 +10,11 @@ import threading
 import time
 from collections.abc import Mapping, MutableMapping
 
-from recipes.failures.secret import SECRET_VARIABLE
-
 __all__ = ["declare_parent", "drop_inherited_variables", "exit_with_parent", "parent_of_rank"]
 
 _PARENT = "LIGHTNING_RECIPES_PARENT"
 _OF_PARENT = "LIGHTNING_RECIPES_"
-_OF_USER = {"LIGHTNING_RECIPES_DATA", SECRET_VARIABLE}
+_OF_USER = {"LIGHTNING_RECIPES_DATA"}
 _TICK = 0.5
 # In a regular end of the run the parent may be the first process to exit.
 _WAIT = 3.0

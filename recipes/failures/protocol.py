@@ -1,44 +1,28 @@
-"""An authenticated connection between rank 0 and another rank. Any process may connect and send anything.
+"""A connection between rank 0 and another rank: after a greeting, every line is a JSON object.
 
-Both ends send a random nonce and compute a key from the nonces and the run's secret. After that every line is a JSON
-object behind a message authentication code (HMAC-SHA256, RFC 2104) of the key, the sender, the number of the line and
-its text. So a process that does not know the secret can read messages, and cannot send, change, reorder or repeat one.
+The processes of a run trust each other and their network, as torch's own engines do. What another program sends, which
+reached the port by mistake, is told by the greeting.
 """
 
 import contextlib
 import errno
-import hmac
 import json
-import secrets
 import socket
 import threading
 import time
-from typing import Any, Literal
+from typing import Any
 
-__all__ = ["Channel", "ProtocolError", "WrongSecret", "connection_failure", "keep_alive", "listen"]
+__all__ = ["Channel", "ProtocolError", "connection_failure", "keep_alive", "listen"]
 
 # The kernel notices an unreachable node after 5 + 4 * 3 seconds; a busy interpreter does not delay the answers.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 17_000}
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-_GREETING = b"lightning-recipes 1 "
-_MAX_UNKNOWN = 1 << 12  # Bytes of a line from a process that has not shown that it knows the secret.
-_MAX_MESSAGE = 1 << 24
+_GREETING = b"lightning-recipes 1"
+_MAX_LINE = 1 << 24  # Bytes.
 
 
 class ProtocolError(OSError):
     """The bytes that arrived are not a message of this protocol."""
-
-
-class WrongSecret(ProtocolError):
-    """The process at the other end speaks this protocol and does not know the secret.
-
-    Args:
-        claim: the message that was not authenticated.
-    """
-
-    def __init__(self, claim: bytes) -> None:
-        super().__init__("it does not know the run's secret")
-        self.claim = claim
 
 
 def keep_alive(connection: socket.socket) -> socket.socket:
@@ -69,65 +53,43 @@ def listen(port: int, *, loopback: bool) -> socket.socket:
 
 
 class Channel:
-    """One end of a connection.
+    """One end of a connection, which is closed by `close`."""
 
-    Args:
-        connection: to the other end; closed by `close`.
-        secret: of the run.
-        end: which end this is.
-    """
-
-    def __init__(self, connection: socket.socket, secret: bytes, end: Literal["rank 0", "rank"]) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.authenticated = False
-        """Whether a message has arrived that shows that the other end knows the secret."""
-        self._secret, self._end = secret, end
-        self._nonce, self._key = secrets.token_hex(16).encode(), b""
+        self._greeted = False
         self._rest = b""
-        self._sent = self._received = 0
         self._lock = threading.Lock()
-        connection.sendall(_GREETING + self._nonce + b"\n")
-
-    def _code(self, end: str, number: int, text: bytes) -> bytes:
-        return hmac.digest(self._key, f"{end} {number} ".encode() + text, "sha256").hex().encode()
+        connection.sendall(_GREETING + b"\n")
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message; a connection that is closed already is ignored."""
-        text = json.dumps(message).encode()
         with self._lock, contextlib.suppress(OSError):
-            code = self._code(self._end, self._sent, text)
-            self._sent += 1
-            self.connection.sendall(code + b" " + text + b"\n")
-
-    def refuse(self) -> None:
-        """Answer a process that does not know the secret, so that it need not wait."""
-        with contextlib.suppress(OSError):
-            self.connection.sendall(b"refused\n")
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]]:
         """The messages that have arrived; none where the last one is not complete yet.
 
         Raises:
             EOFError: the connection was closed.
-            WrongSecret: the other end does not know the secret.
             ProtocolError: a line is not a message, or is too long.
         """
         if not (data := self.connection.recv(1 << 16)):
             raise EOFError
         *lines, self._rest = (self._rest + data).split(b"\n")
-        messages = [message for line in lines if (message := self._open(line)) is not None]
-        self._check_length(self._rest)
-        return messages
+        if len(self._rest) > (_MAX_LINE if self._greeted else len(_GREETING)):
+            raise ProtocolError("a line is too long")
+        return [message for line in lines if (message := self._read(line)) is not None]
 
     def greet(self, timeout: float = 10.0) -> None:
-        """Wait for the nonce of the other end, without which nothing can be sent.
+        """Wait for the greeting of the other end.
 
         Raises:
             OSError, EOFError: as `receive`, or a `TimeoutError` after these seconds.
         """
         before, deadline = self.connection.gettimeout(), time.monotonic() + timeout
-        while not self._key:
-            # For all of it: a stranger may send it byte by byte.
+        while not self._greeted:
+            # For all of it: it may come byte by byte.
             if (rest := deadline - time.monotonic()) <= 0:
                 raise TimeoutError
             self.connection.settimeout(rest)
@@ -138,32 +100,20 @@ class Channel:
         """Close the connection."""
         self.connection.close()
 
-    def _check_length(self, line: bytes) -> None:
-        if len(line) > (_MAX_MESSAGE if self.authenticated else _MAX_UNKNOWN):
-            raise ProtocolError("a line is too long")
-
-    def _open(self, line: bytes) -> dict[str, Any] | None:
+    def _read(self, line: bytes) -> dict[str, Any] | None:
         """The message of a line; None for the greeting."""
-        self._check_length(line)
-        if not self._key:
-            nonce = line.removeprefix(_GREETING)
-            if len(nonce) != len(self._nonce) or nonce == line:
+        if not self._greeted:
+            self._greeted = line == _GREETING
+            if not self._greeted:
                 raise ProtocolError("it does not speak this protocol")
-            zero, other = (self._nonce, nonce) if self._end == "rank 0" else (nonce, self._nonce)
-            self._key = hmac.digest(self._secret, zero + b" " + other, "sha256")
             return None
-        code, _, text = line.partition(b" ")
-        if not hmac.compare_digest(code, self._code(_OTHER[self._end], self._received, text)):
-            if self.authenticated:
-                raise ProtocolError("a message was changed on its way")
-            raise WrongSecret(text)
-        self.authenticated = True
-        self._received += 1
-        message: dict[str, Any] = json.loads(text)
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError("a line is no JSON") from error
+        if not isinstance(message, dict):
+            raise ProtocolError("a line is no JSON object")
         return message
-
-
-_OTHER = {"rank 0": "rank", "rank": "rank 0"}
 
 
 def connection_failure(connection_error: OSError | EOFError) -> str:

@@ -1,7 +1,7 @@
 """Rendezvous of the ranks before the first collective call, which would wait for ever for a missing rank.
 
-Every rank connects to rank 0 at the master's address, shows that it knows the run's secret, and sends its settings and
-versions. Rank 0 compares them and publishes the result, and the port of the store that torch.distributed uses.
+Every rank connects to rank 0 at the master's address and sends its settings and versions. Rank 0 compares them and
+publishes the result, and the port of the store that torch.distributed uses.
 """
 
 import socket
@@ -12,8 +12,7 @@ from typing import Any
 
 from datamodules.errors import UserError
 from recipes.failures.monitor import Coordinator, Member, RunConnection
-from recipes.failures.protocol import Channel, ProtocolError, WrongSecret, keep_alive, listen
-from recipes.failures.secret import Secret
+from recipes.failures.protocol import Channel, ProtocolError, keep_alive, listen
 from recipes.failures.stores import AgentsStore, serve_store
 from recipes.launch.interfaces import LOOPBACK
 from recipes.launch.plan import Launch
@@ -34,14 +33,12 @@ class Request:
 
     Args:
         settings: settings and versions by name, as values that JSON can hold.
-        secret: of the run; processes that do not know it are refused.
         timeout: seconds to wait for the other ranks.
         command: what the user typed, for the corrected command.
     """
 
     launch: Launch
     settings: dict[str, Any]
-    secret: Secret
     timeout: float
     command: Command
 
@@ -132,11 +129,11 @@ def _join_once(request: Request, address: str, port: int, deadline: float) -> Me
         UserError: it is not rank 0 of this run, or refuses this process.
         OSError, EOFError: it does not answer.
     """
-    secret, other_port = request.secret, _with_another_port(port, request.command)
+    other_port = _with_another_port(port, request.command)
     wait = max(0.1, min(5.0, deadline - time.monotonic()))
     connection = keep_alive(socket.create_connection((address, port), timeout=wait))
     try:
-        channel = Channel(connection, secret.key, "rank")
+        channel = Channel(connection)
         channel.greet(_CONNECT_TIMEOUT)
         connection.settimeout(None)
         member = Member(request.launch, channel, request.record)
@@ -144,11 +141,6 @@ def _join_once(request: Request, address: str, port: int, deadline: float) -> Me
         return member
     except (OSError, EOFError) as error:
         connection.close()
-        if isinstance(error, WrongSecret):
-            raise UserError(
-                f"this process does not know the secret of the run at {address}:{port}: it has another one, from"
-                f" {secret.source}. If it belongs to that run, {secret.advice}; if not: {other_port}"
-            ) from error
         if isinstance(error, (ProtocolError, TimeoutError)):
             raise UserError(f"the service at {address}:{port} is not a run of this program; {other_port}") from error
         raise
@@ -221,8 +213,6 @@ def _missing(request: Request, coordinator: Coordinator) -> str:
     if launch.launcher == "manual":
         flags: dict[str, Any] = {"node_rank": nodes[0], "master_addr": launch.address, "master_port": launch.port}
         text += f"; type there: {request.command.using(**flags)}"
-    if coordinator.refused:
-        text += f"; refused, because their secret is another one: {', '.join(coordinator.refused)}"
     return text
 
 
@@ -285,7 +275,7 @@ def _host(request: Request, deadline: float, agents: AgentsStore | None) -> Rend
         address = agents.own_address() if launch.num_nodes > 1 else address
         agents.publish(address, port)
     _check_own_address(request, address, port)
-    coordinator = Coordinator(launch, listener, request.secret)
+    coordinator = Coordinator(launch, listener)
     own = request.record | {"host": coordinator.host, "node": 0}
     if problem := _compare(request, coordinator, own, deadline):
         coordinator.publish("result", {"problem": problem})

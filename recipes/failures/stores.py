@@ -54,10 +54,7 @@ class AgentsStore:
         self._store.set(self._key, json.dumps([address, port]))
 
     def find(self) -> tuple[str, int] | None:
-        """Where rank 0 listens, or did before a restart; None while it has not said so.
-
-        Anybody may have written that. Who does not know the run's secret gains nothing.
-        """
+        """Where rank 0 listens, or did before a restart; None while it has not said so."""
         if not self._store.check([self._key]):
             return None
         try:

@@ -14,7 +14,6 @@ from torch.distributed import TCPStore
 from datamodules.errors import UserError
 from recipes.failures import rendezvous
 from recipes.failures.rendezvous import Request
-from recipes.failures.secret import Secret
 from recipes.launch.plan import Launch
 from recipes.launch.settings import Command
 from tests.support.nodes import Ended, start
@@ -131,8 +130,7 @@ def test_a_rank_that_waits_for_ever_is_given_up_after_the_collective_timeout(tmp
 
 def test_ranks_with_other_settings_are_refused_and_named(tmp_path):
     one, two = by_torchrun(free_port())
-    secret = {"LIGHTNING_RECIPES_SECRET": "known to all of its ranks"}
-    ranks = [(["--lr", "0.1"], one | secret), (["--lr", "0.2", "--run-dir", "elsewhere"], two | secret)]
+    ranks = [(["--lr", "0.1"], one), (["--lr", "0.2", "--run-dir", "elsewhere"], two)]
     zero, other = start(tmp_path, ranks)
     message = f"rank 1 (node 0, {socket.gethostname()}): lr is 0.2, on rank 0 0.1."
     assert (zero.status, other.status) == (2, 2)
@@ -324,7 +322,7 @@ def test_a_taken_port_is_refused_with_the_command_of_the_launcher(launcher, advi
         command = Command("python -m r").started_by(launcher, 2, 1)
         launch = Launch(launcher, 2, 1, address="127.0.0.1", port=port)
         with pytest.raises(UserError) as refused:
-            rendezvous.rendezvous(Request(launch, {}, Secret(b"a secret", "a test"), 5.0, command))
+            rendezvous.rendezvous(Request(launch, {}, 5.0, command))
     assert advice.format(port + 1) in str(refused.value)
 
 
@@ -334,4 +332,4 @@ def test_a_service_that_never_answers_is_not_a_run_of_this_program(monkeypatch):
         launch = Launch("manual", 2, 1, node_rank=1, address="127.0.0.1", port=silent.getsockname()[1])
         command = Command("python -m recipes.mnist", [])
         with pytest.raises(UserError, match="is not a run of this program"):
-            rendezvous.rendezvous(Request(launch, {}, Secret(b"a secret", "a test"), 5.0, command))
+            rendezvous.rendezvous(Request(launch, {}, 5.0, command))

@@ -1,16 +1,13 @@
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 
 from datamodules import UserError
 from recipes.failures.rendezvous import Request, rendezvous
-from recipes.failures.secret import Secret
 from recipes.launch.plan import Launch
 from recipes.launch.settings import Command
 from tests.support.ranks import free_port
 
-SECRET = Secret(b"of both", "here")
 COMMAND = Command("python -m r", [])
 
 
@@ -20,7 +17,7 @@ def test_a_node_that_was_started_as_part_of_another_run_is_named_on_both(nodes: 
     zero = Launch("manual", 2, 2, address="127.0.0.1", port=port, spawns=True)
     one = Launch("manual", nodes, devices, node_rank=1, address="127.0.0.1", port=port, spawns=True)
     with ThreadPoolExecutor() as pool:
-        requests = [Request(launch, {}, SECRET, 5.0, COMMAND) for launch in (zero, one)]
+        requests = [Request(launch, {}, 5.0, COMMAND) for launch in (zero, one)]
         joined = [pool.submit(rendezvous, request) for request in requests]
     for result in joined:
         with pytest.raises(UserError, match=f"as one of {nodes} nodes x {devices} devices, node 0 as one of 2 x 2; "):
@@ -30,29 +27,27 @@ def test_a_node_that_was_started_as_part_of_another_run_is_named_on_both(nodes: 
 def test_an_address_of_another_machine_is_refused_on_node_0_before_it_waits_for_the_others():
     launch = Launch("manual", 2, 1, address="192.0.2.1", port=free_port())
     with pytest.raises(UserError, match="node 0 cannot connect to itself at 192.0.2.1:.*--master-addr "):
-        rendezvous(Request(launch, {}, SECRET, 60.0, COMMAND))
+        rendezvous(Request(launch, {}, 60.0, COMMAND))
 
 
-def test_a_process_with_another_secret_is_refused_and_the_true_one_joins():
+def test_a_process_with_other_settings_is_named_on_both():
     port = free_port()
-    zero, one = (
-        Request(Launch("manual", 2, 1, node, address="127.0.0.1", port=port), {"lr": 0.1}, SECRET, 20.0, COMMAND)
-        for node in (0, 1)
-    )
+    requests = [
+        Request(Launch("manual", 2, 1, node, address="127.0.0.1", port=port), {"lr": lr}, 20.0, COMMAND)
+        for node, lr in ((0, 0.1), (1, 0.2))
+    ]
     with ThreadPoolExecutor() as pool:
-        joined = pool.submit(rendezvous, zero)
-        with pytest.raises(UserError, match="does not know the secret of the run at 127.0.0.1:.*from elsewhere"):
-            rendezvous(replace(one, secret=Secret(b"of another run", "elsewhere")))
-        results = [rendezvous(one), joined.result()]
-    assert [result.problem for result in results] == ["", ""]
-    assert len({result.store_port for result in results}) == 1
+        joined = [pool.submit(rendezvous, request) for request in requests]
+    for result in joined:
+        with pytest.raises(UserError, match=r"rank 1 \(node 1, .*\): lr is 0.2, on rank 0 0.1"):
+            result.result()
 
 
 def test_two_processes_that_claim_to_be_one_rank_are_told():
     port = free_port()
     launches = [Launch("manual", 3, 1, node, address="127.0.0.1", port=port) for node in (0, 1, 1)]
     with ThreadPoolExecutor() as pool:
-        joined = [pool.submit(rendezvous, Request(launch, {}, SECRET, 20.0, COMMAND)) for launch in launches]
+        joined = [pool.submit(rendezvous, Request(launch, {}, 20.0, COMMAND)) for launch in launches]
     for result in joined:
         with pytest.raises(UserError, match="two processes claim to be rank 1 .node 1.; give each node its own"):
             result.result()
