@@ -129,9 +129,14 @@ def gather_rows(rows: Tensor) -> Tensor:
     """The rows of all ranks, which may have different numbers of them: (n, ...) of each rank to (sum of n, ...)."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return rows
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, rows.cpu())
-    return torch.cat(parts).to(rows.device)
+    counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
+    longest = int(max(counts))
+    padded = rows.new_zeros(longest, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[: int(count)] for part, count in zip(parts, counts)])
 
 
 def _images_of(trainer: pl.Trainer) -> NumberedImages:
