@@ -168,9 +168,6 @@ def test_what_is_no_file_of_weights_is_named(tmp_path: Path, name: str, content:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_weights(tmp_path / name)
-
-
-def test_a_folder_names_the_file_in_it(tmp_path: Path):
     with pytest.raises(UserError, match=r"is a folder; name a file in it, such as weights='.*\.safetensors"):
         read_weights(tmp_path)
 
