@@ -37,7 +37,7 @@ from recipes.failures.join import join_run
 from recipes.failures.monitor import RunConnection, monitored
 from recipes.failures.orphans import declare_parent, drop_inherited_variables, exit_with_parent, parent_of_rank
 from recipes.failures.rendezvous import UPDATES_DONE
-from recipes.launch.devices import detect_machine, devices_of, shared_cores
+from recipes.launch.devices import detect_machine, devices_of
 from recipes.launch.host_tuning import stop_gpu_search, tune_allocator
 from recipes.launch.plan import Launch, plan_launch
 from recipes.launch.precision import check_precision, resolve_precision
@@ -453,8 +453,6 @@ class CommandLine:
                 f" torchrun --standalone --nproc-per-node {launch.devices} PROGRAM.py, which needs no devices=,"
                 " or use the recipe's command line"
             )
-        if launch.spawns and is_rank_zero() and (warning := shared_cores(launch.devices, here)):
-            print_error(warning)
         self.typed = self.typed.started_by(launch.launcher, launch.num_nodes, launch.devices)
         check_precision(str(values["precision"]), here, self.typed)
         check_strategy(values["strategy"])

@@ -33,7 +33,7 @@ from datamodules.errors import RunFailedError, UserError, is_out_of_memory
 from recipes.cli.early_stopping import why_stopped
 from recipes.cli.experiment import Experiment, Settings, as_user_errors
 from recipes.cli.report import Outcome, print_pairs, print_rows, report, report_unsaved, shown
-from recipes.cli.run_folder import log_settings, run_folder
+from recipes.cli.run_folder import do_nothing, log_settings, run_folder
 from recipes.cli.settings import checkpoint_callbacks
 from recipes.cli.stock_loaders import evaluate_each_sample_once
 from recipes.cli.trainer import build_trainer, renew_callbacks
@@ -85,16 +85,12 @@ def _without_points(trainer: pl.Trainer) -> Iterator[None]:
     """Log no scores: the curves of an evaluation in training would get another point."""
     methods = [(logger, logger.log_metrics) for logger in trainer.loggers]
     for logger, _ in methods:
-        logger.log_metrics = _do_nothing  # type: ignore[method-assign]
+        logger.log_metrics = do_nothing  # type: ignore[method-assign]
     try:
         yield
     finally:
         for logger, method in methods:
             logger.log_metrics = method  # type: ignore[method-assign]
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Takes the place of a method."""
 
 
 def carry_out(experiment: Experiment, typed: Command, started_at: float) -> Trained | None:

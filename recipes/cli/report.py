@@ -181,7 +181,7 @@ def report(
     outcome: Outcome,
     command: Command,
 ) -> None:
-    """Write results.json, its tables, report.html and TensorBoard's graph into `folder`, and print the final table.
+    """Write results.json, its tables and report.html into `folder`, and print the final table.
 
     Args:
         command: as it was typed.
@@ -193,10 +193,6 @@ def report(
             rows |= _next_steps(trainer, experiment, outcome.best, command.program)
         # Before anything is printed: a terminal may have gone.
         rows |= _write(folder, results, experiment.recipe.result_tables())
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.log_graph(experiment.recipe)
-                logger.save()
     print_pairs(rows)
 
 

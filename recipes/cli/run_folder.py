@@ -1,14 +1,11 @@
 """A run's folder, and what is logged into it."""
 
-import contextlib
 import csv
 import difflib
-import io
 import json
 import os
 import shutil
 import threading
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -16,10 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.lib.best_effort import best_effort, forget_failures, skipping_failures
@@ -27,13 +22,11 @@ from callbacks.lib.lightning_internals import set_writer
 from datamodules.errors import UserError
 from recipes.cli.settings import RunSettings
 from recipes.files import write_rows
-from recipes.graphs import Graph
 from recipes.launch.rank_zero import is_rank_zero, print_error, rank_zero_print
-from recipes.recipe import Recipe
 from recipes.resume.resume_point import ResumePoint, locked
 from recipes.resume.saved_run import read_run
 
-__all__ = ["log_settings", "logger_names", "loggers", "run_folder", "tensorboard_name"]
+__all__ = ["do_nothing", "log_settings", "logger_names", "loggers", "run_folder", "tensorboard_name"]
 
 _LOGGERS: dict[str, tuple[str, ...]] = {"tensorboard": (), "csv": (), "wandb": ("wandb",), "mlflow": ("mlflow",)}
 """The loggers, and the packages one of which each needs besides those of this one."""
@@ -110,8 +103,8 @@ def _new_folder(settings: RunSettings, title: str) -> Path:
         folder = parent / f"{name}-{number}"
 
 
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """What a log does that could not be opened."""
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of a log's method."""
 
 
 class _Writer:
@@ -122,7 +115,7 @@ class _Writer:
 
     def __getattr__(self, name: str) -> Any:
         if self._writer is None:
-            return _do_nothing
+            return do_nothing
         found = getattr(self._writer, name)
         return skipping_failures(found, _TENSORBOARD, OSError) if callable(found) else found
 
@@ -171,25 +164,9 @@ def tensorboard_name(name: str, main: Collection[str], by_epoch: bool) -> tuple[
     return (f"{mean}/{part}" if mean in main else name), counts_epochs
 
 
-class Network(nn.Module):
-    """The graphs of a network as one, since TensorBoard shows one, with the name of this class."""
-
-    def __init__(self, graphs: Sequence[Graph]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleDict({graph.name or "network": graph.module for graph in graphs})
-        with torch.no_grad():
-            self.example = tuple(value for graph in graphs for value in graph.example(1))
-        self.sizes = [len(graph.inputs) for graph in graphs]
-
-    @override
-    def forward(self, *inputs: Tensor) -> list[Tensor]:
-        shares = [inputs[sum(self.sizes[:i]) :][:size] for i, size in enumerate(self.sizes)]
-        return [value for part, own in zip(self.parts.values(), shares) for value in part(*own).values()]
-
-
 class _TensorBoard(TensorBoardLogger):
     def __init__(self, folder: Path, main: Collection[str], by_epoch: bool) -> None:
-        super().__init__(str(folder), name="", version="", log_graph=True, default_hp_metric=False)
+        super().__init__(str(folder), name="", version="", default_hp_metric=False)
         self._main, self._by_epoch = main, by_epoch
 
     @property
@@ -236,25 +213,6 @@ class _TensorBoard(TensorBoardLogger):
         plain = {k: v if isinstance(v, (int, float, str)) else json.dumps(v) for k, v in config.items()}
         _, session, _ = hparams(plain, {})
         self.experiment.file_writer.add_summary(session)
-
-    @override
-    def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
-        """Write the graph of the recipe, or its graphs side by side; or why there is none, which is printed, too."""
-        with torch.no_grad():
-            graphs = model.graphs() if isinstance(model, Recipe) else []
-        reason = "" if graphs else "the recipe has no example_input_array"
-        if graphs:
-            try:
-                network = Network(graphs)
-                # torch prints the graph where it fails, and warns of the recipe's constants.
-                with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    self.experiment.add_graph(network, network.example)
-            except Exception as error:  # Tracing may fail on the user's forward.
-                reason = str(error).strip().partition("\n")[0]
-        if reason:
-            self.experiment.add_text("graph", f"There is no graph: {reason}")
-            print_error(f"TensorBoard shows no graph: {reason}")
 
     @override
     def save(self) -> None:

@@ -1,6 +1,5 @@
 """The devices of this machine."""
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 
 from datamodules.errors import UserError
 
-__all__ = ["Machine", "detect_machine", "devices_of", "number_of_devices", "shared_cores"]
+__all__ = ["Machine", "detect_machine", "devices_of", "number_of_devices"]
 
 
 @dataclass(frozen=True)
@@ -83,19 +82,3 @@ def devices_of(count: int, asked: Any, here: Machine) -> int | list[int]:
     """
     named = _named(asked)
     return named if named and len(named) == count and here.kind != "cpu" else count
-
-
-def _cores() -> int:
-    """The cores that this process and those that it starts may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def shared_cores(processes: int, here: Machine) -> str | None:
-    """A warning of more processes than cores, where each computes on the CPU; None where there is a core for each."""
-    cores = _cores()
-    if here.kind != "cpu" or processes <= cores:
-        return None
-    return (
-        f"warning: {processes} processes share {cores} core{'s' * (cores > 1)} of this machine and take turns, with"
-        f" about 0.5 GiB of memory each; --devices {cores} is faster"
-    )

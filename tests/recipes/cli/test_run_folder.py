@@ -11,15 +11,12 @@ from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
-from recipes import MNISTClassifier
 from recipes.cli import run_folder
 from recipes.cli.run_folder import log_settings, loggers
 from tests.support.command_lines import typed
 from tests.support.ranks import run_ranks
-from tests.support.stock_data import Quadrants
 
 
 class FillsTheDisk(pl.Callback):
@@ -137,25 +134,3 @@ def test_tensorboard_compares_what_differs_and_the_final_score_first(tmp_path: P
     assert [info.name for info in found.hparam_infos] == ["lr", "accumulate", "callbacks", "devices", "seed"]
     metrics = [info.name.tag for info in found.metric_infos]
     assert metrics == ["accuracy/test", "accuracy/train", "loss/test", "updates/loss", "updates/lr"]
-
-
-def test_why_there_is_no_graph_stands_in_tensorboard_and_is_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    (logger,) = loggers(tmp_path, None, ["tensorboard"])
-    assert isinstance(logger, TensorBoardLogger)
-    logger.log_graph(Quadrants())
-    logger.finalize("success")
-    reason = "the recipe has no example_input_array"
-    assert capsys.readouterr().err == f"TensorBoard shows no graph: {reason}\n"
-    (text,) = EventAccumulator(str(tmp_path)).Reload().Tensors("graph/text_summary")
-    assert text.tensor_proto.string_val[0] == f"There is no graph: {reason}".encode()
-
-
-def test_the_graph_is_drawn_without_warnings_of_torch(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    (logger,) = loggers(tmp_path, None, ["tensorboard"])
-    assert isinstance(logger, TensorBoardLogger)
-    logger.log_graph(MNISTClassifier())
-    assert not recwarn.list
