@@ -25,6 +25,7 @@ from datamodules.loading.image_tree import (
     part_of,
     scan_tree,
 )
+from datamodules.loading.parquet_images import parquet_files, read_parquet
 from datamodules.loading.text_files import NOT_UTF8, Faults, csv_rows, read_lines, text_suffix
 
 __all__ = ["class_order", "find_images", "holds_images", "list_files", "read_lists"]
@@ -295,6 +296,9 @@ def find_images(
     """
     place = Path(place)
     files = {} if is_archive(place) or label_pattern else list_files(place)
+    if shards := parquet_files(place):
+        parts, unlabelled = read_parquet(shards)
+        return _as_tree(str(place), parts, [], {"without a label": unlabelled} if unlabelled else {})
     if place.is_file() and files:
         return read_lists(files, on_faults, columns)
     opened = open_place(place)
@@ -310,5 +314,5 @@ def find_images(
 def holds_images(place: Path) -> bool:
     """Whether this is a list of images, an archive, or a folder with such a list or with image files."""
     if place.is_file():
-        return is_archive(place) or text_suffix(place) in _SUFFIXES
-    return place.is_dir() and bool(list_files(place) or images_below(place)[0])
+        return is_archive(place) or text_suffix(place) in (*_SUFFIXES, ".parquet")
+    return place.is_dir() and bool(list_files(place) or parquet_files(place) or images_below(place)[0])

@@ -1,7 +1,10 @@
 """Images by lists, and files that are no images."""
 
+import json
 import logging
+import pickle
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -269,6 +272,34 @@ def test_what_is_no_set_of_classes_is_refused(tmp_path: Path, layout: str):
     with pytest.raises(UserError, match=reason) as refusal:
         find_images(_given(tmp_path, tables), None if "several files" in reason else "skip")
     assert "\n" not in str(refusal.value)
+
+
+def test_parquet_files_of_hugging_face_are_read_from_memory(tmp_path: Path):
+    parquet: Any = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as arrow
+
+    features = {"image": {"_type": "Image"}, "label": {"names": ["dog", "cat"], "_type": "ClassLabel"}}
+    for part, labels in (("train", [0, 1, 1]), ("test", [1, 0, -1])):
+        images = [{"bytes": f"{part} {n}".encode(), "path": f"{n}.png"} for n in range(3)]
+        about = {"huggingface": json.dumps({"info": {"features": features}})}
+        table = arrow.table({"image": images, "label": labels}).replace_schema_metadata(about)
+        parquet.write_table(table, tmp_path / f"{part}-00000-of-00001.parquet")
+    found = find_images(tmp_path)
+    assert (found.classes, found.left_out) == (("cat", "dog"), {"without a label": 1})
+    (files, targets), (tests, test_targets) = found.parts["train"], found.parts["test"]
+    assert ([files.read(row) for row in range(3)], targets.tolist()) == (
+        [b"train 0", b"train 1", b"train 2"],
+        [1, 0, 0],
+    )
+    assert ([tests.read(row) for row in range(2)], test_targets.tolist()) == ([b"test 0", b"test 1"], [0, 1])
+    assert pickle.loads(pickle.dumps(files)).stamp(1)[0] == len(b"train 1")
+
+
+def test_parquet_without_pyarrow_is_refused_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "x.parquet").touch()
+    with pytest.raises(UserError, match=r"x\.parquet, and is not installed: pip install pyarrow"):
+        find_images(tmp_path / "x.parquet")
 
 
 # Endings
