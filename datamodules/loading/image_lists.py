@@ -34,7 +34,8 @@ _SUFFIXES = (".txt", ".csv", ".tsv", ".jsonl")
 _METADATA = ("metadata.csv", "metadata.jsonl")
 """Hugging Face's tables, in the folder of a part."""
 _NAMES = {
-    "path": {"path", "file", "filename", "file name", "filepath", "file path", "image", "image path", "image file"},
+    "path": {"path", "file", "filename", "file name", "filepath", "file path", "image", "image path", "image file"}
+    | {"image name", "image id", "img", "id code"},
     "label": {"label", "labels", "class", "class name", "target", "category"},
     "part": {"split", "part", "set", "subset", "is valid"},
 }
@@ -83,10 +84,6 @@ class _List:
         files = [] if "/" in name else self._by_name.get(name, [])
         above = len(self.path.parent.parts)
         return [file for file in files if self.part in map(part_of, Path(file).parts[above:-1])] or files
-
-    def count(self, names: Iterable[str]) -> int:
-        """How many files these names are of."""
-        return len({file for name in names for file in self.find(name)})
 
     def add(self, number: int, name: str, label: str, part: str) -> None:
         """Take a row, if it has a label and its file is there."""
@@ -148,19 +145,18 @@ def _find_columns(
     is_named = is_known and not all(column.isdigit() for column in columns or known)
     others = [i for i in range(len(names)) if i not in places.values()]
     if places["path"] < 0:
-        some = rows[1:101] or rows
-        endings = [i for i in others if any(is_image(cells[i]) for _, cells in some)]
-        # Else that with the most files, since numbers of classes may be those of files, too.
-        endings = endings or sorted(others, key=lambda i: -listed.count(cells[i] for _, cells in some))
-        places["path"] = endings[0] if endings else 0
+        by_ending = [i for i in others if any(is_image(cells[i]) for _, cells in rows)]
+        candidates = by_ending or others[: 1 if places["label"] < 0 else None]
+        places["path"] = candidates[0] if len(candidates) == 1 else -1
         others = [i for i in others if i != places["path"]]
-    if places["label"] < 0:
-        if len(others) != 1:
-            raise UserError(
-                f"{listed.path}: which of the columns {', '.join(names)} hold the image and the label is not clear;"
-                f" pass the two by their names or numbers, such as columns='{names[places['path']]},{names[-1]}'"
-            )
+    if places["label"] < 0 and len(others) == 1:
         places["label"] = others[0]
+    if min(places["path"], places["label"]) < 0:
+        likely = f"{names[max(0, places['path'])]},{names[others[-1] if others else -1]}"
+        raise UserError(
+            f"{listed.path}: which of the columns {', '.join(names)} hold the image and the label is not clear;"
+            f" pass the two by their names or numbers, such as columns={likely!r}"
+        )
     path, label = (names[places[kind]] for kind in ("path", "label"))
     labels = {"", *(cells[places["label"]] for _, cells in rows[1:])}
     is_header = not number or is_named or not (label in labels or is_image(path) or listed.find(path))
@@ -212,6 +208,8 @@ def list_files(place: Path) -> dict[str, Path]:
             raise UserError(f"{folder} holds both {files[0].name} and {files[1].name}; pass one of them, or remove one")
         if files:
             found[part] = files[0]
+    if place.is_file():  # Train.csv, too.
+        found.setdefault("train", place)
     return found if "train" in found else {}
 
 

@@ -214,6 +214,7 @@ def _class_images(part: str, place: Folder, pattern: str | None) -> tuple[dict[s
     ignored = sorted(place.prefix + name for name in place.files)
     empty: list[str] = []
     for name in sorted(place.folders):
+        _check_masks(place.folders[name])
         images, others = _split(place.folders[name])
         ignored += others
         if images:
@@ -222,6 +223,14 @@ def _class_images(part: str, place: Folder, pattern: str | None) -> tuple[dict[s
             held = f", but {describe_left_out(others)}" if others else ""
             empty.append(f"class {name} is left out of {part}: {place.folders[name].path} holds no image{held}")
     return found, ignored, empty
+
+
+def _check_masks(folder: Folder) -> None:
+    """Refuse masks beside the images that they belong to, as in ultrasound sets."""
+    masks = [name for name in sorted(folder.files) if "_mask" in name.lower()]
+    images = {os.path.splitext(name)[0].lower() for name in folder.files} if masks else set()  # noqa: PTH122
+    if found := [name for name in masks if name.lower().split("_mask")[0] in images]:
+        raise UserError(f"{folder.path} holds {len(found):,} masks beside images, such as {found[0]}; remove them")
 
 
 def _check_level(place: Folder) -> None:
@@ -253,10 +262,10 @@ def _check_classes(place: Path, found: dict[str, dict[str, list[int]]], ignored:
     if len(classes) == 1:
         raise UserError(f"{place} holds images of one class only, {classes[0]}; {expected}")
     kinds = {name: part_of(name) if _NO_CLASSES.isdisjoint(_words(name)) else "other" for name in classes}
-    of_none = [name for name, kind in kinds.items() if kind]
+    of_none = {name: kind for name, kind in kinds.items() if kind}
     # Not test_positive and test_negative.
-    if len(of_none) > len(classes) / 2 and (len(set(kinds.values())) > 1 or "other" in kinds.values()):
-        raise UserError(f"{place} holds images in {' and '.join(of_none[:4])} without class folders; {expected}")
+    if len(of_none) > len(classes) / 2 and set(of_none.values()) not in ({"train"}, {"val"}, {"test"}):
+        raise UserError(f"{place} holds images in {' and '.join(list(of_none)[:4])} without class folders; {expected}")
     for part, by_class in found.items():
         if unknown := sorted(set(by_class) - set(classes)):
             raise UserError(

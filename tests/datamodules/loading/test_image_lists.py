@@ -239,6 +239,7 @@ REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
     "COVID-19 Radiography": ("{c}/images/{n}.png {c}/masks/{n}.png", {}, "each hold images and masks"),
     "folds without classes": ("fold1/{n}.png fold2/{n}.png", {}, "images in fold1 and fold2 without class folders"),
     "Carvana": ("train/{n}.jpg train_masks/{n}_mask.gif", {}, "in train and train_masks without class folders"),
+    "BUSI": ("{c}/x({n}).png {c}/x({n})_mask.png", {}, r"12 masks beside images, such as x\(0\)_mask"),
     "images and masks": ("images/{n}.png masks/{n}.png", {}, "in images and masks without class folders"),
     "Kaggle": (
         "train_images/{n}.png test_images/{n}.png",
@@ -250,6 +251,11 @@ REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
     "unknown columns": (
         *("a/{n}.png", {"x.csv": "image,id,choice a/{n}.png,7{n},{c}"}),
         "which of the columns image, id, choice hold .* is not clear; pass .* columns='image,choice'",
+    ),
+    "two ids": (
+        "{n}.jpg",
+        {"x.csv": "index,photo,label 7{n},{n},{c}"},
+        "columns index, photo, label hold .* not clear",
     ),
     "ISIC": ("{n}.jpg", {"x.csv": "image,MEL,NV,BCC {n},1.0,0.0,0.0"}, "columns image, MEL, NV, BCC hold .* not clear"),
     "ids as labels": (
