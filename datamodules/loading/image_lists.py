@@ -145,7 +145,7 @@ def _find_columns(
     is_named = is_known and not all(column.isdigit() for column in columns or known)
     others = [i for i in range(len(names)) if i not in places.values()]
     if places["path"] < 0:
-        by_ending = [i for i in others if any(is_image(cells[i]) for _, cells in rows)]
+        by_ending = [i for i in others if any(is_image(cells[i]) for _, cells in rows[:100])]
         candidates = by_ending or others[: 1 if places["label"] < 0 else None]
         places["path"] = candidates[0] if len(candidates) == 1 else -1
         others = [i for i in others if i != places["path"]]

@@ -227,7 +227,7 @@ def _class_images(part: str, place: Folder, pattern: str | None) -> tuple[dict[s
 
 def _check_masks(folder: Folder) -> None:
     """Refuse masks beside the images that they belong to, as in ultrasound sets."""
-    masks = [name for name in sorted(folder.files) if "_mask" in name.lower()]
+    masks = sorted(name for name in folder.files if "_mask" in name.lower())
     images = {os.path.splitext(name)[0].lower() for name in folder.files} if masks else set()  # noqa: PTH122
     if found := [name for name in masks if name.lower().split("_mask")[0] in images]:
         raise UserError(f"{folder.path} holds {len(found):,} masks beside images, such as {found[0]}; remove them")

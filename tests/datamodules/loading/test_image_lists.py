@@ -118,25 +118,16 @@ def test_wrong_rows_are_named_with_their_lines_and_refused_or_skipped(pictures: 
 
 
 @pytest.mark.parametrize(
-    ("files", "reason"),
+    ("name", "text", "reason"),
     [
-        ({"train.csv": _csv("train"), "train.txt": _text("train")}, "holds both train.txt and train.csv; pass one"),
-        (
-            {"train.csv": _csv("train"), "val.csv": "pics/ant 0.png,cow\n"},
-            "such as cow in line 1; expected only ant",
-        ),
-        ({"train.csv": "pics/ant 0.png,ant\n"}, "lists images of one class only, ant"),
-        ({"train.csv": "path,label\n"}, "lists no image to train on; expected lines such as"),
-        ({"train.csv": "path,label,split\npics/ant 0.png,ant,trian\n"}, r"1 of no part .* \(line 2\)"),
-        ({"train.txt": "pics/ant_0.png\n"}, r"1 without a label \(line 1\); expected path and label"),
-        ({"train.txt": ""}, "train.txt is empty"),
+        ("train.csv", _csv("train"), "holds both train.txt and train.csv; pass one"),
+        ("train.txt", "pics/ant_0.png\n", r"1 without a label \(line 1\); expected path and label"),
+        ("train.txt", "", "train.txt is empty"),
     ],
 )
-def test_lists_that_cannot_be_trained_on_are_refused_with_the_reason(
-    pictures: Path, files: dict[str, str], reason: str
-):
-    for name, text in files.items():
-        (pictures / name).write_text(text)
+def test_lists_that_cannot_be_read_are_refused_with_the_reason(pictures: Path, name: str, text: str, reason: str):
+    (pictures / "train.txt").write_text(_text("train"))
+    (pictures / name).write_text(text)
     with pytest.raises(UserError, match=reason):
         find_images(pictures)
 
@@ -252,6 +243,17 @@ REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
         *("a/{n}.png", {"x.csv": "image,id,choice a/{n}.png,7{n},{c}"}),
         "which of the columns image, id, choice hold .* is not clear; pass .* columns='image,choice'",
     ),
+    "a class in one list": (
+        *("{n}.jpg", {"train.csv": "{n}.jpg,{c}", "val.csv": "{n}.jpg,cow"}),
+        "such as cow in line 1; expected only cat, dog",
+    ),
+    "one class in a list": ("{n}.jpg", {"train.csv": "{n}.jpg,ant"}, "lists images of one class only, ant"),
+    "an empty table": (
+        "",
+        {"train.csv": "path,label path,label"},
+        "lists no image to train on; expected lines such as",
+    ),
+    "no part": ("{n}.jpg", {"x.csv": "path,label,split {n}.jpg,{c},trian"}, r"24 of no part .* \(lines 2, 3"),
     "two ids": (
         "{n}.jpg",
         {"x.csv": "index,photo,label 7{n},{n},{c}"},
@@ -276,7 +278,7 @@ def test_what_is_no_set_of_classes_is_refused(tmp_path: Path, layout: str):
     forms, tables, reason = REFUSED[layout]
     _lay_out(tmp_path, forms, tables, range(24))
     with pytest.raises(UserError, match=reason) as refusal:
-        find_images(_given(tmp_path, tables), None if "several files" in reason else "skip")
+        find_images(_given(tmp_path, tables), None if "24 " in reason else "skip")
     assert "\n" not in str(refusal.value)
 
 
