@@ -199,10 +199,12 @@ def list_files(place: Path) -> dict[str, Path]:
             return {"train": place}
         folder, suffixes = place.parent, [place.suffix]
     found: dict[str, Path] = {}
+    # Beside folders of classes it is about something else.
+    is_flat = place.is_dir() and sum(inner.is_dir() for inner in place.iterdir()) < 2
     for part, names in PARTS.items():
-        inner = () if place.is_file() else ("", *names) if part == "train" else names
+        inner = ("", *names) if is_flat and part == "train" else names
         files = [folder / f"{name}{suffix}" for name in names for suffix in suffixes]
-        files += [folder / name / table for name in inner for table in _METADATA]
+        files += [folder / name / table for name in inner for table in _METADATA if place.is_dir()]
         files = [file for file in files if file.is_file()]
         if len(files) > 1:
             raise UserError(f"{folder} holds both {files[0].name} and {files[1].name}; pass one of them, or remove one")
@@ -293,14 +295,13 @@ def find_images(
         UserError: see `scan_tree` and `read_lists`.
     """
     place = Path(place)
-    files = {} if is_archive(place) or label_pattern else list_files(place)
+    if place.is_file() and not (is_archive(place) or label_pattern) and (files := list_files(place)):
+        return read_lists(files, on_faults, columns)
     if shards := parquet_files(place):
         parts, unlabelled = read_parquet(shards)
         return _as_tree(str(place), parts, [], {"without a label": unlabelled} if unlabelled else {})
-    if place.is_file() and files:
-        return read_lists(files, on_faults, columns)
     opened = open_place(place)
-    if files and not find_parts(opened.folder):
+    if place.is_dir() and not (label_pattern or find_parts(opened.folder)) and (files := list_files(place)):
         return read_lists(files, on_faults, columns)
     if columns:
         raise UserError(

@@ -91,7 +91,8 @@ def test_class_folders_come_before_lists_and_numbers_sort_as_numbers(pictures: P
     for name in NAMES:
         (pictures / "train" / name).mkdir(parents=True)
         Image.new("RGB", (9, 9)).save(pictures / "train" / name / "1.png")
-    (pictures / "train.txt").write_text("whatever it is\n")
+    for name in ("train.txt", "train.csv", "metadata.csv"):
+        (pictures / name).write_text("whatever it is\n")
     assert len(find_images(pictures).parts["train"][0]) == 2
     assert class_order(str(i) for i in range(12)) == tuple(str(i) for i in range(12))
 
@@ -161,6 +162,7 @@ READ: dict[str, tuple[str, dict[str, str], dict[str, Any], str]] = {
     ),
     "other words": ("train_data/{c}/{n}.png ValData/{c}/{n}.png testset/{c}/{n}.png", {}, {}, "train 8, val 8, test 8"),
     "classes with the name of a part": ("test_{c}/{n}.png", {}, {}, "train 8"),
+    "a table of metadata": ("{c}/{n}.png", {"metadata.csv": "file_name,size {n},{n}"}, {}, "train 8"),
     "Kaggle, APTOS": (
         "train_images/{n}.png test_images/{n}.png",
         {
