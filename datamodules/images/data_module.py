@@ -7,6 +7,7 @@ workers or devices there are, on how often it was interrupted, or on whether dec
 import hashlib
 import logging
 import os
+import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,7 +49,7 @@ from datamodules.loading.file_table import FileTable
 from datamodules.loading.given_images import GivenImages, given_images
 from datamodules.loading.image_lists import find_images
 from datamodules.loading.image_tree import split_by_class
-from datamodules.loading.labels import BALANCE
+from datamodules.loading.labels import BALANCE, describe_classes
 from datamodules.loading.normalise import Normalise
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 from datamodules.ranges import COUNT, NOT_NEGATIVE, Range, check_choice, check_ranges
@@ -99,7 +100,7 @@ class ImageFolderDataModule(ClassificationDataModule):
     int64 of shape (batch,); with MixUp or CutMix soft labels, float32 of shape (batch, classes). A folder holds
     train/CLASS/, val/CLASS/ and perhaps test/CLASS/, or just CLASS/ folders, of which a share is then held out. A .zip
     or an uncompressed .tar of such a folder is read in place, to the same batches. Lists do the same: train.txt and
-    val.txt with a path and a label in each line, or CSV with columns such as path,label.
+    val.txt with a path and a label in each line, or tables with columns such as path,label.
 
     Args:
         dataset: which set; "auto" takes the folder where one is given, else the bundled digits.
@@ -123,6 +124,10 @@ class ImageFolderDataModule(ClassificationDataModule):
         pixel_mean: what is subtracted from the pixels, which are from 0 to 1, by channel; by default that of the
             pretrained weights, else the data set's; of a folder, ImageNet's, or measured below 64 pixels.
         pixel_std: what they are divided by then.
+        columns: the columns of path and label in a table of images, by name or by number from 1, as in "id,breed"; by
+            default their names or what they hold tell.
+        label_pattern: regular expression with one group, which is the class in the name of a file, as in "^(.+)_" for
+            Abyssinian_12.jpg; folders are no classes then.
         on_corrupt: what to do about a file that cannot be read, and about wrong lines of a list: end with an error, or
             skip them with a warning.
         seed: seed of the split, the shuffling and the augmentation.
@@ -152,6 +157,8 @@ class ImageFolderDataModule(ClassificationDataModule):
         cache_gb: float = 2.0,
         pixel_mean: Sequence[float] | None = None,
         pixel_std: Sequence[float] | None = None,
+        columns: list[str] | str | None = None,
+        label_pattern: str | None = None,
         on_corrupt: Literal["error", "skip"] = "error",
         seed: int = 1,
         predict_inputs: Sequence[str] | None = None,
@@ -183,6 +190,18 @@ class ImageFolderDataModule(ClassificationDataModule):
                 raise UserError(f"{name}={numbers}: expected three numbers from 0 to 1, such as [0.485, 0.456, 0.406]")
         if dataset == "digits" and data_dir is not None:
             raise UserError(f"dataset='digits' comes with scikit-learn, so data_dir={data_dir!s} would not be read")
+        if columns is not None:
+            columns = [str(column) for column in (columns.split(",") if isinstance(columns, str) else columns)]
+            if len(columns) != 2:
+                raise UserError(f"columns={columns}: expected the two of path and label, such as columns='image,label'")
+        try:
+            groups = re.compile(label_pattern or "()").groups
+        except re.error:
+            groups = -1
+        if groups != 1:
+            raise UserError(
+                f"label_pattern={label_pattern!r}: expected a regular expression with one group, as '^(.+)_'"
+            )
         # A Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
         data_dir = str(Path(data_dir).expanduser()) if data_dir is not None else None
         pixel_mean, pixel_std = (list(numbers) if numbers is not None else None for numbers in (pixel_mean, pixel_std))
@@ -425,7 +444,8 @@ class ImageFolderDataModule(ClassificationDataModule):
                 "dataset='folder' needs `data_dir`, a folder with a folder of images for each class, a .zip or .tar of"
                 " it, or a list"
             )
-        tree = find_images(self.hparams.data_dir, self.hparams.on_corrupt)
+        options = self.hparams
+        tree = find_images(options.data_dir, options.on_corrupt, options.columns, options.label_pattern)
         for note in tree.notes:
             _warn(f"note: {note}")
         title = Path(self.hparams.data_dir).resolve().name
@@ -496,6 +516,9 @@ class ImageFolderDataModule(ClassificationDataModule):
         for part in {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}[stage]:
             if part not in self._parts:
                 self._add(part, self._samples(part))
+        if stage == "fit":
+            counts = self._parts["train"][1].bincount(minlength=self.num_classes).tolist()
+            self._note(f"{self.title}: training on {describe_classes(self.class_names, counts)}")
         if self._size_of_files and self.hparams.image_size is None:
             self._note_choices()
 

@@ -1,8 +1,11 @@
-"""Images by lists: ``train.txt`` and ``val.txt`` with a path and a label in each line, or CSV with columns for both."""
+"""Images by lists: text with a path and a label in each line, or a table (CSV, JSON lines) with columns for both."""
 
+import json
 import os
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -19,16 +22,24 @@ from datamodules.loading.image_tree import (
     is_archive,
     is_image,
     open_place,
+    part_of,
     scan_tree,
 )
+from datamodules.loading.parquet_images import parquet_files, read_parquet
 from datamodules.loading.text_files import NOT_UTF8, Faults, csv_rows, read_lines, text_suffix
 
 __all__ = ["class_order", "find_images", "holds_images", "list_files", "read_lists"]
 
-_SUFFIXES = (".txt", ".csv", ".tsv")
-_PATHS = {"path", "file", "filename", "file name", "filepath", "file path", "image", "image path", "image file"}
-_LABELS = {"label", "labels", "class", "class name", "target", "category"}
-_SPLITS = {"split", "part", "set", "subset"}
+_SUFFIXES = (".txt", ".csv", ".tsv", ".jsonl")
+_METADATA = ("metadata.csv", "metadata.jsonl")
+"""Hugging Face's tables, in the folder of a part."""
+_NAMES = {
+    "path": {"path", "file", "filename", "file name", "filepath", "file path", "image", "image path", "image file"}
+    | {"image name", "image id", "img", "id code"},
+    "label": {"label", "labels", "class", "class name", "target", "category"},
+    "part": {"split", "part", "set", "subset", "is valid"},
+}
+_IN_IS_VALID = {"true": "val", "1": "val", "false": "train", "0": "train"}
 _HEIC = "in HEIC (pip install pillow-heif to read them)"
 
 
@@ -47,26 +58,44 @@ def class_order(names: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass
 class _List:
-    """What a list holds: files and labels by part, and the lines that cannot be used."""
+    """What a list holds: files and labels by part, the lines that cannot be used, and a note on its columns."""
 
     path: Path
     part: str
     rows: dict[str, list[tuple[int, str, str]]] = field(default_factory=dict)
     read: int = 0
     faults: Faults = field(default_factory=Faults)
+    note: str = ""
+
+    @cached_property
+    def _by_name(self) -> dict[str, list[str]]:
+        """The images below the list's folder by their names, with and without endings."""
+        found: dict[str, list[str]] = {}
+        for file in images_below(self.path.parent)[0]:
+            for name in (Path(file).name, Path(file).stem):
+                found.setdefault(name, []).append(file)
+        return found
+
+    def find(self, name: str) -> list[str]:
+        """The files of a name: relative to the list or to its part's folder, else in any folder below the list's."""
+        for place in (self.path.parent / name, self.path.parent / self.part / name):
+            if os.path.isfile(place):  # noqa: PTH113 - Path's raises for long names.
+                return [str(place)]
+        files = [] if "/" in name else self._by_name.get(name, [])
+        above = len(self.path.parent.parts)
+        return [file for file in files if self.part in map(part_of, Path(file).parts[above:-1])] or files
 
     def add(self, number: int, name: str, label: str, part: str) -> None:
-        """Take a row, if it has a label and its file is there: relative to the list, or to the folder of its part."""
-        places = (self.path.parent / name, self.path.parent / self.part / name)
-        found = next((place for place in places if os.path.isfile(place)), None)  # noqa: PTH113 - Path's raises for long names.
+        """Take a row, if it has a label and its file is there."""
+        files = self.find(name)
         if not label or not name:
             self.faults.add("without a label" if name else "without a path", [number])
-        elif found is None:
-            self.faults.add("whose file does not exist", [number])
-        elif found.suffix.lower() in HEIC and not is_image(found):
+        elif len(files) != 1:
+            self.faults.add("whose name several files have" if files else "whose file does not exist", [number])
+        elif Path(files[0]).suffix.lower() in HEIC and not is_image(files[0]):
             self.faults.add(_HEIC, [number])
         else:
-            self.rows.setdefault(part, []).append((number, str(found), label))
+            self.rows.setdefault(part, []).append((number, files[0], label))
 
 
 def _text_rows(lines: list[str | None], faults: Faults) -> Iterator[tuple[int, list[str]]]:
@@ -78,39 +107,81 @@ def _text_rows(lines: list[str | None], faults: Faults) -> Iterator[tuple[int, l
             yield number, [cell.strip() for cell in line.strip().rsplit(None, 1)]
 
 
-def _columns(cells: list[str]) -> dict[str, int]:
-    """The columns of path, label and part, where the first row names them; nothing where it does not."""
-    names = [cell.lower().replace("_", " ").replace("-", " ") for cell in cells]
-    kinds = {"path": _PATHS, "label": _LABELS, "part": _SPLITS}
-    found = {kind: next((i for i, name in enumerate(names) if name in of_kind), -1) for kind, of_kind in kinds.items()}
-    return found if found["path"] >= 0 and found["label"] >= 0 else {}
-
-
-def _read_list(path: Path, part: str) -> _List:
-    listed = _List(path, part)
-    lines = read_lines(path)
-    rows = _text_rows(lines, listed.faults) if text_suffix(path) == ".txt" else csv_rows(lines, listed.faults)
-    columns: dict[str, int] | None = None
-    part_of = {name: part for part, names in PARTS.items() for name in names}
-    for number, cells in rows:
-        if not any(cells):
+def _json_rows(lines: list[str | None], faults: Faults) -> Iterator[tuple[int, list[str]]]:
+    """The values of each line's object, after the keys of the first as row 0."""
+    keys: list[str] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = dict(json.loads(line or "{}"))
+        except (TypeError, ValueError):
+            faults.add("without a JSON object", [number])
             continue
-        if columns is None:
-            columns = _columns(cells) if text_suffix(path) != ".txt" else {}
-            if columns:
-                continue
-            columns = {"path": 0, "label": 1, "part": -1}
-        listed.read += 1
-        name, label = (cells[columns[kind]] if columns[kind] < len(cells) else "" for kind in ("path", "label"))
-        of_row = part
-        if columns["part"] >= 0:
-            text = cells[columns["part"]].lower() if columns["part"] < len(cells) else ""
-            if text not in part_of:
-                listed.faults.add("of no part (train, val or test)", [number])
-                continue
-            of_row = part_of[text]
-        listed.add(number, name, label, of_row)
-    listed.read += len(listed.faults.lines.get(NOT_UTF8, ()))
+        if row and not keys:
+            keys = list(row)
+            yield 0, keys
+        yield number, ["" if row.get(key) is None else str(row[key]) for key in keys]
+
+
+def _place(column: str, names: Sequence[str], where: Path) -> int:
+    """The place of a column by its name, or by its number from 1."""
+    if column not in names and not (column.isdecimal() and 0 < int(column) <= len(names)):
+        raise UserError(f"{where} has no column {column}; its first row holds {', '.join(names)}")
+    return names.index(column) if column in names else int(column) - 1
+
+
+def _find_columns(
+    listed: _List, rows: list[tuple[int, list[str]]], columns: Sequence[str] | None
+) -> tuple[dict[str, int], bool]:
+    """The places of path, label and part, by their names or by what they hold; and whether the first row is a header.
+
+    It is one if it names columns so, or if it holds neither an image nor a label of another row.
+    """
+    number, names = rows[0]
+    known = ["" if is_image(name) else name.lower().replace("_", " ").replace("-", " ") for name in names]
+    places = {kind: next((i for i, name in enumerate(known) if name in _NAMES[kind]), -1) for kind in _NAMES}
+    if columns is not None:
+        places["path"], places["label"] = (_place(column, names, listed.path) for column in columns)
+    is_known = min(places["path"], places["label"]) >= 0
+    is_named = is_known and not all(column.isdigit() for column in columns or known)
+    others = [i for i in range(len(names)) if i not in places.values()]
+    if places["path"] < 0:
+        by_ending = [i for i in others if any(is_image(cells[i]) for _, cells in rows[:100])]
+        candidates = by_ending or others[: 1 if places["label"] < 0 else None]
+        places["path"] = candidates[0] if len(candidates) == 1 else -1
+        others = [i for i in others if i != places["path"]]
+    if places["label"] < 0 and len(others) == 1:
+        places["label"] = others[0]
+    if min(places["path"], places["label"]) < 0:
+        likely = f"{names[max(0, places['path'])]},{names[others[-1] if others else -1]}"
+        raise UserError(
+            f"{listed.path}: which of the columns {', '.join(names)} hold the image and the label is not clear;"
+            f" pass the two by their names or numbers, such as columns={likely!r}"
+        )
+    path, label = (names[places[kind]] for kind in ("path", "label"))
+    labels = {"", *(cells[places["label"]] for _, cells in rows[1:])}
+    is_header = not number or is_named or not (label in labels or is_image(path) or listed.find(path))
+    if is_header and not is_known:
+        listed.note = f"{listed.path}: the column of images is {path}, that of labels {label}"
+    return places, is_header
+
+
+def _read_list(path: Path, part: str, columns: Sequence[str] | None) -> _List:
+    listed = _List(path, part)
+    read = {".txt": _text_rows, ".jsonl": _json_rows}.get(text_suffix(path), csv_rows)
+    rows = [(number, cells) for number, cells in read(read_lines(path), listed.faults) if any(cells)]
+    width = max([2, *(len(cells) for _, cells in rows)])
+    rows = [(number, cells + [""] * (width - len(cells))) for number, cells in rows]
+    places, has_header = _find_columns(listed, rows, columns) if rows else ({"part": -1}, False)
+    part_names = {known: part for part, names in PARTS.items() for known in names}
+    if has_header and rows.pop(0)[1][places["part"]].lower().startswith("is"):
+        part_names = _IN_IS_VALID
+    listed.read = len(rows) + len(listed.faults)
+    for number, cells in rows:
+        of_row = part if places["part"] < 0 else part_names.get(cells[places["part"]].lower(), "")
+        if of_row:
+            listed.add(number, cells[places["path"]], cells[places["label"]], of_row)
+        else:
+            listed.faults.add("of no part (train, val or test)", [number])
     return listed
 
 
@@ -128,75 +199,119 @@ def list_files(place: Path) -> dict[str, Path]:
             return {"train": place}
         folder, suffixes = place.parent, [place.suffix]
     found: dict[str, Path] = {}
+    # Beside folders of classes it is about something else.
+    is_flat = place.is_dir() and sum(inner.is_dir() for inner in place.iterdir()) < 2
     for part, names in PARTS.items():
-        files = [file for name in names for suffix in suffixes if (file := folder / f"{name}{suffix}").is_file()]
+        inner = ("", *names) if is_flat and part == "train" else names
+        files = [folder / f"{name}{suffix}" for name in names for suffix in suffixes]
+        files += [folder / name / table for name in inner for table in _METADATA if place.is_dir()]
+        files = [file for file in files if file.is_file()]
         if len(files) > 1:
             raise UserError(f"{folder} holds both {files[0].name} and {files[1].name}; pass one of them, or remove one")
         if files:
             found[part] = files[0]
+    if place.is_file():  # Train.csv, too.
+        found.setdefault("train", place)
     return found if "train" in found else {}
 
 
-def read_lists(files: dict[str, Path], on_faults: Literal["error", "skip"] | None = None) -> ImageTree:
+def read_lists(
+    files: dict[str, Path],
+    on_faults: Literal["error", "skip"] | None = None,
+    columns: Sequence[str] | None = None,
+) -> ImageTree:
     """The images of lists, with what is wrong in them by line.
 
     Args:
         files: the list of each part, at least of "train"; one with a column "split" holds several parts.
         on_faults: what to do about rows that cannot be used, the value of the parameter `on_corrupt`; None is an error
             for a data module without it.
+        columns: of path and label in a table, by name or by number from 1; by default their names or contents tell.
 
     Raises:
         UserError: rows cannot be used, or there is nothing to train on.
     """
-    lists = [_read_list(path, part) for part, path in files.items()]
-    notes = []
+    lists = [_read_list(path, part, columns) for part, path in files.items()]
+    notes = [one.note for one in lists if one.note]
     for one in lists:
-        if one.faults:
-            columns = "path and label" if text_suffix(one.path) == ".txt" else "columns such as path,label"
-            hint = f"; expected {columns}, and paths relative to {one.path.parent}"
+        if one.part == "test" and not one.rows and set(one.faults.lines) == {"without a label"}:
+            notes.append(f"{one.path} is not used: it has no labels")
+        elif one.faults:
+            expected = "path and label" if text_suffix(one.path) == ".txt" else "columns such as path,label"
+            hint = f"; expected {expected}, and paths relative to {one.path.parent}"
             note = one.faults.settle(on_faults or "error", str(one.path), one.read, on_faults and "on_corrupt", hint)
             notes.append(note)
     rows = {part: [row for one in lists for row in one.rows.get(part, ())] for part in PARTS}
-    where = " and ".join(str(one.path) for one in lists)
-    classes = class_order(label for _, _, label in rows["train"])
+    left_out = dict(Counter(reason for one in lists for reason, at in one.faults.lines.items() for _ in at))
+    parts = {part: (FileTable(file for _, file, _ in of_part), of_part) for part, of_part in rows.items()}
+    for part in ("val", "test"):
+        if both := set(parts["train"][0]) & set(parts[part][0]):
+            notes.append(f"{len(both):,} files are in train and in {part}, such as {min(both)}")
+    labels = {part: (table, [(n, label) for n, _, label in of_part]) for part, (table, of_part) in parts.items()}
+    return _as_tree(" and ".join(str(one.path) for one in lists), labels, notes, left_out)
+
+
+def _as_tree(
+    where: str, parts: dict[str, tuple[FileTable, list[tuple[int, str]]]], notes: list[str], left_out: dict[str, int]
+) -> ImageTree:
+    """Files with the numbers of their lines and their labels, by part."""
+    of_train = [label for _, label in parts["train"][1]]
+    classes = class_order(of_train)
     if len(classes) < 2:
         what = f"images of one class only, {classes[0]}" if classes else "no image to train on"
         raise UserError(f"{where} lists {what}; expected lines such as ants/1.jpg 0, or CSV with path,label")
+    if len(classes) > max(10, len(of_train) * 3 // 4):
+        raise UserError(
+            f"{where} lists {len(classes):,} different labels for {len(of_train):,} images, such as {of_train[0]};"
+            " expected two images or more of a class: pass the columns of path and label, such as columns='path,label'"
+        )
     numbers = {name: number for number, name in enumerate(classes)}
-    parts = {}
-    for part, of_part in rows.items():
-        if unknown := [(number, label) for number, _, label in of_part if label not in numbers]:
+    found = {}
+    for part, (files, labels) in parts.items():
+        if unknown := [(line, label) for line, label in labels if label not in numbers]:
             raise UserError(
                 f"{where}: {part} holds classes that train has no image of, such as {unknown[0][1]} in line"
                 f" {unknown[0][0]}; expected only {', '.join(classes[:10])}{', ...' * (len(classes) > 10)}"
             )
-        if of_part:
-            targets = torch.tensor([numbers[label] for _, _, label in of_part])
-            parts[part] = (FileTable(file for _, file, _ in of_part), targets)
-    for part in ("val", "test"):
-        if both := set(parts["train"][0]) & set(parts.get(part, ((), ()))[0]):
-            notes.append(f"{len(both):,} files are in train and in {part}, such as {min(both)}")
-    left_out = {reason: len(at) for one in lists for reason, at in one.faults.lines.items()}
-    return ImageTree(classes, parts, notes, left_out)
+        if labels:
+            found[part] = (files, torch.tensor([numbers[label] for _, label in labels]))
+    return ImageTree(classes, found, notes, left_out)
 
 
-def find_images(place: str | Path, on_faults: Literal["error", "skip"] | None = None) -> ImageTree:
+def find_images(
+    place: str | Path,
+    on_faults: Literal["error", "skip"] | None = None,
+    columns: Sequence[str] | None = None,
+    label_pattern: str | None = None,
+) -> ImageTree:
     """The images in class folders, or in lists where there are no folders train, val and test with classes.
+
+    Args:
+        on_faults: see `read_lists`.
+        columns: see `read_lists`.
+        label_pattern: a regular expression with one group, the class in a file's name; folders are no classes then.
 
     Raises:
         UserError: see `scan_tree` and `read_lists`.
     """
     place = Path(place)
-    if place.is_file() and not is_archive(place) and (files := list_files(place)):
-        return read_lists(files, on_faults)
+    if place.is_file() and not (is_archive(place) or label_pattern) and (files := list_files(place)):
+        return read_lists(files, on_faults, columns)
+    if shards := parquet_files(place):
+        parts, unlabelled = read_parquet(shards)
+        return _as_tree(str(place), parts, [], {"without a label": unlabelled} if unlabelled else {})
     opened = open_place(place)
-    if place.is_dir() and not find_parts(opened.folder) and (files := list_files(place)):
-        return read_lists(files, on_faults)
-    return scan_tree(place, opened)
+    if place.is_dir() and not (label_pattern or find_parts(opened.folder)) and (files := list_files(place)):
+        return read_lists(files, on_faults, columns)
+    if columns:
+        raise UserError(
+            f"columns={','.join(columns)!r} are those of a table, and {place} is none; pass data_dir='train.csv'"
+        )
+    return scan_tree(place, opened, label_pattern)
 
 
 def holds_images(place: Path) -> bool:
     """Whether this is a list of images, an archive, or a folder with such a list or with image files."""
     if place.is_file():
-        return is_archive(place) or text_suffix(place) in _SUFFIXES
-    return place.is_dir() and (bool(list_files(place)) or bool(images_below(place)[0]))
+        return is_archive(place) or text_suffix(place) in (*_SUFFIXES, ".parquet")
+    return place.is_dir() and bool(list_files(place) or parquet_files(place) or images_below(place)[0])

@@ -1,6 +1,7 @@
 """Images in folders: which files there are, of which class, and which of them are held out."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ __all__ = [
     "is_image",
     "left_out_by_ending",
     "open_place",
+    "part_of",
     "scan_tree",
     "split_by_class",
 ]
@@ -35,6 +37,24 @@ _JPEG = (".jpg", ".jpeg", ".jpe", ".jfif")
 _SUFFIXES = (*_JPEG, *(".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm", ".tga", ".avif"))
 PARTS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 """The usual names of the parts of a set."""
+_NO_CLASSES = {"annotations", "fold", "folds", "images", "imgs", "labels", "masks", "split", "splits"}
+"""Words in the names of folders that hold something else than the images of a class."""
+
+
+def _words(name: str) -> list[str]:
+    return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)]
+
+
+def part_of(name: str) -> str:
+    """The part that a name is of by one of its words, and "" where it is of none, or of several.
+
+    Example:
+        >>> [part_of(name) for name in ("seg_train", "TestSet", "testset", "val-0-of-1.parquet", "train_val")]
+        ['train', 'test', 'test', 'val', '']
+    """
+    words = {word.removesuffix("set").removesuffix("data") for word in _words(name)}
+    found = [part for part, names in PARTS.items() if words.intersection(names)]
+    return found[0] if len(found) == 1 else ""
 
 
 class Opened(NamedTuple):
@@ -124,16 +144,24 @@ def images_below(folder: str | Path) -> tuple[list[str], list[str]]:
     return list(table.select(torch.tensor(images, dtype=torch.int64))), others
 
 
-def find_parts(folder: Folder) -> dict[str, Folder]:
-    """The folders of "train", "val" and "test" by any of their usual names; none where `folder` holds the classes.
+def find_parts(folder: Folder, flat: bool = False) -> dict[str, Folder]:
+    """The folders of "train", "val" and "test" by their names; none where `folder` holds the classes.
+
+    Of names such as training_set and seg_test, which a class may have too, there must be two parts.
+
+    Args:
+        flat: whether they are parts without folders of classes, too.
 
     Raises:
         UserError: there are two folders of a part, or none to train on.
     """
+    inner = folder.folders.values()
+    by_word = {part: [here for here in inner if part_of(here.name) == part] for part in PARTS}
     found: dict[str, Folder] = {}
     for part, names in PARTS.items():
-        inner = [here for known in names for here in folder.folders.values() if here.name.lower() == known]
-        places = [here for here in inner if here.folders]
+        places = [here for name in names for here in inner if here.name.lower() == name and (here.folders or flat)]
+        if not places and by_word["train"] and (by_word["val"] or by_word["test"]):
+            places = [here for here in by_word[part] if here.folders or flat]
         if len(places) > 1:
             raise UserError(f"{folder.path} holds both {places[0].name} and {places[1].name}; keep one of them")
         if places:
@@ -167,12 +195,26 @@ def open_place(place: Path) -> Opened:
     return Opened(folder, table)
 
 
-def _class_images(part: str, place: Folder) -> tuple[dict[str, list[int]], list[str], list[str]]:
+def _class_images(part: str, place: Folder, pattern: str | None) -> tuple[dict[str, list[int]], list[str], list[str]]:
     """The numbers of the images of each class, the files that are not used, and remarks on empty classes."""
     found: dict[str, list[int]] = {}
+    if pattern is not None:
+        ignored = []
+        for path, number in files_below(place).items():
+            match = re.search(pattern, os.path.basename(path)) if is_image(path) else None  # noqa: PTH119
+            if match:
+                found.setdefault(match[1], []).append(number)
+            else:
+                ignored.append(path)
+        return found, ignored, []
+    # As in seg_train/seg_train/CLASS.
+    while [part_of(name) for name in place.folders] == [part] and next(iter(place.folders.values())).folders:
+        place = next(iter(place.folders.values()))
+    _check_level(place)
     ignored = sorted(place.prefix + name for name in place.files)
     empty: list[str] = []
     for name in sorted(place.folders):
+        _check_masks(place.folders[name])
         images, others = _split(place.folders[name])
         ignored += others
         if images:
@@ -183,17 +225,47 @@ def _class_images(part: str, place: Folder) -> tuple[dict[str, list[int]], list[
     return found, ignored, empty
 
 
+def _check_masks(folder: Folder) -> None:
+    """Refuse masks beside the images that they belong to, as in ultrasound sets."""
+    masks = sorted(name for name in folder.files if "_mask" in name.lower())
+    images = {os.path.splitext(name)[0].lower() for name in folder.files} if masks else set()  # noqa: PTH122
+    if found := [name for name in masks if name.lower().split("_mask")[0] in images]:
+        raise UserError(f"{folder.path} holds {len(found):,} masks beside images, such as {found[0]}; remove them")
+
+
+def _check_level(place: Folder) -> None:
+    """Refuse folders of domains, folds or parts, each with the same classes, in place of folders of classes."""
+    above: Counter[str] = Counter()
+    for folder in place.folders.values():
+        while len(folder.folders) == 1 and not any(map(is_image, folder.files)):
+            folder = next(iter(folder.folders.values()))
+        if not any(map(is_image, folder.files)):
+            above.update(name.lower() for name in folder.folders)
+    shared = sorted(name for name, count in above.items() if count > 1)
+    if len(shared) > 1:
+        raise UserError(
+            f"{place.path} holds folders such as {min(place.folders)} that each hold {shared[0]} and {shared[1]}, and"
+            " which of them are classes is not clear; pass the data_dir of one of them, or a table of path,label,split"
+        )
+
+
 def _check_classes(place: Path, found: dict[str, dict[str, list[int]]], ignored: list[str]) -> list[str]:
     """Refuse what cannot be trained on, and remark on classes that a part lacks."""
     classes, notes = sorted(found["train"]), []
-    expected = "expected a folder of images for each class, such as ants/1.jpg, in it or in its folders train and val"
+    expected = (
+        "expected a folder of images for each class, such as ants/1.jpg, in it or in its folders train and val; or pass"
+        " a table as data_dir='train.csv', or where files' names tell the class label_pattern='^(.+?)[._][0-9]'"
+    )
     if not classes:
         instead = f" (found {describe_left_out(ignored)})" if ignored else ""
         raise UserError(f"{place} holds no class with images{instead}; {expected}")
     if len(classes) == 1:
         raise UserError(f"{place} holds images of one class only, {classes[0]}; {expected}")
-    if all(name.lower() in sum(PARTS.values(), ()) for name in classes):
-        raise UserError(f"{place} holds images in {' and '.join(classes)} without class folders; {expected}")
+    kinds = {name: part_of(name) if _NO_CLASSES.isdisjoint(_words(name)) else "other" for name in classes}
+    of_none = {name: kind for name, kind in kinds.items() if kind}
+    # Not test_positive and test_negative.
+    if len(of_none) > len(classes) / 2 and set(of_none.values()) not in ({"train"}, {"val"}, {"test"}):
+        raise UserError(f"{place} holds images in {' and '.join(list(of_none)[:4])} without class folders; {expected}")
     for part, by_class in found.items():
         if unknown := sorted(set(by_class) - set(classes)):
             raise UserError(
@@ -205,12 +277,13 @@ def _check_classes(place: Path, found: dict[str, dict[str, list[int]]], ignored:
     return notes
 
 
-def scan_tree(place: str | Path, opened: Opened | None = None) -> ImageTree:
+def scan_tree(place: str | Path, opened: Opened | None = None, label_pattern: str | None = None) -> ImageTree:
     """The images in FOLDER/train/CLASS, FOLDER/val/CLASS and FOLDER/test/CLASS, or in FOLDER/CLASS.
 
     Args:
         place: a folder on disk, or a .zip or .tar archive.
         opened: what `open_place` made of it.
+        label_pattern: a regular expression with one group, which is the class in a file's name; not the folder then.
 
     Raises:
         UserError: there is no such folder, there are fewer than two classes, or val or test has one that train lacks.
@@ -219,12 +292,12 @@ def scan_tree(place: str | Path, opened: Opened | None = None) -> ImageTree:
     found: dict[str, dict[str, list[int]]] = {}
     ignored: list[str] = []
     notes: list[str] = []
-    of_parts = find_parts(folder)
+    of_parts = find_parts(folder, flat=label_pattern is not None)
     for beside in folder.folders.values():
         if of_parts and beside not in of_parts.values():
             notes.append(f"{beside.path} is not used: it is no folder train, val or test with class folders")
     for part, inner in (of_parts or {"train": folder}).items():
-        found[part], others, empty = _class_images(part, inner)
+        found[part], others, empty = _class_images(part, inner, label_pattern)
         ignored += others
         notes += empty
     notes += _check_classes(Path(place), found, ignored)
@@ -236,6 +309,8 @@ def scan_tree(place: str | Path, opened: Opened | None = None) -> ImageTree:
     classes = tuple(sorted(found["train"]))
     parts: dict[str, tuple[FileTable, Tensor]] = {}
     for part, by_class in found.items():
+        if not by_class:  # As of a folder test whose files' names tell no class.
+            continue
         rows = [torch.tensor(by_class.get(name, []), dtype=torch.int64) for name in classes]
         targets = torch.arange(len(classes)).repeat_interleave(torch.tensor([len(of_class) for of_class in rows]))
         parts[part] = (table.select(torch.cat(rows)), targets)

@@ -62,5 +62,5 @@ def test_a_package_keeps_to_its_budget_of_lines(package: str) -> None:
 def test_a_recipe_keeps_to_its_number_of_flags(recipe: str) -> None:
     classes = Classes(RECIPES[recipe], RECIPES[recipe].data_class, tuple)
     names = build_parser(classes, recipe).names
-    flags = [name for title, group in names.items() if title != "Trainer" for name in group]
+    flags = {name for title, group in names.items() if title != "Trainer" for name in group}
     assert len(flags) <= FLAGS[recipe], f"{recipe} has {len(flags)} flags: {FLAGS[recipe]} at most; which go?"
