@@ -3,8 +3,6 @@ from .checkpointing.exact_checkpoint import ExactCheckpoint as ExactCheckpoint
 from .checkpointing.guard import CheckpointGuard as CheckpointGuard
 from .checkpointing.verified_io import VerifiedCheckpointIO as VerifiedCheckpointIO
 from .drawing.classification_images import ClassificationImages as ClassificationImages
-from .drawing.grad_cam import GradCAM as GradCAM
-from .drawing.grad_cam import grad_cam as grad_cam
 from .drawing.translation_samples import TranslationSamples as TranslationSamples
 from .finite_weights import FiniteWeights as FiniteWeights
 from .freezing import FreezeLayers as FreezeLayers

@@ -14,7 +14,6 @@ from datamodules.errors import UserError
 
 __all__ = [
     "evaluating",
-    "find_layer",
     "find_name",
     "inside",
     "matching_names",
@@ -58,20 +57,6 @@ def find_name(name: str, names: Collection[str], argument: str) -> str:
     if len(found) > 1 and found[0].count(".") == found[1].count("."):
         raise UserError(f"`{argument}`: {name!r} could be {' or '.join(map(repr, found))}: write one of them in full")
     return found[0]
-
-
-def find_layer(module: nn.Module, name: str) -> nn.Module:
-    """The submodule that `find_name` finds.
-
-    Raises:
-        UserError: there is none, or several.
-
-    Example:
-        >>> find_layer(nn.ModuleDict({"network": nn.Sequential(nn.Conv2d(3, 8, 3))}), "0")
-        Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
-    """
-    layers: dict[str, nn.Module] = {name: layer for name, layer in module.named_modules() if name}
-    return layers[find_name(name, layers, "layer")]
 
 
 def matching_names(patterns: Iterable[str], names: Collection[str], argument: str = "patterns") -> set[str]:

@@ -1,11 +1,11 @@
 """The layers of a network, from the images to the head, by the names of its modules.
 
-Learning rates, the default of freezing, and Grad-CAM refer to them.
+Learning rates and the default of freezing refer to them.
 """
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,24 +14,13 @@ from torch.utils._pytree import tree_leaves
 from callbacks.lib.layers import evaluating
 from datamodules.errors import UserError
 
-__all__ = ["Block", "Layer", "last_block_of", "layers_line", "layers_of", "random_images"]
+__all__ = ["Layer", "last_block_of", "layers_line", "layers_of", "random_images"]
 
 Layer = tuple[str, Sequence[nn.Module]]
 """A name, and the modules that belong to it."""
 
 _ENOUGH = 4
 """Layers before the head, from which on a large one stays in one piece: ResNets have that many, and the stem."""
-
-
-class Block(NamedTuple):
-    """A module by its name.
-
-    Args:
-        has_maps: whether its output has the shape (batch, channels, height, width), as Grad-CAM needs it.
-    """
-
-    name: str
-    has_maps: bool
 
 
 def random_images(network: nn.Module, example: Tensor) -> Tensor:
@@ -91,17 +80,16 @@ def layers_of(network: nn.Module) -> list[Layer]:
     return [(name, [module for _, module in parts[a:b]]) for name, (a, b) in zip(names, pairwise(bounds), strict=True)]
 
 
-def layers_line(layers: Sequence[Layer], block: Block) -> str:
+def layers_line(layers: Sequence[Layer]) -> str:
     """The layers in one line.
 
-    >>> layers_line([(name, []) for name in ("stem", "layer1", "layer2", "fc")], Block("layer2", True))
+    >>> layers_line([(name, []) for name in ("stem", "layer1", "layer2", "fc")])
     'layers of the network: stem, layer1, layer2, fc'
     """
     names = [name for name, _ in layers]
     if len(names) > 12:
         names = [*names[:3], f"... ({len(names) - 6} more)", *names[-3:]]
-    line = f"layers of the network: {', '.join(names)}"
-    return line if block.has_maps else f"{line}; no Grad-CAM, because {block.name} gives no maps"
+    return f"layers of the network: {', '.join(names)}"
 
 
 def _shapes(network: nn.Module, modules: Sequence[nn.Module], images: Tensor) -> dict[nn.Module, list[torch.Size]]:
@@ -133,7 +121,7 @@ def _positions(shape: torch.Size) -> int:
     return shape[2:].numel() if len(shape) > 2 else 0
 
 
-def last_block_of(network: nn.Module, example: Tensor) -> Block:
+def last_block_of(network: nn.Module, example: Tensor) -> str:
     """The last module with weights, before the head, whose output is not pooled to a vector.
 
     Args:
@@ -145,13 +133,12 @@ def last_block_of(network: nn.Module, example: Tensor) -> Block:
     parts = [(name, module) for name, module in _parts_of(network) if _weighs(module)] or _parts_of(network)
     trunk = parts[:-1] or parts
     shapes = _shapes(network, [module for _, module in trunk], random_images(network, example))
-    found, output, before = trunk[0][0], torch.Size(), 0
+    found, before = trunk[0][0], 0
     for name, module in trunk:
         if module not in shapes:
             continue
         taken, given = shapes[module]
         if not _positions(given) or _positions(taken) == 1 < before:
             break
-        found, output, before = name, given, _positions(given)
-    # Images are square, and so are maps; some transformers have their channels last.
-    return Block(found, len(output) == 4 and output[2] == output[3])
+        found, before = name, _positions(given)
+    return found

@@ -9,7 +9,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from typing_extensions import override
 
-from callbacks.drawing.grad_cam import GradCAM
 from callbacks.freezing import FreezeLayers
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
@@ -20,7 +19,7 @@ from recipes.classification import Classifier, ClassifierParameters
 from recipes.optim import default_rate
 from recipes.parameter_groups import layer_groups
 from recipes.resnet.feature_cache import FeatureCache
-from recipes.resnet.layers import Block, Layer, last_block_of, layers_line, layers_of
+from recipes.resnet.layers import Layer, last_block_of, layers_line, layers_of
 from recipes.resnet.network import RESNETS, SMALL_NETWORKS, build_network, published_weights, weights_statistics
 from recipes.weights import read_settings_beside
 
@@ -83,7 +82,7 @@ class ResNetFineTuner(Classifier):
     free_parameters: ClassVar[frozenset[str]] = Classifier.free_parameters | {"cache_features"}
 
     last_block: str | None = None
-    """The block that trains beside the head by default, and whose activations Grad-CAM shows; by default found."""
+    """The block that trains beside the head by default; by default found."""
 
     hparams: ResNetParameters
     example_input_array: Tensor
@@ -128,9 +127,9 @@ class ResNetFineTuner(Classifier):
         super().__init__(num_classes=num_classes, optimizer=optimizer, lr=lr, weights=weights, **kwargs)
         self.example_input_array = torch.zeros(1, 3, image_size, image_size)
         self.cached_head = ""
-        self._block: Block | None = None
+        self._block: str | None = None
         if freeze_until == "auto":
-            freeze_until = None if new else self.block.name
+            freeze_until = None if new else self.block
         elif freeze_until == "none":
             freeze_until = None
         # A subclass passes its arguments on as they were.
@@ -166,11 +165,10 @@ class ResNetFineTuner(Classifier):
         return build_network(options.arch, options.num_classes, options.image_size or _IMAGE_SIZE, options.small_images)
 
     @property
-    def block(self) -> Block:
+    def block(self) -> str:
         """The block that trains beside the head by default; it is looked for once."""
         if self._block is None:
-            named = self.last_block
-            self._block = Block(named, True) if named else last_block_of(self.network, self.example_input_array)
+            self._block = self.last_block or last_block_of(self.network, self.example_input_array)
         return self._block
 
     def layers(self) -> list[Layer]:
@@ -215,13 +213,12 @@ class ResNetFineTuner(Classifier):
             callbacks.append(frozen)
         if options.cache_features:
             callbacks.append(FeatureCache())
-        drawn = [GradCAM(self.block.name)] if self.block.has_maps else []
-        return [*callbacks, *drawn]
+        return callbacks
 
     @override
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        rank_zero_only(log.info)(layers_line(self.layers(), self.block))
+        rank_zero_only(log.info)(layers_line(self.layers()))
 
     @override
     def pretrained_weights(self, weights: str) -> tuple[dict[str, Tensor], str]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from callbacks.drawing.grad_cam import GradCAM
 from callbacks.run_progress import RunProgress
 from datamodules.errors import UserError
 from datamodules.images.data_module import ImageFolderDataModule
@@ -47,7 +46,6 @@ OUTSIDE: list[tuple[Callable[..., Any], dict[str, tuple[Any, ...]]]] = [
     (RunSettings, {"seed": (-1,), "save_top_k": (-2,), "patience": (0,)}),
     (LaunchSettings, {"master_port": (0, 65536), "node_rank": (-1,), "collective_timeout": (0, -1, 1e30)}),
     (RunProgress, {"interval": (-1,)}),
-    (GradCAM, {"samples": (-1,)}),
 ]
 
 

@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "recipes.classification_scores": "recipes.recipe",
     "recipes.classification": f"{_CALLBACKS} callbacks.drawing datamodules.loading recipes.classification_scores "
     "recipes.labels recipes.recipe recipes.tta",
-    "recipes.export": "datamodules.errors callbacks.lib callbacks.checkpointing recipes.graphs recipes.recipe "
+    "recipes.export": "datamodules.errors callbacks.lib callbacks.checkpointing recipes.graphs recipes.recipe recipes.weights "
     "recipes.version",
     "recipes.launch": "datamodules.errors datamodules.ranges callbacks.lib",
     "recipes.failures": "datamodules.errors callbacks.lib recipes.launch",

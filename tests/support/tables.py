@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from callbacks.bn_recalibration import BNRecalibration
 from callbacks.checkpointing.guard import CheckpointGuard
 from callbacks.drawing.classification_images import ClassificationImages
-from callbacks.drawing.grad_cam import GradCAM
 from callbacks.drawing.translation_samples import TranslationSamples
 from callbacks.finite_weights import FiniteWeights
 from callbacks.freezing import FreezeLayers
@@ -41,7 +40,6 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "FiniteWeights": lambda: FiniteWeights(),
     "RankConsistency": lambda: RankConsistency(),
     "BNRecalibration": lambda: BNRecalibration(batches=3),
-    "GradCAM": lambda: GradCAM("network.0.0", samples=2),
     "ClassificationImages": lambda: ClassificationImages(samples=2, mistakes=2),
     "RunProgress": lambda: RunProgress(),
     "TrainLoss": lambda: TrainLoss(),
@@ -64,7 +62,6 @@ TOGETHER = (
     "FiniteWeights",
     "RankConsistency",
     "BNRecalibration",
-    "GradCAM",
     "ClassificationImages",
     "RunProgress",
     "TrainLoss",
