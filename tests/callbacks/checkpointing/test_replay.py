@@ -69,17 +69,13 @@ class Learner(pl.LightningModule):
 
 
 def fit(
-    folder: Path,
-    loader: Any,
-    max_steps: int = -1,
-    seeded: bool = True,
-    more: Sequence[pl.Callback] = (),
-    interval: int = 1,
+    folder: Path, loader: Any, max_steps: int = -1, seeded: bool = True, more: Sequence[pl.Callback] = ()
 ) -> tuple[list[Any], float]:
     """Train up to an update, from the newest checkpoint on."""
     options: dict[str, Any] = {"max_epochs": EPOCHS, "max_steps": max_steps, "enable_progress_bar": False}
     seeds = [SeedControl(seed=1)] if seeded else []
-    checkpoint = ExactCheckpoint(folder, save_last=True, every_n_train_steps=interval)
+    # The last part of a run saves at another interval.
+    checkpoint = ExactCheckpoint(folder, save_last=True, every_n_train_steps=2 if max_steps < 0 else 1)
     other = ExactCheckpoint(folder / "other", monitor=None)
     trainer = pl.Trainer(**(QUIET | options), callbacks=[*seeds, *more, checkpoint, other])
     model = Learner()
@@ -92,8 +88,7 @@ def whole_and_interrupted(name: str, folder: Path, stops: list[int]) -> Any:
     whole = fit(folder / "whole", LOADERS[name]())
     seen: list[Any] = []
     for stop in [*stops, -1]:
-        # The last part of the run saves at another interval.
-        now, weight = fit(folder / "interrupted", LOADERS[name](), stop, interval=2 if stop < 0 else 1)
+        now, weight = fit(folder / "interrupted", LOADERS[name](), stop)
         seen += now
     return whole, (seen, weight)
 
