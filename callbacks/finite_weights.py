@@ -42,8 +42,8 @@ class FiniteWeights(pl.Callback):
 
     A loss that is NaN once does no harm where GradScaler skips the update, so the weights decide, not the loss.
 
-    Runs on: `on_train_batch_end`, once per ``log_every_n_steps`` updates, and before each checkpoint; one pass over the
-    weights.
+    Runs on: `on_train_batch_end`, once per ``log_every_n_steps`` updates, `on_train_end`, and before each checkpoint;
+    one pass over the weights.
 
     Raises:
         RunFailedError: a weight is NaN or infinite.
@@ -67,6 +67,10 @@ class FiniteWeights(pl.Callback):
         every = log_interval(trainer)
         if every and trainer.global_step // every != self._checked_step // every:
             self._check(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._check(trainer, pl_module)
 
     @override
     def on_save_checkpoint(
