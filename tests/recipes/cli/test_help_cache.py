@@ -36,15 +36,12 @@ def test_a_text_is_printed_again_unless_call_width_version_or_source_are_others(
     with monkeypatch.context() as changed:
         changed.setenv("COLUMNS", "61")
         assert help_cache.cached_help(*CALL) is None
-    with monkeypatch.context() as changed:
-        changed.setattr(help_cache, "version", str.upper)
-        assert help_cache.cached_help(*CALL) is None
-    with monkeypatch.context() as changed:
-        changed.setattr(help_cache, "_states", lambda: ["another source"])
-        assert help_cache.cached_help(*CALL) is None
-    with monkeypatch.context() as changed:
-        changed.setattr(sys.modules["__main__"], "__spec__", None)
-        assert help_cache.cached_help(*CALL) is None
+    main = sys.modules["__main__"]
+    others = [(help_cache, "version", str.upper), (help_cache, "_states", list), (main, "__spec__", None)]
+    for place, name, value in others:
+        with monkeypatch.context() as changed:
+            changed.setattr(place, name, value)
+            assert help_cache.cached_help(*CALL) is None
 
 
 def test_a_command_prints_the_same_help_twice_and_imports_nothing_the_second_time(tmp_path: Path) -> None:
