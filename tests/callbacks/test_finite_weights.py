@@ -62,3 +62,6 @@ def test_sums_that_overflow_are_no_divergence() -> None:
     layer.weight.data[1, 2] = float("inf")
     assert first_not_finite(layer) == "weight"
     assert first_not_finite(torch.nn.ReLU()) is None
+    norm = torch.nn.BatchNorm1d(1)
+    norm(torch.tensor([[torch.inf], [1.0]]))
+    assert first_not_finite(norm) == "running_mean"
