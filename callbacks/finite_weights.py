@@ -18,7 +18,7 @@ __all__ = ["FiniteWeights", "first_not_finite"]
 
 
 def first_not_finite(module: nn.Module) -> str | None:
-    """The name of the first parameter that holds a NaN or an infinity; None where all are finite.
+    """The name of the first parameter or running statistic that holds a NaN or an infinity; None where all are finite.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -29,7 +29,9 @@ def first_not_finite(module: nn.Module) -> str | None:
         >>> first_not_finite(layer)
         'bias'
     """
-    named = [(name, value.detach()) for name, value in module.named_parameters() if value.is_floating_point()]
+    statistics = [(name, value) for name, value in module.named_buffers() if "running_" in name]
+    tensors = [*module.named_parameters(), *statistics]
+    named = [(name, value.detach()) for name, value in tensors if value.is_floating_point()]
     # Sums carry NaN and infinity through, so that the device is waited for once. One that overflows is looked at below.
     sums = torch.stack([value.sum(dtype=torch.float32).to(named[0][1].device) for _, value in named]) if named else None
     if sums is None or bool(sums.isfinite().all()):
@@ -40,10 +42,10 @@ def first_not_finite(module: nn.Module) -> str | None:
 class FiniteWeights(pl.Callback):
     """Stops a run whose weights are no longer finite, and keeps them out of its checkpoints.
 
-    A loss that is NaN once does no harm where GradScaler skips the update, so the weights decide, not the loss.
+    A loss that is NaN once does no harm where GradScaler skips the update, so weights and running statistics decide.
 
-    Runs on: `on_train_batch_end`, once per ``log_every_n_steps`` updates, and before each checkpoint; one pass over the
-    weights.
+    Runs on: `on_train_batch_end`, once per ``log_every_n_steps`` updates, `on_train_end`, and before each checkpoint;
+    one pass over the weights.
 
     Raises:
         RunFailedError: a weight is NaN or infinite.
@@ -52,9 +54,7 @@ class FiniteWeights(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[FiniteWeights()], logger=False, accelerator="cpu")
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._checked_step = 0
+    _checked_step = 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -67,6 +67,10 @@ class FiniteWeights(pl.Callback):
         every = log_interval(trainer)
         if every and trainer.global_step // every != self._checked_step // every:
             self._check(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._check(trainer, pl_module)
 
     @override
     def on_save_checkpoint(

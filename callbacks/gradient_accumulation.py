@@ -76,7 +76,7 @@ class GradientAccumulation(pl.Callback):
         UserError: `global_batch_size` does not divide, both arguments are given, something else accumulates as well,
             or the strategy cannot. With one micro-batch per update such a strategy gets a warning only. LBFGS on
             several devices or micro-batches.
-        RunFailedError: another optimiser calls its closure again there.
+        RunFailedError: another optimiser calls its closure again there; or a loader has fewer batches than it says.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[GradientAccumulation(global_batch_size=1024)], logger=False)
@@ -85,9 +85,7 @@ class GradientAccumulation(pl.Callback):
     def __init__(self, steps: int | dict[int | str, int] = 1, global_batch_size: int | None = None) -> None:
         super().__init__()
         if global_batch_size is not None and steps != 1:
-            raise UserError(
-                f"both steps={steps!r} and global_batch_size={global_batch_size} are given: pass one of them"
-            )
+            raise UserError(f"steps={steps!r} and global_batch_size={global_batch_size} are given: pass one of them")
         self.steps = steps
         self.global_batch_size = global_batch_size
         self.sums = SumWithFlag()
@@ -199,6 +197,14 @@ class GradientAccumulation(pl.Callback):
         if self._window.is_open:
             # The window's last training_step returned None (on one device), so there was no last backward pass.
             self._scale_gradients(trainer, self._window.close())
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._window.is_open and not trainer.should_stop:
+            raise RunFailedError(
+                f"the training loader announced {trainer.num_training_batches} batches and gave fewer, so that the"
+                " gradients of the last ones would be lost: correct the length of its data set"
+            )
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

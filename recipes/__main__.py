@@ -1,7 +1,6 @@
 """Lists the recipes and starts one: ``lightning-recipes mnist`` is the same as ``python -m recipes.mnist``."""
 
 import ast
-import difflib
 import os
 import sys
 from pathlib import Path
@@ -71,9 +70,7 @@ def main() -> None:
         run_module(f"recipes.{name}", {"PROGRAM": f"{program} {name}"}, run_name="__main__", alter_sys=True)
         return
     else:
-        close = difflib.get_close_matches(name, ["list", "verify", *recipes], n=1)
-        hint = f"did you mean {close[0]}?" if close else f"{program} list shows them"
-        sys.exit(_error(f"there is no recipe {name!r}; {hint}"))
+        sys.exit(_error(f"there is no recipe {name!r}; expected list, verify, {', '.join(recipes)}"))
 
 
 if __name__ == "__main__":

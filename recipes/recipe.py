@@ -233,7 +233,8 @@ class Recipe(pl.LightningModule):
         ScheduleSettings(schedule, lr, schedule_args or {})
         self.save_hyperparameters()
         self.hparams.update({"lr": lr})  # A subclass passes its argument on as it was.
-        self.network = self.build_network()
+        network = self.build_network()
+        self.network = network if network.training else network.train()
         if channels_last and not is_lbfgs(optimizer):  # Its vectors are views of contiguous gradients.
             self.network.to(memory_format=torch.channels_last)
         self.run_config: dict[str, Any] = {}
@@ -251,7 +252,7 @@ class Recipe(pl.LightningModule):
         return [str(vars(kind)["title"]) for kind in cls.__mro__ if "title" in vars(kind) and kind is not Recipe]
 
     def build_network(self) -> nn.Module:
-        """The network to train. It is called in the constructor, when ``self.hparams`` is set."""
+        """The network to train; one in evaluation mode is put into training mode. ``self.hparams`` is set by then."""
         raise NotImplementedError(f"{type(self).__name__} has to override build_network()")
 
     @override

@@ -109,7 +109,9 @@ def standard_scores(
 
     Raises:
         UserError: see `tokenizer`.
+        ValueError: there are not as many references, of which sacrebleu would leave some out.
     """
+    references = [reference for _, reference in zip(hypotheses, references, strict=True)]
     metrics = {
         "sacrebleu": ("BLEU", _bleu(tokenize)),
         "sacrebleu_lower": ("BLEU, lower case", _bleu(tokenize, lowercase=True)),

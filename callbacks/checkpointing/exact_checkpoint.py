@@ -126,6 +126,9 @@ class ExactCheckpoint(ModelCheckpoint):
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         self._metrics, self._sums = checkpoint.get(_METRICS, {}), checkpoint.get(_SUMS, {})
         self._raw = raw_weights(trainer, checkpoint) if trainer.state.fn == "fit" else None
+        # `load_state_dict` is not called where this run saves at another interval or by another score.
+        numbers = (state.get("world_size") for state in checkpoint["callbacks"].values() if isinstance(state, dict))
+        self._saved_world_size = next((n for n in numbers if isinstance(n, int) and n > 0), trainer.world_size)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -213,8 +216,6 @@ class ExactCheckpoint(ModelCheckpoint):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
-        saved = state_dict.get("world_size", self._world_size)
-        self._saved_world_size = saved if isinstance(saved, int) and saved > 0 else self._world_size
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -37,8 +37,8 @@ class Folder:
 
 
 def _is_hidden(name: str) -> bool:
-    """Whether an entry is not looked at: as the shadow folder in archives made by macOS."""
-    return name.startswith((".", "__MACOSX"))
+    """Whether an entry is not looked at: hidden, or written by macOS, by Windows or by Synology's file server."""
+    return name.startswith((".", "__MACOSX", "$RECYCLE.BIN", "System Volume Information", "@eaDir"))
 
 
 def _is_folder(entry: "os.DirEntry[str]") -> bool:

@@ -38,18 +38,12 @@ def _file(program: str, args: Sequence[str]) -> Path | None:
     return base / hashlib.sha256("\n".join(made_of).encode()).hexdigest()
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def cached_help(program: str, args: Sequence[str]) -> str | None:
-    """The help that was printed before for the same call; None where there is none, or it is damaged."""
+    """The help that was printed before for the same call; None where there is none."""
     try:
-        path = _file(program, args)
-        digest, _, text = path.read_text(encoding="utf-8").partition("\n") if path else ("", "", "")
+        return (path.read_text(encoding="utf-8") or None) if (path := _file(program, args)) else None
     except (OSError, ValueError, RuntimeError, ImportError):
         return None
-    return text if digest and digest == _digest(text) else None
 
 
 def keep_help(program: str, args: Sequence[str], text: str) -> None:
@@ -58,7 +52,7 @@ def keep_help(program: str, args: Sequence[str], text: str) -> None:
         if path := _file(program, args):
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_name(f"{path.name}.{os.getpid()}")
-            part.write_text(f"{_digest(text)}\n{text}", encoding="utf-8")
+            part.write_text(text, encoding="utf-8")
             part.replace(path)
             for old in sorted(path.parent.iterdir(), key=lambda file: file.stat().st_mtime)[:-32]:
                 old.unlink(missing_ok=True)

@@ -203,11 +203,6 @@ class Coordinator(RunConnection):
         self._lock = threading.Lock()
         self.thread.start()
 
-    @property
-    def listens(self) -> bool:
-        """Whether not all ranks have joined yet."""
-        return self._listener is not None
-
     def publish(self, name: str, value: Any) -> None:
         """Send a value to all ranks, also to those that connect later."""
         with self.changed:

@@ -42,9 +42,10 @@ def test_a_run_that_diverges_stops_before_the_next_checkpoint_and_names_the_weig
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 4
 
 
-def test_without_checkpoints_it_stops_at_the_next_log(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="after update 9"):
-        fit(Diverging(at=1), tmp_path, log_every_n_steps=9, enable_checkpointing=False)
+@pytest.mark.parametrize(("interval", "found"), [(9, 9), (50, 12)])
+def test_without_checkpoints_it_stops_at_the_next_log_or_at_the_end(interval: int, found: int, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"after update {found}"):
+        fit(Diverging(at=1), tmp_path, log_every_n_steps=interval, enable_checkpointing=False)
 
 
 def test_a_nan_whose_update_is_skipped_stops_nothing(tmp_path: Path) -> None:
@@ -61,3 +62,6 @@ def test_sums_that_overflow_are_no_divergence() -> None:
     layer.weight.data[1, 2] = float("inf")
     assert first_not_finite(layer) == "weight"
     assert first_not_finite(torch.nn.ReLU()) is None
+    norm = torch.nn.BatchNorm1d(1)
+    norm(torch.tensor([[torch.inf], [1.0]]))
+    assert first_not_finite(norm) == "running_mean"

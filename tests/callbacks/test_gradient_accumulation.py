@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.global_batch import accumulation_factor, global_batch_size
 from callbacks.lib.updates import AccumulationSchedule, count_updates, total_updates
-from datamodules.errors import UserError
+from datamodules.errors import RunFailedError, UserError
 from tests.support.ranks import run_ranks
 
 PADDING = -100
@@ -365,6 +365,9 @@ def test_what_cannot_be_accumulated_is_refused_with_the_reason() -> None:
     with pytest.warns(UserWarning, match="accumulating over 11 micro-batches, but an epoch has 10"):
         train(model := Tagger(), BATCHES, GradientAccumulation(11))
     assert error(weights(model), by_hand([BATCHES])) < 1e-14
+    short = type("Loader", (), {"__iter__": lambda _: iter(BATCHES[:7]), "__len__": lambda _: 10})()
+    with pytest.raises(RunFailedError, match="announced 10 batches and gave fewer"):
+        train(Tagger(), short, GradientAccumulation(3))
 
 
 class Reads(TorchDispatchMode):

@@ -29,6 +29,8 @@ def test_standard_scores_are_those_of_sacrebleu_with_their_signatures():
         assert found[f"sacrebleu{name}"].score == metric.corpus_score(HYPOTHESES, [REFERENCES]).score
         assert found[f"sacrebleu{name}"].signature == str(metric.get_signature())
     assert found["sacrebleu"].score < found["sacrebleu_lower"].score < 95
+    with pytest.raises(ValueError, match="longer"):
+        standard_scores(HYPOTHESES[:1], REFERENCES)
 
 
 @pytest.mark.parametrize("name", ["zh", "char", "intl", "none"])

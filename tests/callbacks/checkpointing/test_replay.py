@@ -74,7 +74,8 @@ def fit(
     """Train up to an update, from the newest checkpoint on."""
     options: dict[str, Any] = {"max_epochs": EPOCHS, "max_steps": max_steps, "enable_progress_bar": False}
     seeds = [SeedControl(seed=1)] if seeded else []
-    checkpoint = ExactCheckpoint(folder, save_last=True, every_n_train_steps=1)
+    # The last part of a run saves at another interval.
+    checkpoint = ExactCheckpoint(folder, save_last=True, every_n_train_steps=2 if max_steps < 0 else 1)
     other = ExactCheckpoint(folder / "other", monitor=None)
     trainer = pl.Trainer(**(QUIET | options), callbacks=[*seeds, *more, checkpoint, other])
     model = Learner()

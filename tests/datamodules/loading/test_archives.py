@@ -42,6 +42,8 @@ def photos(tmp_path: Path) -> Path:
     for number in range(3):
         for name in ("ant", "bee"):
             _image(folder / "val" / name / f"{number}.png", 30 + number)
+    for name in ("@eaDir", "$RECYCLE.BIN"):
+        _image(folder / "train" / name / "0.png", 40)
     (folder / "train" / "empty").mkdir()
     (folder / "train" / "ant" / "notes.txt").write_text("x")
     (folder / "readme.md").write_text("x")

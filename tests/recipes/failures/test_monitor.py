@@ -80,7 +80,7 @@ def _monitored_with_foreign_connections() -> dict[str, Any]:
     rank = _member(port)
     closed += [_closes(port, data) for data in FOREIGN]
     leader.monitors = True
-    _wait_until(lambda: leader.listens is False)
+    _wait_until(lambda: leader._listener is None)
     before, alive = list(leader.reports), leader.thread.is_alive()
     refused = socket.socket().connect_ex(("127.0.0.1", port))
     rank.report(SystemExit(3))
