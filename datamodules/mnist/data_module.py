@@ -23,7 +23,7 @@ from datamodules.errors import UserError
 from datamodules.loading.download import DownloadError, digest_of, download
 from datamodules.loading.given_images import GivenImages, given_images
 from datamodules.loading.image_tree import split_by_class
-from datamodules.loading.labels import BALANCE
+from datamodules.loading.labels import BALANCE, describe_classes
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
 from datamodules.loading.normalise import Normalise
 from datamodules.loading.sampling import split_indices
@@ -556,6 +556,9 @@ class MNISTDataModule(ClassificationDataModule):
             weights=self._sampling_weights(labels),
         )
         # A loader that is refused is not described.
+        names = self.class_names or [str(number) for number in range(self.num_classes)]
+        counts = labels.cpu()[self._rows["train"]].bincount(minlength=len(names)).tolist()
+        self._note(f"{self.title}: training on {describe_classes(names, counts)}")
         augmentation = {"shift": self.hparams.shift, **self._augmentation}
         settings = ", ".join(f"{name}={value}" for name, value in augmentation.items())
         self._note(f"{self.title}: augmented by {settings}")

@@ -37,8 +37,8 @@ def grey_image(source: str | bytes | Image.Image, name: str = "") -> Tensor:
         with nullcontext(file) if isinstance(file, Image.Image) else Image.open(file) as image:
             grey = _in_grey(ImageOps.exif_transpose(image))
     except UnidentifiedImageError as error:
-        reason = why_no_image(source) if isinstance(source, (str, bytes)) else "it is not an image"
-        raise UserError(f"{name} cannot be read as an image: {reason}") from error
+        why = why_no_image(source) if isinstance(source, (str, bytes)) else "it is not an image"
+        raise UserError(f"{name} cannot be read as an image: {why}") from error
     # On damaged files Pillow's decoders raise exceptions of many kinds, from SyntaxError to zlib.error.
     except Exception as error:
         reason = getattr(error, "strerror", None) or error

@@ -200,16 +200,11 @@ def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _given_checkpoint(experiment: Experiment) -> str | None:
-    """The checkpoint of ``--resume FILE``; None where the run resumes by itself, or starts fresh."""
-    settings = experiment.settings
-    return None if settings.resumes_by_itself else settings.run.resume
-
-
 def _record_start(experiment: Experiment, folder: Path) -> None:
-    """Record where this job starts, and rename the later checkpoints of the run."""
-    if checkpoint := _given_checkpoint(experiment):
-        for path in start_from(checkpoint, folder, experiment.settings.run.name):
+    """Record where this job starts, and rename the later checkpoints of the run, where --resume names a checkpoint."""
+    settings = experiment.settings
+    if settings.run.resume and not settings.resumes_by_itself:
+        for path in start_from(settings.run.resume, folder, settings.run.name):
             rank_zero_print(f"{shown(path)} has more updates than the checkpoint to resume from, and is renamed")
 
 

@@ -38,7 +38,6 @@ set_parsing_settings(instantiate_subclass_spec_in_any=False)
 
 _SWITCH_VALUES = {"true", "false", "yes", "no", "1", "0", "null", "none"}
 
-
 # Names of other libraries and of the Trainer, whose spelling is not close to ours.
 _OTHER_NAMES = {
     "accumulate_grad_batches": "accumulate",

@@ -20,8 +20,6 @@ Precision = Literal[
     "bf16-true",
     "32-true",
     "64-true",
-    "transformer-engine",
-    "transformer-engine-float16",
     32,
     64,
 ]

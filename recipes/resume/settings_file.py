@@ -11,7 +11,6 @@ from datamodules.errors import UserError
 
 __all__ = ["read_settings"]
 
-
 _CONFIG = "config"
 """The entry of a run's results.json that holds its settings."""
 

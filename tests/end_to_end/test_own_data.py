@@ -3,19 +3,22 @@
 import csv
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from typing_extensions import override
 
 from datamodules.mnist.data_module import load_digits
 from recipes import fit
-from tests.support.command_lines import Typed, type_line
+from tests.support.command_lines import Typed, type_line, typed
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +49,38 @@ def results(folder: Path, recipe: str, name: str) -> dict[str, Any]:
 
 def equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
     return all(torch.equal(first[name], second[name]) for name in second)
+
+
+class SaysWhenItTrains(pl.Callback):
+    """Prints a line before the first batch."""
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        print("it trains", file=sys.stderr)
+
+
+def test_a_run_names_its_classes_and_their_sizes_before_it_trains_on_rank_0_only(tmp_path: Path):
+    line = f"--max-epochs 1 --callbacks+={__name__}.SaysWhenItTrains --logger none --batch-size 512"
+    digits = shlex.split(f"{line} --dataset digits --devices 2 --accelerator cpu --enable-progress-bar false")
+    first, second = run_ranks(type_line, 2, *RECIPES["mnist"], digits, str(tmp_path))
+    assert (first.status, second.status) == (0, 0), first.err + second.err
+    assert "training on 10 classes: 0 (1" in first.err.partition("it trains")[0]
+    assert first.err.count("10 classes") == 1
+    assert "classes" not in second.err
+    for number in range(36):
+        (tmp_path / "tree" / f"class {number % 12:02}").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (7 * number, 0, 0)).save(
+            tmp_path / "tree" / f"class {number % 12:02}" / f"{number}.png"
+        )
+    listed = "".join(f"tree/class 00/{n}.png,ant\ntree/class 01/{n + 1}.png,bee\n" for n in (0, 12, 24))
+    (tmp_path / "train.csv").write_text(f"path,label\n{listed}tree/class 02/2.png,bee\n")
+    line += " --weights none --arch resnet20 --image-size 8 --val-fraction 0"
+    recipe, data = RECIPES["resnet"]
+    ended = typed(tmp_path, f"{line} --data-dir tree", f"{line} --data-dir train.csv", recipe=recipe, data=data)
+    named = ", ".join(f"class {number:02} (3)" for number in range(10))
+    for run, classes in zip(ended, (f"12 classes: {named}, and 2 more", "2 classes: ant (3), bee (4)"), strict=True):
+        assert run.status == 0, run.err
+        assert f"training on {classes}\n" in run.err.partition("it trains")[0]
 
 
 @pytest.mark.slow
