@@ -66,6 +66,8 @@ class _List:
     read: int = 0
     faults: Faults = field(default_factory=Faults)
     note: str = ""
+    repeats: int = 0
+    _labels: dict[tuple[str, str], str] = field(default_factory=dict)
 
     @cached_property
     def _by_name(self) -> dict[str, list[str]]:
@@ -80,7 +82,7 @@ class _List:
         """The files of a name: relative to the list or to its part's folder, else in any folder below the list's."""
         for place in (self.path.parent / name, self.path.parent / self.part / name):
             if os.path.isfile(place):  # noqa: PTH113 - Path's raises for long names.
-                return [str(place)]
+                return [os.path.normpath(place)]
         files = [] if "/" in name else self._by_name.get(name, [])
         above = len(self.path.parent.parts)
         return [file for file in files if self.part in map(part_of, Path(file).parts[above:-1])] or files
@@ -94,8 +96,13 @@ class _List:
             self.faults.add("whose name several files have" if files else "whose file does not exist", [number])
         elif Path(files[0]).suffix.lower() in HEIC and not is_image(files[0]):
             self.faults.add(_HEIC, [number])
-        else:
+        elif (first := self._labels.get((part, files[0]))) is None:
+            self._labels[part, files[0]] = label
             self.rows.setdefault(part, []).append((number, files[0], label))
+        elif first != label:
+            self.faults.add("of a file with another label before", [number])
+        else:
+            self.repeats += 1
 
 
 def _text_rows(lines: list[str | None], faults: Faults) -> Iterator[tuple[int, list[str]]]:
@@ -233,6 +240,7 @@ def read_lists(
     """
     lists = [_read_list(path, part, columns) for part, path in files.items()]
     notes = [one.note for one in lists if one.note]
+    notes += [f"{one.path}: {one.repeats:,} lines repeat a file and count once" for one in lists if one.repeats]
     for one in lists:
         if one.part == "test" and not one.rows and set(one.faults.lines) == {"without a label"}:
             notes.append(f"{one.path} is not used: it has no labels")

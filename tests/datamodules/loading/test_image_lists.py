@@ -139,6 +139,17 @@ def test_files_in_train_and_in_val_are_named(pictures: Path):
     assert "1 files are in train and in val, such as" in find_images(pictures).notes[0]
 
 
+def test_a_file_that_is_listed_twice_counts_once_and_with_two_labels_is_refused(pictures: Path):
+    rows = _text("train").splitlines()
+    (pictures / "train.txt").write_text("\n".join([*rows, rows[3], f"./{rows[0]}"]) + "\n")
+    tree = find_images(pictures)
+    assert len(tree.parts["train"][0]) == len(rows)
+    assert tree.notes == [f"{pictures / 'train.txt'}: 2 lines repeat a file and count once"]
+    (pictures / "train.txt").write_text("\n".join([*rows, "pics/ant 0.png bee"]) + "\n")
+    with pytest.raises(UserError, match=r"1 of a file with another label before \(line 15\)"):
+        find_images(pictures)
+
+
 # Layouts of known data sets: an image's class is its number modulo 2.
 
 
