@@ -8,24 +8,36 @@ import codecs
 import contextlib
 import csv
 import gzip
+import io
 import itertools
 import lzma
+import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, cast
 
 from datamodules.errors import UserError
 
-__all__ = ["NOT_UTF8", "Faults", "csv_rows", "decoded_lines", "iter_lines", "read_lines", "text_suffix"]
+__all__ = [
+    "NOT_UTF8",
+    "Faults",
+    "aligned_texts",
+    "csv_rows",
+    "decoded_lines",
+    "iter_lines",
+    "read_lines",
+    "text_suffix",
+]
 
 NOT_UTF8 = "not in UTF-8"
 """Why a line cannot be used."""
 
-_BLOCK = 1 << 20  # Bytes that are read at a time.
+_BLOCK = 1 << 16  # Bytes that are read at a time, and that tell text from other files.
+_NOT_DECODED = re.compile("[\udc80-\udcff]")  # What Python puts in place of bytes that are not UTF-8.
 _OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
 """By the first bytes of a compressed file, what reads it."""
 
@@ -89,7 +101,22 @@ def _records(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     return [record for record in records if not any(part[0] in "_." for part in Path(record.filename).parts)]
 
 
-def _text_record(archive: zipfile.ZipFile, path: Path) -> zipfile.ZipInfo:
+def aligned_texts(path: Path) -> tuple[str, str] | None:
+    """Source and target in a zip archive of OPUS, such as Books.de-en.de and Books.de-en.en; None in all others."""
+    with contextlib.suppress(zipfile.BadZipFile, OSError), zipfile.ZipFile(path) as archive:
+        names = [record.filename for record in _records(archive)]
+        for source, target in itertools.permutations(names, 2):
+            stem, of_source = source.rpartition(".")[::2]
+            if target.startswith(f"{stem}.") and stem.endswith(f".{of_source}-{target.removeprefix(f'{stem}.')}"):
+                return source, target
+    return None
+
+
+def _text_record(archive: zipfile.ZipFile, path: Path, member: str | None) -> zipfile.ZipInfo:
+    if member is not None:
+        return archive.getinfo(member)
+    if {"[Content_Types].xml", "mimetype"}.intersection(archive.namelist()):
+        raise UserError(f"{path} is an Excel, Word or OpenDocument file; expected text: save it as CSV (UTF-8)")
     records = _records(archive)
     if len(records) != 1:
         listed = ", ".join(record.filename for record in records[:5]) or "none"
@@ -97,13 +124,13 @@ def _text_record(archive: zipfile.ZipFile, path: Path) -> zipfile.ZipInfo:
     return records[0]
 
 
-def _open(path: Path, opened: ExitStack) -> IO[bytes]:
-    """A stream of the bytes of a file, of a compressed file, or of the one text in a zip archive."""
+def _open(path: Path, member: str | None, opened: ExitStack) -> IO[bytes]:
+    """A stream of the bytes of a file, of a compressed file, or of the one text in a zip archive, or that of a name."""
     file = opened.enter_context(path.open("rb"))
     start = file.peek(6)
     if start.startswith(b"PK\x03\x04"):
         archive = opened.enter_context(zipfile.ZipFile(file))
-        return opened.enter_context(archive.open(_text_record(archive, path)))
+        return opened.enter_context(archive.open(_text_record(archive, path, member)))
     for magic, opener in _OPENERS.items():
         if start.startswith(magic):
             stream: IO[bytes] = opener(file)
@@ -111,13 +138,21 @@ def _open(path: Path, opened: ExitStack) -> IO[bytes]:
     return file
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
-    """The text of a file, piece by piece."""
+def iter_lines(path: Path, member: str | None = None) -> Iterator[str | None]:
+    """The lines of a UTF-8 file (or UTF-16 with its mark), one after the other; None where one is not UTF-8.
+
+    A line ends with LF or CRLF, as in Windows, or with CR in files that have no LF. Nothing else ends a line, such as
+    U+0085 and U+2028, so that aligned files stay aligned. Lines may hold NUL characters.
+
+    Args:
+        member: the text to read in a zip archive of several.
+
+    Raises:
+        UserError: the file is missing, damaged, empty or no text: half of its first lines hold NUL characters.
+    """
     try:
         with ExitStack() as opened:
-            stream = _open(path, opened)
-            while block := stream.read(_BLOCK):
-                yield block
+            yield from decoded_lines(_open(path, member, opened), str(path))
     except IsADirectoryError as error:
         raise UserError(f"{path} is a folder; pass a file of sentences") from error
     except FileNotFoundError as error:
@@ -128,83 +163,32 @@ def _blocks(path: Path) -> Iterator[bytes]:
         raise UserError(f"{path} is damaged: {error}") from error
 
 
-def iter_lines(path: Path) -> Iterator[str | None]:
-    """The lines of a UTF-8 file (or UTF-16 with its mark), one after the other; None where one is not UTF-8.
-
-    A line ends with LF or CRLF, as in Windows, or with CR in files that have no LF. Nothing else ends a line, such as
-    U+0085 and U+2028, so that aligned files stay aligned.
-
-    Raises:
-        UserError: the file is missing, damaged, empty or no text.
-    """
-    return _decoded(_blocks(path), str(path))
-
-
 def read_lines(path: Path) -> list[str | None]:
     """The lines of a file, see `iter_lines`."""
     return list(iter_lines(path))
 
 
-def decoded_lines(data: bytes, where: str) -> list[str | None]:
-    """The lines of a text that has been read; `where` names it in errors."""
-    return list(_decoded([data], where))
-
-
-def _as_utf8(blocks: Iterable[bytes], where: str) -> Iterator[bytes]:
-    """The blocks without a byte-order mark; UTF-16, which its mark tells, as UTF-8."""
-    blocks = iter(blocks)
-    first = next(blocks, b"")
-    if first[:2] not in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        yield first.removeprefix(codecs.BOM_UTF8)
-        yield from blocks
-        return
-    decoder = codecs.getincrementaldecoder("utf-16")()
+def decoded_lines(stream: IO[bytes], where: str) -> Iterator[str | None]:
+    """The lines of a stream, see `iter_lines`; `where` names it in errors."""
+    buffered = io.BufferedReader(cast(io.RawIOBase, stream), _BLOCK)
+    start = buffered.peek()
+    is_utf16 = start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    with_nul = [b"\0" in line for line in start.split(b"\n")]
+    if not is_utf16 and 2 * sum(with_nul) >= len(with_nul):
+        raise UserError(f"{where} is no text file; expected lines of UTF-8")
+    encoding, errors = ("utf-16", "strict") if is_utf16 else ("utf-8-sig", "surrogateescape")
+    blank = True
     try:
-        for block in itertools.chain([first], blocks):
-            yield decoder.decode(block).encode()
-        decoder.decode(b"", final=True)
+        for number, text in enumerate(io.TextIOWrapper(buffered, encoding, errors, newline="\n")):
+            line = text.removesuffix("\n").removesuffix("\r")
+            # Files of the classic Mac OS end lines with CR.
+            for each in line.split("\r") if number == 0 and not text.endswith("\n") else [line]:
+                blank = blank and not each.strip()
+                yield None if _NOT_DECODED.search(each) else each
     except UnicodeDecodeError:
         raise UserError(f"{where} is no text file; expected lines of UTF-8") from None
-
-
-def _whole_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """The blocks cut anew at the ends of lines, without the last end of each."""
-    pieces: list[bytes] = []
-    ended = False
-    for block in blocks:
-        head, newline, tail = block.rpartition(b"\n")
-        if newline:
-            ended = True
-            yield b"".join([*pieces, head])
-            pieces.clear()
-        pieces.append(tail)
-    if rest := b"".join(pieces):
-        # As files of the classic Mac OS are.
-        yield rest if ended else rest.removesuffix(b"\r").replace(b"\r", b"\n")
-
-
-def _decoded(blocks: Iterable[bytes], where: str) -> Iterator[str | None]:
-    blank = True
-    for block in _whole_lines(_as_utf8(blocks, where)):
-        if b"\0" in block:
-            raise UserError(f"{where} is no text file; expected lines of UTF-8")
-        try:
-            # Not splitlines(), which also splits at characters that occur inside sentences.
-            lines: list[str | None] = [line.removesuffix("\r") for line in block.decode("utf-8").split("\n")]
-        except UnicodeDecodeError:
-            # A line break is no part of a longer character in UTF-8, so lines can be read one by one.
-            lines = [_utf8(line.removesuffix(b"\r")) for line in block.split(b"\n")]
-        blank = blank and not any(line is None or line.strip() for line in lines)
-        yield from lines
     if blank:
         raise UserError(f"{where} is empty")
-
-
-def _utf8(line: bytes) -> str | None:
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError:
-        return None
 
 
 def text_suffix(path: Path) -> str:

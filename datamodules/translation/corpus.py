@@ -15,7 +15,7 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.loading.text_files import Faults
 from datamodules.translation.packed_sentences import PackedPairs, PackedSentences, pack
-from datamodules.translation.parallel_corpus import SentencePairs
+from datamodules.translation.parallel_corpus import LONGEST_INPUT, SentencePairs
 from datamodules.translation.subwords import (
     AnyVocabulary,
     SubwordKind,
@@ -25,6 +25,7 @@ from datamodules.translation.subwords import (
 )
 from datamodules.translation.text import (
     EOS,
+    INVISIBLE,
     SOS,
     SPECIAL_TOKENS,
     Normalisation,
@@ -51,6 +52,8 @@ TUTORIAL_PREFIXES = (
 """The English beginnings that PyTorch's translation tutorial keeps."""
 
 Choice = Literal["error", "skip"]
+
+_LONGEST = 10_000
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class CorpusFilter:
     max_length: int | None = None
     prefixes: Sequence[str] | str | None = None
     on_bad_lines: Choice = "error"
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -223,6 +227,7 @@ class _Kept:
 
 _HINTS = {
     "not in UTF-8": "; save the file as UTF-8",
+    f"over {_LONGEST:,} bytes": "; split them, or keep up to 10 bytes for each word of `max_length`",
     "without a tab": "; expected SOURCE<tab>TARGET (two files are `source_file` and `target_file`, and names of"
     " comma-separated files and JSON lines end in .csv and .jsonl)",
 }
@@ -236,27 +241,30 @@ def _filtered(pairs: SentencePairs, keep: CorpusFilter) -> _Kept:
     """
     kept = _Kept()
     begins = _has_prefix(keep.prefixes, keep.normalisation) if keep.prefixes else None
-    empty, long, without_prefix = [], [], 0
+    # Those to train on are padded in batches of a fixed number.
+    longest = LONGEST_INPUT if keep.whole else max(_LONGEST, 10 * (keep.max_length or 0))
+    faults, too_long, without_prefix = Faults(dict(pairs.faults.lines)), Faults(), 0
     sides = ([pair.source for pair in pairs.pairs], [pair.target for pair in pairs.pairs])
     sources, targets = (normalise_lines(side, keep.normalisation) for side in sides)
     for pair, source, target in zip(pairs.pairs, sources, targets, strict=True):
-        if not (source and target):
-            empty.append(pair.number)
+        if "\0" in pair.source or "\0" in pair.target:
+            faults.add("with a NUL character", [pair.number])
+        elif not (source.strip(INVISIBLE) and target.strip(INVISIBLE)):
+            faults.add(f"with an empty side in {keep.normalisation} normalisation", [pair.number])
         # Words are separated by single spaces, and the end mark is one more.
         elif keep.max_length and max(source.count(" "), target.count(" ")) + 2 > keep.max_length:
-            long.append(pair.number)
+            too_long.add(f"over max_length={keep.max_length}", [pair.number])
         elif begins is not None and not begins(source, target):
             without_prefix += 1
+        elif max(len(side.encode(errors="replace")) for side in pair[1:]) > longest:
+            faults.add(f"over {longest:,} bytes", [pair.number])
         else:
             kept.sources.append(source)
             kept.targets.append(target)
             kept.texts.append((pair.source, pair.target))
-    faults, too_long = Faults(dict(pairs.faults.lines)), Faults()
-    faults.add(f"with an empty side in {keep.normalisation} normalisation", empty)
-    too_long.add(f"over max_length={keep.max_length}", long)
     hint = "".join(text for reason, text in _HINTS.items() if reason in faults.lines)
     notes = [
-        f"{pairs.where}: {pairs.header}" if pairs.header else "",
+        pairs.describe_columns(),
         faults.settle(keep.on_bad_lines, pairs.where, pairs.read, "on_bad_lines", hint),
         too_long.settle("skip", pairs.where, pairs.read, None),
     ]
@@ -310,7 +318,7 @@ def prepare_corpus(
         titles: what each part is called.
         val, test, seed: of the split, see `split_by_source`.
     """
-    whole = replace(keep, max_length=None, prefixes=None)
+    whole = replace(keep, max_length=None, prefixes=None, whole=True)
     everything: list[_Kept] = []
     infos, hashes = {}, {}
     for part, of_part in files.items():

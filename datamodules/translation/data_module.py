@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
@@ -23,6 +22,7 @@ from datamodules.translation.parallel_corpus import (
     GivenSentence,
     Pair,
     SentencePairs,
+    given_sentence,
     read_aligned,
     read_inputs,
     read_pairs,
@@ -47,34 +47,6 @@ _FILES = {
 _FRACTIONS = {"val": 0.05, "test": 0.1}
 """What is held out of the training files where a part has no files."""
 _SUBWORDS = 8000  # Of each side, where `vocab_size` does not say it.
-
-
-class TranslationDataParameters(AttributeDict):
-    """The parameters of `TranslationDataModule`, as ``hparams`` holds them."""
-
-    data_file: Files
-    source_file: Files
-    target_file: Files
-    val_file: Files
-    val_source_file: Files
-    val_target_file: Files
-    test_file: Files
-    test_source_file: Files
-    test_target_file: Files
-    columns: list[str] | None
-    reverse: bool
-    max_length: int | None
-    prefixes: list[str] | str | None
-    val_fraction: float | None
-    test_fraction: float | None
-    eval_batch_size: int
-    max_tokens: int | None
-    bucket: bool | int
-    on_bad_lines: Choice
-    subwords: SubwordKind
-    vocab_size: int | None
-    seed: int
-    predict_inputs: Sequence[str] | None
 
 
 def _listed(files: Files) -> list[str]:
@@ -117,8 +89,8 @@ class TranslationDataModule(BaseDataModule):
     files shares no source sentence with what is left of them. Published validation and test files are used whole.
 
     Args:
-        data_file: pairs, one per line with a tab between, or .csv, or .jsonl; also .gz, .bz2, .xz or .zip. Several
-            files are a list. Without any file a small artificial French-English corpus is used.
+        data_file: pairs, one per line with a tab between, or .csv, or .jsonl; also .gz, .bz2, .xz or .zip, and archives
+            of OPUS. Several files are a list. Without any file a small artificial French-English corpus is used.
         source_file: source sentences, one per line; goes with `target_file` and replaces `data_file`. Several files are
             a list, and the first belongs to the first of `target_file`.
         target_file: their translations, line by line.
@@ -130,7 +102,7 @@ class TranslationDataModule(BaseDataModule):
         test_source_file: in place of `test_file`, source sentences for the test.
         test_target_file: their translations, line by line.
         columns: the columns or keys of source and target in files of pairs, by name or by number from 1, as in
-            '[en, fr]'; by default what the first line names, or the first two.
+            '[en, fr]'; by default what the first line names, or the first two or only two that hold text.
         reverse: translate from the second column into the first.
         max_length: longest sentence kept, on both sides, in words with the end mark, also with `subwords`, which are
             learnt from what is kept. `max_tokens` limits the tokens of a batch, and so its memory.
@@ -146,15 +118,15 @@ class TranslationDataModule(BaseDataModule):
         val_fraction: share of the source sentences held out for validation; by default 0.05, or 0 with files for it.
         test_fraction: share of them held out for the test; by default 0.1, or 0 with files for it.
         batch_size: sentences on one device in one forward pass.
-        eval_batch_size: sentences in one forward pass of validation, test and prediction.
+        eval_batch_size: sentences in one forward pass of validation, test and prediction; fewer of long ones.
         max_tokens: tokens on one device in one forward pass, both sides and padding counted; replaces `batch_size`.
         bucket: how many updates' sentences are sorted by length together, so that those of a batch are of similar
             length; True sorts the whole epoch, which pads least and learns less well, and `max_tokens` always does;
             False takes sentences of any length together.
-        on_bad_lines: stop at lines without a tab, with an empty side or not in UTF-8, or skip them.
+        on_bad_lines: stop at lines without a tab, with an empty side, not in UTF-8 or over 10,000 bytes, or skip them.
         seed: of the split and the shuffle order.
-        predict_inputs: sentences to translate; "-" reads standard input, "@FILE" and names of .txt files their lines,
-            and folders those of their .txt files.
+        predict_inputs: sentences to translate; "-" reads standard input, "@FILE" and names of files their lines, and
+            folders those of their .txt files.
 
     Raises:
         UserError: for files that are missing, damaged, faulty or leave nothing to train on.
@@ -164,8 +136,6 @@ class TranslationDataModule(BaseDataModule):
     tokens_parameter = "max_tokens"
     place_parameter = "data_file"
     restored_before_setup = True
-
-    hparams: TranslationDataParameters
 
     def __init__(
         self,
@@ -349,10 +319,21 @@ class TranslationDataModule(BaseDataModule):
                 _warn(f"note: {note}")
         return self._corpus
 
+    def _part_to_use(self, part: str) -> Corpus:
+        """The corpus, if it has pairs of this part."""
+        corpus = self._load()
+        if not len(corpus.rows[part]):
+            raise UserError(
+                f"{corpus.info.title}: nothing is left for the {part} part of {corpus.info.kept:,} pairs: all pairs "
+                f"with the same source go into one part, and {corpus.info.sources:,} of these sentences are different; "
+                f"pass more sentences, or val_fraction=0 and test_fraction=0"
+            )
+        return corpus
+
     def vocabularies(self) -> tuple[AnyVocabulary, AnyVocabulary]:
         """The vocabularies of source and target; before `setup`, this reads the corpus."""
         if self._vocabularies is None:
-            corpus, options = self._load(), self.hparams
+            corpus, options = self._part_to_use("train"), self.hparams
             if options.subwords == "none":
                 self._vocabularies = corpus.vocabularies(options.vocab_size)
             else:
@@ -379,14 +360,9 @@ class TranslationDataModule(BaseDataModule):
         alone = part if can_be_alone and (self._corpus is None or self._alone) else None
         if alone != self._alone:
             self._alone, self._corpus, self._pairs = alone, None, None
-        corpus = self._load()
-        wanted = part == "train" or self._fraction(part) > 0
-        if wanted and not len(corpus.rows[part]):
-            raise UserError(
-                f"{corpus.info.title}: nothing is left for the {part} part of {corpus.info.kept:,} pairs: all pairs "
-                f"with the same source go into one part, and {corpus.info.sources:,} of these sentences are different; "
-                f"pass more sentences, or val_fraction=0 and test_fraction=0"
-            )
+        self._load()
+        if part == "train" or self._fraction(part) > 0:
+            self._part_to_use(part)
         if stage == "fit":
             self.vocabularies()
 
@@ -405,17 +381,10 @@ class TranslationDataModule(BaseDataModule):
             shuffle=self._shuffles,
             micro_batches=self._micro_batches,
         )
-        share = loader.padding_share
         source, target = map(len, self.vocabularies())
-        _inform(
-            f"{corpus.info.describe()}; vocabularies of {source:,} and {target:,} tokens; "
-            f"{share:.1%} of a batch is padding"
-        )
+        _inform(f"{corpus.info.describe()}; vocabularies of {source:,} and {target:,} tokens")
         for part, info in corpus.held_out.items():
             _inform(f"{'validation' if part == 'val' else part}: {info.describe()}")
-        if self.trainer is not None:
-            for logger in self.trainer.loggers:
-                logger.log_metrics({"data/padding_share": share}, step=self.trainer.global_step)
         return loader
 
     def _evaluation_loader(self, part: str) -> SentenceEvaluationLoader | list[SentenceEvaluationLoader]:
@@ -440,7 +409,7 @@ class TranslationDataModule(BaseDataModule):
         sentences = [inputs] if isinstance(inputs, str) else list(inputs)
         if not sentences or not all(isinstance(sentence, str) for sentence in sentences):
             raise UserError("no sentence to translate; pass a text, or a list of texts")
-        self._inputs = [GivenSentence(text, text) for text in sentences]
+        self._inputs = [given_sentence(text, text) for text in sentences]
 
     def _sentences_to_predict(self) -> list[GivenSentence]:
         """The inputs of `predict`, normalised; read once, since standard input cannot be read again."""

@@ -5,7 +5,6 @@ per batch: ranks and micro-batches share a group, so an update has the same sent
 """
 
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any
 
 import torch
@@ -17,12 +16,18 @@ from datamodules.loading.fingerprint import fingerprint
 from datamodules.loading.loaders import note_whole_set
 from datamodules.loading.randomness import permutation
 from datamodules.loading.resumable import ResumableLoader, Spans
-from datamodules.loading.sampling import epoch_order, evaluation_spans, training_spans
-from datamodules.translation.packed_sentences import PackedPairs, TranslationBatch, padding_share
+from datamodules.loading.sampling import epoch_order
+from datamodules.translation.packed_sentences import PackedPairs, TranslationBatch
 
-_STEPS_FOR_PADDING = 1000
+_ORDINARY_LENGTH = 128  # Tokens of a sentence, of which as many as the batch size go into one forward pass.
 
-__all__ = ["DEFAULT_BUCKET", "SentenceEvaluationLoader", "SentenceTrainLoader", "TranslationBatch"]
+__all__ = [
+    "DEFAULT_BUCKET",
+    "SentenceEvaluationLoader",
+    "SentenceTrainLoader",
+    "TranslationBatch",
+    "batches_within_memory",
+]
 
 DEFAULT_BUCKET = 8
 """Updates in a pool that is sorted by length; the page of the recipe `seq2seq` has what others cost."""
@@ -223,20 +228,31 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         super().load_state_dict(state)
         self._unit = state["unit"]
 
-    @property
-    def padding_share(self) -> float:
-        """The share of padding in the first 1,000 steps of the first epoch, over all ranks."""
-        order, bounds = self._plan(0, self._unit_size())
-        spans = [
-            span
-            for rank in range(self.world_size)
-            for span in islice(
-                training_spans(self._items, self._items_at_once, rank, self.world_size), _STEPS_FOR_PADDING
-            )
-        ]
-        starts = sorted(int(bounds[start]) for start, stop in spans if stop > start)
-        end = int(bounds[max(stop for _, stop in spans)])
-        return padding_share(self.pairs, self.rows[order[:end]], starts)
+
+def batches_within_memory(lengths: Tensor, batch_size: int) -> list[Tensor]:
+    """The places of sentences in batches: `batch_size` neighbours, in as many batches as their memory asks for.
+
+    Attention takes memory for sentences x longest x longest. Where that is more than of `batch_size` sentences of 128
+    tokens, the neighbours are sorted by length and cut; one sentence is a batch, however long it is.
+
+    Args:
+        lengths: tokens of each sentence, of its longer side, int64 of shape (any,).
+
+    Example:
+        >>> batches_within_memory(torch.tensor([300, 3, 4, 5]), batch_size=3)
+        [tensor([1, 2]), tensor([0]), tensor([3])]
+    """
+    most, batches = batch_size * _ORDINARY_LENGTH**2, []
+    for places in torch.arange(len(lengths)).split(batch_size) if len(lengths) else ():
+        if len(places) * int(lengths[places].max()) ** 2 > most:
+            places, start = places[lengths[places].argsort(stable=True)], 0
+            for end, length in enumerate(lengths[places].tolist()):
+                if end > start and (end + 1 - start) * length**2 > most:
+                    batches.append(places[start:end])
+                    start = end
+            places = places[start:]
+        batches.append(places)
+    return batches
 
 
 class SentenceEvaluationLoader:
@@ -248,8 +264,8 @@ class SentenceEvaluationLoader:
     Args:
         pairs: all sentences.
         rows: int64, the numbers of those to evaluate.
-        batch_size: sentences in one forward pass.
-        bucket: False keeps the order of `rows`.
+        batch_size: sentences in one forward pass; fewer of long ones, see `batches_within_memory`.
+        bucket: False keeps the order of `rows`, except where long sentences are put apart.
     """
 
     def __init__(
@@ -261,19 +277,17 @@ class SentenceEvaluationLoader:
         world_size: int = 1,
         bucket: bool = True,
     ) -> None:
-        self.pairs, self.batch_size, self.rank, self.world_size = pairs, batch_size, rank, world_size
+        self.pairs = pairs
+        lengths = pairs.source.lengths[rows], pairs.target.lengths[rows]
+        order = torch.arange(len(rows))
         if bucket and len(rows):
-            lengths = pairs.source.lengths[rows], pairs.target.lengths[rows]
-            order = sort_by_length(*lengths, torch.arange(len(rows)))
-            rows = rows[order[shuffle_units(len(rows), batch_size, seed=0, epoch=0)]]
-        self.rows = rows
-
-    def _spans(self) -> list[tuple[int, int]]:
-        return list(evaluation_spans(len(self.rows), self.batch_size, self.rank, self.world_size))
+            order = sort_by_length(*lengths, order)[shuffle_units(len(rows), batch_size, seed=0, epoch=0)]
+        batches = batches_within_memory(torch.maximum(*lengths)[order], batch_size)
+        # A rank without a batch gets an empty one: each takes part in the reductions.
+        self._batches = [rows[order[places]] for places in batches[rank::world_size]] or [rows[:0]]
 
     def __len__(self) -> int:
-        return len(self._spans())
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[TranslationBatch]:
-        for start, stop in self._spans():
-            yield self.pairs.batch(self.rows[start:stop])
+        return map(self.pairs.batch, self._batches)

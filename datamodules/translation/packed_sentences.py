@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,6 @@ __all__ = [
     "PackedSentences",
     "TranslationBatch",
     "pack",
-    "padding_share",
 ]
 
 
@@ -157,14 +155,3 @@ def pack(lines: Sequence[str], start: bool = False) -> tuple[PackedSentences, li
     ends = (tokens == EOS).nonzero().flatten() + 1
     offsets = torch.cat((torch.zeros(1, dtype=torch.int64), ends))
     return PackedSentences(tokens, offsets), [*SPECIAL_TOKENS, *list(numbers)[2:]]
-
-
-def padding_share(pairs: PackedPairs, order: Tensor, starts: list[int]) -> float:
-    """The share of padding in the batches that begin at `starts` of an order, both sides together."""
-    tokens, places = 0, 0
-    sizes = np.diff([*starts, len(order)])
-    for side in (pairs.source, pairs.target):
-        lengths = side.lengths[order].numpy()
-        tokens += int(lengths.sum())
-        places += int((np.maximum.reduceat(lengths, starts) * sizes).sum())
-    return 1 - tokens / places

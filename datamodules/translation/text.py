@@ -15,6 +15,7 @@ from datamodules.errors import UserError
 
 __all__ = [
     "EOS",
+    "INVISIBLE",
     "PAD",
     "SOS",
     "SPECIAL_TOKENS",
@@ -47,15 +48,15 @@ class _CharacterTable(dict[int, str]):
 
 
 _APOSTROPHES = "'\u2019\u02bc\u2032"
-# Soft hyphen, zero-width space, word joiner, byte-order mark; joiners that shape Persian or emoji stay.
-_INVISIBLE = "\u00ad\u200b\u2060\ufeff"
+INVISIBLE = "\u00ad\u200b\u2060\ufeff"
+"""Soft hyphen, zero-width space, word joiner, byte-order mark; joiners that shape Persian or emoji stay."""
 
 
 def _unicode_character(char: str) -> str:
     """Marks are no letters to Python's regular expressions, hence categories: they belong to the word."""
     if char in _APOSTROPHES:
         return "'"
-    if char in _INVISIBLE:
+    if char in INVISIBLE:
         return ""
     category = unicodedata.category(char)
     if category[0] in "PS":

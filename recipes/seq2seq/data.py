@@ -7,7 +7,7 @@ from torch import Tensor
 from datamodules.translation.subwords import AnyVocabulary
 from datamodules.translation.text import Normalisation
 
-__all__ = ["SentenceData", "TextData", "VocabularyData"]
+__all__ = ["SentenceData", "VocabularyData"]
 
 
 @runtime_checkable
@@ -22,21 +22,16 @@ class VocabularyData(Protocol):
 
 @runtime_checkable
 class SentenceData(Protocol):
-    """A data module that keeps its sentences as text, with the words outside the vocabularies."""
+    """A data module that keeps its sentences as text; of each, `numbers` are int64 of shape (batch,)."""
 
     def source_sentences(self, numbers: Tensor) -> list[str]:
-        """The source sentences with these numbers, int64 of shape (batch,)."""
+        """The source sentences with these numbers, normalised, with the words outside the vocabularies."""
 
     def target_sentences(self, numbers: Tensor) -> list[str]:
         """Their translations, to compare with."""
 
+    def source_texts(self, numbers: Tensor) -> list[str]:
+        """The source sentences with these numbers as they were written, for scores of detokenised text."""
 
-@runtime_checkable
-class TextData(Protocol):
-    """A data module that keeps its sentences as they were written, for scores of detokenised text."""
-
-    def source_texts(self, rows: Tensor) -> list[str]:
-        """The source sentences with these numbers, int64 of shape (batch,)."""
-
-    def target_texts(self, rows: Tensor) -> list[str]:
-        """Their translations, to compare with."""
+    def target_texts(self, numbers: Tensor) -> list[str]:
+        """Their translations as they were written, to compare with."""

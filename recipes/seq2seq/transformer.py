@@ -19,6 +19,9 @@ from recipes.seq2seq.network import Encoded, TranslationNetwork, position_mask
 __all__ = ["KeyValueCache", "TransformerNet"]
 
 
+_MOST_WEIGHTS = 512 * 512  # Of longer sentences, torch's own attention does not hold them.
+
+
 class KeyValueCache(NamedTuple):
     """The keys and values of the decoded tokens in all layers.
 
@@ -74,7 +77,7 @@ class _Heads:
         """Weighted means of the values; `mask` is True where the source has a token, of shape (batch, source)."""
         queries, keys, values = map(self.split, (queries, keys, values))
         mask = None if mask is None else mask[:, None, None, :]
-        if queries.is_cpu and queries.dtype == torch.bfloat16:
+        if queries.is_cpu and queries.dtype == torch.bfloat16 and queries.shape[2] * keys.shape[2] <= _MOST_WEIGHTS:
             # torch's own takes 7 times as long for a sentence, forward and backward.
             found = self._weights(queries, keys, mask, causal).to(values.dtype) @ values
         else:

@@ -3,6 +3,7 @@
 import base64
 import math
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,39 +20,26 @@ from datamodules.errors import UserError
 from datamodules.loading.randomness import uniform
 from datamodules.ranges import COUNT, SHARE, Range, check_ranges
 from datamodules.translation.data_module import TranslationDataModule
+from datamodules.translation.loaders import batches_within_memory
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.subwords import AnyVocabulary, SubwordVocabulary, vocabulary_from_state
 from datamodules.translation.text import PAD, SPECIAL_TOKENS, UNK, Normalisation, normalise_lines
 from recipes.graphs import Graph
-from recipes.recipe import Recipe, RecipeParameters, Table
-from recipes.seq2seq.data import SentenceData, TextData, VocabularyData
+from recipes.recipe import Recipe, Table
+from recipes.seq2seq.data import SentenceData, VocabularyData
 from recipes.seq2seq.decoding import Translations, attention_weights, beam_search
 from recipes.seq2seq.graphs import translation_graphs
 from recipes.seq2seq.network import AnyNetwork, target_positions
-from recipes.seq2seq.predictions import MOST_PANELS, check_image_file, draw_attention, translation_rows
 from recipes.seq2seq.scores import TranslationScores
 from recipes.text_scores import TRANSLATIONS, BleuTokenizer, check_tokenizer, standard_scores, tokenizer
 
-__all__ = ["Translator", "TranslatorParameters"]
+__all__ = ["Translator"]
 
 _SENTENCES_AT_ONCE = 256
 
 
 TestedSentence = tuple[int, str, str, str]
 """A sentence's number, its source, its translation and the reference, as text."""
-
-
-class TranslatorParameters(RecipeParameters):
-    """The parameters of a translator, as ``self.hparams`` holds them."""
-
-    source_vocab_size: int
-    target_vocab_size: int
-    label_smoothing: float
-    val_sentences: int
-    beam: int
-    length_penalty: float
-    attention: str | None
-    bleu_tokenize: BleuTokenizer
 
 
 class Translator(Recipe):
@@ -66,7 +54,6 @@ class Translator(Recipe):
         val_sentences: about how many sentences each validation translates; a fixed random choice.
         beam: width of the beam search, in test and predict; 1 is greedy.
         length_penalty: exponent of the length normalisation in a beam search, from 0 to 1 (Wu et al., 2016).
-        attention: image file that predict writes the attention weights to, such as out.png.
         bleu_tokenize: sacrebleu's tokeniser for the standard BLEU of the test: "zh" for Chinese targets, "ja-mecab" and
             "ko-mecab" for Japanese and Korean, "char" for scripts without spaces, "13a" for all else.
         lr: peak learning rate; by default 0.006 in short runs, less in longer ones (`rate_of_run`), and 1 for lbfgs.
@@ -84,10 +71,8 @@ class Translator(Recipe):
     free_parameters: ClassVar[frozenset[str]] = Recipe.free_parameters | {
         *("beam", "length_penalty", "val_sentences", "bleu_tokenize"),
     }
-    call_parameters: ClassVar[frozenset[str]] = frozenset({"attention"})
     prediction_files: ClassVar[tuple[str, ...]] = (*Recipe.prediction_files, ".txt")
 
-    hparams: TranslatorParameters
     network: AnyNetwork
 
     def __init__(
@@ -98,12 +83,12 @@ class Translator(Recipe):
         val_sentences: int = 2000,
         beam: int = 5,
         length_penalty: float = 0.6,
-        attention: str | None = None,
         bleu_tokenize: BleuTokenizer = "13a",
         lr: float | None = None,
         weight_decay: float = 0.0,
         **kwargs: Any,
     ) -> None:
+        kwargs.pop("attention", None)  # Of older checkpoints.
         if source_vocab_size is None or target_vocab_size is None:
             raise UserError(
                 "the sizes of the vocabularies were neither given nor found in the data; pass `source_vocab_size` and"
@@ -117,7 +102,6 @@ class Translator(Recipe):
             beam=(beam, Range(1, 1000, whole=True)),
             length_penalty=(length_penalty, Range(-10, 10)),
         )
-        check_image_file(attention)
         check_tokenizer(bleu_tokenize)
         super().__init__(lr=lr, weight_decay=weight_decay, **kwargs)
         self.val_scores, self.test_scores = TranslationScores(), TranslationScores()
@@ -353,7 +337,7 @@ class Translator(Recipe):
         if found:
             numbers, data = batch.numbers, self.data_module()
             sources, references = found["sources"], found["references"]
-            if numbers is not None and isinstance(data, TextData):
+            if numbers is not None and isinstance(data, SentenceData):
                 sources, references = data.source_texts(numbers), data.target_texts(numbers)
             places = range(len(self._tested), len(self._tested) + len(sources)) if numbers is None else numbers.tolist()
             self._tested += zip(places, sources, found["translations"], references, strict=True)
@@ -391,30 +375,31 @@ class Translator(Recipe):
 
     @override
     def predict_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
-        """The sentences' numbers, and the best translation of each with its score.
-
-        Where `attention` names a file, the attention weights of the first sentences too.
-        """
+        """The sentences' numbers, and the best translation of each with its score."""
         found = self._search(batch.source, batch.source_lengths, self.hparams.beam)
         numbers = (torch.arange(len(batch.source)) if batch.numbers is None else batch.numbers).tolist()
-        output = {"numbers": numbers, "tokens": found.tokens[:, 0], "scores": found.scores[:, 0]}
-        if self.hparams.attention is not None:
-            output["attention"] = [
-                self._attention(batch, found, i) if number < MOST_PANELS else None for i, number in enumerate(numbers)
-            ]
-        return output
+        return {"numbers": numbers, "tokens": found.tokens[:, 0], "scores": found.scores[:, 0]}
 
     @override
     def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
-        """A row for each translation, in the order of the sentences; writes the image that `attention` names.
+        """A row for each translation, in the order of the sentences, whatever the order of the batches.
 
         Args:
             names: the sentences, with words outside the vocabulary in brackets.
         """
-        source, target = self._source_and_target()
-        if self.hparams.attention is not None:
-            draw_attention(self.hparams.attention, outputs, names, source, target)
-        return translation_rows(outputs, names, target)
+        target = self._source_and_target()[1]
+        each = (
+            row for batch in outputs for row in zip(batch["numbers"], batch["tokens"], batch["scores"], strict=True)
+        )
+        return [
+            {
+                "sentence": names[number],
+                "translation": target.decode(tokens.tolist()),
+                "score": float(score),
+                "note": None,
+            }
+            for number, tokens, score in sorted(each, key=itemgetter(0))
+        ]
 
     @override
     def prediction_lines(self, rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -436,13 +421,14 @@ class Translator(Recipe):
         lines = normalise_lines([sentence.replace("\n", " ") for sentence in sentences], self.normalisation)
         translations = [""] * len(lines)
         by_length = sorted((i for i, line in enumerate(lines) if line), key=lambda i: lines[i].count(" "))
+        rows = [torch.tensor(source_vocabulary.encode(lines[i])) for i in by_length]
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         training = self.training
         self.eval()
-        for start in range(0, len(by_length), _SENTENCES_AT_ONCE):
-            chosen = by_length[start : start + _SENTENCES_AT_ONCE]
-            rows = [torch.tensor(source_vocabulary.encode(lines[i])) for i in chosen]
-            source = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
-            for i, tokens in zip(chosen, self(source.to(self.device)).tolist(), strict=True):
-                translations[i] = target_vocabulary.decode(tokens)
+        for places in batches_within_memory(lengths, _SENTENCES_AT_ONCE):
+            chosen = [rows[place] for place in places]
+            source = nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=PAD)
+            for place, tokens in zip(places.tolist(), self(source.to(self.device)).tolist(), strict=True):
+                translations[by_length[place]] = target_vocabulary.decode(tokens)
         self.train(training)
         return translations

@@ -102,7 +102,7 @@ def test_positions_are_the_sinusoids_of_vaswani_et_al_wherever_decoding_has_come
     assert sinusoids(0, 2, torch.zeros(1, 5)).shape == (2, 5)
 
 
-def test_explicit_attention_in_bf16_gives_what_torch_gives():
+def test_explicit_attention_in_bf16_gives_what_torch_gives_which_computes_that_of_long_sentences(monkeypatch):
     net = network(**TRANSFORMER)
     generator = torch.Generator().manual_seed(3)
     x = [torch.randn(3, 5, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
@@ -112,6 +112,9 @@ def test_explicit_attention_in_bf16_gives_what_torch_gives():
         found = net.heads.attend(*(each.bfloat16() for each in x), **options)
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found.double(), expected, atol=0.03, rtol=0)
+    monkeypatch.delattr(type(net.heads), "_weights")
+    long = torch.randn(1, 600, 8, dtype=torch.bfloat16)
+    assert net.heads.attend(long, long, long, causal=True).shape == long.shape
 
 
 def test_dropout_acts_between_the_layers_of_the_encoder_and_not_before_the_first():

@@ -221,26 +221,26 @@ def test_a_bare_checkpoint_translates_typed_sentences(learned):
     assert recipe.training, "translating leaves the mode of the network as it was"
 
 
-def test_predict_gives_translations_in_order_marks_unknown_words_and_draws_attention_where_asked(learned, tmp_path):
+def test_predict_gives_translations_in_order_and_marks_unknown_words(learned, tmp_path):
     file, folder, _ = learned
-    sentences = ["elle mange du pain noir", "je vois le chien", "nous mange la grande maison", "tu veux cela"]
-    image = tmp_path / "out.png"
-    for attention in (None, str(image)):
-        module = data(file, predict_inputs=sentences, eval_batch_size=3)
-        recipe = translator(data(file), hidden_size=32, beam=4, attention=attention)
-        outputs = trainer().predict(recipe, module, ckpt_path=str(folder / "a.ckpt"), weights_only=True)
-        assert all(("attention" in batch) == (attention is not None) for batch in outputs)
-        rows = recipe.prediction_rows(outputs, module.prediction_names)
-        assert [row["sentence"] for row in rows] == [sentences[0], "je vois le [chien]", *sentences[2:]]
-        translations = [rows[i]["translation"] for i in (0, 2, 3)]
-        assert translations == ["she eat black bread", "we eat the big house", "you want that"]
-        assert image.exists() == (attention is not None)
-    assert image.read_bytes().startswith(b"\x89PNG")
+    long = "je vois le chat " * 40
+    sentences = [long, "elle mange du pain noir", "je vois le chien", "nous mange la grande maison", "tu veux cela"]
+    module = data(file, predict_inputs=[*sentences, "oui " * 30_000], eval_batch_size=3)
+    recipe = translator(data(file), hidden_size=32, beam=4)
+    outputs = trainer().predict(recipe, module, ckpt_path=str(folder / "a.ckpt"), weights_only=True)
+    assert [len(batch["numbers"]) for batch in outputs] == [2, 1, 2], "the long sentence is in a batch of its own"
+    rows = recipe.all_rows(outputs, module)
+    assert [row["sentence"] for row in rows[1:5]] == [sentences[1], "je vois le [chien]", *sentences[3:]]
+    translations = [rows[i]["translation"] for i in (1, 3, 4)]
+    assert translations == ["she eat black bread", "we eat the big house", "you want that"]
+    assert rows[5]["translation"] is None
+    assert "has 120,000 bytes, more than 100,000" in rows[5]["note"]
+    assert recipe.translate(sentences) == [row["translation"] for row in rows[:5]]
 
 
 def test_subwords_translate_any_text_line_by_line_as_it_is_written(tmp_path):
     pairs = [("Ein Hund läuft.", "A dog doesn't sleep."), ("Zwei Hunde laufen, ja!", "Two dogs run, yes!")]
-    file, image = tmp_path / "pairs.tsv", tmp_path / "out.png"
+    file = tmp_path / "pairs.tsv"
     file.write_text("".join(f"{a}\t{b}\n" for a, b in pairs * 6), encoding="utf-8")
     module = data(str(file), val_fraction=0, test_fraction=0, batch_size=4, subwords="bpe")
     recipe = translator(module, dropout=0.0, lr=0.02, hidden_size=32)
@@ -250,7 +250,7 @@ def test_subwords_translate_any_text_line_by_line_as_it_is_written(tmp_path):
     lines = tmp_path / "lines.txt"
     lines.write_text("Zwei Hunde laufen, ja!\n\n你好 🙂\nEin Hund läuft.\n", encoding="utf-8")
     asked = data("missing.tsv", predict_inputs=[str(lines)], subwords="bpe")
-    other = translator(module, hidden_size=32, attention=str(image))
+    other = translator(module, hidden_size=32)
     outputs = trainer().predict(other, asked, ckpt_path=str(tmp_path / "a.ckpt"), weights_only=True)
     rows = other.all_rows(outputs, asked)
     assert [row["sentence"] for row in rows][::3] == ["Zwei Hunde laufen, ja!", "Ein Hund läuft."]
@@ -259,7 +259,6 @@ def test_subwords_translate_any_text_line_by_line_as_it_is_written(tmp_path):
     found = other.prediction_lines(rows)
     assert (found[0], found[1], found[3]) == ("Two dogs run, yes!", "", "A dog doesn't sleep.")
     assert len(found) == 4
-    assert image.read_bytes().startswith(b"\x89PNG")
     bare = Seq2SeqTranslator.load_from_checkpoint(tmp_path / "a.ckpt", map_location="cpu", weights_only=True)
     assert bare.translate(["Ein Hund läuft."]) == ["A dog doesn't sleep."]
 
@@ -339,8 +338,6 @@ SIZES = {"source_vocab_size": 9, "target_vocab_size": 9}
         (SIZES | {"network": "gpt"}, "expected one of rnn, transformer"),
         (SIZES | {"heads": 8}, "heads=8: network='rnn' has no heads; leave it at 4"),
         (SIZES | {"network": "transformer", "hidden_size": 30}, "hidden_size=30 cannot be split into heads=4"),
-        (SIZES | {"attention": "out.txt"}, "ends in .png"),
-        (SIZES | {"attention": "nowhere/out.png"}, "no folder nowhere"),
     ],
 )
 def test_mistakes_are_answered_with_what_to_type(options, message):

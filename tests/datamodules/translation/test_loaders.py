@@ -11,8 +11,13 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.loading.randomness import random_bits
 from datamodules.loading.sampling import epoch_order
-from datamodules.translation.loaders import SentenceEvaluationLoader, SentenceTrainLoader, shuffle_units
-from datamodules.translation.packed_sentences import PackedPairs, PackedSentences, TranslationBatch, pack, padding_share
+from datamodules.translation.loaders import (
+    SentenceEvaluationLoader,
+    SentenceTrainLoader,
+    batches_within_memory,
+    shuffle_units,
+)
+from datamodules.translation.packed_sentences import PackedPairs, PackedSentences, TranslationBatch, pack
 
 N = 53
 
@@ -169,18 +174,6 @@ def test_a_pool_is_a_part_of_the_shuffled_epoch_and_its_updates_are_neighbours_b
         assert updates[-1] == order[whole:]
 
 
-@pytest.mark.parametrize("steps", [2, 1000])
-def test_padding_shares_are_what_counting_finds_in_the_first_steps(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datamodules.translation.loaders._STEPS_FOR_PADDING", steps)
-    for options in ({"batch_size": 4}, {"max_tokens": 120}, {"batch_size": 8, "bucket": False}):
-        loaders = [_loader(rank=rank, world_size=3, **options) for rank in range(3)]
-        batches = [batch for loader in loaders for batch in list(loader)[:steps]]
-        places = sum(batch.source.numel() + batch.target.numel() for batch in batches if len(batch.source))
-        tokens = sum(int((batch.source_lengths + batch.target_lengths).sum()) for batch in batches)
-        assert loaders[0].padding_share == pytest.approx(1 - tokens / places)
-    assert padding_share(PAIRS, ROWS[:1], [0]) == 0
-
-
 OPTIONS = st.sampled_from(
     [
         {"batch_size": 4, "world_size": 1},
@@ -319,6 +312,22 @@ def test_evaluation_gives_every_row_once_in_the_same_batches_on_any_number_of_ra
         assert sum(alone, []) == ROWS[:n].tolist()
     dealt = [batches(rank, world_size) for rank in range(world_size)]
     assert [dealt[i % world_size][i // world_size] for i in range(len(alone))] == alone
+
+
+@given(lengths=st.lists(st.sampled_from([2, 100, 128, 129, 300, 8000]), max_size=40), batch_size=st.integers(1, 20))
+def test_long_sentences_are_evaluated_apart_and_batches_of_others_stay_as_they_are(
+    lengths: list[int], batch_size: int
+) -> None:
+    batches = [batch.tolist() for batch in batches_within_memory(torch.tensor(lengths), batch_size)]
+    neighbours = [batch.tolist() for batch in torch.arange(len(lengths)).split(batch_size)]
+    neighbours = neighbours if lengths else []
+    assert sorted(sum(batches, [])) == list(range(len(lengths)))
+    if max(lengths, default=0) <= 128:
+        assert batches == neighbours
+    for batch in batches:
+        longest = max(lengths[place] for place in batch)
+        assert len(batch) <= 1 or len(batch) * longest**2 <= batch_size * 128**2
+    assert all(any(set(batch) <= set(of) for of in neighbours) for batch in batches)
 
 
 def test_the_first_batches_of_an_evaluation_are_not_the_shortest_sentences() -> None:

@@ -80,11 +80,6 @@ def test_no_normalised_sentence_holds_a_control_character() -> None:
         assert normalise("a\x02b\x03c\x00", how) == "a b c"
 
 
-def test_an_unknown_normalisation_is_refused() -> None:
-    with pytest.raises(UserError, match="no normalisation 'ascii'; expected one of unicode, none, tutorial"):
-        normalise("a", "ascii")  # type: ignore[arg-type]
-
-
 def test_a_vocabulary_numbers_the_special_tokens_first_and_maps_others_to_unk() -> None:
     vocabulary = Vocabulary.of(["le", "chat", "<eos>"])
     assert vocabulary.tokens == [*SPECIAL_TOKENS, "le", "chat"]

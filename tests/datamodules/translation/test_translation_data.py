@@ -162,6 +162,8 @@ BAD = [
     ("\tone\n", "1 with an empty side"),
     ("un\t \n", "1 with an empty side"),
     ("\u00ad\tone\n", "1 with an empty side in unicode normalisation"),
+    ("un\0\tone\n", "1 with a NUL character"),
+    ("mot " * 200_000 + "\tword\n", "1 over 10,000 bytes"),
 ]
 
 
@@ -364,6 +366,7 @@ def test_the_limit_counts_words_and_the_end_mark_and_not_subwords(tmp_path: Path
         (gzip.compress(b"a\tb\n", mtime=0)[:-6], {}, "is damaged"),
         (b"PK\x03\x04nothing", {}, "is damaged"),
         (_zipped(["a\tb\n"], "as.txt", "bs.txt"), {}, "holds 2 files, expected one: as.txt, bs.txt; unpack it"),
+        (_zipped([], "[Content_Types].xml", "sheet1.xml"), {}, "is an Excel, Word or Open.*: save it as CSV"),
         (
             "привет\tпока\n".encode(),
             {"normalisation": "tutorial", "on_bad_lines": "skip"},
@@ -381,6 +384,8 @@ def test_a_file_that_leaves_nothing_to_train_on_is_refused(
     path.write_bytes(contents)
     with pytest.raises(UserError, match=reason):
         TranslationDataModule(str(path), **options, subwords="none").setup("fit")
+    with pytest.raises(UserError, match=reason):
+        TranslationDataModule(str(path), **options).vocabularies()
 
 
 @pytest.mark.parametrize(
@@ -464,7 +469,7 @@ def test_vocabularies_come_from_the_training_part_only(tmp_path: Path) -> None:
 
 
 def test_typed_sentences_files_and_standard_input_are_predicted_in_their_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     state = _data(tmp_path).state_dict()
     listed, other = (
@@ -472,12 +477,13 @@ def test_typed_sentences_files_and_standard_input_are_predicted_in_their_order(
         _file(tmp_path, "six\n", name="in.list"),
     )
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfsept\r\nhuit\r\n")))
-    inputs = ["Un DEUX!", listed, f"@{other}", "-", "quatre"]
+    inputs = ["Un DEUX!", listed, other, "-", "quatre"]
     data = TranslationDataModule("missing.tsv", predict_inputs=inputs, eval_batch_size=2, subwords="none")
     data.setup("predict")
     data.load_state_dict(state)
     names = ["un deux [!]", "trois", f"line 2 of {listed}", "cinq [zut]", "six", "sept", "huit", "quatre"]
     assert data.prediction_names == names
+    assert f"{other} is a file: its 1 lines are translated" in caplog.text
     batches = list(data.predict_dataloader())
     assert torch.cat([batch.numbers for batch in batches]).tolist() == [0, 1, *range(3, 8)]
     assert data.unclear_inputs == {2: "blank line"}
@@ -563,6 +569,17 @@ FORMS = {
     "many.csv": _as_csv([("id", "Source", "Note", "Target"), *(("7", a, "", b) for a, b in ROWS)]),
     "turned.csv": _as_csv([("target", "source"), *((b, a) for a, b in ROWS)]),
     "quoted.csv": _as_csv([(a.replace(" ", "\n", 1), b) for a, b in ROWS]),
+    "quoted.tsv": _as_csv([("de", "en"), *ROWS], "\t"),
+    "all_quoted.tsv": "".join('"{}"\t"{}"\n'.format(*(side.replace('"', '""') for side in row)) for row in ROWS),
+    "tatoeba.tsv": "\ufeff" + "".join(f"{i}\t{a}\t{i + 9}\t{b}\n" for i, (a, b) in enumerate(ROWS)),
+    "score.tsv": "".join(f"1.0{i}\t{a}\t{b}\n" for i, (a, b) in enumerate(ROWS)),
+    "crawl.tsv": "".join(f"http://a.de/{i}\twww.a.uk/{i}\t{a}\t{b}\t0.9\n" for i, (a, b) in enumerate(ROWS)),
+    "codes.tsv": "".join(f"fra\t{a}\teng\t{b}\n" for a, b in ROWS),
+    "provenance.csv": _as_csv([("source", "english", "hindi"), *(("ted", a, b) for a, b in ROWS)]),
+    "index.csv": _as_csv([("idx", "question", "answer"), *((str(i), a, b) for i, (a, b) in enumerate(ROWS))]),
+    "id.jsonl": "".join(
+        json.dumps({"id": f"q{i}", "question": a, "answer": b}) + "\n" for i, (a, b) in enumerate(ROWS)
+    ),
     "pairs.jsonl": _as_json(ROWS),
     "turned.jsonl": _as_json([(b, a) for a, b in ROWS], ("target", "source")),
     "hugging.jsonl": _as_json(ROWS, ("fr", "en"), inner=True),
@@ -579,8 +596,9 @@ def test_csv_json_lines_and_headers_are_read_as_the_pairs_they_hold(tmp_path: Pa
     expected = TranslationDataModule(str(tmp_path / "expected.tsv"), subwords="none")
     expected.setup("test")
     assert _everything(data) == _everything(expected)
-    has_header = name in ("header.csv", "header.tsv", "many.csv", "turned.csv")
+    has_header = "header" in name or name in ("many.csv", "turned.csv", "quoted.tsv", "provenance.csv", "index.csv")
     assert ("line 1 is a header and no pair: the source is" in caplog.text) == has_header
+    assert f"as in {ROWS[0][0]!r} and {ROWS[0][1]!r}" in caplog.text
     assert data.left_out.get("header", 0) == has_header
     assert data.info.read == data.info.kept + sum(data.left_out.values())
 
@@ -604,6 +622,47 @@ def test_columns_are_chosen_by_name_or_number(tmp_path: Path) -> None:
     for columns in (["a"], ["a", "b", "c"]):
         with pytest.raises(UserError, match="expected the two of `data_file`"):
             TranslationDataModule(str(tmp_path / "a.csv"), columns=columns, subwords="none")
+
+
+@pytest.mark.parametrize(
+    ("line", "held"),
+    [
+        ("{i}\t{a}\n", "column 1 .'1'. holds numbers, column 2 .* holds text; expected .* pass .* as `columns`"),
+        ("http://a/{i}\t{a}\n", "column 1 .* holds addresses"),
+        ("fra\t{a}\n", "column 1 .'fra'. holds 1 values in 59 lines"),
+        ("{i}\t{a}\t{b}\t{a}\n", "column 4 .* holds text; expected .* pass the two to take"),
+    ],
+)
+def test_columns_that_are_not_two_of_sentences_are_asked_for(tmp_path: Path, line: str, held: str) -> None:
+    lines = [line.format(i=i, a=a, b=b) for i, (a, b) in enumerate(ROWS, 1)]
+    with pytest.raises(UserError, match=held):
+        _data(tmp_path, *lines)
+    assert _data(tmp_path, *lines, columns=["2", "1"]).info.kept == 60
+
+
+def test_markup_is_refused(tmp_path: Path) -> None:
+    lines = ["<refset>\n", *(f'<seg id="{i}">{a}</seg>\n' for i, (a, _) in enumerate(ROWS))]
+    source, target = (_file(tmp_path, *lines, name=f"a.{side}.sgm") for side in ("fr", "en"))
+    reason = "a.fr.sgm holds markup, as in '<refset>'; expected a sentence, or a pair, in each line"
+    with pytest.raises(UserError, match=reason):
+        TranslationDataModule(source_file=source, target_file=target).setup("fit")
+    data = TranslationDataModule(predict_inputs=[source], subwords="none")
+    data.load_state_dict(_data(tmp_path).state_dict())
+    with pytest.raises(UserError, match=reason):
+        data.predict_dataloader()
+
+
+def test_the_aligned_texts_in_an_archive_of_opus_are_read(tmp_path: Path, caplog: Any) -> None:
+    # Blank on both sides is no pair, and no fault.
+    texts = ["".join(f"{row[side]}\r\n" for row in ROWS) + "\r\n" for side in (0, 1)]
+    contents = {"README": "about", "LICENSE": "free", "Books.en-fr.ids": "x", "Books.en-fr.xml": "<x/>"}
+    with zipfile.ZipFile(tmp_path / "en-fr.txt.zip", "w") as archive:
+        for name, text in (contents | {"Books.en-fr.fr": texts[0], "Books.en-fr.en": texts[1]}).items():
+            archive.writestr(name, text)
+    data = TranslationDataModule(str(tmp_path / "en-fr.txt.zip"), reverse=True, subwords="none")
+    assert _everything(data) == _everything(_data(tmp_path, FORMS["pairs.tsv"]))
+    assert "en-fr.txt.zip: the source is Books.en-fr.fr, the target Books.en-fr.en, as in" in caplog.text
+    assert dict(data.left_out) == {"blank": 1}
 
 
 def test_a_first_pair_of_words_is_no_header(tmp_path: Path) -> None:
