@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
@@ -84,13 +83,11 @@ def live(
     world_size: int,
     scheduler: dict[str, Any],
     *callbacks: pl.Callback,
-    stock: bool = False,
     **options: Any,
 ) -> Plateau:
     """One life of a run, from its `last.ckpt` on."""
     silence()
-    kind = ModelCheckpoint if stock else ExactCheckpoint
-    saves = kind(folder, save_last=True, every_n_train_steps=1)
+    saves = ExactCheckpoint(folder, save_last=True, every_n_train_steps=1)
     settings = QUIET | on_ranks(world_size) | {"max_epochs": EPOCHS, "enable_progress_bar": False} | options
     always = [SeedControl(1), GradientAccumulation(2), TrainLoss(), LeanLoop(), Preemption()]
     trainer = pl.Trainer(callbacks=[*always, *callbacks, saves], log_every_n_steps=2, **settings)
@@ -152,10 +149,6 @@ def test_with_validations_within_the_epoch(name: str, tmp_path: Path) -> None:
     ends = [("killed", ("train", 1, 8)), ("killed", ("train", 1, 6)), ("signal", ("validation", 1, 1))]
     ends += [("signal", ("train", 1, 5)), ("stop", ("train", 1, 6)), ("stop", ("validation", 1, 1))]
     assert differences(tmp_path, 1, name, ends, val_check_interval=4) == []
-
-
-def test_stock_checkpoints_lose_a_step(tmp_path: Path) -> None:
-    assert len(differences(tmp_path, 1, "each epoch, validation", [("killed", ("train", 1, 5))], stock=True)) == 1
 
 
 def two_ranks(folder: Path) -> list[str]:
