@@ -107,6 +107,7 @@ class Model(pl.LightningModule):
         self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.schedule, self.metric = schedule, MeanMetric() if metric else None
         self.seen: dict[int, Any] = {}
+        self.scores: list[float] = []
 
     def on_train_epoch_start(self) -> None:
         torch.rand(3)  # Shall not move the order that is drawn after it.
@@ -123,7 +124,10 @@ class Model(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("score", torch.tensor(SCORES[self.global_step // 2 % len(SCORES)]))
+        done = self.trainer.fit_loop.batch_idx + 1
+        assert done % self.trainer.accumulate_grad_batches == 0, "after an update"
+        self.scores.append(SCORES[self.global_step // 2 % len(SCORES)])
+        self.log("score", torch.tensor(self.scores[-1]))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -238,7 +242,7 @@ ROWS: dict[str, list[Row]] = {
     "means of an epoch by torchmetrics": [Row((6,), monitor="metric", metric=True, refused=END_OF_EPOCH)],
     "counters of callbacks": [Row((7,), callbacks=lambda: [*stopping(patience=2)(), Timer({"hours": 1})])],
     "a stop before `min_epochs`": [
-        Row((9,), callbacks=stopping(patience=1), options={"min_epochs": 3, "val_check_interval": 2})
+        Row((7,), callbacks=stopping(patience=1), options={"min_epochs": 2, "val_check_interval": 2})
     ],
     "schedules": [
         Row((5,), options={"val_check_interval": 2}, schedule=plateau),
@@ -265,6 +269,8 @@ def fit(row: Row, folder: Path, *more: pl.Callback, resumed_from: Path | None = 
     model, validation = Model(row.schedule, row.metric), DataLoader(TensorDataset(NUMBERS[:1]))
     with contextlib.suppress(Killed):
         trainer.fit(model, row.loader(), validation, ckpt_path=resumed_from, weights_only=True)
+    if row.monitor == "score" and resumed_from is None and model.scores:
+        assert best.best_model_score == pytest.approx(min(model.scores)), "each score's weights were saved if the best"
     logged = [(step, metrics) for step, metrics in log.rows if step >= row.cuts[-1]]
     scores = {name: float(value) for name, value in trainer.callback_metrics.items()}
     files = best.best_model_score, Path(best.best_model_path).name, sorted(file.name for file in folder.glob("best/*"))
@@ -288,6 +294,7 @@ def test_a_resumed_run_decides_as_the_whole_one_or_is_refused(name: str, number:
         return
     batches, decided = fit(row, tmp_path / "cut", resumed_from=path)
     assert (seen | batches, decided) == fit(row, tmp_path / "whole")
+    assert list(tmp_path.glob("whole/best/*.ckpt")), "there was a score"
 
 
 class Fails(pl.Callback):
