@@ -4,6 +4,7 @@ import contextlib
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from torchmetrics import MeanMetric
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.seed_control import SeedControl
+from callbacks.train_loss import TrainLoss
 from datamodules.errors import UserError
 from datamodules.loading.loaders import TrainLoader
 from tests.support.tables import QUIET, silence
@@ -142,7 +144,7 @@ class Log(DummyLogger):
         self.rows: list[tuple[int, dict[str, float]]] = []
 
     def log_metrics(self, metrics: dict[str, float], step: int = 0) -> None:
-        self.rows.append((step, metrics))
+        self.rows.append((step, {name: value for name, value in metrics.items() if "per_second" not in name}))
 
 
 class Killed(Exception):
@@ -174,9 +176,9 @@ class Row(NamedTuple):
     refused: str = ""
 
 
-def plateau(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def plateau(optimizer: torch.optim.Optimizer, interval: str = "step", monitor: str = "score") -> dict[str, Any]:
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-    return {"scheduler": scheduler, "interval": "step", "monitor": "score", "strict": False}
+    return {"scheduler": scheduler, "interval": interval, "monitor": monitor, "strict": False}
 
 
 def stopping(monitor: str = "score", **options: Any) -> Callable[[], list[pl.Callback]]:
@@ -246,6 +248,8 @@ ROWS: dict[str, list[Row]] = {
     ],
     "schedules": [
         Row((5,), options={"val_check_interval": 2}, schedule=plateau),
+        *(Row((4, 6), schedule=partial(plateau, interval="epoch", monitor=monitor)) for monitor in ("score", "train")),
+        Row((4, 6), callbacks=lambda: [TrainLoss()], schedule=partial(plateau, monitor="train/loss")),
         Row((9,), callbacks=lambda: [StochasticWeightAveraging(0.5, swa_epoch_start=1, annealing_epochs=2)]),
     ],
     "best scores and files": [Row((10,), options={"val_check_interval": 2})],
