@@ -5,6 +5,7 @@ updated too weakly (#19987) and a sentence in a short batch counts more than one
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,11 +30,10 @@ from callbacks.lib.accumulation import (
     warn_of_separate_statistics,
     weigh_loss,
 )
-from callbacks.lib.consensus import SumWithFlag
 from callbacks.lib.global_batch import accumulation_factor, loader_batch_size
 from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
 from callbacks.lib.lightning_internals import make_no_update, skips_backward
-from callbacks.lib.targets import observe_counts
+from callbacks.lib.targets import observe_counts, sum_over_ranks
 from callbacks.lib.updates import AccumulationSchedule
 from datamodules.errors import RunFailedError, UserError
 
@@ -88,12 +88,8 @@ class GradientAccumulation(pl.Callback):
             raise UserError(f"steps={steps!r} and global_batch_size={global_batch_size} are given: pass one of them")
         self.steps = steps
         self.global_batch_size = global_batch_size
-        self.sums = SumWithFlag()
-        """Another callback's flag of any rank is summed with the counts, in an all-reduce that is made anyway."""
         self._schedule = AccumulationSchedule.parse(steps)
         self._samples_per_batch: int | None = None
-        self.sums_over_ranks = False
-        """Whether each update makes that all-reduce; known from `on_train_start` on."""
         self._weighs = True
         self._release_module: Callable[[], None] | None = None
         self._undo_no_update: Callable[[], None] | None = None
@@ -128,13 +124,11 @@ class GradientAccumulation(pl.Callback):
         check_closures(trainer, largest)
         warn_of_separate_statistics(trainer, pl_module, largest)
         self._running = True
-        self.sums.reset()
         old, self._samples_per_batch = self._samples_per_batch, samples_per_batch(trainer)
         if old and self._samples_per_batch:
             move_place_in_epoch(trainer, old, self._samples_per_batch)
         trainer.accumulate_grad_batches = current_factor(trainer, self._schedule)
         self._window = AccumulationWindow(trainer.accumulate_grad_batches)
-        self.sums_over_ranks = self._weighs and trainer.world_size > 1
         if self._weighs and (trainer.world_size > 1 or largest > 1):
             self._release_module = observe_counts(pl_module, self._set_count)
         of_windows = GradientAccumulation.on_before_backward, GradientAccumulation.on_before_optimizer_step
@@ -178,12 +172,8 @@ class GradientAccumulation(pl.Callback):
         if not ends_window(trainer):
             weigh_loss(loss, self._window.weight(count))
             return
-
-        def sum_over_ranks(count: float | Tensor) -> float | Tensor:
-            return self.sums(count, device=loss.device, dtype=dtype)
-
-        several = trainer.world_size > 1
-        earlier, weight = self._window.last_weight(count, trainer.world_size, sum_over_ranks if several else None)
+        total = partial(sum_over_ranks, device=loss.device, dtype=dtype) if trainer.world_size > 1 else None
+        earlier, weight = self._window.last_weight(count, trainer.world_size, total)
         self._scale_gradients(trainer, earlier)
         weigh_loss(loss, weight)
 

@@ -14,13 +14,19 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import LambdaCallback
 from typing_extensions import override
 
-from callbacks.checkpointing.stopping_points import Place, move_counters, save_now, update_is_whole, validation_is_next
-from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lib.consensus import FlagAllReduce, SumWithFlag
+from callbacks.checkpointing.stopping_points import (
+    Place,
+    hold_validations_and_stops,
+    move_counters,
+    save_now,
+    update_is_whole,
+    validation_is_next,
+)
+from callbacks.lib.consensus import FlagAllReduce
 from callbacks.lib.lightning_internals import collective_timeout, keep_signal_handlers
 from callbacks.lib.signals import SIGNALS, Preempted, SignalFlag, name_of
 from callbacks.lib.slurm_job import requeue_on
-from callbacks.lib.trainer_attributes import callbacks_of, surround_callbacks
+from callbacks.lib.trainer_attributes import surround_callbacks
 
 __all__ = ["Preemption"]
 
@@ -35,12 +41,6 @@ def interrupt_message(trainer: pl.Trainer) -> str:
         return ""
     what = "saving after this update" if trainer.state.fn == "fit" else "ending after this batch"
     return f"Ctrl-C: {what}; press it again to end at once"
-
-
-def flag_in_accumulation(trainer: pl.Trainer) -> SumWithFlag | None:
-    """The all-reduce of `GradientAccumulation` that can carry a flag; known from its `on_train_start` on."""
-    found = (callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulation))
-    return next((callback.sums for callback in found if callback.sums_over_ranks), None)
 
 
 def evaluation_batches(trainer: pl.Trainer) -> float:
@@ -94,9 +94,9 @@ class Preemption(pl.Callback):
     On SIGUSR1 a batch job of Slurm is put back into the queue before any rank exits (``#SBATCH --signal=USR1@90``
     sends it in time).
 
-    Where `GradientAccumulation` sums counts over the ranks, the flag is part of that all-reduce. Elsewhere it has
-    an all-reduce of its own, which runs while the next update is computed and is read one update later. So is the
-    former on a GPU.
+    The all-reduce of several ranks' flags runs while the next update is computed, and is read one update later.
+
+    A run validates and stops after complete updates, as with `ExactCheckpoint`.
 
     Runs on: the end of each update, the start and the batches of each evaluation, the start of each epoch. It is the
     last of all callbacks there, so that a checkpoint holds what the others did.
@@ -120,7 +120,6 @@ class Preemption(pl.Callback):
 
     def _forget(self) -> None:
         self._ranks: FlagAllReduce | None = None
-        self._sums: SumWithFlag | None = None
         self._stop_requested = False
         self._place: Place | None = None
         self._stopping = False
@@ -144,8 +143,7 @@ class Preemption(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if sums := flag_in_accumulation(trainer):
-            self._sums, sums.flag = sums, self._signalled
+        self._undo.append(hold_validations_and_stops(trainer))
 
     def _signalled(self) -> bool:
         return bool(self._flag.received)
@@ -174,9 +172,8 @@ class Preemption(pl.Callback):
         # Ranks may have unequal numbers of batches; flags are exchanged where all of them have one.
         requested, fewest = ranks.maximum(mine, -evaluation_batches(trainer))
         self._stop_requested = bool(requested)
-        exact = trainer.state.fn != "fit" or trainer.sanity_checking or update_is_whole(trainer)
-        self._common_batches = -fewest if exact else 0
-        if self._stop_requested and exact:
+        self._common_batches = -fewest
+        if self._stop_requested:
             self._stop(trainer, evaluation_place(trainer))
 
     @override
@@ -185,10 +182,7 @@ class Preemption(pl.Callback):
     ) -> None:
         if not update_is_whole(trainer):
             return
-        if self._sums is not None:
-            self._stop_requested |= self._sums.any_flag()
-        else:
-            self._stop_requested |= self._over_ranks(trainer).start(self._signalled())
+        self._stop_requested |= self._over_ranks(trainer).start(self._signalled())
         # At an epoch's end, or before a validation, the next hook is the exact place.
         if self._stop_requested and not (trainer.is_last_batch or validation_is_next(trainer)):
             self._stop(trainer, "update")
@@ -249,6 +243,4 @@ class Preemption(pl.Callback):
         self._flag.restore()
         while self._undo:
             self._undo.pop()()
-        if self._sums is not None:
-            self._sums.flag = None
         self._forget()

@@ -15,17 +15,16 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from callbacks.lib.batch_positions import batch_positions
-from callbacks.lib.exchange import broadcast
 from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
 from callbacks.lib.sample_noise import begin_noise, end_noise, number_layers, repeat_noise, sample_keys
 from datamodules.errors import UserError
 from datamodules.loading.randomness import derive_seed, derive_seed_at
 
-__all__ = ["SeedControl", "draw_seed", "seed_generators", "seed_torch"]
+__all__ = ["SeedControl", "draw_seed", "seed_generators"]
 
 
 def draw_seed() -> int:
@@ -33,19 +32,8 @@ def draw_seed() -> int:
     return secrets.randbits(32)
 
 
-def seed_torch(seed: int, device: torch.device | None = None) -> None:
-    """Seeds torch's global generators of the CPU and of one accelerator.
-
-    About 1 microsecond, and no device synchronisation: a CUDA generator's state lives on the host. `torch.manual_seed`
-    takes 100, since it asks for every kind of device that there might be.
-    """
-    torch.default_generator.manual_seed(seed)
-    if device is not None and device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)
-
-
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
-    """Seeds the global generators of Python, NumPy and torch, in about 8 microseconds.
+    """Seeds the global generators of Python, NumPy, torch and one accelerator, in about 8 microseconds.
 
     Example:
         >>> seed_generators(5)
@@ -56,7 +44,11 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
     """
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    seed_torch(seed, device)
+    # Not `torch.manual_seed`, which takes 100 microseconds, since it asks for every kind of device that there might be.
+    # A CUDA generator's state lives on the host.
+    torch.default_generator.manual_seed(seed)
+    if device is not None and device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def _set_environment(seed: int) -> Callable[[], None]:
@@ -74,35 +66,14 @@ def _set_environment(seed: int) -> Callable[[], None]:
     return undo
 
 
-def _set_determinism(deterministic: bool, benchmark: bool | None) -> Callable[[], None]:
-    """Sets torch's switches, leaving alone what is not asked for; returns how to undo it."""
-    enabled, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    cudnn = torch.backends.cudnn
-    before = cudnn.deterministic, cudnn.benchmark
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
-        cudnn.deterministic = True
-    if deterministic or benchmark is not None:
-        cudnn.benchmark = bool(benchmark)
-
-    def undo() -> None:
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        cudnn.deterministic, cudnn.benchmark = before
-
-    return undo
-
-
 class SeedControl(pl.Callback):
     """Makes random numbers a function of the seed and the place in the run: equal on a rerun, different on each rank.
 
     - Constructing it seeds all generators, as ``torch.manual_seed(seed)`` does. Build it before the module and the
       initial weights repeat. It does so again before ``setup`` and ``configure_model``, alike on all ranks; and DDP
       sends rank 0's weights to every rank in any case.
-    - Each training step draws from (seed, rank, update, micro-batch), the last counted within the epoch. What torch
-      draws between two steps has its own address. So a rerun, or a resume at any point, draws the same numbers.
+    - Each training step draws from (seed, rank, update, micro-batch), the last counted within the epoch. What is
+      drawn between two steps has its own address. So a rerun, or a resume at any point, draws the same numbers.
     - Layers of `stateless_dropout`, as in the networks of the recipes, draw from (seed, epoch, place of the sample in
       the epoch's order, layer) in training. So their masks are the same on any number of ranks, in micro-batches of
       any size and beside any padding. The loader has to tell the places: those of `datamodules` do, and they are known
@@ -111,9 +82,10 @@ class SeedControl(pl.Callback):
     - Each evaluation step draws from (seed, loader, number of the batch over all ranks). Training after a validation
       draws what it would have drawn without it.
     - Before each epoch the generators are seeded alike on all ranks, so that samplers whose indices Lightning deals to
-      the ranks agree on the order; workers of a `DataLoader` get a seed for each epoch, rank and worker.
+      the ranks agree on the order, whatever hooks have drawn; workers of a `DataLoader` get a seed for each epoch, rank
+      and worker, unless they persist.
 
-    It costs about 25 microseconds a step, 50 more where layers draw by sample, and never waits for the device.
+    It costs about 35 microseconds a step, 50 more where layers draw by sample, and never waits for the device.
 
     Three limits. A data set that draws from global generators depends on the number of workers. The order of a stock
     `DataLoader` is repeated on a resume with `ExactCheckpoint` only. Data that are addressed by sample (`datamodules`)
@@ -121,16 +93,13 @@ class SeedControl(pl.Callback):
 
     Runs on: construction, `setup`, `on_fit_start`, `on_sanity_check_end`, `on_train_start`, `on_train_epoch_start`,
     `on_train_batch_start`, `on_after_backward`, `on_train_batch_end`, around validation, the start of each evaluation
-    batch. What it set in torch and the environment is put back in `teardown` and `on_exception`.
+    batch. What it set in the environment is put back in `teardown` and `on_exception`.
 
     Args:
-        seed: 0 or greater. None draws one, shares rank 0's with all ranks and records it in ``seed``, the checkpoint
-            and the loggers; a resumed run takes the checkpoint's.
-        deterministic: stop at the first operation that has no deterministic form.
-        benchmark: let cuDNN pick algorithms by timing them. None leaves it as it is, or off if `deterministic`.
+        seed: 0 or greater, the same on all ranks.
 
     Raises:
-        UserError: a negative seed, or `benchmark` together with `deterministic`.
+        UserError: a negative seed.
 
     Example:
         >>> seeds = SeedControl(seed=1)  # before the module
@@ -138,45 +107,26 @@ class SeedControl(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[seeds], logger=False, accelerator="cpu")
     """
 
-    def __init__(self, seed: int | None = 1, deterministic: bool = False, benchmark: bool | None = None) -> None:
-        if seed is not None and seed < 0:
-            raise UserError(f"seed={seed} is negative: pass 0 or greater, or None to draw one")
-        if deterministic and benchmark:
-            raise UserError(
-                "benchmark=True picks algorithms by time, which varies: pass deterministic=False or drop it"
-            )
-        self.seed = draw_seed() if seed is None else seed
-        self.deterministic = deterministic
-        self.benchmark = benchmark
-        self._drawn = seed is None
+    def __init__(self, seed: int = 1) -> None:
+        if seed < 0:
+            raise UserError(f"seed={seed} is negative: pass 0 or greater")
+        self.seed = seed
         self._device = torch.device("cpu")
         self._steps = 0
         self._addresses_noise = False
-        self._before_validation: tuple[Any, Any] = ((), ())
         self._undo: list[Callable[[], None]] = []
-        if deterministic:
-            # cuBLAS reads it once, when it is first used: set-up would be too late, and taking it back has no effect.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         self._seed_initial_weights()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self._drawn:
-            self.seed = broadcast(trainer.strategy, self.seed)
-            rank_zero_info(f"SeedControl drew seed {self.seed}; pass seed={self.seed} to repeat this run")
         self._device = trainer.strategy.root_device
         self._restore_settings()
-        self._undo = [_set_environment(self.seed), _set_determinism(self.deterministic, self.benchmark)]
-        self._undo.append(lambda: restore_hooks(self))
+        self._undo = [_set_environment(self.seed), lambda: restore_hooks(self)]
         self._seed_initial_weights()
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Here, since a drawn seed may have come from the checkpoint.
         self._steps = derive_seed(self.seed, "step", trainer.global_rank)
-        if self._drawn:
-            for logger in trainer.loggers:
-                logger.log_hyperparams({"seed": self.seed})
         self._seed("epoch", trainer.current_epoch)
 
     @override
@@ -187,11 +137,19 @@ class SeedControl(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._addresses_noise = number_layers(pl_module) > 0
         drop_idle_hooks(self, [] if self._addresses_noise else [SeedControl.on_after_backward])
-        self.seed_between_steps(trainer)
+        loop: Any = trainer.fit_loop.epoch_loop
+        start = loop.on_run_start
+
+        def on_run_start(data_fetcher: Any) -> None:
+            # Here the loader's iterator is made, and drawn from. The module's hook before may have drawn, too.
+            (self.seed_between_steps if trainer.fit_loop.restarted_mid_epoch else self.seed_epoch)(trainer)
+            start(data_fetcher)
+
+        loop.on_run_start = on_run_start
+        self._undo.append(lambda: vars(loop).pop("on_run_start", None))
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Also seeds the loader's iterator, which Lightning makes right after this hook (before it, in the first epoch).
         self.seed_epoch(trainer)
 
     @override
@@ -232,13 +190,9 @@ class SeedControl(pl.Callback):
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         end_noise()
-        self._before_validation = random.getstate(), np.random.get_state()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        python, numpy = self._before_validation
-        random.setstate(python)
-        np.random.set_state(numpy)
         self.seed_between_steps(trainer)
 
     def _on_evaluation_batch_start(
@@ -256,13 +210,7 @@ class SeedControl(pl.Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = state_dict["seed"]
-        if saved == self.seed:
-            return
-        if self._drawn:
-            self.seed = saved
-            rank_zero_info(f"SeedControl continues with seed {saved} of the checkpoint")
-        else:
+        if (saved := state_dict["seed"]) != self.seed:
             rank_zero_warn(
                 f"SeedControl found seed {saved} in the checkpoint and expected {self.seed}: what is drawn from now on "
                 f"differs from the run that wrote it; pass seed={saved} to continue as that run"
@@ -283,10 +231,9 @@ class SeedControl(pl.Callback):
         self._seed("epoch", trainer.current_epoch)
 
     def seed_between_steps(self, trainer: pl.Trainer) -> None:
-        """Seeds torch for loading and transferring the next batch, whatever was drawn before."""
-        # Not Python and NumPy, which cost more.
+        """Seeds the generators for loading and transferring the next batch, whatever was drawn before."""
         next_batch = trainer.fit_loop.epoch_loop.batch_idx + 1
-        seed_torch(self._seed_of_step(trainer, next_batch) ^ 1, self._device)
+        seed_generators(self._seed_of_step(trainer, next_batch) ^ 1, self._device)
 
     def _seed(self, *address: int | str) -> None:
         seed_generators(derive_seed(self.seed, *address), self._device)

@@ -9,9 +9,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 from typing_extensions import override
 
+from callbacks.lib.exchange import gather
 from callbacks.lib.targets import count_targets, sum_over_ranks
 from callbacks.lib.trainer_attributes import log_interval
 from datamodules.errors import RunFailedError
@@ -20,7 +22,7 @@ __all__ = ["TrainLoss", "weighted_sum"]
 
 _FOLD = 64
 
-_SUMS = "train_loss_sums"
+_SUMS = "train_loss"
 """The entry of a checkpoint with what was summed up since the last log, by name."""
 
 
@@ -51,10 +53,6 @@ def _beside(name: str, other: str) -> str:
     """Another name in the same group: "train/accuracy" beside "train/loss"."""
     group, slash, _ = name.rpartition("/")
     return f"{group}{slash}{other}"
-
-
-def _number_of(output: Any, device: torch.device) -> Tensor:
-    return torch.as_tensor(0 if output is None else output, device=device)
 
 
 def _sum(means: Tensor, counts: Tensor) -> Tensor:
@@ -113,20 +111,20 @@ class TrainLoss(pl.Callback):
         self._start(trainer.global_step)
         self._epoch = [0.0, 0.0, 0.0]
         if self._saved is not None:
-            self._load(trainer, self._saved["sums"].to(pl_module.device))
+            self._load(trainer, self._saved["ranks"])
             self._update, self._logged, self._epoch = (self._saved[name] for name in ("update", "logged", "epoch"))
             self._saved = None
 
-    def _load(self, trainer: pl.Trainer, by_rank: Tensor) -> None:
-        """Take this rank's sums of (ranks, 3, 2 + micro-batches), or all of them on rank 0 if their number differs."""
-        if len(by_rank) == trainer.world_size:
-            mine = by_rank[trainer.global_rank]
-            self._means, self._counts, self._correct = (list(row) for row in mine[:, 2:])
-            self._earlier, self._folded = (sums if bool(sums[1]) else 0.0 for sums in mine[:, :2].unbind(1))
-        elif trainer.global_rank == 0:
-            means, counts, correct = by_rank[:, :, 2:].unbind(1)
-            self._earlier = by_rank[:, :, 0].sum(0)
-            self._folded = by_rank[:, :, 1].sum(0) + torch.cat((_sum(means, counts), correct.sum()[None]))
+    def _load(self, trainer: pl.Trainer, ranks: list[Any]) -> None:
+        """Take this rank's sums and micro-batches, or those of all on rank 0 if the number of ranks differs."""
+        if len(ranks) == trainer.world_size:
+            ranks = [ranks[trainer.global_rank]]
+        elif trainer.global_rank > 0:
+            return
+        for earlier, folded, *rows in move_data_to_device(ranks, trainer.strategy.root_device):
+            self._earlier, self._folded = self._earlier + earlier, self._folded + folded
+            for kept, row in zip((self._means, self._counts, self._correct), rows, strict=True):
+                kept += row
 
     @override
     def on_save_checkpoint(
@@ -134,14 +132,9 @@ class TrainLoss(pl.Callback):
     ) -> None:
         if trainer.state.fn != "fit" or trainer.interrupted:
             return  # After an exception the other ranks may be gone.
-        device = pl_module.device
-        rows = [
-            [_number_of(value, device).float() for value in row] for row in (self._means, self._counts, self._correct)
-        ]
-        folded = [torch.as_tensor(part, device=device).float().expand(3) for part in (self._earlier, self._folded)]
-        sums = torch.stack([torch.stack([*first, *row]) for *first, row in zip(*folded, rows, strict=True)])
-        by_rank = trainer.strategy.all_gather(sums).reshape(trainer.world_size, *sums.shape)
-        saved = {"sums": by_rank, "update": self._update, "logged": self._logged, "epoch": list(self._epoch)}
+        mine = [self._earlier, self._folded, list(self._means), list(self._counts), list(self._correct)]
+        ranks = gather(trainer.strategy, mine)
+        saved = {"ranks": ranks, "update": self._update, "logged": self._logged, "epoch": list(self._epoch)}
         checkpoint.setdefault(_SUMS, {})[self.name] = saved
 
     @override

@@ -6,6 +6,7 @@ And it saves on an epoch's last batch before the epoch has ended: the run resume
 that it begins, and a second such resume trains one epoch too many. The same holds after a validation in mid-epoch.
 Nor does a run resume exactly that ``max_steps`` has ended: the epoch that it cut counts as done. A run that is told to
 stop (`max_time`, `EarlyStopping` within an epoch, `should_stop`) ends in mid-window, and its micro-batches are lost.
+Scores and the sums behind the means of an epoch are in no checkpoint, so that what monitors them decides otherwise.
 ReduceLROnPlateau steps after the checkpoint was saved, and not at all in the epoch that a run resumes in. With
 ``precision="64-true"`` a resume rounds the weights to float32.
 A folder of checkpoints that was moved is not recognised: a worse model then takes the best one's place.
@@ -13,43 +14,52 @@ A folder of checkpoints that was moved is not recognised: a worse model then tak
 What Lightning leaves out where it resumes is done in `callbacks.checkpointing.replay`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import DoublePrecision
 from torch import Tensor
 from typing_extensions import override
 
 from callbacks.checkpointing.received_state import files_in
-from callbacks.checkpointing.replay import raw_weights, replay_epoch, resume_order
+from callbacks.checkpointing.replay import raw_weights, refuse_torchmetrics, replay_epoch
 from callbacks.checkpointing.stopping_points import (
-    monitored_metrics,
-    plateau_monitors,
+    hold_validations_and_stops,
     uncount_cut_epoch,
     update_is_whole,
     validation_is_next,
 )
-from callbacks.lib.exchange import broadcast
+from callbacks.lib.exchange import broadcast, gather
 from callbacks.lib.lightning_internals import (
     PlateauSteps,
-    add_epoch_sums,
+    continue_epoch_sums,
+    drop_early_stop,
     epoch_sums,
+    means_of_trained_epoch,
     resume_max_steps_at_epoch_end,
     saves_within_epochs,
-    stop_after_updates,
 )
-from callbacks.lib.trainer_attributes import callbacks_of
+from callbacks.lib.trainer_attributes import callbacks_of, set_callbacks
 from datamodules.errors import UserError
 
 __all__ = ["ExactCheckpoint"]
 
 _METRICS = "monitored_metrics"
-"""The entry of a checkpoint with what ReduceLROnPlateau monitors."""
+"""The entry of a checkpoint with all scores, which callbacks and ReduceLROnPlateau read again later."""
 
-_SUMS = "monitored_sums"
-"""The entry with the sums behind it, where it is a mean over the batches of an epoch: (ranks, 2)."""
+_SUMS = "epoch_sums"
+"""The entry with the sums behind the means of the present epoch, by rank."""
+
+
+def save_best_first(trainer: pl.Trainer) -> None:
+    """Call those that monitor a score before the others, whose checkpoints then hold the best score of that moment."""
+    callbacks = callbacks_of(trainer)
+    ours = (callback for callback in callbacks if isinstance(callback, ExactCheckpoint))
+    ordered = iter(sorted(ours, key=lambda callback: callback.monitor is None))
+    set_callbacks(trainer, [next(ordered) if isinstance(each, ExactCheckpoint) else each for each in callbacks])
 
 
 class ExactCheckpoint(ModelCheckpoint):
@@ -57,22 +67,22 @@ class ExactCheckpoint(ModelCheckpoint):
 
     Of equal scores the later is the best: it has learnt for longer, and small validation sets often give equal ones.
 
-    A run resumes within an epoch with any training loader: one without ``state_dict`` and ``load_state_dict``, such as
-    a `DataLoader`, repeats the order of the epoch and passes over the batches that were trained, which takes the time
-    to read them. If it shuffles, `SeedControl` has to be there.
+    A run resumes within an epoch with a training loader that has ``state_dict`` and ``load_state_dict``, and with one
+    `DataLoader` over a data set with a length and a sampler of torch: it repeats the epoch's order, by `SeedControl` if
+    it shuffles, and reads over the batches that were trained. With any other it resumes at an epoch's end.
 
-    A run that is told to stop, by whatever sets `trainer.should_stop`, does so after the present update, so that its
-    resume loses no micro-batch. ReduceLROnPlateau makes its step before the checkpoint is saved; a resumed run knows
-    the value that it monitors.
+    A run validates and stops after complete updates: a validation that is due within one comes after it, and so does a
+    stop, by whatever sets `trainer.should_stop`. A stop that comes before ``min_epochs`` or ``min_steps`` is dropped;
+    `EarlyStopping` asks again. ReduceLROnPlateau makes its step before the checkpoint is saved. A resumed run knows the
+    scores, and the sums behind the means of its epoch.
 
     Runs on: `on_train_batch_end`, `on_validation_end` and `on_train_epoch_end`, as the stock one; takes the same
-    arguments. `on_train_start` and `on_train_epoch_start` of a resumed run. An update that a validation follows is
+    arguments. `on_train_start` of a resumed run. An update that a validation follows is
     saved after it.
 
     Raises:
-        UserError: `save_on_exception`, which saves wherever the exception was raised; a validation in mid-epoch would
-            always fall into an accumulation window, where nothing can be saved; or the order of a loader without
-            position cannot be repeated, or not on another number of devices.
+        UserError: `save_on_exception`, which saves wherever the exception was raised; or what an order or a decision of
+            the run depends on is in no checkpoint.
 
     Example:
         >>> checkpoint = ExactCheckpoint("checkpoints", every_n_train_steps=100, save_last=True)
@@ -83,10 +93,10 @@ class ExactCheckpoint(ModelCheckpoint):
     _world_size = 1
     _saved_world_size: int | None = None
     _metrics: dict[str, Tensor] | None = None
-    _sums: dict[str, Tensor] | None = None
+    _sums: list[dict[str, list[Tensor]]] | None = None
     _raw: dict[str, Any] | None = None
     _plateaus: PlateauSteps | None = None
-    _undo: Callable[[], None] | None = None
+    _undo: Sequence[Callable[[], None]] = ()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -98,6 +108,7 @@ class ExactCheckpoint(ModelCheckpoint):
         if stage == "fit":
             # What a test or validation between two fits has loaded.
             self._loaded = self._metrics = self._sums = self._raw = self._saved_world_size = None
+            save_best_first(trainer)
             if isinstance(trainer.precision_plugin, DoublePrecision):
                 # Lightning converts the module after it has loaded the weights, which float32 would have rounded.
                 trainer.precision_plugin.convert_module(pl_module)
@@ -111,20 +122,18 @@ class ExactCheckpoint(ModelCheckpoint):
     ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         uncount_cut_epoch(checkpoint["loops"]["fit_loop"])
-        if trainer.interrupted:
-            return  # The other ranks may be gone.
-        checkpoint[_METRICS] = {name: value.detach().clone() for name, value in monitored_metrics(trainer).items()}
-        sums = epoch_sums(trainer, plateau_monitors(trainer))
-        checkpoint[_SUMS] = {
-            key: trainer.strategy.all_gather(value).reshape(trainer.world_size, 2) for key, value in sums.items()
-        }
+        if trainer.interrupted or _SUMS in checkpoint:
+            return  # The other ranks may be gone, or another callback of this class has added it.
+        metrics = trainer.callback_metrics | means_of_trained_epoch(trainer)
+        checkpoint[_METRICS] = {name: torch.as_tensor(value).detach().clone() for name, value in metrics.items()}
+        checkpoint[_SUMS] = gather(trainer.strategy, epoch_sums(trainer))
 
     @override
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        self._metrics, self._sums = checkpoint.get(_METRICS, {}), checkpoint.get(_SUMS, {})
+        self._metrics, self._sums = checkpoint.get(_METRICS), checkpoint.get(_SUMS)
         self._raw = raw_weights(trainer, checkpoint) if trainer.state.fn == "fit" else None
         # `load_state_dict` is not called where this run saves at another interval or by another score.
         numbers = (state.get("world_size") for state in checkpoint["callbacks"].values() if isinstance(state, dict))
@@ -139,31 +148,17 @@ class ExactCheckpoint(ModelCheckpoint):
             self._raw = None
         if self._saved_world_size is not None and self._is_first(trainer):
             replay_epoch(trainer, self._saved_world_size)
-        if trainer.fit_loop.restarted_mid_epoch:
-            self._saved_world_size = None  # The next epoch's start has nothing to put back.
+        self._saved_world_size = None
         self._release()
-        self._undo = stop_after_updates(trainer, update_is_whole)
+        undo = [hold_validations_and_stops(trainer)]
         if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
             self._plateaus = PlateauSteps(trainer)
-        if not trainer.fit_loop.restarted_mid_epoch or not self._is_first(trainer):
-            self._sums = None
-        metrics, self._metrics = self._metrics or {}, None
+        if self._sums and trainer.fit_loop.restarted_mid_epoch and self._is_first(trainer):
+            refuse_torchmetrics(trainer, self._sums)
+            undo.append(continue_epoch_sums(trainer, self._sums))
+        self._undo = undo
+        metrics, self._metrics, self._sums = self._metrics or {}, None, None
         trainer.callback_metrics.update({n: value.to(trainer.strategy.root_device) for n, value in metrics.items()})
-        every, factor = trainer.val_check_batch, trainer.accumulate_grad_batches
-        if self.monitor is None or not isinstance(every, int) or every >= trainer.num_training_batches:
-            return
-        if every % factor:
-            near = sorted({max(1, every // factor) * factor, (every // factor + 1) * factor})
-            raise UserError(
-                f"a validation after every {every} batches falls within updates of {factor} micro-batches,"
-                f" where no checkpoint can be saved: pass {' or '.join(f'val_check_interval={n}' for n in near)}"
-            )
-
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._saved_world_size is not None and self._is_first(trainer):
-            resume_order(trainer)
-        self._saved_world_size = self._sums = None
 
     def _is_first(self, trainer: pl.Trainer) -> bool:
         """Whether this is the first of the run's callbacks of this class; one is to put its loaders back."""
@@ -173,12 +168,6 @@ class ExactCheckpoint(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._sums:
-            # On other devices rank 0 takes the sums of all.
-            same, rank = len(next(iter(self._sums.values()))) == trainer.world_size, trainer.global_rank
-            mine = {key: by_rank[rank] if same else by_rank.sum(0) * (not rank) for key, by_rank in self._sums.items()}
-            add_epoch_sums(trainer, mine)
-            self._sums = None
         if self._plateaus is None and not saves_within_epochs(self):
             return  # The parent comes to the same, at every step, by asking for much more.
         if not update_is_whole(trainer) or validation_is_next(trainer):
@@ -194,10 +183,10 @@ class ExactCheckpoint(ModelCheckpoint):
             return
         if trainer.is_last_batch or (trainer.should_stop and not validation_is_next(trainer)):
             self._validated_at_epoch_end = True
-        elif update_is_whole(trainer):
-            if saves_within_epochs(self):
-                super().on_train_batch_end(trainer, pl_module, None, None, trainer.fit_loop.batch_idx)
-            super().on_validation_end(trainer, pl_module)
+            return
+        if saves_within_epochs(self):
+            super().on_train_batch_end(trainer, pl_module, None, None, trainer.fit_loop.batch_idx)
+        super().on_validation_end(trainer, pl_module)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -208,6 +197,7 @@ class ExactCheckpoint(ModelCheckpoint):
             self._validated_at_epoch_end = False
             super().on_validation_end(trainer, pl_module)
         super().on_train_epoch_end(trainer, pl_module)
+        drop_early_stop(trainer)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -241,9 +231,9 @@ class ExactCheckpoint(ModelCheckpoint):
         self._release()
 
     def _release(self) -> None:
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
+        for undo in self._undo:
+            undo()
+        self._undo = ()
         if self._plateaus is not None:
             self._plateaus.remove()
             self._plateaus = None

@@ -1,8 +1,9 @@
 """What Lightning leaves out where a run resumes, done before its first batch, or refused.
 
 Lightning goes on in an epoch with the first batches of a loader that saves no position, a `DataLoader` for instance,
-and leaves out the last ones (#19764); the epoch after a resume begins in the order of epoch 0 (#18780). Where the order
-of an epoch can be repeated, the loader starts again, and the batches that were trained are read and passed over.
+and leaves out the last ones (#19764); the epoch after a resume begins in the order of epoch 0 (#18780). A `DataLoader`
+whose sampler is torch's, which draws an epoch's order as the epoch begins, starts again and is read up to the batches
+that were trained. An order that is drawn in another way is not repeated: such a run resumes at an epoch's end.
 
 A checkpoint of a run that averages its weights has the averaged ones for its ``state_dict``: without the callback that
 averaged them Lightning would train on from them.
@@ -11,22 +12,35 @@ averaged them Lightning would train on from them.
 """
 
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
-from callbacks.lib.lightning_internals import restart_training_loaders, unused_loader_states
+from callbacks.lib.lightning_internals import iterate_anew, restart_training_loaders, unused_loader_states
 from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader
 
-__all__ = ["RAW_WEIGHTS", "raw_weights", "replay_epoch", "resume_order"]
+__all__ = ["RAW_WEIGHTS", "raw_weights", "refuse_torchmetrics", "replay_epoch"]
 
 RAW_WEIGHTS = "current_model_state"
 """The entry of a checkpoint with the weights that are not averaged, as Lightning's `WeightAveraging` calls it."""
+
+_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+"""Those that draw the order of an epoch when it begins."""
 
 
 def raw_weights(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -47,36 +61,56 @@ def _seeds(trainer: pl.Trainer) -> Any:
     return next((callback for callback in callbacks_of(trainer) if hasattr(callback, "seed_epoch")), None)
 
 
-def _sampler(loader: Any) -> Any:
-    """What decides on the order of a `DataLoader`; None of loaders and iterable data sets of a user."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return None
+def _sampler(loader: DataLoader[Any]) -> Any:
+    """What lists the samples of an epoch."""
     batches: Any = loader.batch_sampler
-    return loader.sampler if batches is None else getattr(batches, "sampler", batches)
+    return loader.sampler if batches is None else getattr(batches, "sampler", None)
 
 
-def _repeats_its_order(loader: Any) -> bool:
-    """Whether an epoch's order depends on no generator's state; assumed of loaders and iterable data sets of a user."""
-    sampler = _sampler(loader)
-    return sampler is None or isinstance(sampler, SequentialSampler) or hasattr(sampler, "set_epoch")
+def _draws_at_epoch_start(loader: Any) -> bool:
+    """Whether a loader is a stock `DataLoader` whose epochs have an order that is drawn as they begin."""
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        return False
+    return type(loader.batch_sampler) in (BatchSampler, NoneType) and type(_sampler(loader)) in _SAMPLERS
+
+
+def _moves_on(loader: Any) -> str:
+    """What of a `DataLoader` goes on from epoch to epoch in no checkpoint, and what to pass; empty if nothing does."""
+    if not isinstance(loader, DataLoader):
+        return ""
+    if getattr(_sampler(loader), "generator", None) or (loader.num_workers and loader.generator):
+        return "a generator of its own: leave it out and train with SeedControl"
+    return (
+        "persistent workers, whose generators go on: pass persistent_workers=False" if loader.persistent_workers else ""
+    )
 
 
 def _pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int) -> None:
-    """Put loaders without position to where the run was saved."""
-    loaders = _without_position(trainer)
-    done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    if not loaders or not done:
+    """Put a loader without position to where the run was saved."""
+    loaders = CombinedLoader(trainer.train_dataloader).flattened
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    done = progress.processed
+    if progress.ready != done:
+        raise UserError(
+            "the checkpoint was saved in the midst of a batch, as by OnExceptionCheckpoint: pass another one"
+        )
+    without = _without_position(trainer)
+    if not without or not done:
         return
-    name, seeds = type(loaders[0]).__name__, _seeds(trainer)
+    name, seeds = type(without[0]).__name__, _seeds(trainer)
     advice = "resume from an epoch's end, or use a loader with `state_dict` and `load_state_dict`"
-    if len(loaders) < len(CombinedLoader(trainer.train_dataloader).flattened):
-        raise UserError(f"of several training loaders a {name} saves no position within an epoch: {advice}")
+    if len(loaders) > 1 or not _draws_at_epoch_start(without[0]):
+        loader = "several loaders" if len(loaders) > 1 else f"this {name}"
+        raise UserError(
+            f"the run was saved within an epoch, and the order of {loader} cannot be repeated, only that of one stock"
+            f" DataLoader over a data set with a length, with a sampler of torch: {advice}"
+        )
     if saved_world_size != trainer.world_size:
         raise UserError(
             f"the run was saved within an epoch, with devices={saved_world_size}, and a {name} saves no position that"
             f" another number of devices can use: pass devices={saved_world_size}, {advice}"
         )
-    if seeds is None and not all(_repeats_its_order(loader) for loader in loaders):
+    if seeds is None and type(_sampler(without[0])) not in (SequentialSampler, DistributedSampler):
         raise UserError(
             f"the run was saved within an epoch, and the {name} shuffles with torch's global generator, so that its"
             f" order cannot be repeated: train with SeedControl, {advice}"
@@ -85,6 +119,22 @@ def _pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int) -> No
     restart_training_loaders(trainer, done, seeds and seeds.seed_epoch)
     if seeds is not None:
         seeds.seed_between_steps(trainer)
+
+
+def refuse_torchmetrics(trainer: pl.Trainer, sums: list[dict[str, Any]]) -> None:
+    """Refuse a resume within an epoch whose mean a torchmetrics object holds, if it is monitored; else warn.
+
+    Args:
+        sums: those of the epoch by rank, and None for the objects, which no checkpoint holds.
+    """
+    names = {key.partition(".")[2] for by_key in sums for key, value in by_key.items() if value is None}
+    monitors = {getattr(callback, "monitor", None) for callback in callbacks_of(trainer)}
+    monitors |= {config.monitor for config in trainer.lr_scheduler_configs}
+    for name in sorted(names):
+        problem = f"{name} of this epoch will be that of its rest, since no checkpoint holds torchmetrics of training"
+        if monitors & {name, f"{name}_epoch"}:
+            raise UserError(f"{problem}: resume from an epoch's end, or log a number")
+        rank_zero_warn(problem)
 
 
 def _check_data(trainer: pl.Trainer) -> None:
@@ -102,8 +152,8 @@ def replay_epoch(trainer: pl.Trainer, saved_world_size: int) -> None:
         saved_world_size: the number of processes that saved it.
 
     Raises:
-        UserError: the order of the epoch cannot be repeated, the data are others, or a callback of Lightning unfreezes
-            layers.
+        UserError: the order of the epoch or the state of a loader cannot be repeated, the data are others, or a
+            callback of Lightning unfreezes layers.
     """
     within_epoch = trainer.fit_loop.restarted_mid_epoch
     _check_data(trainer)
@@ -115,18 +165,18 @@ def replay_epoch(trainer: pl.Trainer, saved_world_size: int) -> None:
             )
         if isinstance(callback, StochasticWeightAveraging) and within_epoch:
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
-    loaders = _without_position(trainer)
-    if trainer.current_epoch > 0 and any(getattr(_sampler(loader), "generator", None) for loader in loaders):
+    without = _without_position(trainer)
+    for loader in without:
+        if trainer.current_epoch > 0 and (found := _moves_on(loader)):
+            raise UserError(f"the state of the DataLoader is in no checkpoint, since it has {found}")
+    untyped: Any = trainer
+    every, epoch = untyped.reload_dataloaders_every_n_epochs, trainer.current_epoch
+    if every and epoch % every:
         raise UserError(
-            f"the {type(loaders[0]).__name__} shuffles with a generator of its own, whose state is in no checkpoint, so"
-            " that its order cannot be repeated: leave the generator out and train with SeedControl, or use a loader"
-            " with `state_dict` and `load_state_dict`"
+            f"with reload_dataloaders_every_n_epochs={every} the loaders of epoch {epoch} are those that were made for"
+            f" epoch {epoch - epoch % every}: resume from a checkpoint of that epoch or of the end of the one before"
         )
     if within_epoch:
         _pass_over_trained_batches(trainer, saved_world_size)
-
-
-def resume_order(trainer: pl.Trainer) -> None:
-    """Give loaders without position the order of the epoch that begins; for `on_train_epoch_start` after a resume."""
-    if trainer.current_epoch > 0 and _without_position(trainer):
-        restart_training_loaders(trainer, 0)
+    elif without:
+        iterate_anew(trainer)

@@ -6,22 +6,23 @@ this one's. Both hold all that is needed, and a few counters tell Lightning what
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
-from torch import Tensor
 
-from callbacks.lib.lightning_internals import means_of_trained_epoch, save_last, uncount_update
+from callbacks.lib.exchange import broadcast
+from callbacks.lib.lightning_internals import hold_to_updates, save_last, uncount_update, validation_time_is_over
 from callbacks.lib.trainer_attributes import callbacks_of, is_fast_dev_run
 
 __all__ = [
     "Place",
     "checkpoint_callback",
-    "monitored_metrics",
+    "hold_validations_and_stops",
     "move_counters",
-    "plateau_monitors",
     "save_now",
     "uncount_cut_epoch",
     "update_is_whole",
@@ -33,6 +34,9 @@ Place = Literal["update", "validation", "epoch start"]
 
 _FIT = "fit_loop"
 
+_TIMED: WeakKeyDictionary[pl.Trainer, tuple[int, bool]] = WeakKeyDictionary()
+"""The batch after which the clock was asked, and whether a validation follows it."""
+
 
 def update_is_whole(trainer: pl.Trainer) -> bool:
     """Whether the micro-batch just trained was its update's last; for `on_train_batch_end`."""
@@ -41,18 +45,25 @@ def update_is_whole(trainer: pl.Trainer) -> bool:
 
 
 def validation_is_next(trainer: pl.Trainer) -> bool:
-    """Whether a validation within the epoch comes right after this batch; for `on_train_batch_end`."""
-    every = trainer.val_check_batch
-    if not trainer.enable_validation or not every:
+    """Whether a validation within the epoch comes right after this update; for `on_train_batch_end`.
+
+    One that is due after any of its micro-batches comes after the last. Of a time, rank 0's clock decides, once.
+    """
+    epochs, every = trainer.check_val_every_n_epoch, trainer.val_check_batch
+    if not trainer.enable_validation or (epochs is not None and (trainer.current_epoch + 1) % epochs):
         return False
-    epochs = trainer.check_val_every_n_epoch
-    if epochs is not None and (trainer.current_epoch + 1) % epochs:
-        return False
-    if math.isinf(every):
-        return trainer.is_last_batch
-    if epochs is None:
-        return (trainer.fit_loop.total_batch_idx + 1) % every == 0
-    return (trainer.fit_loop.batch_idx + 1) % every == 0
+    loop = trainer.fit_loop
+    if (is_over := validation_time_is_over(trainer)) is not None:
+        update, due = _TIMED.get(trainer, (-1, False))
+        if update != loop.total_batch_idx:
+            due = broadcast(trainer.strategy, is_over)
+            _TIMED[trainer] = loop.total_batch_idx, due
+        return due
+    if not every or math.isinf(every):
+        return bool(every) and (trainer.is_last_batch or loop.batch_idx + 1 == trainer.num_training_batches)
+    done = 1 + (loop.total_batch_idx if epochs is None else loop.batch_idx)
+    before = done - loop.batch_idx % trainer.accumulate_grad_batches - 1
+    return done // every > before // every
 
 
 def move_counters(loops: dict[str, Any], place: Place) -> None:
@@ -94,18 +105,9 @@ def uncount_cut_epoch(loop: dict[str, Any]) -> None:
     uncount_update(loop)
 
 
-def monitored_metrics(trainer: pl.Trainer) -> dict[str, Tensor]:
-    """What ReduceLROnPlateau monitors, as far as it is known; Lightning's checkpoints do not hold it."""
-    names = plateau_monitors(trainer)
-    if not names:
-        return {}
-    known = {name: value for name, value in trainer.callback_metrics.items() if name in names}
-    return known | means_of_trained_epoch(trainer, names)
-
-
-def plateau_monitors(trainer: pl.Trainer) -> set[str]:
-    """The names of what ReduceLROnPlateau monitors."""
-    return {str(config.monitor) for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
+def hold_validations_and_stops(trainer: pl.Trainer) -> Callable[[], None]:
+    """Make a run validate and stop after complete updates; for `on_train_start`. Returns how to undo it."""
+    return hold_to_updates(trainer, update_is_whole, validation_is_next)
 
 
 def checkpoint_callback(trainer: pl.Trainer) -> ModelCheckpoint | None:

@@ -4,17 +4,13 @@ A rank that acts on a flag of its own leaves the others waiting in the next coll
 all-reduce of the flag at the same moments, and all act on the result.
 """
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from callbacks.lib.targets import sum_over_ranks
-
-__all__ = ["DeferredFlags", "FlagAllReduce", "SumWithFlag"]
+__all__ = ["FlagAllReduce"]
 
 
 class FlagAllReduce:
@@ -57,74 +53,3 @@ class FlagAllReduce:
         if not self._single:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return list(found.tolist())
-
-
-class DeferredFlags:
-    """Reads sums of flags without waiting for the device that computes them.
-
-    On a CPU the last sum is read at once. Elsewhere it is copied behind the work queued so far, and read one update
-    later, when the device has the next one to work on.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[Tensor, torch.Event | None] | None = None
-        self._of_update_before: tuple[Tensor, torch.Event | None] | None = None
-
-    def push(self, flags: Tensor) -> None:
-        """Send a sum of flags."""
-        event = None
-        if flags.device.type != "cpu":
-            event = torch.Event(flags.device)
-            flags = flags.to("cpu", non_blocking=True)  # Into pinned memory.
-            event.record()
-        self._last = flags, event
-
-    def pop(self) -> bool:
-        """Whether the last sum is above 0, or on a device that of the update before; to be called once an update."""
-        sent, self._last = self._last, None
-        if sent is not None and sent[1] is not None:
-            sent, self._of_update_before = self._of_update_before, sent
-        if sent is None:
-            return False
-        flags, event = sent
-        if event is not None:
-            event.synchronize()
-        return bool(flags)
-
-
-class SumWithFlag:
-    """Sums a number over the ranks once per update, and a flag in the same all-reduce.
-
-    Attributes:
-        flag: asked on each rank for its flag; without it only the number is summed.
-    """
-
-    def __init__(self) -> None:
-        self.flag: Callable[[], bool] | None = None
-        self._flags = DeferredFlags()
-
-    def reset(self) -> None:
-        """Forget the flags of an earlier run."""
-        self._flags = DeferredFlags()
-
-    def __call__(self, value: float | Tensor, *, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The sum over the ranks, without waiting for the device."""
-        if self.flag is None:
-            return sum_over_ranks(value, device, dtype)
-        # Not `as_tensor` of a number, which is a copy that waits for the device.
-        numbers = [
-            part.to(device, dtype, non_blocking=True)
-            if isinstance(part, Tensor)
-            else torch.full((), part, device=device, dtype=dtype)
-            for part in (value, float(self.flag()))
-        ]
-        total, flags = sum_over_ranks(torch.stack(numbers), device, dtype).unbind()
-        self._flags.push(flags)
-        return total
-
-    def any_flag(self) -> bool:
-        """Whether the flag was set on any rank, to be called once per update.
-
-        On a CPU in the last sum, on a GPU in that of the update before: to read the last would be to wait for it.
-        """
-        return self._flags.pop()

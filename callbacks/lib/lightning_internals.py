@@ -4,8 +4,9 @@ Each function does one thing that Lightning has no public name for. `tests/callb
 holds a test for each, so that a release of Lightning that renames one fails there.
 """
 
+import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
@@ -29,12 +30,15 @@ __all__ = [
     "RUNNING_HOOK",
     "HookCalls",
     "PlateauSteps",
-    "add_epoch_sums",
     "attached_trainer",
     "collective_timeout",
+    "continue_epoch_sums",
     "deal_to_ranks",
+    "drop_early_stop",
     "epoch_sums",
+    "hold_to_updates",
     "hook_calls",
+    "iterate_anew",
     "keep_signal_handlers",
     "make_no_update",
     "means_of_trained_epoch",
@@ -50,9 +54,9 @@ __all__ = [
     "set_collective_timeout",
     "set_writer",
     "skips_backward",
-    "stop_after_updates",
     "training_is_done",
     "uncount_update",
+    "validation_time_is_over",
 ]
 
 
@@ -137,15 +141,19 @@ def resume_max_steps_at_epoch_end(trainer: pl.Trainer) -> None:
     loop._iteration_based_training = lambda: False
 
 
-def stop_after_updates(trainer: pl.Trainer, update_is_whole: Callable[[pl.Trainer], bool]) -> Callable[[], None]:
-    """Makes a run that is told to stop do so after a complete update; returns how to undo it.
+def hold_to_updates(
+    trainer: pl.Trainer, update_is_whole: Callable[[pl.Trainer], bool], validation_is_next: Callable[[pl.Trainer], bool]
+) -> Callable[[], None]:
+    """Makes a run validate and stop after complete updates only; returns how to undo it.
 
-    Lightning ends at the next micro-batch, whoever has set `should_stop` and in whichever hook. Here it is taken back
-    until the update's last micro-batch.
+    Lightning stops at the next micro-batch, whoever has set `should_stop` and in whichever hook, and validates between
+    two micro-batches of an update. Here both wait for the update's last. A request to stop that cannot be followed
+    then, since ``min_epochs`` or ``min_steps`` is not reached, is dropped: Lightning keeps it, but in no checkpoint.
 
     Args:
         trainer: one that trains now.
         update_is_whole: whether the micro-batch just trained was its update's last.
+        validation_is_next: whether a validation is due after the update that is complete.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     if "on_advance_end" in vars(loop):
@@ -159,16 +167,35 @@ def stop_after_updates(trainer: pl.Trainer, update_is_whole: Callable[[pl.Traine
         requested = trainer.should_stop and not is_whole
         trainer.should_stop = trainer.should_stop and is_whole
         end_batch(data_fetcher)
-        if not is_whole:
-            # A validation, which comes before the update is complete, may ask for the end, too.
-            requested |= trainer.should_stop
-            trainer.should_stop = False
+        if not trainer.is_last_batch:
+            drop_early_stop(trainer)
+
+    def should_validate(data_fetcher: Any) -> bool:
+        if not loop._should_check_val_epoch():
+            return False
+        if loop.restarting and loop.val_loop.restarted_mid_evaluation:
+            return True
+        stops = trainer.should_stop and trainer.fit_loop._can_stop_early
+        return update_is_whole(trainer) and (stops or validation_is_next(trainer))
 
     def undo() -> None:
-        vars(loop).pop("on_advance_end", None)
+        for name in ("on_advance_end", "_should_check_val_fx"):
+            vars(loop).pop(name, None)
 
-    loop.on_advance_end = on_advance_end
+    loop.on_advance_end, loop._should_check_val_fx = on_advance_end, should_validate
     return undo
+
+
+def drop_early_stop(trainer: pl.Trainer) -> None:
+    """Takes back a request to stop that comes before ``min_epochs`` and ``min_steps`` are reached."""
+    trainer.should_stop = trainer.should_stop and trainer.fit_loop._can_stop_early
+
+
+def validation_time_is_over(trainer: pl.Trainer) -> bool | None:
+    """Whether the time given as ``val_check_interval`` has passed since the last validation; None where none is."""
+    untyped: Any = trainer
+    seconds: float | None = untyped._val_check_time_interval
+    return None if seconds is None else bool(time.monotonic() - untyped._last_val_time >= seconds)
 
 
 class PlateauSteps:
@@ -212,44 +239,64 @@ class PlateauSteps:
         vars(self._loop).pop("update_lr_schedulers", None)
 
 
-def epoch_sums(trainer: pl.Trainer, names: Collection[str]) -> dict[str, Tensor]:
-    """What ``log(on_epoch=True)`` has summed up in this epoch on this rank: float64 (sum, weight), by key."""
+def epoch_sums(trainer: pl.Trainer) -> dict[str, list[Tensor] | None]:
+    """What ``log(on_epoch=True)`` has summed up in this epoch on this rank: its sum and weight, by key.
+
+    None for an object of torchmetrics, which holds a state of its own.
+    """
     return {
-        key: torch.stack([metric.value.double(), getattr(metric, "cumulated_batch_size", metric.value * 0).double()])
-        for key, name, metric in _epoch_metrics(trainer)
-        if name in names
+        key: [metric.value.clone(), getattr(metric, "cumulated_batch_size", metric.value).clone()]
+        if metric.is_tensor
+        else None
+        for key, metric in _epoch_metrics(trainer)
     }
 
 
-def _epoch_metrics(trainer: pl.Trainer) -> Iterator[tuple[str, str, Any]]:
-    """The key, the name and the state of each number that is logged for the epoch, and was in this one."""
+def _epoch_metrics(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
+    """The key and the state of each number that is logged for the epoch, and was in this one."""
     for key, metric in trainer.fit_loop.epoch_loop._results.items():
-        if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset:
-            yield key, str(metric.meta.forked_name(on_step=False)), metric
+        if metric.meta.on_epoch and not metric.has_reset:
+            yield key, metric
 
 
-def add_epoch_sums(trainer: pl.Trainer, sums: Mapping[str, Tensor]) -> None:
-    """Adds the sums of a checkpoint to those of the first batch after a resume, which begin at zero."""
-    for key, metric in trainer.fit_loop.epoch_loop._results.items():
-        if key in sums:
-            saved = sums[key].to(metric.value.device)
-            if metric.meta.is_mean_reduction or metric.meta.is_sum_reduction:
-                metric.value = saved[0].to(metric.value.dtype) + metric.value
-            else:
-                metric.value = metric.meta.reduce_fx(saved[0].to(metric.value.dtype), metric.value)
-            if metric.meta.is_mean_reduction:
-                metric.cumulated_batch_size = metric.cumulated_batch_size + int(saved[1])
-            metric._computed = None
+def continue_epoch_sums(trainer: pl.Trainer, by_rank: Sequence[Mapping[str, list[Tensor]]]) -> Callable[[], None]:
+    """Lets each sum of this epoch go on from those of a checkpoint; returns how to undo it.
+
+    Args:
+        by_rank: what `epoch_sums` gave on each rank; on another number of ranks, rank 0 takes over the sums of all.
+    """
+    results: Any = trainer.fit_loop.epoch_loop._results
+    update, rank = results.update_metrics, trainer.global_rank
+    same = len(by_rank) == trainer.world_size
+    left, epoch = [dict(sums) for sums in (by_rank[rank : rank + 1] if same else by_rank)], trainer.current_epoch
+
+    def update_metrics(key: str, value: Any, batch_size: int) -> None:
+        if trainer.current_epoch != epoch:
+            left.clear()
+        metric, found = results[key], [sums.pop(key) for sums in left if key in sums]
+        if found:
+            device = metric.value.device
+            values, weights = (torch.stack(part).to(device) for part in zip(*found, strict=True))
+            if metric.meta.is_max_reduction or metric.meta.is_min_reduction:
+                metric.value = metric.meta.reduce_fx(values)
+            elif same or rank == 0:
+                metric.value = values.sum()
+                if metric.meta.is_mean_reduction:
+                    metric.cumulated_batch_size = weights.sum()
+        update(key, value, batch_size)
+
+    results.update_metrics = update_metrics
+    return lambda: vars(results).pop("update_metrics", None)
 
 
-def means_of_trained_epoch(trainer: pl.Trainer, names: Collection[str]) -> dict[str, Tensor]:
+def means_of_trained_epoch(trainer: pl.Trainer) -> dict[str, Tensor]:
     """What ``log(on_epoch=True)`` gives for the epoch, once its last batch is trained; to be called on all ranks."""
     if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
         return {}
     found = {}
-    for _, name, metric in _epoch_metrics(trainer):
-        if name in names:
-            found[name] = metric.compute()
+    for _, metric in _epoch_metrics(trainer):
+        if metric.is_tensor:
+            found[str(metric.meta.forked_name(on_step=False))] = metric.compute()
             metric._computed = None
     return found
 
@@ -322,6 +369,14 @@ def restart_training_loaders(trainer: pl.Trainer, skip: int, seed: Callable[[pl.
     for _ in range(skip):
         next(fetcher)
     fetcher.fetched -= skip
+
+
+def iterate_anew(trainer: pl.Trainer) -> None:
+    """Has the training loaders iterated over again in the epoch that begins, also where it is the first after a resume.
+
+    Lightning takes the iterator of its set-up then, in the order of epoch 0.
+    """
+    trainer.fit_loop._resuming_from_checkpoint = False
 
 
 # Signals, strategies and loggers

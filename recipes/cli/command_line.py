@@ -66,7 +66,7 @@ _COMMANDS = {
 _OWN_TRAINER_PARAMETERS = """
     logger callbacks plugins precision default_root_dir enable_autolog_hparams enable_model_summary
 """
-# Ours are exact where these are not: --accumulate, --sync-bn, --deterministic.
+# Ours are exact where these are not: --accumulate, --sync-bn; --deterministic is one of the run's settings.
 _REPLACED_TRAINER_PARAMETERS = "accumulate_grad_batches sync_batchnorm deterministic"
 _COMMON_TRAINER_PARAMETERS = """
     accelerator strategy devices num_nodes max_epochs max_steps fast_dev_run gradient_clip_val log_every_n_steps

@@ -260,7 +260,7 @@ def build_experiment(settings: Settings, classes: Classes, connection: RunConnec
     settings, seed = _with_seed(_with_global_batch(settings), connection)
     with as_user_errors(MisconfigurationException):
         # First, because it seeds the initial weights.
-        seeds = SeedControl(seed, settings.run.deterministic)
+        seeds = SeedControl(seed)
         data = classes.build_data(settings.data)
         # Before the data are read, so that wrong flags are refused before a download.
         recipe = _build_recipe(settings, classes, data)

@@ -116,6 +116,7 @@ def build_trainer(
         trainer = pl.Trainer(
             **options,
             precision=settings.run.precision,  # type: ignore[arg-type]
+            deterministic=settings.run.deterministic or None,
             logger=_loggers(folder, settings, experiment.recipe.monitor) if folder else False,
             callbacks=callbacks,
             plugins=[LightningEnvironment(), checkpoint_io or VerifiedCheckpointIO()],

@@ -84,11 +84,11 @@ class _StopAfter(pl.Callback):
 def _fit(device: str, folder: Path, precision: str, updates: int | None = None, seed: int = 1) -> dict[str, Tensor]:
     """Train on from the folder's last checkpoint; the module and what it has saved at the end, on the CPU."""
     silence()
-    seeds = SeedControl(seed, deterministic=True)
     trainer = pl.Trainer(
         max_epochs=3,
+        deterministic=True,
         callbacks=[
-            seeds,
+            SeedControl(seed),
             GradientAccumulation(2),
             WarmupLR("60%"),
             WeightAveraging(ema=0.9),

@@ -35,6 +35,7 @@ WITHOUT_MEANING: list[tuple[Row, str]] = [
 ]
 CLOSURES = "calls its closure several times per update"
 OTHER_DEVICES = "saves no position that another number of devices can use"
+WITHIN_EPOCH = "cannot be repeated, only that of one stock DataLoader"
 REFUSED: list[tuple[Row, Row | None, str]] = [
     *(
         ({"optimizer": "LBFGS", **where}, more, CLOSURES)
@@ -50,8 +51,14 @@ REFUSED: list[tuple[Row, Row | None, str]] = [
         for loader in (
             "DataLoader with DistributedSampler",
             "DataLoader with Lightning's sampler",
-            "iterable data set",
         )
+        for stop in FACTORS["stop"][1:]
+        if stop != "max_steps at an epoch's end"
+        for shown in ({} if stop == "an exception" else None,)
+    ),
+    *(
+        ({"loader": "iterable data set", "resumed": resumed, "stop": stop}, shown, WITHIN_EPOCH)
+        for resumed in FACTORS["resumed"][1:]
         for stop in FACTORS["stop"][1:]
         if stop != "max_steps at an epoch's end"
         for shown in ({} if stop == "an exception" else None,)
@@ -92,9 +99,9 @@ REFUSED: list[tuple[Row, Row | None, str]] = [
 """Values that are refused together, what else a run needs to show it (None where another one does), and the reason."""
 
 REFUSALS = (
-    "LBFGS on several devices or micro-batches; a DataLoader or an iterable data set that resumes within an"
-    " epoch on another number of devices; `global_batch_size` and BatchNorm of averages with several loaders;"
-    " WeightAveraging beside Lightning's averages;"
+    "LBFGS on several devices or micro-batches; a DataLoader that resumes within an epoch on another number of"
+    " devices; an iterable data set that resumes within an epoch; `global_batch_size` and BatchNorm of averages with"
+    " several loaders; WeightAveraging beside Lightning's averages;"
     " StochasticWeightAveraging of BatchNorm on an iterable data set; GradientAccumulationScheduler;"
     " BackboneFinetuning on several devices, or resumed"
 )

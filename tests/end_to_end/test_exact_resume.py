@@ -6,11 +6,11 @@ schedule, AdamW keeps moments, every epoch is validated, accumulation windows ar
 a run is the SHA-256 of its parameters and buffers, on every rank.
 
 Alone means with SeedControl: no checkpoint holds the generators that dropout draws from, so that without SeedControl no
-run with dropout can be exact (one test shows it).
+run with dropout can be exact.
 
 Loader workers: a data set that draws from its worker's generator depends on how many workers there are and on what
 they prefetched when they died. So `WorkerLoader` augments by (seed, epoch, index) in the worker, and counts its
-position where batches are consumed. A stock DataLoader starts its order again on a resume (test_split_data.py).
+position where batches are consumed.
 """
 
 import contextlib
@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
@@ -116,8 +115,7 @@ Place = tuple[int, int]
 class Case(NamedTuple):
     """A run: its rows of the table, where batches come from, and when it is saved.
 
-    `loader` is "memory" (TrainLoader) or the number of workers of a DataLoader; `saves` is "epochs", "updates", or
-    "stock": Lightning's own way of saving after updates.
+    `loader` is "memory" (TrainLoader) or the number of workers of a DataLoader; `saves` is "epochs" or "updates".
     """
 
     callbacks: tuple[str, ...]
@@ -168,9 +166,8 @@ def live(case: Case, world_size: int, folder: Path, dies_at: Place | None = None
     """One life of a run, from its newest checkpoint to its end, unless it dies at a place or some time after set-up."""
     silence()
     life = Life(dies_at)
-    kind = ModelCheckpoint if case.saves == "stock" else ExactCheckpoint
-    interval = {"every_n_epochs": 1} if case.saves == "epochs" else {"every_n_train_steps": 1}
-    checkpoint = kind(folder, save_last=True, **interval)  # type: ignore[arg-type]
+    interval: dict[str, Any] = {"every_n_epochs": 1} if case.saves == "epochs" else {"every_n_train_steps": 1}
+    checkpoint = ExactCheckpoint(folder, save_last=True, **interval)
     trainer = pl.Trainer(
         max_epochs=EPOCHS,
         callbacks=[*(CALLBACKS[name]() for name in case.callbacks), life, checkpoint],
@@ -217,7 +214,7 @@ def broken_runs(runs: list[tuple[Case, list[Place]]], world_size: int, folder: P
         for end in ends:
             # Otherwise a run that starts fresh each time would pass.
             assert end.began > (0, 0)
-            assert case.saves == "stock" or end.began[0] == epoch, f"{case} went on at {end.began}"
+            assert end.began[0] == epoch, f"{case} went on at {end.began}"
             assert case.saves != "updates" or batch - 3 < end.began[1] <= batch, f"{case} went on at {end.began}"
         assert all(end.began == (0, 0) for end in expected[case])
         if [end.sha256 for end in ends] != [end.sha256 for end in expected[case]]:
@@ -267,18 +264,6 @@ def test_all_callbacks_together_resume_to_the_bit_after_kill_9(world_size: int, 
 def test_each_callback_alone_resumes_to_the_bit_after_kill_9(tmp_path: Path) -> None:
     runs = [run for alone in ALONE for run in stopped(alone, "memory", "twice in a window")]
     assert broken_runs(runs, 1, tmp_path) == []
-
-
-def test_stock_seeds_and_stock_checkpoints_do_not_resume_to_the_bit(tmp_path: Path) -> None:
-    without_seeds = Case(("GradientAccumulation",), saves="epochs")
-    stock_saves = Case(("SeedControl", "GradientAccumulation"), saves="stock")
-    runs = [(without_seeds, [(1, 5)])]
-    runs += [(stock_saves, places) for places in ([(1, 5)], [(1, 5), (1, 5)], [(2, 0)], [(1, 0), (2, 0)])]
-    broken = broken_runs(runs, 1, tmp_path)
-    assert len(broken) == 3
-    assert "GradientAccumulation',), loader='memory', saves='epochs'" in broken[0], "dropout draws other masks"
-    assert broken[1].endswith("stopped at [(1, 5), (1, 5)]"), "the second life went on from the middle of a window"
-    assert broken[2].endswith("stopped at [(1, 0), (2, 0)]"), "the third life repeated an epoch"
 
 
 @pytest.mark.slow

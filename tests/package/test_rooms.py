@@ -51,8 +51,8 @@ MAY_IMPORT = {
     "recipes.classification_scores": "recipes.recipe",
     "recipes.classification": f"{_CALLBACKS} callbacks.drawing datamodules.loading recipes.classification_scores "
     "recipes.labels recipes.recipe recipes.tta",
-    "recipes.export": "datamodules.errors callbacks.lib callbacks.checkpointing recipes.graphs recipes.recipe recipes.weights "
-    "recipes.version",
+    "recipes.export": "datamodules.errors callbacks.lib callbacks.checkpointing recipes.graphs recipes.recipe "
+    "recipes.version recipes.weights",
     "recipes.launch": "datamodules.errors datamodules.ranges callbacks.lib",
     "recipes.failures": "datamodules.errors callbacks.lib recipes.launch",
     "recipes.results": f"{_CALLBACKS} callbacks.checkpointing recipes.files recipes.version",

@@ -105,8 +105,8 @@ STOPS: dict[str, Callable[[], tuple[Model, list[pl.Callback], dict[str, Any]]]] 
     "a callback": lambda: (Model(), [Stop((1, 5))], {}),
     "a callback, at a window's last": lambda: (Model(), [Stop((0, 3))], {}),
     "the module": lambda: (Model("on_train_batch_end", (0, 5)), [], {}),
-    "a validation in mid-window": lambda: (Model("on_validation_end", (0, 5)), [], {"val_check_interval": 2}),
-    "early stopping on a validation in mid-window": lambda: (
+    "a validation due in mid-window": lambda: (Model("on_validation_end", (0, 7)), [], {"val_check_interval": 6}),
+    "early stopping on a validation due in mid-window": lambda: (
         Model(),
         [EarlyStopping("val_loss", check_finite=False, stopping_threshold=9.0, check_on_train_epoch_end=False)],
         {"val_check_interval": 2},
@@ -148,7 +148,7 @@ def test_a_save_in_the_midst_of_a_batch_is_refused(tmp_path: Path) -> None:
 
 
 def two_ranks(folder: Path) -> list[list[str]]:
-    names = ["the module", "early stopping on a validation in mid-window", "max_time"]
+    names = ["the module", "early stopping on a validation due in mid-window", "max_time"]
     cases = [(name, own, not own) for name in names for own in (True, False)]
     return [stopped_and_resumed(folder / f"{i}", 2, *case) for i, case in enumerate(cases)]
 

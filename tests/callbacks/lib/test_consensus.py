@@ -1,4 +1,4 @@
-"""Flags of all ranks are read in time, without waiting for a device, and time out where a rank is missing."""
+"""Flags of all ranks are read in time, and time out where a rank is missing."""
 
 import time
 from datetime import timedelta
@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from callbacks.lib.consensus import DeferredFlags, FlagAllReduce
+from callbacks.lib.consensus import FlagAllReduce
 from callbacks.preemption import Preemption
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, Tiny, image_network, noisy_images, silence
@@ -56,29 +56,3 @@ def test_an_all_reduce_of_flags_times_out_with_the_strategys_timeout() -> None:
     seconds, error = run_ranks(_wait_for_rank_1, 2)[0]
     assert "Timed out" in error
     assert seconds < 7
-
-
-def test_on_a_cpu_a_flag_is_read_at_once_and_only_once() -> None:
-    flags = DeferredFlags()
-    read = [flags.pop()]
-    for flag in (0.0, 2.0, 0.0):
-        flags.push(torch.tensor(flag))
-        read += [flags.pop(), flags.pop()]
-    assert read == [False, False, False, True, False, False, False]
-
-
-@pytest.mark.cuda
-def test_on_a_gpu_a_flag_is_read_one_call_later_without_waiting_for_the_work_around_it() -> None:
-    flags = DeferredFlags()
-    sums = [torch.full((), float(flag), device="cuda") for flag in (0, 1, 0, 0)]
-    torch.cuda.synchronize()
-    read, done = [], []
-    for total in sums:
-        flags.push(total)
-        torch.cuda._sleep(2_000_000_000)  # About a second: the rest of the update.
-        finished = torch.cuda.Event()
-        finished.record()
-        read.append(flags.pop())
-        done.append(finished.query())
-    assert read == [False, False, True, False]
-    assert not any(done)

@@ -75,7 +75,7 @@ def test_a_stop_waits_for_the_end_of_an_update(tmp_path: Path) -> None:
             trainer.should_stop = trainer.fit_loop.batch_idx == batch
 
         def install(trainer: pl.Trainer, _: Any) -> None:
-            internals.stop_after_updates(trainer, lambda trainer: trainer.fit_loop.batch_idx % 2 == 1)
+            internals.hold_to_updates(trainer, lambda trainer: trainer.fit_loop.batch_idx % 2 == 1, lambda _: False)
 
         hooks = LambdaCallback(on_train_start=install, on_train_batch_end=stop)
         (trainer := trainer_with(hooks)).fit(tiny(), loader())
@@ -84,33 +84,30 @@ def test_a_stop_waits_for_the_end_of_an_update(tmp_path: Path) -> None:
     assert [until(batch) for batch in range(4)] == [2, 2, 4, 4]
 
 
-def test_the_sums_behind_a_mean_of_the_epoch_are_read_and_added_to() -> None:
+@pytest.mark.parametrize(("reduce_fx", "ends"), [("mean", 3.0), ("sum", 21.0), ("max", 6.0), ("min", 1.0)])
+def test_the_sums_of_an_epoch_are_read_and_go_on_from_those_of_all_ranks(reduce_fx: str, ends: float) -> None:
     found: list[Any] = []
 
-    def look(trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        sums = internals.epoch_sums(trainer, {"x_epoch"})
-        found.append(
-            (
-                {key: value.tolist() for key, value in sums.items()},
-                internals.means_of_trained_epoch(trainer, {"x_epoch"}),
-            )
-        )
-        if trainer.fit_loop.batch_idx == 0:
-            internals.add_epoch_sums(trainer, {key: torch.tensor([3.0, 2.0]) for key in sums})
+    def install(trainer: pl.Trainer, _: Any) -> None:
+        saved = [{"on_train_batch_end.x": [torch.tensor(value), torch.tensor(1)]} for value in (4.0, 6.0, 5.0)]
+        internals.continue_epoch_sums(trainer, saved)
 
-    hooks = LambdaCallback(
-        on_train_batch_start=lambda _, module, __, index: module.log("x", float(index), on_epoch=True),
-        on_train_batch_end=look,
-    )
+    def log(trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if index := trainer.fit_loop.batch_idx:  # Not after the first batch.
+            module.log("x", float(index), on_step=False, on_epoch=True, batch_size=2, reduce_fx=reduce_fx)
+        found.append((internals.epoch_sums(trainer), internals.means_of_trained_epoch(trainer)))
+
+    hooks = LambdaCallback(on_train_start=install, on_train_batch_end=log)
     trainer_with(hooks).fit(tiny(), loader())
-    key = "on_train_batch_start.x"
-    assert [sums for sums, _ in found] == [
-        {key: [0.0, 4.0]},
-        {key: [7.0, 10.0]},
-        {key: [15.0, 14.0]},
-        {key: [27.0, 18.0]},
-    ]
-    assert [means for _, means in found] == [{}, {}, {}, {"x_epoch": 1.5}]
+    assert [list(sums) for sums, _ in found] == [[], *[["on_train_batch_end.x"]] * 3]
+    if reduce_fx == "mean":
+        assert [[part.item() for part in sums["on_train_batch_end.x"]] for sums, _ in found[1:]] == [
+            [17.0, 5],
+            [21.0, 7],
+            [27.0, 9],
+        ]
+    assert [set(means) for _, means in found] == [set(), set(), set(), {"x"}]
+    assert found[-1][1]["x"].item() == pytest.approx(ends)
 
 
 def test_a_step_of_reduce_lr_on_plateau_is_made_when_asked_and_not_again() -> None:
@@ -382,6 +379,24 @@ def test_training_loaders_start_again_behind_the_batches_that_are_skipped(epoch:
     trainer = trainer_with(LambdaCallback(on_train_epoch_start=restart), max_epochs=2)
     trainer.fit(tiny(), loader(6))
     assert found == [trainer, (2, 1)]
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_loaders_are_iterated_over_anew_in_the_epoch_after_a_resume(anew: bool, tmp_path: Path) -> None:
+    trainer_with(
+        LambdaCallback(on_train_epoch_end=lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"))
+    ).fit(tiny(), loader())
+    iterated: list[int] = []
+
+    class Loader(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            iterated.append(trainer.current_epoch)
+            return super().__iter__()
+
+    begin = LambdaCallback(on_train_epoch_start=lambda trainer, _: internals.iterate_anew(trainer) if anew else None)
+    trainer = trainer_with(begin, max_epochs=2)
+    trainer.fit(tiny(), Loader(loader().dataset, 4), ckpt_path=tmp_path / "a.ckpt", weights_only=False)
+    assert len(iterated) == 1 + anew
 
 
 def test_an_epoch_makes_no_update_until_that_is_undone() -> None:

@@ -29,6 +29,11 @@ def test_a_checkpoint_brings_the_count_and_the_best_score_but_not_the_patience()
     assert (resumed.wait_count, resumed.best_score, resumed.patience) == (2, torch.tensor(0.5), 7)
 
 
+def test_a_time_between_validations_is_no_error():
+    trainer = pl.Trainer(val_check_interval="00:00:00:01", logger=False, accelerator="cpu", barebones=True)
+    PatientStopping("val/loss").setup(trainer, pl.LightningModule(), "fit")
+
+
 def test_the_reason_of_the_callback_that_stopped_is_told():
     stopping = EarlyStopping("val/loss", patience=2)
     assert why_stopped([pl.Callback(), stopping]) == ""

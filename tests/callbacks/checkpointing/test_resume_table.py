@@ -1,0 +1,323 @@
+"""What the orders and decisions of a run depend on: a resumed run has it, or is refused; the page lists the same."""
+
+import contextlib
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateMonitor,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torchmetrics import MeanMetric
+
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
+from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.seed_control import SeedControl
+from callbacks.train_loss import TrainLoss
+from datamodules.errors import UserError
+from datamodules.loading.loaders import TrainLoader
+from tests.support.tables import QUIET, silence
+
+PAGE = Path(__file__).parents[3] / "docs/scaling/reproducibility.md"
+BATCHES, EPOCHS = 4, 4
+SAMPLES = 2 * BATCHES
+NUMBERS = torch.arange(SAMPLES)
+SCORES = [3.0, 1.0, 2.0, 2.5, 0.5, 0.7, 0.6, 0.4]
+
+
+class Augmented(Dataset):
+    """Samples that are augmented by the global generators; in workers that would depend on their number."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, number: int) -> tuple[int, Tensor]:
+        return number, number / SAMPLES + torch.rand(()) + random.random() + np.random.rand()
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        return ((number, torch.tensor(number / SAMPLES)) for number in range(SAMPLES))
+
+
+class Chunks(Sampler[int]):
+    """A user's sampler, which draws while it is read."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        for start in range(0, SAMPLES, BATCHES):
+            yield from (start + torch.randperm(BATCHES)).tolist()
+
+
+class RandomBatches:
+    """A user's batch sampler, which draws from torch's global generator."""
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(SAMPLES).view(BATCHES, 2).tolist())
+
+
+class OwnLoader(DataLoader[Any]):
+    """A user's loader, whose order nobody else knows."""
+
+
+def shuffled(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Augmented(), 2, shuffle=True, **options)
+
+
+def own_loader() -> TrainLoader:
+    return TrainLoader(NUMBERS, NUMBERS / SAMPLES, NUMBERS, 2, 1)
+
+
+def with_worker(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Augmented(), 2, num_workers=1, multiprocessing_context="fork", **options)
+
+
+class Model(pl.LightningModule):
+    """Logs a training mean and the score of each validation; its loss has noise."""
+
+    def __init__(self, schedule: Any, metric: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.schedule, self.metric = schedule, MeanMetric() if metric else None
+        self.seen: dict[int, Any] = {}
+        self.scores: list[float] = []
+
+    def on_train_epoch_start(self) -> None:
+        torch.rand(3)  # Shall not move the order that is drawn after it.
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batches = list(batch.values()) if isinstance(batch, dict) else [batch]
+        self.seen[self.trainer.fit_loop.total_batch_idx] = [numbers.tolist() for numbers, _ in batches]
+        values = torch.cat([part for _, part in batches])
+        loss = (self.weight - values - torch.randn(())).square().mean()
+        self.log("train", loss, on_step=False, on_epoch=True)
+        if self.metric is not None:
+            self.metric.update(loss)
+            self.log("metric", self.metric, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        done = self.trainer.fit_loop.batch_idx + 1
+        assert done % self.trainer.accumulate_grad_batches == 0, "after an update"
+        self.scores.append(SCORES[self.global_step // 2 % len(SCORES)])
+        self.log("score", torch.tensor(self.scores[-1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": self.schedule(optimizer)} if self.schedule else optimizer
+
+
+class Log(DummyLogger):
+    """Keeps what is logged, with its step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int = 0) -> None:
+        self.rows.append((step, {name: value for name, value in metrics.items() if "per_second" not in name}))
+
+
+class Killed(Exception):
+    """Stands for kill -9: nothing is saved."""
+
+
+class Fate(pl.Callback):
+    """Ends a run before an update."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.after:
+            raise Killed
+
+
+class Row(NamedTuple):
+    """A run that is resumed after updates; `refused` is why it is not resumed after the last of them."""
+
+    cuts: tuple[int, ...]
+    loader: Callable[[], Any] = shuffled
+    callbacks: Callable[[], list[pl.Callback]] = list
+    options: Mapping[str, Any] = MappingProxyType({})
+    schedule: Any = None
+    monitor: str = "score"
+    metric: bool = False
+    seeded: bool = True
+    refused: str = ""
+
+
+def plateau(optimizer: torch.optim.Optimizer, interval: str = "step", monitor: str = "score") -> dict[str, Any]:
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    return {"scheduler": scheduler, "interval": interval, "monitor": monitor, "strict": False}
+
+
+def stopping(monitor: str = "score", **options: Any) -> Callable[[], list[pl.Callback]]:
+    return lambda: [EarlyStopping(monitor, **options)]
+
+
+STOCK: list[Callable[[], Any]] = [
+    shuffled,
+    lambda: DataLoader(Augmented(), 2, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)),
+    lambda: DataLoader(Augmented(), 2, sampler=DistributedSampler(Augmented(), 1, 0)),
+]
+FOREIGN: list[Callable[[], Any]] = [
+    lambda: DataLoader(Stream(), 2),
+    lambda: DataLoader(Augmented(), 2, sampler=Chunks()),
+    lambda: DataLoader(Augmented(), batch_sampler=RandomBatches()),  # type: ignore[arg-type]
+    lambda: OwnLoader(Augmented(), 2),
+    lambda: {"a": shuffled(), "b": DataLoader(Augmented(), 2)},
+    lambda: {"a": own_loader(), "b": shuffled()},
+]
+END_OF_EPOCH = "resume from an epoch's end"
+ROWS: dict[str, list[Row]] = {
+    "position in a loader with `state_dict`": [Row((6,), own_loader)],
+    "order of one `DataLoader` with torch's samplers": [
+        *(Row(cuts, loader) for loader in STOCK for cuts in ((1,), (3, 5, 7, 8))),
+        Row((6,), seeded=False, refused="shuffles with torch's global generator.*train with SeedControl"),
+    ],
+    "order of other loaders, samplers, data sets": [
+        Row(cuts, loader, refused=refused)
+        for loader in FOREIGN
+        for cuts, refused in (((4,), ""), ((5,), f"the order of .* cannot be repeated.*{END_OF_EPOCH}"))
+    ],
+    "generators of loaders, persistent workers": [
+        *(Row((n,), lambda: shuffled(generator=torch.Generator()), refused="leave it out") for n in (4, 6)),
+        Row((6,), lambda: with_worker(generator=torch.Generator()), refused="leave it out"),
+        Row((6,), lambda: with_worker(persistent_workers=True), refused="pass persistent_workers=False"),
+    ],
+    "loaders that are made every n epochs": [
+        Row(
+            (6,),
+            options={"reload_dataloaders_every_n_epochs": 2},
+            refused="those that were made for epoch 0",
+        ),
+        Row((10,), options={"reload_dataloaders_every_n_epochs": 2}),
+    ],
+    "random numbers": [Row((8,))],
+    "gradients within an update": [
+        Row(
+            (4,),
+            callbacks=lambda: [GradientAccumulation(2)],
+            options={"val_check_interval": 3, "check_val_every_n_epoch": None},
+        )
+    ],
+    "scores": [
+        Row(
+            (9,),
+            callbacks=stopping(patience=1, strict=False, check_on_train_epoch_end=True),
+            options={"check_val_every_n_epoch": 2},
+        )
+    ],
+    "means of an epoch by `self.log`": [
+        Row((6,), callbacks=stopping("train", patience=0, min_delta=0.2), monitor="train")
+    ],
+    "means of an epoch by torchmetrics": [Row((6,), monitor="metric", metric=True, refused=END_OF_EPOCH)],
+    "counters of callbacks": [Row((7,), callbacks=lambda: [*stopping(patience=2)(), Timer({"hours": 1})])],
+    "a stop before `min_epochs`": [
+        Row((7,), callbacks=stopping(patience=1), options={"min_epochs": 2, "val_check_interval": 2})
+    ],
+    "schedules": [
+        Row((5,), options={"val_check_interval": 2}, schedule=plateau),
+        *(Row((4, 6), schedule=partial(plateau, interval="epoch", monitor=monitor)) for monitor in ("score", "train")),
+        Row((4, 6), callbacks=lambda: [TrainLoss()], schedule=partial(plateau, monitor="train/loss")),
+        Row((9,), callbacks=lambda: [StochasticWeightAveraging(0.5, swa_epoch_start=1, annealing_epochs=2)]),
+    ],
+    "best scores and files": [Row((10,), options={"val_check_interval": 2})],
+    "steps of loggers": [
+        Row((7,), callbacks=lambda: [LearningRateMonitor("step")], options={"log_every_n_steps": 2}, schedule=plateau)
+    ],
+    "times between saves and validations": [
+        Row((6,), options={"val_check_interval": {"microseconds": 1}, "accumulate_grad_batches": 2})
+    ],
+}
+
+
+def fit(
+    row: Row, folder: Path, *more: pl.Callback, resumed_from: Path | None = None, interval: int = 1
+) -> tuple[dict[int, Any], Any]:
+    """The samples of each batch; and updates, epochs, weight, rate, scores, best files, and logs after the last cut."""
+    silence()
+    every = ExactCheckpoint(folder, filename="{step}", every_n_train_steps=interval, save_top_k=-1)
+    best = ExactCheckpoint(folder / "best", filename="{step}", monitor=row.monitor)
+    settings = QUIET | {"max_epochs": EPOCHS, "enable_progress_bar": False, "logger": (log := Log())} | row.options
+    seeds = [SeedControl(1)] if row.seeded else []
+    trainer = pl.Trainer(callbacks=[*seeds, *row.callbacks(), *more, every, best], **settings)
+    model, validation = Model(row.schedule, row.metric), DataLoader(TensorDataset(NUMBERS[:1]))
+    with contextlib.suppress(Killed):
+        trainer.fit(model, row.loader(), validation, ckpt_path=resumed_from, weights_only=True)
+    if row.monitor == "score" and resumed_from is None and model.scores:
+        assert best.best_model_score == pytest.approx(min(model.scores)), "each score's weights were saved if the best"
+    logged = [(step, metrics) for step, metrics in log.rows if step >= row.cuts[-1]]
+    scores = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    files = best.best_model_score, Path(best.best_model_path).name, sorted(file.name for file in folder.glob("best/*"))
+    rate = trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else None
+    decided = trainer.global_step, trainer.current_epoch, model.weight.item(), rate, scores, files, logged
+    return model.seen, decided
+
+
+@pytest.mark.parametrize(("name", "number"), [(name, n) for name, rows in ROWS.items() for n in range(len(rows))])
+def test_a_resumed_run_decides_as_the_whole_one_or_is_refused(name: str, number: int, tmp_path: Path) -> None:
+    row, path, seen = ROWS[name][number], None, {}
+    # Workers are started where they are refused only: what is saved does not depend on them.
+    first = row if not row.refused or "workers" not in name else row._replace(loader=shuffled)
+    for cut in row.cuts:
+        batches, _ = fit(first, tmp_path / "cut", Fate(cut), resumed_from=path)
+        path = tmp_path / "cut" / f"step={cut}.ckpt"
+        seen |= batches
+    if row.refused:
+        with pytest.raises(UserError, match=row.refused):
+            fit(row, tmp_path / "cut", resumed_from=path)
+        return
+    # At another interval Lightning gives this run's callback none of its state back.
+    batches, decided = fit(row, tmp_path / "cut", resumed_from=path, interval=2)
+    assert (seen | batches, decided) == fit(row, tmp_path / "whole")
+    assert list(tmp_path.glob("whole/best/*.ckpt")), "there was a score"
+
+
+class Fails(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            raise ZeroDivisionError
+
+
+def test_a_checkpoint_from_the_midst_of_a_batch_is_refused(tmp_path: Path) -> None:
+    row = Row((2,), own_loader)
+    with pytest.raises(ZeroDivisionError):
+        fit(row, tmp_path, Fails(), OnExceptionCheckpoint(tmp_path, "last"))
+    with pytest.raises(UserError, match="saved in the midst of a batch"):
+        fit(row, tmp_path, resumed_from=tmp_path / "last.ckpt")
+
+
+def test_the_page_lists_what_the_table_shows() -> None:
+    section = PAGE.read_text().split("## What a resume has")[1].split("\n## ")[0]
+    assert re.findall(r"^\| (.*?) \|", section, re.MULTILINE)[1:] == list(ROWS)
