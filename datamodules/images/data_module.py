@@ -48,7 +48,7 @@ from datamodules.loading.file_table import FileTable
 from datamodules.loading.given_images import GivenImages, given_images
 from datamodules.loading.image_lists import find_images
 from datamodules.loading.image_tree import split_by_class
-from datamodules.loading.labels import BALANCE
+from datamodules.loading.labels import BALANCE, describe_classes
 from datamodules.loading.normalise import Normalise
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 from datamodules.ranges import COUNT, NOT_NEGATIVE, Range, check_choice, check_ranges
@@ -495,6 +495,9 @@ class ImageFolderDataModule(ClassificationDataModule):
         for part in {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}[stage]:
             if part not in self._parts:
                 self._add(part, self._samples(part))
+        if stage == "fit":
+            counts = self._parts["train"][1].bincount(minlength=self.num_classes).tolist()
+            self._note(f"{self.title}: training on {describe_classes(self.class_names, counts)}")
         if self._size_of_files and self.hparams.image_size is None:
             self._note_choices()
 
