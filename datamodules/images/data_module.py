@@ -43,7 +43,7 @@ from datamodules.images.known_sets import (
     read_torchvision,
 )
 from datamodules.images.pixel_cache import PixelCache, cache_folder, make_room
-from datamodules.images.statistics import pixel_statistics, usual_size
+from datamodules.images.statistics import check_variety, pixel_statistics, usual_size
 from datamodules.loading.file_table import FileTable
 from datamodules.loading.given_images import GivenImages, given_images
 from datamodules.loading.image_lists import find_images
@@ -540,6 +540,8 @@ class ImageFolderDataModule(ClassificationDataModule):
 
     @override
     def train_dataloader(self) -> WorkerTrainLoader:
+        if "train" in self._files:
+            check_variety(self._files["train"], self.title)
         options, reader = self.hparams, self._reader("train", self.augment)
         self._note_balance()
         loader = WorkerTrainLoader(

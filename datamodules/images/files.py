@@ -1,12 +1,13 @@
 """An image file as a tensor of bytes: the same whether it is decoded every time or kept in memory."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, UnidentifiedImageError
@@ -17,12 +18,12 @@ from datamodules.images.pixel_cache import PixelCache, stamp_of
 from datamodules.loading.file_table import FileTable
 from datamodules.loading.heic import prepare_to_read
 
-__all__ = ["ImageFiles", "UnreadableImage", "decoders", "load_image", "resized"]
+__all__ = ["ImageFiles", "UnreadableImage", "decoders", "load_image", "open_image", "resized", "without_alpha"]
 
 Source = str | Path | bytes | Image.Image
 
 
-_RULES = 2  # Of this file, by which the same content has the same pixels.
+_RULES = 3  # Of this file, by which the same content has the same pixels.
 
 
 @cache
@@ -58,18 +59,55 @@ def resized(image: Tensor, height: int, width: int) -> Tensor:
     return F.interpolate(batch, (height, width), mode="bilinear", antialias=True)[0]
 
 
-def _as_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):
-        # Pillow clips 16 bits to 255 instead of scaling them.
-        image = image.convert("F").point(lambda value: value * (1 / 257) + 0)
-    elif image.mode == "F" and all(isinstance(n, float) and 0 <= n <= 1 for n in image.getextrema()):
-        image = image.point(lambda value: value * 255 + 0)
+_RANGES = {"I;16": (65535,), "I": (255, 65535), "F": (1, 255)}
+"""The full ranges that pixels of 16 bits, of whole numbers of 32 bits and of floats are known to have."""
+
+
+def _in_bytes(image: Image.Image) -> Image.Image:
+    """Pixels of more than 8 bits scaled to 0 to 255, by a known full range and never by the image's own.
+
+    Raises:
+        UnreadableImage: the brightest pixel is below a quarter of each known range, or others are outside.
+    """
+    tops = _RANGES.get(image.mode[:4])
+    if tops is None:
+        return image
+    values = np.asarray(image)
+    low, high = values.min(), values.max()
+    # NaN fails each comparison.
+    top = next((top for top in tops if high <= top), 0)
+    if not (low >= 0 and (top / 4 < high <= top or high == 0)):
+        known = " or ".join(f"0 to {top}" for top in tops)
+        raise UnreadableImage(
+            f"its pixels are {values.dtype} from {low:g} to {high:g}, expected most of {known}; scale all images of the"
+            " set alike and save them with 8 bits"
+        )
+    return image.convert("F").point(lambda value: value * (255 / top) + 0)
+
+
+def _check_high_bytes(image: Image.Image) -> None:
+    """Refuse colours of 16 bits, of which Pillow keeps the high byte, where it holds little or nothing."""
+    if image.mode in ("RGB", "RGBA", "LA") and any(";16" in str(tile.args) for tile in getattr(image, "tile", ())):
+        bands = image.split()[: len(image.mode.rstrip("A"))]
+        high = max(int(np.asarray(band).max()) for band in bands)
+        if high < 64:
+            raise UnreadableImage(
+                f"its pixels have 16 bits and are below {256 * (high + 1)}, expected most of 0 to 65535; scale all"
+                " images of the set alike and save them with 8 bits"
+            )
+
+
+def without_alpha(image: Image.Image) -> Image.Image:
+    """An image of any mode with bytes or whole numbers from 0 to 255 as pixels, on white where it is transparent.
+
+    Raises:
+        UnreadableImage: the pixels have more than 8 bits and fill no known range.
+    """
+    image = _in_bytes(image)
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
-    if image.mode == "F":
-        image = image.convert("L")
-    return image if image.mode == "RGB" else image.convert("RGB")
+    return image.convert("L") if image.mode == "F" else image
 
 
 def _as_tensor(image: Image.Image) -> Tensor:
@@ -97,16 +135,14 @@ def _upright(pixels: Tensor, orientation: int) -> Tensor:
 
 
 def _decode(source: Source, short_side: int, name: str) -> Tensor:
-    prepare_to_read(name)
-    content = Path(source).read_bytes() if isinstance(source, (str, Path)) else source
     pixels = None
-    with Image.open(BytesIO(content)) if isinstance(content, bytes) else nullcontext(content) as image:
+    with open_image(source, name) as (image, content):
         whole = image.size
         size = _reduced(whole, short_side)
         if size != whole:
             # JPEG decodes to an eighth, a quarter or half of its size in a fraction of the time.
             image.draft(None, size)
-        if isinstance(content, bytes) and (image.format, image.size) == ("JPEG", whole) and image.mode in ("RGB", "L"):
+        if (image.format, image.size) == ("JPEG", whole) and image.mode in ("RGB", "L") and content:
             pixels = _decode_jpeg(content)
         if pixels is None:
             image.load()
@@ -116,10 +152,59 @@ def _decode(source: Source, short_side: int, name: str) -> Tensor:
         except Exception:
             orientation = 1
         if pixels is None:
-            pixels = _as_tensor(_as_rgb(image))
+            pixels = _as_tensor(without_alpha(image).convert("RGB"))
     if pixels.shape[1:] != (size[1], size[0]):
         pixels = resized(pixels, size[1], size[0])
     return _upright(pixels, orientation)
+
+
+def _why_unidentified(content: bytes) -> str:
+    """Why Pillow does not open a content: the reason of the format whose signature it has."""
+    if not content:
+        return "the file is empty"
+    for kind in Image.ID:
+        factory, accept = Image.OPEN[kind]
+        if accept is not None and accept(content[:16]) is True:
+            try:
+                factory(BytesIO(content), "")
+            # Plugins raise exceptions of many kinds.
+            except Exception as error:
+                return f"it is a {kind} file that is damaged or of a kind that Pillow does not read ({error})"
+    return "its content is not an image"
+
+
+@contextmanager
+def open_image(source: Source, name: str) -> Iterator[tuple[Image.Image, bytes]]:
+    """Open an image, and give it with its content, which is empty for one in memory.
+
+    What fails in the ``with`` block is told with the image's name and the reason, too.
+
+    Args:
+        source: a file, its content, or an image in memory.
+        name: of the image, in messages.
+
+    Raises:
+        UnreadableImage: the file is missing, damaged, too large for Pillow, not an image, or one of another range.
+    """
+    content = b""
+    try:
+        prepare_to_read(name)
+        if isinstance(source, Image.Image):
+            yield source, content
+            return
+        content = source if isinstance(source, bytes) else Path(source).read_bytes()
+        with Image.open(BytesIO(content)) as image:
+            _check_high_bytes(image)
+            yield image, content
+        return
+    except UnidentifiedImageError:
+        reason = _why_unidentified(content)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    # On damaged files Pillow's decoders raise exceptions of many kinds, from SyntaxError to zlib.error.
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+    raise _unreadable(name, reason)
 
 
 def load_image(source: Source, short_side: int, name: str = "") -> Tensor:
@@ -136,17 +221,7 @@ def load_image(source: Source, short_side: int, name: str = "") -> Tensor:
         UnreadableImage: the file is missing, damaged, too large for Pillow, or not an image.
     """
     name = name or (str(source) if isinstance(source, (str, Path)) else "the image")
-    try:
-        return _decode(source, short_side, name)
-    except UnidentifiedImageError:
-        empty = not (source if isinstance(source, bytes) else Path(name).stat().st_size)
-        reason = "the file is empty" if empty else "its content is not an image"
-    except OSError as error:
-        reason = error.strerror or str(error)
-    # On damaged files Pillow's decoders raise exceptions of many kinds, from SyntaxError to zlib.error.
-    except Exception as error:
-        reason = str(error) or type(error).__name__
-    raise _unreadable(name, reason)
+    return _decode(source, short_side, name)
 
 
 def _unreadable(name: str, reason: str) -> UnreadableImage:
