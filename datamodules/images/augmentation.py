@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.images.files import UnreadableImage, resized
+from datamodules.images.files import resized
 from datamodules.loading.normalise import Normalise
+from datamodules.loading.open_image import UnreadableImage
 from datamodules.loading.randomness import alternating_flips, uniform
 from datamodules.loading.worker_loaders import BatchRequest, LoadedBatch
 

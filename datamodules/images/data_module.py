@@ -34,7 +34,7 @@ from datamodules.images.augmentation import (
     decoded_side,
     is_small,
 )
-from datamodules.images.files import ImageFiles, UnreadableImage, decoders
+from datamodules.images.files import ImageFiles, decoders
 from datamodules.images.known_sets import (
     IMAGE_SETS,
     IMAGENET_MEAN,
@@ -44,13 +44,14 @@ from datamodules.images.known_sets import (
     read_torchvision,
 )
 from datamodules.images.pixel_cache import PixelCache, cache_folder, make_room
-from datamodules.images.statistics import pixel_statistics, usual_size
+from datamodules.images.statistics import check_variety, pixel_statistics, usual_size
 from datamodules.loading.file_table import FileTable
 from datamodules.loading.given_images import GivenImages, given_images
 from datamodules.loading.image_lists import find_images
 from datamodules.loading.image_tree import split_by_class
 from datamodules.loading.labels import BALANCE, describe_classes
 from datamodules.loading.normalise import Normalise
+from datamodules.loading.open_image import UnreadableImage
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 from datamodules.ranges import COUNT, NOT_NEGATIVE, Range, check_choice, check_ranges
 
@@ -561,6 +562,8 @@ class ImageFolderDataModule(ClassificationDataModule):
 
     @override
     def train_dataloader(self) -> WorkerTrainLoader:
+        if "train" in self._files:
+            check_variety(self._files["train"], self.title)
         options, reader = self.hparams, self._reader("train", self.augment)
         self._note_balance()
         loader = WorkerTrainLoader(

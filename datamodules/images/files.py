@@ -1,28 +1,22 @@
 """An image file as a tensor of bytes: the same whether it is decoded every time or kept in memory."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from io import BytesIO
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
-from datamodules.errors import UserError
 from datamodules.images.pixel_cache import PixelCache, stamp_of
 from datamodules.loading.file_table import FileTable
-from datamodules.loading.heic import prepare_to_read, why_no_image
+from datamodules.loading.open_image import Source, open_image, unreadable, without_alpha
 
-__all__ = ["ImageFiles", "UnreadableImage", "decoders", "load_image", "resized"]
+__all__ = ["ImageFiles", "decoders", "load_image", "resized"]
 
-Source = str | Path | bytes | Image.Image
-
-
-_RULES = 2  # Of this file, by which the same content has the same pixels.
+_RULES = 3  # Of this file and of `open_image`, by which the same content has the same pixels.
 
 
 @cache
@@ -35,10 +29,6 @@ def decoders() -> str:
         except PackageNotFoundError:
             found.append("")
     return " ".join(found)
-
-
-class UnreadableImage(UserError):
-    """A file that cannot be decoded; the message names it."""
 
 
 def _reduced(size: tuple[int, int], short_side: int) -> tuple[int, int]:
@@ -56,20 +46,6 @@ def resized(image: Tensor, height: int, width: int) -> Tensor:
     # A batch of one by strides that say so: those of unsqueeze(0) would have it copied first.
     batch = image.permute(1, 2, 0).unsqueeze(0).permute(0, 3, 1, 2)
     return F.interpolate(batch, (height, width), mode="bilinear", antialias=True)[0]
-
-
-def _as_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):
-        # Pillow clips 16 bits to 255 instead of scaling them.
-        image = image.convert("F").point(lambda value: value * (1 / 257) + 0)
-    elif image.mode == "F" and all(isinstance(n, float) and 0 <= n <= 1 for n in image.getextrema()):
-        image = image.point(lambda value: value * 255 + 0)
-    if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
-        rgba = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
-    if image.mode == "F":
-        image = image.convert("L")
-    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _as_tensor(image: Image.Image) -> Tensor:
@@ -97,16 +73,14 @@ def _upright(pixels: Tensor, orientation: int) -> Tensor:
 
 
 def _decode(source: Source, short_side: int, name: str) -> Tensor:
-    prepare_to_read(name)
-    content = Path(source).read_bytes() if isinstance(source, (str, Path)) else source
     pixels = None
-    with Image.open(BytesIO(content)) if isinstance(content, bytes) else nullcontext(content) as image:
+    with open_image(source, name) as (image, content):
         whole = image.size
         size = _reduced(whole, short_side)
         if size != whole:
             # JPEG decodes to an eighth, a quarter or half of its size in a fraction of the time.
             image.draft(None, size)
-        if isinstance(content, bytes) and (image.format, image.size) == ("JPEG", whole) and image.mode in ("RGB", "L"):
+        if (image.format, image.size) == ("JPEG", whole) and image.mode in ("RGB", "L") and content:
             pixels = _decode_jpeg(content)
         if pixels is None:
             image.load()
@@ -116,7 +90,7 @@ def _decode(source: Source, short_side: int, name: str) -> Tensor:
         except Exception:
             orientation = 1
         if pixels is None:
-            pixels = _as_tensor(_as_rgb(image))
+            pixels = _as_tensor(without_alpha(image).convert("RGB"))
     if pixels.shape[1:] != (size[1], size[0]):
         pixels = resized(pixels, size[1], size[0])
     return _upright(pixels, orientation)
@@ -136,20 +110,7 @@ def load_image(source: Source, short_side: int, name: str = "") -> Tensor:
         UnreadableImage: the file is missing, damaged, too large for Pillow, or not an image.
     """
     name = name or (str(source) if isinstance(source, (str, Path)) else "the image")
-    try:
-        return _decode(source, short_side, name)
-    except UnidentifiedImageError:
-        reason = why_no_image(source) if isinstance(source, (str, Path, bytes)) else "it is not an image"
-    except OSError as error:
-        reason = error.strerror or str(error)
-    # On damaged files Pillow's decoders raise exceptions of many kinds, from SyntaxError to zlib.error.
-    except Exception as error:
-        reason = str(error) or type(error).__name__
-    raise _unreadable(name, reason)
-
-
-def _unreadable(name: str, reason: str) -> UnreadableImage:
-    return UnreadableImage(f"{name} cannot be read as an image: {reason}")
+    return _decode(source, short_side, name)
 
 
 class ImageFiles:
@@ -198,5 +159,5 @@ class ImageFiles:
         try:
             content = files.read(row)
         except OSError as error:
-            raise _unreadable(name, error.strerror or str(error)) from error
+            raise unreadable(name, error.strerror or str(error)) from error
         return load_image(content, self.short_side, name=name)

@@ -6,15 +6,18 @@ from statistics import median
 import torch
 from PIL import Image
 
+from datamodules.errors import UserError
 from datamodules.images.augmentation import centre_square
-from datamodules.images.files import ImageFiles, UnreadableImage
+from datamodules.images.files import ImageFiles
 from datamodules.loading.file_table import FileTable
+from datamodules.loading.open_image import UnreadableImage
 
-__all__ = ["pixel_statistics", "usual_size"]
+__all__ = ["check_variety", "pixel_statistics", "usual_size"]
 
 _LOOKED_AT = 100
 _MEASURED = 1000
 _LARGEST = 224
+_SMALL = 64
 
 
 def _evenly(count: int, most: int) -> list[int]:
@@ -37,6 +40,29 @@ def usual_size(files: FileTable) -> int | None:
     size = int(median(sides)) if sides else _LARGEST
     # Those of a little less than 224 are photographs that are scaled up a little.
     return None if size >= _LARGEST * 7 / 8 else max(8, -(-size // 8) * 8)
+
+
+def check_variety(files: FileTable, title: str) -> None:
+    """Refuse files whose pixels are all alike: of a hundred, only as many are read as it takes to find two shades.
+
+    Files that cannot be read are left out; the loaders report them.
+
+    Raises:
+        UserError: there is one shade.
+    """
+    images, shades = ImageFiles(files, _SMALL), set[int]()
+    for row in _evenly(len(images), _LOOKED_AT):
+        try:
+            shades.update(images[row].unique().tolist())
+        except UnreadableImage:
+            continue
+        if len(shades) > 1:
+            return
+    if shades and len(files) > 1:
+        raise UserError(
+            f"all pixels of {title} are {shades.pop()} of 255, as of {files[0]}; expected images with contents: look at"
+            " them, and scale them to 0 to 255 before they are saved with 8 bits"
+        )
 
 
 def pixel_statistics(files: FileTable, size: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -31,9 +31,8 @@ def prepare_to_read(file: str | Path) -> None:
         _register()
 
 
-def why_no_image(source: str | Path | bytes) -> str:
-    """Why Pillow finds no image in a file, or in its content."""
-    content = source if isinstance(source, bytes) else Path(source).read_bytes()
+def why_no_image(content: bytes) -> str:
+    """Why Pillow finds no image in a file's content."""
     if content[4:8] == b"ftyp" and content[8:12] in _BRANDS:
         return "its content is HEIC: " + ("name it .heic" if reads_heic() else "pip install pillow-heif to read it")
     return "its content is not an image" if content else "the file is empty"

@@ -159,9 +159,10 @@ def _find_columns(
     if places["label"] < 0 and len(others) == 1:
         places["label"] = others[0]
     if min(places["path"], places["label"]) < 0:
+        some = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
         likely = f"{names[max(0, places['path'])]},{names[others[-1] if others else -1]}"
         raise UserError(
-            f"{listed.path}: which of the columns {', '.join(names)} hold the image and the label is not clear;"
+            f"{listed.path}: which of the columns {some} hold the image and the label is not clear;"
             f" pass the two by their names or numbers, such as columns={likely!r}"
         )
     path, label = (names[places[kind]] for kind in ("path", "label"))

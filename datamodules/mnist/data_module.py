@@ -20,7 +20,7 @@ from typing_extensions import override
 from datamodules.base import ClassificationDataModule
 from datamodules.contract import DataContract
 from datamodules.errors import UserError
-from datamodules.loading.download import DownloadError, digest_of, download
+from datamodules.loading.download import DownloadError, download
 from datamodules.loading.given_images import GivenImages, given_images
 from datamodules.loading.image_tree import split_by_class
 from datamodules.loading.labels import BALANCE, describe_classes
@@ -28,7 +28,7 @@ from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
 from datamodules.loading.normalise import Normalise
 from datamodules.loading.sampling import split_indices
 from datamodules.mnist.affine import RandomAffine
-from datamodules.mnist.idx import check_images_and_labels, read_idx
+from datamodules.mnist.idx import EMNIST, check_images_and_labels, file_names, files_in, read_part
 from datamodules.mnist.own_images import (
     OwnImages,
     holds_own_images,
@@ -80,14 +80,14 @@ DATASETS = {
     "kmnist": DatasetInfo(
         "KMNIST", ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"), 0.1918, 0.3483, "KMNIST"
     ),
+    "qmnist": DatasetInfo("QMNIST", _DIGITS, 0.1307, 0.3081),
+    **{
+        name: DatasetInfo(name.replace("emnist-", "EMNIST "), tuple(classes), 0.1722, 0.3309)
+        for name, classes in EMNIST.items()
+    },
     "digits": DatasetInfo("scikit-learn digits", _DIGITS, 0.1558, 0.2774),
     # Your own take MNIST's form, so its statistics fit, and a checkpoint needs no others.
     "custom": DatasetInfo("your images", (), 0.1307, 0.3081),
-}
-
-_FILES = {
-    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
-    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
 
 
@@ -102,21 +102,16 @@ def _torchvision_source(name: str) -> Any:
 
 def _candidate_folders(name: str, data_dir: Path) -> list[Path]:
     """Folders that may hold the files, torchvision's last: downloads go there."""
-    return [data_dir, data_dir / name, data_dir / str(DATASETS[name].torchvision_name) / "raw"]
-
-
-def _files_in(folder: Path) -> dict[str, Path]:
-    """Those of the four files that a folder holds, by name without suffix."""
-    stems = [stem for pair in _FILES.values() for stem in pair]
-    return {stem: p for stem in stems for p in (folder / f"{stem}.gz", folder / stem) if p.is_file()}
+    own = DATASETS[name].torchvision_name or name.split("-")[0].upper()
+    return [data_dir, data_dir / name, data_dir / "gzip", data_dir / own / "raw"]
 
 
 def find_files(name: str, data_dir: str | Path) -> dict[str, tuple[Path, Path]] | None:
     """The image and the label file of each part ("train", "test"), or None where one of the four is missing."""
     for folder in _candidate_folders(name, Path(data_dir)):
-        found = _files_in(folder)
+        found = files_in(folder, name)
         if len(found) == 4:
-            return {part: (found[images], found[labels]) for part, (images, labels) in _FILES.items()}
+            return {part: (found[images], found[labels]) for part, (images, labels) in file_names(name).items()}
     return None
 
 
@@ -125,27 +120,30 @@ def _describe_missing(name: str, data_dir: Path) -> str:
     title = DATASETS[name].title
     if not data_dir.exists():
         return f"the folder {data_dir} does not exist, so there are no {title} files"
-    found = max(map(_files_in, _candidate_folders(name, data_dir)), key=len)
-    missing = [stem for pair in _FILES.values() for stem in pair if stem not in found]
+    found = max((files_in(folder, name) for folder in _candidate_folders(name, data_dir)), key=len)
+    missing = [stem for pair in file_names(name).values() for stem in pair if stem not in found]
     if found:
         return f"{data_dir} lacks {' and '.join(missing)} of the four {title} files"
     return f"{data_dir} has no {title} files"
 
 
-def _refuse_another_sets_files(name: str, files: dict[str, tuple[Path, Path]]) -> None:
-    """Fashion-MNIST and KMNIST share MNIST's file names; the checksum of the smallest file tells them apart."""
-    labels = files["test"][1].with_suffix(".gz")
-    if not labels.is_file():
-        # The known checksums are those of the compressed files.
-        return
-    checksum = digest_of(labels)
-    for other in DATASETS:
-        if other == name or DATASETS[other].torchvision_name is None:
-            continue
-        if checksum in (md5 for _, md5 in _torchvision_source(other).resources):
+def _refuse_another_sets_images(name: str, images: Tensor, source: str) -> None:
+    """Fashion-MNIST and KMNIST share MNIST's file names; the statistics of the pixels tell them apart, however packed.
+
+    Args:
+        images: uint8 of shape (n, height, width).
+    """
+    some = images[:10_000].double() / 255
+    mean, std = float(some.mean()), float(some.std())
+
+    def matches(info: DatasetInfo) -> bool:
+        return abs(mean - info.mean) < 0.01 and abs(std - info.std) < 0.015
+
+    for other, info in DATASETS.items():
+        if info.torchvision_name and matches(info) and not matches(DATASETS[name]):
             raise UserError(
-                f"{labels} belongs to {DATASETS[other].title}, expected {DATASETS[name].title}; "
-                f"pass dataset={other!r} or another `data_dir`"
+                f"{source} belongs to {info.title} by its pixels (mean {mean:.3f}, standard deviation {std:.3f}), "
+                f"expected {DATASETS[name].title}; pass dataset={other!r} or another `data_dir`"
             )
 
 
@@ -167,7 +165,7 @@ def load_digits() -> dict[str, tuple[Tensor, Tensor]]:
 
 
 class MNISTDataModule(ClassificationDataModule):
-    """MNIST, Fashion-MNIST, KMNIST, scikit-learn's bundled digits or your own, exact on any number of devices.
+    """MNIST and its relatives, scikit-learn's bundled digits or your own, exact on any number of devices.
 
     Batches are ``(images, labels)``: float32 of shape (batch, 1, 28, 28), normalised, and int64 of shape (batch,), on
     the training device. A part of the training set is held out for validation; the test set is read by ``test`` only.
@@ -175,9 +173,10 @@ class MNISTDataModule(ClassificationDataModule):
     Args:
         dataset: name of the data set; "custom" is your own in `data_dir`. "auto" is what `data_dir` holds; where it is
             empty or not given, MNIST is downloaded, and where that fails without a `data_dir`, the bundled digits.
-        data_dir: folder of the images: your own in class folders, lists (train.csv, train.txt) or a NumPy file (.npz),
-            which may be given itself; or the idx or idx.gz files, flat or in torchvision's layout, and downloads, by
-            default "data".
+            QMNIST and the sets of EMNIST are read by their published file names, and are not downloaded.
+        data_dir: folder of the images: your own in class folders, lists (train.csv, train.txt), a NumPy file (.npz) or
+            CSV with a pixel in each column, which may be given itself; or the idx or idx.gz files, flat or in
+            torchvision's layout, and downloads, by default "data".
         batch_size: samples on one device in one forward pass.
         eval_batch_size: samples in one forward pass of validation, test and prediction.
         val_fraction: share of the training set held out for validation; of each class, of your own.
@@ -203,7 +202,21 @@ class MNISTDataModule(ClassificationDataModule):
 
     def __init__(
         self,
-        dataset: Literal["auto", "mnist", "fashion-mnist", "kmnist", "digits", "custom"] = "auto",
+        dataset: Literal[
+            "auto",
+            "mnist",
+            "fashion-mnist",
+            "kmnist",
+            "qmnist",
+            "emnist-balanced",
+            "emnist-bymerge",
+            "emnist-byclass",
+            "emnist-letters",
+            "emnist-digits",
+            "emnist-mnist",
+            "digits",
+            "custom",
+        ] = "auto",
         data_dir: str | None = None,
         batch_size: int = 256,
         eval_batch_size: int = 500,
@@ -319,7 +332,20 @@ class MNISTDataModule(ClassificationDataModule):
         if self.dataset != "auto":
             return self.dataset == "custom"
         given = self.hparams.data_dir is not None
-        return given and find_files("mnist", self._folder) is None and holds_own_images(self._folder)
+        return given and self._known_set() is None and holds_own_images(self._folder)
+
+    def _known_set(self) -> str | None:
+        """The set whose files the folder holds by their names: MNIST, or where it is given, QMNIST or one of EMNIST's.
+
+        Raises:
+            UserError: there are several of them.
+        """
+        if find_files("mnist", self._folder) or self.hparams.data_dir is None:
+            return "mnist" if find_files("mnist", self._folder) else None
+        found = [name for name in ("qmnist", *EMNIST) if find_files(name, self._folder)]
+        if len(found) > 1:
+            raise UserError(f"{self._folder} holds {', '.join(found)}; pass dataset={found[0]!r} or another of them")
+        return found[0] if found else None
 
     @property
     def info(self) -> DatasetInfo:
@@ -389,7 +415,9 @@ class MNISTDataModule(ClassificationDataModule):
         """
         name, data_dir = "mnist" if self.dataset == "auto" else self.dataset, self._folder
         predicting = self.trainer is not None and self.trainer.state.fn == "predict"
-        if name in ("digits", "custom") or predicting or not self.hparams.download or find_files(name, data_dir):
+        if DATASETS[name].torchvision_name is None or predicting or not self.hparams.download:
+            return
+        if find_files(name, data_dir):
             return
         if self.dataset == "auto" and self.hparams.data_dir is not None and self._holds_other_files():
             # Only an empty folder is one to download into without being asked by dataset="mnist".
@@ -434,8 +462,8 @@ class MNISTDataModule(ClassificationDataModule):
         """Replace "auto", the same on every rank; rank 0 decides, since nodes may see different folders."""
         if self.dataset != "auto":
             return
-        choices = ("digits", "mnist", "custom", "none")
-        chosen = "mnist" if find_files("mnist", self._folder) else "custom" if self._is_own() else "digits"
+        choices = (*DATASETS, "none")
+        chosen = self._known_set() or ("custom" if self._is_own() else "digits")
         if chosen == "digits" and self.hparams.data_dir is not None:
             # Only the default folder is replaced by other data than it holds.
             chosen = "none"
@@ -466,13 +494,14 @@ class MNISTDataModule(ClassificationDataModule):
         else:
             files = find_files(self.dataset, self._folder)
             if files is None:
+                first = file_names(self.dataset)["train"][0]
                 raise UserError(
-                    f"{self._missing(self.dataset)}; pass data_dir='FOLDER' with {_FILES['train'][0]}[.gz] "
-                    f"and the other three files, or dataset='digits'"
+                    f"{self._missing(self.dataset)}; pass data_dir='FOLDER' with {first}[.gz] and the other three"
+                    " files, or dataset='digits'"
                 )
-            _refuse_another_sets_files(self.dataset, files)
             source = (str(files[part][0]), str(files[part][1]))
-            images, labels = read_idx(files[part][0], 3), read_idx(files[part][1], 1)
+            images, labels = read_part(self.dataset, *files[part])
+            _refuse_another_sets_images(self.dataset, images, source[0])
         check_images_and_labels(images, labels, self.num_classes, *source)
         images, labels = images.unsqueeze(1), labels.long()
         if self._device.type == "cuda" and images.nbytes > torch.cuda.mem_get_info(self._device)[0] // 4:
@@ -542,6 +571,9 @@ class MNISTDataModule(ClassificationDataModule):
     @override
     def train_dataloader(self) -> TrainLoader:
         images, labels = self._parts["train"]
+        if int(images.min()) == int(images.max()):
+            shade = f"all pixels of the train images of {self.title} are {int(images.min())} of 255"
+            raise UserError(f"{shade}; expected light digits on dark, or dark ones on light")
         loader = TrainLoader(
             images,
             labels,

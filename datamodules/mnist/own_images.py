@@ -20,6 +20,7 @@ from datamodules.errors import UserError
 from datamodules.loading.file_table import FileTable
 from datamodules.loading.given_images import as_bytes
 from datamodules.loading.image_lists import class_order, find_images, holds_images
+from datamodules.mnist.pixel_table import find_pixel_tables, read_pixel_table
 from datamodules.mnist.user_images import as_mnist, border_of, grey_image
 
 __all__ = ["OwnImages", "holds_own_images", "images_from_arrays", "read_own_images"]
@@ -248,13 +249,13 @@ def _archives(folder: Path) -> list[Path]:
 
 
 def holds_own_images(place: str | Path) -> bool:
-    """Whether this is a NumPy file, a list of images, or a folder that holds either or image files."""
+    """Whether this is a NumPy file, a list of images, or a folder that holds either, pixels in CSV or image files."""
     place = Path(place)
-    return place.suffix.lower() == ".npz" or bool(_archives(place)) or holds_images(place)
+    return place.suffix.lower() == ".npz" or bool(_archives(place) or find_pixel_tables(place)) or holds_images(place)
 
 
 def read_own_images(place: str | Path) -> OwnImages:
-    """The images in class folders, of lists of files, or of a NumPy file.
+    """The images in class folders, of lists of files, of a NumPy file, or of CSV with a pixel in each column.
 
     Raises:
         UserError: there are none, or what is there cannot be used; the message says what was found.
@@ -267,6 +268,12 @@ def read_own_images(place: str | Path) -> OwnImages:
         if not archives[0].is_file():
             raise UserError(f"there is no file {archives[0]}")
         return _read_npz(archives[0])
+    if tables := find_pixel_tables(place):
+        names = ", ".join(f"{part} of {path.name}" for part, path in tables.items())
+        _warn(f"note: {place} has a pixel in each column: {names}")
+        return images_from_arrays(
+            {part: read_pixel_table(path) for part, path in tables.items()}, place.resolve().name, str(place)
+        )
     found = find_images(place)
     for note in found.notes:
         _warn(f"note: {note}")

@@ -1,18 +1,15 @@
 """Photographs and drawings of digits in MNIST's form: resized, light on dark, and centred."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from io import BytesIO
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.loading.heic import prepare_to_read, why_no_image
+from datamodules.loading.open_image import open_image, without_alpha
 
 __all__ = ["ReadDigits", "as_mnist", "border_of", "grey_image", "read_digits"]
 
@@ -28,39 +25,14 @@ def grey_image(source: str | bytes | Image.Image, name: str = "") -> Tensor:
         name: of the image, in messages; by default the file's.
 
     Raises:
-        UserError: the file is missing, damaged or not an image.
+        UnreadableImage: the file is missing, damaged, not an image, or one whose pixels fill no known range.
     """
-    name = name or str(source)
-    try:
-        prepare_to_read(name)
-        file = source if isinstance(source, Image.Image) else BytesIO(_content(source))
-        with nullcontext(file) if isinstance(file, Image.Image) else Image.open(file) as image:
-            grey = _in_grey(ImageOps.exif_transpose(image))
-    except UnidentifiedImageError as error:
-        why = why_no_image(source) if isinstance(source, (str, bytes)) else "it is not an image"
-        raise UserError(f"{name} cannot be read as an image: {why}") from error
-    # On damaged files Pillow's decoders raise exceptions of many kinds, from SyntaxError to zlib.error.
-    except Exception as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{name} cannot be read as an image: {reason}") from error
+    with open_image(source, name or str(source)) as (image, _):
+        grey = without_alpha(ImageOps.exif_transpose(image)).convert("L")
     if (factor := _READ_AT / min(grey.size)) < 1:
         size = [max(1, round(length * factor)) for length in grey.size]
         grey = grey.resize(size, Image.Resampling.BILINEAR, reducing_gap=2.0)
     return torch.frombuffer(bytearray(grey.tobytes()), dtype=torch.uint8).view(grey.height, grey.width)
-
-
-def _content(source: str | bytes) -> bytes:
-    return source if isinstance(source, bytes) else Path(source).read_bytes()
-
-
-def _in_grey(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):
-        # Pillow clips 16 bits to 255 instead of scaling them.
-        image = image.convert("F").point(lambda value: value * (1 / 257) + 0)
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        rgba = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
-    return image.convert("L")
 
 
 def border_of(images: Tensor) -> Tensor:

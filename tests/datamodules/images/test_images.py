@@ -3,11 +3,14 @@ import logging
 import pickle
 import re
 import shutil
+import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -15,8 +18,10 @@ from torch import Tensor
 
 from datamodules.errors import UserError
 from datamodules.images.data_module import ImageFolderDataModule, _normalise
-from datamodules.images.files import UnreadableImage, load_image
+from datamodules.images.files import load_image
 from datamodules.loading.image_tree import split_by_class
+from datamodules.loading.open_image import UnreadableImage
+from datamodules.mnist.user_images import grey_image
 
 CLASSES = ("ant", "bee", "cow")
 
@@ -387,6 +392,97 @@ def test_images_of_any_mode_become_rgb_bytes(tmp_path):
         assert (_saved(Image.new("F", (6, 4), brightness), tmp_path / "floats.tif") == byte).all()
     half = Image.new("1", (6, 4), 1)
     assert (_saved(half, tmp_path / "bits.png") == 255).all()
+
+
+RAMP = np.arange(256).reshape(16, 16)
+
+
+@pytest.mark.parametrize(
+    ("values", "shades"),
+    [
+        (np.uint16(RAMP * 257), 256),  # All 16 bits.
+        (np.uint16(RAMP * 0), 1),  # Black is black in every range.
+        (np.int32(RAMP), 256),
+        (np.int32(RAMP * 257), 256),
+        (np.float32(RAMP / 255), 256),
+        (np.float32(RAMP), 256),
+        (
+            np.uint16(RAMP * 16),
+            r"uint16 from 0 to 4080, expected most of 0 to 65535; scale all images of the set alike",
+        ),
+        (np.uint16(RAMP), "uint16 from 0 to 255, expected most of 0 to 65535"),
+        (np.int32(RAMP * 16 - 1000), "int32 from -1000 to 3080, expected most of 0 to 255 or 0 to 65535"),
+        (np.int32(RAMP * 16), "int32 from 0 to 4080, expected most"),
+        (np.float32(RAMP / 127.5 - 1), "float32 from -1 to 1, expected most of 0 to 1 or 0 to 255"),
+        (np.float32(RAMP * 40), "float32 from 0 to 10200, expected most of 0 to 1 or 0 to 255"),
+        (np.float32(np.where(RAMP, RAMP / 255, np.nan)), "float32 from nan to nan, expected most"),
+        (np.float32(RAMP / 2550), r"float32 from 0 to 0\.1, expected most"),
+    ],
+)
+@pytest.mark.parametrize("read", [lambda path: load_image(path, 64)[0], lambda path: grey_image(str(path))])
+def test_pixels_of_more_than_8_bits_keep_their_shades_or_are_refused(tmp_path, values, shades, read):
+    path = tmp_path / "x.tif"
+    Image.fromarray(values).save(path)
+    if isinstance(shades, int):
+        assert len(read(path).unique()) >= shades - 3  # Pillow cuts fractions off.
+        return
+    with pytest.raises(UserError, match=rf"x\.tif cannot be read as an image: its pixels are {shades}"):
+        read(path)
+
+
+@pytest.mark.parametrize("read", [lambda path: load_image(path, 64)[0], lambda path: grey_image(str(path))])
+def test_colours_of_16_bits_of_which_little_is_left_are_refused(tmp_path, read):
+    def write(colours: np.ndarray) -> None:
+        rows = [b"\0" + row.astype(">u2").tobytes() for row in np.stack([colours] * 3, 2)]
+        parts = ((b"IHDR", struct.pack(">2I5B", 16, 16, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(b"".join(rows))))
+        chunks = (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+            for kind, data in (*parts, (b"IEND", b""))
+        )
+        (tmp_path / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+
+    write(RAMP * 257)
+    assert len(read(tmp_path / "x.png").unique()) == 256
+    for colours, below in ((RAMP, 256), (RAMP * 16, 4096)):
+        write(colours)
+        with pytest.raises(
+            UserError, match=f"x.png cannot be .*: its pixels have 16 bits and are below {below}, expected"
+        ):
+            read(tmp_path / "x.png")
+
+
+@pytest.mark.parametrize("read", [lambda path: load_image(path, 64), lambda path: grey_image(str(path))])
+def test_a_tiff_that_pillow_does_not_read_is_called_that_and_skipped_as_others(tree, notes, read):
+    strange = next(iter(sorted((tree / "train" / "ant").iterdir())))
+    # Five channels of 16 bits, as satellites have.
+    tags = (
+        (256, 4, 1, 1),
+        (257, 4, 1, 1),
+        (258, 3, 1, 16),
+        (262, 3, 1, 1),
+        (273, 4, 1, 8),
+        (277, 3, 1, 5),
+        (279, 4, 1, 10),
+    )
+    entries = b"".join(
+        struct.pack("<2HIHH" if kind == 3 else "<2HII", tag, kind, n, *([v, 0] if kind == 3 else [v]))
+        for tag, kind, n, v in tags
+    )
+    strange.write_bytes(struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + entries + bytes(14))
+    with pytest.raises(
+        UserError, match=r"cannot be read as an image: it is a TIFF file .* Pillow does not read \(unkn"
+    ):
+        read(strange)
+    assert sum(len(targets) for _, targets in _batches(_data(tree, on_corrupt="skip"), 1)) == 12
+    assert any(strange.name in line for line in _messages(notes))
+
+
+def test_a_folder_whose_images_have_one_shade_is_refused_before_training(tmp_path):
+    for number in range(6):
+        (tmp_path / "ab"[number % 2]).mkdir(exist_ok=True)
+        Image.new("I;16", (80, 80)).save(tmp_path / "ab"[number % 2] / f"{number}.png")
+    with pytest.raises(UserError, match=r"all pixels of .* are 0 of 255, as of .*; expected images with contents"):
+        _data(tmp_path, image_size=32).train_dataloader()
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

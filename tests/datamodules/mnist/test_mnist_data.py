@@ -3,7 +3,6 @@ import hashlib
 import logging
 import pickle
 import re
-import shutil
 import struct
 import time
 from collections.abc import Iterable
@@ -133,6 +132,63 @@ def test_files_are_found_flat_and_in_torchvisions_layout(tmp_path: Path, layout:
     assert _numbers(data, next(iter(data.test_dataloader()))[0]) == list(range(7))
 
 
+@pytest.mark.parametrize("name", ["{}.gz", "{}"])
+def test_files_are_found_by_the_names_that_kaggle_gives_them(tmp_path: Path, name: str):
+    write_set(tmp_path, compress=name == "{}.gz")
+    for stem in FILES:
+        (tmp_path / name.format(stem)).rename(tmp_path / name.format(stem.replace("-idx", ".idx")))
+    data = _data(tmp_path, dataset="auto")
+    data.setup("fit")
+    assert (data.dataset, data.sizes) == ("mnist", {"train": 40, "val": 10})
+
+
+def _write_named(folder: Path, images: str, labels: str, pixels: Tensor, numbers: Tensor) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in ("train", "test"):
+        (folder / f"{images.format(part)}.gz").write_bytes(gzip.compress(_idx(pixels)))
+        (folder / f"{labels.format(part)}.gz").write_bytes(gzip.compress(_idx(numbers)))
+
+
+UPRIGHT = torch.arange(784).remainder(200).to(torch.uint8).view(1, 28, 28).repeat(26, 1, 1)
+
+
+def test_emnist_is_upright_and_its_letters_begin_at_a(tmp_path: Path):
+    names = ("emnist-letters-{}-images-idx3-ubyte", "emnist-letters-{}-labels-idx1-ubyte")
+    _write_named(tmp_path / "gzip", *names, UPRIGHT.transpose(1, 2), torch.arange(1, 27, dtype=torch.uint8))
+    data = _data(tmp_path, dataset="auto", val_fraction=0)
+    assert (data.resolve()["dataset"], data.resolve()["num_classes"]) == ("emnist-letters", 26)
+    data.setup("fit")
+    data.setup("test")
+    for part in ("train", "test"):
+        images, labels = data._parts[part]
+        assert torch.equal(images[:, 0], UPRIGHT)
+        assert [data.class_names[label] for label in labels] == list("abcdefghijklmnopqrstuvwxyz")
+    balanced = [name.replace("letters", "balanced") for name in names]
+    _write_named(tmp_path, *balanced, UPRIGHT, torch.arange(21, 47, dtype=torch.uint8))
+    with pytest.raises(UserError, match="holds emnist-balanced, emnist-letters; pass dataset='emnist-balanced'"):
+        _data(tmp_path, dataset="auto").resolve()
+    data = _data(tmp_path, dataset="emnist-balanced")
+    data.setup("fit")
+    assert (data.num_classes, data.class_names[46], data.title) == (47, "t", "EMNIST balanced")
+    with pytest.raises(
+        UserError, match="has no EMNIST digits files; pass data_dir='FOLDER' with emnist-digits-train-i"
+    ):
+        _data(tmp_path, dataset="emnist-digits", download=True).setup("fit")
+
+
+def test_the_class_in_qmnist_is_the_first_of_eight_numbers(tmp_path: Path):
+    numbers = torch.arange(26).remainder(10)
+    rows = torch.stack((numbers, *torch.full((7, 26), 70_000)), 1)
+    _write_named(tmp_path, "qmnist-{}-images-idx3-ubyte", "qmnist-{}-labels-idx2-int", UPRIGHT, numbers.byte())
+    for part in ("train", "test"):
+        content = struct.pack(">HBB2I", 0, 12, 2, 26, 8) + rows.numpy().astype(">i4").tobytes()
+        (tmp_path / f"qmnist-{part}-labels-idx2-int.gz").write_bytes(gzip.compress(content))
+    data = _data(tmp_path, dataset="auto", val_fraction=0)
+    data.setup("fit")
+    assert (data.dataset, data._parts["train"][1].tolist()) == ("qmnist", numbers.tolist())
+    assert torch.equal(data._parts["train"][0][:, 0], UPRIGHT)
+
+
 def test_the_other_sets_have_their_own_folders(tmp_path: Path):
     write_set(tmp_path / "FashionMNIST" / "raw")
     assert find_files("mnist", tmp_path) is None
@@ -208,7 +264,7 @@ def test_only_what_the_stage_needs_is_read(tiny: Path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"dataset": "mnits"}, "dataset='mnits': expected one of auto, mnist, fashion-mnist, kmnist, digits"),
+        ({"dataset": "mnits"}, "dataset='mnits': expected one of auto, mnist, fashion-mnist, kmnist, qmnist"),
         ({"val_fraction": 1.0}, "val_fraction=1.0: expected 0 or more and below 1"),
         ({"batch_size": 0}, "batch_size=0: expected a whole number, 1 or more"),
     ],
@@ -292,6 +348,7 @@ def test_clothing_is_shifted_and_mirrored_and_digits_are_rotated_and_scaled(tiny
     assert clothing.resolve() == {"rotation": 0.0, "scale": 0.0, "flip": True, "num_classes": 10}
     clothing.setup("fit")
     clothing.train_dataloader()
+    assert "Fashion-MNIST: training on 10 classes: T-shirt/top (3), Trouser (4), " in caplog.text
     assert "Fashion-MNIST: augmented by shift=0, rotation=0.0, scale=0.0, flip=True" in caplog.text
     clothing._parts["train"] = (images, clothing._parts["train"][1][:20])
     seen = clothing._training_transform()(images, torch.arange(20), 0)
@@ -557,12 +614,22 @@ def test_the_real_files_are_read_in_a_moment_and_are_what_torchvision_reads(shar
     assert labels.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 
 
-def test_mnist_under_the_name_of_a_relative_is_refused(shared_data: Path, tmp_path: Path):
-    with pytest.raises(UserError, match=r"belongs to MNIST, expected Fashion-MNIST; pass dataset='mnist'"):
-        _data(shared_data / "mnist", dataset="fashion-mnist").setup("fit")
-    # Unpacked as torchvision does it: the archive still stands beside.
-    for stem in FILES:
-        shutil.copy(shared_data / "mnist" / f"{stem}.gz", tmp_path)
-        (tmp_path / stem).write_bytes(gzip.decompress((tmp_path / f"{stem}.gz").read_bytes()))
-    with pytest.raises(UserError, match="belongs to MNIST, expected KMNIST"):
-        _data(tmp_path, dataset="kmnist").setup("test")
+@pytest.mark.parametrize("stem", ["{}.gz", "{}", "{}/{}"])
+def test_mnist_under_the_name_of_a_relative_is_refused_however_packed(shared_data: Path, tmp_path: Path, stem: str):
+    for name in FILES:
+        place = tmp_path / stem.format(name, name)
+        place.parent.mkdir(exist_ok=True)
+        content = gzip.decompress((shared_data / "mnist" / f"{name}.gz").read_bytes())
+        place.write_bytes(gzip.compress(content, 1) if stem == "{}.gz" else content)
+    for stage, other, title in (("fit", "fashion-mnist", "Fashion-MNIST"), ("test", "kmnist", "KMNIST")):
+        with pytest.raises(UserError, match=rf"belongs to MNIST .*, expected {title}; pass dataset='mnist'"):
+            _data(tmp_path, dataset=other).setup(stage)
+    _data(tmp_path).setup("test")
+
+
+def test_images_with_the_statistics_of_a_relative_are_not_mnist(tmp_path: Path):
+    write_set(tmp_path, compress=False)
+    light = torch.rand(50, 28, 28, generator=torch.Generator().manual_seed(1)) < 0.396
+    (tmp_path / FILES[0]).write_bytes(_idx(light.byte() * 184))
+    with pytest.raises(UserError, match="belongs to Fashion-MNIST by its pixels .*; pass dataset='fashion-mnist'"):
+        _data(tmp_path, dataset="auto").setup("fit")
