@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from callbacks.checkpointing.stopping_points import Place, move_counters, save_now, update_is_whole, validation_is_next
 from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.lib.batch_positions import refuse_dataloader_iter
 from callbacks.lib.consensus import FlagAllReduce, SumWithFlag
 from callbacks.lib.lightning_internals import collective_timeout, keep_signal_handlers
 from callbacks.lib.signals import SIGNALS, Preempted, SignalFlag, name_of
@@ -128,6 +129,8 @@ class Preemption(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            refuse_dataloader_iter(self, pl_module)
         self._release()
         self._flag.on_interrupt = interrupt_message(trainer)
         self._flag.install()

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from callbacks.lib.batch_positions import batch_positions
+from callbacks.lib.batch_positions import batch_positions, refuse_dataloader_iter
 from callbacks.lib.exchange import broadcast
 from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
 from callbacks.lib.sample_noise import begin_noise, end_noise, number_layers, repeat_noise, sample_keys
@@ -161,6 +161,8 @@ class SeedControl(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            refuse_dataloader_iter(self, pl_module)
         if self._drawn:
             self.seed = broadcast(trainer.strategy, self.seed)
             rank_zero_info(f"SeedControl drew seed {self.seed}; pass seed={self.seed} to repeat this run")

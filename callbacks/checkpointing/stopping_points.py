@@ -15,6 +15,7 @@ from torch import Tensor
 
 from callbacks.lib.lightning_internals import means_of_trained_epoch, save_last, uncount_update
 from callbacks.lib.trainer_attributes import callbacks_of, is_fast_dev_run
+from callbacks.lib.updates import may_hold_gradients
 
 __all__ = [
     "Place",
@@ -35,9 +36,14 @@ _FIT = "fit_loop"
 
 
 def update_is_whole(trainer: pl.Trainer) -> bool:
-    """Whether the micro-batch just trained was its update's last; for `on_train_batch_end`."""
+    """Whether the micro-batch just trained was its update's last; for `on_train_batch_end`.
+
+    Of a module that accumulates by hand it is where no parameter holds a gradient, and at an epoch's end.
+    """
     done = trainer.fit_loop.batch_idx + 1
-    return trainer.is_last_batch or done % trainer.accumulate_grad_batches == 0
+    if trainer.is_last_batch:
+        return True
+    return done % trainer.accumulate_grad_batches == 0 and not may_hold_gradients(trainer)
 
 
 def validation_is_next(trainer: pl.Trainer) -> bool:

@@ -111,6 +111,23 @@ def test_it_leaves_no_trace_and_needs_no_gradients_around_it(net: Net, images: T
     assert torch.equal(grad_cam(net, net.trunk, images), expected)
 
 
+def test_recurrent_layers_behind_the_maps_run_in_the_mode_in_which_cudnn_has_a_backward_pass(images: Tensor):
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.maps, self.reader = nn.Conv2d(1, 4, 3), nn.LSTM(4, 2, num_layers=2, dropout=0.5)
+
+        def forward(self, images: Tensor) -> Tensor:
+            self.seen = self.reader.training, self.reader.dropout
+            return self.reader(self.maps(images).mean(2).permute(2, 0, 1))[0][-1]
+
+    network = Reads().eval()
+    found = grad_cam(network, "maps", images)
+    assert network.seen == (True, 0)
+    assert torch.equal(grad_cam(network.train(), "maps", images), found)
+    assert network.reader.dropout == 0.5
+
+
 def test_an_error_on_the_way_leaves_no_trace_either(net: Net, images: Tensor):
     net.train()
     before = state_of(net)
