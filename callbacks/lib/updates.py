@@ -165,6 +165,11 @@ def total_updates(trainer: pl.Trainer) -> int | float:
     return min(max_steps, _updates_of_epochs(trainer, trainer.max_epochs))
 
 
+def _trained_batches(trainer: pl.Trainer) -> int:
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return int(progress.processed)
+
+
 def updates_made(trainer: pl.Trainer, duration: Duration | None = None) -> int:
     """The updates so far, in which all callbacks count; for the hooks of training around a batch.
 
@@ -180,9 +185,10 @@ def updates_made(trainer: pl.Trainer, duration: Duration | None = None) -> int:
     """
     if trainer.lightning_module.automatic_optimization:
         return trainer.global_step
-    batches, optimizers = trainer.fit_loop.epoch_loop.batch_progress.total.processed, len(trainer.optimizers)
-    in_steps = duration is not None and (duration.unit == "steps" or (duration.unit == "%" and trainer.max_steps != -1))
-    if in_steps and duration.value and trainer.global_step != batches * optimizers:
+    batches, optimizers = _trained_batches(trainer), len(trainer.optimizers)
+    unit = duration.unit if duration is not None and duration.value else None
+    in_steps = unit == "steps" or (unit == "%" and trainer.max_steps != -1)
+    if in_steps and trainer.global_step != batches * optimizers:
         raise UserError(
             f'"{duration}" depends on a number of steps, and {type(trainer.lightning_module).__name__}, which optimises'
             f" manually, made {trainer.global_step:,} steps of {optimizers} optimisers in {batches:,} batches, expected"
@@ -199,8 +205,7 @@ def may_hold_gradients(trainer: pl.Trainer) -> bool:
     module = trainer.lightning_module
     if module.automatic_optimization:
         return False
-    batches = trainer.fit_loop.epoch_loop.batch_progress.total.processed
-    if trainer.global_step == batches * len(trainer.optimizers):
+    if trainer.global_step == _trained_batches(trainer) * len(trainer.optimizers):
         return False
     return any(parameter.grad is not None for parameter in module.parameters())
 
