@@ -19,7 +19,7 @@ from typing_extensions import override
 from callbacks.lib.durations import Duration
 from callbacks.lib.freezing import FrozenLayers, begin_momentum, check_freezing, frozen_objects, names_to_freeze
 from callbacks.lib.layers import find_name, module_names, parameter_names
-from callbacks.lib.updates import duration_to_updates
+from callbacks.lib.updates import duration_to_updates, updates_made
 from datamodules.errors import UserError
 
 __all__ = ["FreezeLayers", "wrap_again"]
@@ -66,9 +66,10 @@ class FreezeLayers(pl.Callback):
     """Keeps layers exactly as they are, for the whole run or until a given epoch or update.
 
     Frozen means: no gradient, no momentum, no weight decay; evaluation mode through every ``train()``, so batch
-    normalisation uses its running statistics and keeps them, and dropout is off. Layers before the first that trains
-    cost no backward pass. The optimiser holds all parameters from the first step, frozen ones too, so schedulers,
-    monitors and checkpoints never see another structure. What is frozen is a function of the epoch and the update:
+    normalisation uses its running statistics and keeps them, and dropout is off (recurrent layers stay in training mode
+    without dropout, see `freeze_layers`). Layers before the first that trains cost no backward pass. The optimiser
+    holds all parameters from the first step, frozen ones too, so schedulers, monitors and checkpoints never see another
+    structure. What is frozen is a function of the epoch and the update:
     nothing is saved, and a run can be resumed anywhere. Under DDP the module is wrapped again, on all ranks, when that
     changes. Parameters that required no gradient before the fit never train.
 
@@ -109,6 +110,7 @@ class FreezeLayers(pl.Callback):
             raise UserError('FreezeLayers() has nothing to freeze: pass until="layer4", patterns or unfreeze')
         self._durations = {name: Duration.parse(when) for name, when in self.unfreeze.items()}
         self._starts: dict[str, Duration] = {}
+        self._written: dict[str, Duration] = {}
         self._frozen: FrozenLayers | None = None
         self._unfrozen: set[str] | None = None
         self._wrapped: set[nn.Parameter] = set()
@@ -140,7 +142,8 @@ class FreezeLayers(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._starts = {name: in_whole_epochs_or_updates(start, trainer) for name, start in self._starts.items()}
+        self._written = self._starts
+        self._starts = {name: in_whole_epochs_or_updates(start, trainer) for name, start in self._written.items()}
         self._unfreeze(trainer, pl_module)
 
     @override
@@ -155,8 +158,7 @@ class FreezeLayers(pl.Callback):
 
     def _unfreeze(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Epoch and update change between windows only, so nothing unfreezes while gradients are being summed.
-        reached = {"epochs": trainer.current_epoch, "steps": trainer.global_step}
-        unfrozen = {name for name, start in self._starts.items() if reached[start.unit] >= start.value}
+        unfrozen = {name for name, start in self._starts.items() if self._is_reached(name, start, trainer)}
         if unfrozen == self._unfrozen or self._frozen is None:
             return
         self._unfrozen = unfrozen
@@ -169,6 +171,11 @@ class FreezeLayers(pl.Callback):
         names = f" ({', '.join(sorted(unfrozen))} unfrozen)" if unfrozen else ""
         place = f"epoch {trainer.current_epoch + 1}, update {trainer.global_step}"
         rank_zero_only(log.info)("%s: %s of %s parameters train%s", place, f"{trains:,}", f"{total:,}", names)
+
+    def _is_reached(self, name: str, start: Duration, trainer: pl.Trainer) -> bool:
+        if start.unit == "epochs":
+            return trainer.current_epoch >= start.value
+        return updates_made(trainer, self._written[name]) >= start.value
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

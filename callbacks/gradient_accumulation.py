@@ -30,6 +30,7 @@ from callbacks.lib.accumulation import (
     warn_of_separate_statistics,
     weigh_loss,
 )
+from callbacks.lib.batch_positions import refuse_dataloader_iter
 from callbacks.lib.global_batch import accumulation_factor, loader_batch_size
 from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
 from callbacks.lib.lightning_internals import make_no_update, skips_backward
@@ -110,6 +111,7 @@ class GradientAccumulation(pl.Callback):
         if stage != "fit":
             return
         self._samples_per_batch = None
+        refuse_dataloader_iter(self, pl_module)
         check_single_accumulation(trainer, pl_module, (GradientAccumulation, GradientAccumulationScheduler))
 
     @override

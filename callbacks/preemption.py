@@ -22,6 +22,7 @@ from callbacks.checkpointing.stopping_points import (
     update_is_whole,
     validation_is_next,
 )
+from callbacks.lib.batch_positions import refuse_dataloader_iter
 from callbacks.lib.consensus import FlagAllReduce
 from callbacks.lib.lightning_internals import collective_timeout, keep_signal_handlers
 from callbacks.lib.signals import SIGNALS, Preempted, SignalFlag, name_of
@@ -127,6 +128,8 @@ class Preemption(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            refuse_dataloader_iter(self, pl_module)
         self._release()
         self._flag.on_interrupt = interrupt_message(trainer)
         self._flag.install()

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from callbacks.lib.batch_positions import batch_positions
+from callbacks.lib.batch_positions import batch_positions, refuse_dataloader_iter
 from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
 from callbacks.lib.sample_noise import begin_noise, end_noise, number_layers, repeat_noise, sample_keys
 from datamodules.errors import UserError
@@ -119,6 +119,8 @@ class SeedControl(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            refuse_dataloader_iter(self, pl_module)
         self._device = trainer.strategy.root_device
         self._restore_settings()
         self._undo = [_set_environment(self.seed), lambda: restore_hooks(self)]

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from callbacks.lib.trainer_attributes import log_interval
+from callbacks.lib.updates import updates_made
 from datamodules.ranges import COUNT, check_ranges
 
 __all__ = ["TrainingMonitor", "total_norm"]
@@ -64,12 +65,12 @@ class TrainingMonitor(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._norms = {}
-        self._epoch_start = trainer.global_step
+        self._epoch_start = updates_made(trainer)
         self._interval = self.every or log_interval(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._epoch_start = trainer.global_step
+        self._epoch_start = updates_made(trainer)
 
     @override
     def on_train_batch_start(
@@ -78,8 +79,8 @@ class TrainingMonitor(pl.Callback):
         every = self._interval
         if not every:
             return
-        self._update = before = trainer.global_step
-        after = before + len(trainer.optimizers)
+        self._update, before = trainer.global_step, updates_made(trainer)
+        after = before + 1
         short_epoch = self._epoch_start // every == before // every
         self._is_due = before // every < after // every or (short_epoch and trainer.is_last_batch)
 

@@ -16,7 +16,7 @@ from callbacks.lib.global_batch import global_batch_size
 from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
 from callbacks.lib.rate_factor import Kind, RateFactor, Scale, batch_size_scale, rates_by_name, warmup_factor
 from callbacks.lib.trainer_attributes import log_interval
-from callbacks.lib.updates import duration_to_updates
+from callbacks.lib.updates import duration_to_updates, updates_made
 from datamodules.errors import UserError
 
 __all__ = ["WarmupLR"]
@@ -28,9 +28,11 @@ class WarmupLR(pl.Callback):
     Runs on: each optimiser step that really happens, through the optimiser's own hooks.
 
     The n-th update uses the schedule's rate times ``warmup_factor(n / length)``, in every parameter group, whenever it
-    was added. An update that float16 skipped is not counted. The rates used are logged as ``lr`` (further groups as
-    ``lr/<name or number>``) at the first update, every `log_every_n_steps` updates and at an epoch's end; they are in
-    `trainer.callback_metrics` without a logger too. The optimiser and its checkpoint keep the schedule's own rate.
+    was added. An update that float16 skipped is not counted. Where a module optimises by hand, a warm-up in updates
+    counts those of each optimiser, and one in epochs or per cent the batches. The rates used are logged as ``lr``
+    (further groups as ``lr/<name or number>``) at the first update, every `log_every_n_steps` updates and at an epoch's
+    end; they are in `trainer.callback_metrics` without a logger too. The optimiser and its checkpoint keep the
+    schedule's own rate.
 
     Args:
         duration: ``"500 steps"``, ``"2 epochs"`` or ``"5%"`` of the run. When a resumed run has other epochs or another
@@ -81,6 +83,8 @@ class WarmupLR(pl.Callback):
         self._updates: list[float] = []
         self._factors: list[RateFactor] = []
         self._logged_step: int | None = None
+        self._batches: float | None = None
+        """Those trained, where they are what the warm-up counts."""
 
     @property
     def updates(self) -> list[float]:
@@ -108,8 +112,10 @@ class WarmupLR(pl.Callback):
             updates = [done * length / self.length for done in updates]
         if len(updates) != count:
             # A run that began without this callback is as far as its updates.
-            updates = [trainer.global_step // count] * count
+            updates = [trainer.global_step // count if self.duration.unit == "steps" else updates_made(trainer)] * count
         self.length, self._logged_step = length, None
+        counts_batches = self.duration.unit != "steps" and not pl_module.automatic_optimization
+        self._batches = updates[0] if counts_batches else None
         drop_idle_hooks(self)
         self._factors = [
             RateFactor(optimizer, lambda updates: self.factor(trainer, updates), done, length)
@@ -120,10 +126,15 @@ class WarmupLR(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step, interval = trainer.global_step, log_interval(trainer)
+        step, interval, made = trainer.global_step, log_interval(trainer), updates_made(trainer)
+        if self._batches is not None:
+            updates_made(trainer, self.duration)  # Refuses what is no number of batches.
+            self._batches += 1
+            for factor in self._factors:
+                factor.updates = self._batches
         if step == self._logged_step or not any(factor.used for factor in self._factors):
             return
-        if self._logged_step is None or trainer.is_last_batch or (interval and step % interval == 0):
+        if self._logged_step is None or trainer.is_last_batch or (interval and made % interval == 0):
             self._logged_step = step
             rates: dict[str, float] = {}
             for index, factor in enumerate(self._factors):

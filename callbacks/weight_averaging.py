@@ -5,6 +5,7 @@ were not averaged back on every load of a checkpoint, in a test too, averages th
 weights, and copies the module. Here one more copy of the parameters is kept.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,10 +20,10 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from callbacks.bn_recalibration import BNRecalibration
-from callbacks.checkpointing.replay import RAW_WEIGHTS
+from callbacks.checkpointing.replay import RAW_WEIGHTS, loaded_raw_weights
 from callbacks.lib.durations import Duration
 from callbacks.lib.trainer_attributes import callbacks_of, set_callbacks
-from callbacks.lib.updates import duration_to_updates, total_updates
+from callbacks.lib.updates import duration_to_updates, total_updates, updates_made
 from datamodules.errors import UserError
 from datamodules.ranges import Range, check_ranges
 
@@ -97,9 +98,11 @@ class WeightAveraging(pl.Callback):
     others, from which a run resumes, equal to the bit. As training ends the module keeps the average; a second `fit`
     begins with it, and with a new average. Frozen parameters are their own average, and tied ones are averaged once.
     Statistics of BatchNorm are computed for the averaged weights before they are evaluated or saved, as by
-    `BNRecalibration`, from 2,048 samples of the training set.
+    `BNRecalibration`, from 2,048 samples of the training set. The module's `on_save_checkpoint` and
+    `on_load_checkpoint` are called for both copies. A checkpoint that is saved after a test holds both, too; those that
+    the test has loaded, if it has.
 
-    Memory: one more copy of the parameters on their device.
+    Memory: one more copy of the parameters on their device, and another while a checkpoint is saved.
 
     Runs on: `on_train_batch_end`; one kernel and no wait for the device. An update that float16 skipped is no sample,
     but for fused optimisers, which decide on the device. `on_validation_start` and `on_validation_end` exchange the
@@ -111,8 +114,6 @@ class WeightAveraging(pl.Callback):
         swa: an equal mean.
         average_from: the weights after so much of the run are the first sample, as in "500 steps", "10%" or "2 epochs";
             by default those of the first update, and with `swa` after 75 %.
-        average_every: whole steps or epochs from one sample to the next. Izmailov et al. average the ends of epochs, of
-            which a short run has few.
 
     Raises:
         UserError: not one of the two, a number outside its range, another average of Lightning's, a run that ends
@@ -130,7 +131,6 @@ class WeightAveraging(pl.Callback):
         ema: float | None = None,
         swa: bool = False,
         average_from: int | str | None = None,
-        average_every: int | str = "1 steps",
     ) -> None:
         if (ema is None) != swa:
             found = f"ema={ema} and swa=True" if swa else "`average_from` alone makes no average"
@@ -138,10 +138,10 @@ class WeightAveraging(pl.Callback):
         check_ranges(ema=(ema, Range(0, 1, above=True, below=True)))
         self.ema = ema
         default = "75%" if swa else "0 steps"
-        self.start = _duration("average_from", default if average_from is None else average_from)
-        self.every = _duration("average_every", average_every)
-        if self.every.unit == "%" or self.every.value < 1 or self.every.value != int(self.every.value):
-            raise UserError(f'average_every={str(self.every)!r}: write whole steps or epochs, as in "1 epochs"')
+        try:
+            self.start = Duration.parse(default if average_from is None else average_from)
+        except UserError as error:
+            raise UserError(f"`average_from`: {error}") from error
         self._statistics = BNRecalibration(samples=_BN_SAMPLES)
         self._handles: list[RemovableHandle] = []
         self._first_of_all = LambdaCallback(on_train_batch_end=self._end_batch, on_train_end=self._end)
@@ -178,8 +178,9 @@ class WeightAveraging(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if trainer.state.fn == "fit":
-            self._loaded = checkpoint.get(RAW_WEIGHTS)
+        if trainer.state.fn != "fit":
+            self._forget()  # What a test loads takes the place of both copies.
+        self._loaded = loaded_raw_weights(pl_module, checkpoint)
 
     @property
     @override
@@ -205,10 +206,15 @@ class WeightAveraging(pl.Callback):
             end = f"{total_updates(trainer):,} updates"
             raise UserError(f"average_from={str(self.start)!r} is after the end of the run, {end}: average earlier")
         self._statistics.on_train_start(trainer, pl_module)
+        if self.samples and self._loaded is None:
+            raise UserError(
+                f"the checkpoint holds an average of {self.samples:,} updates and not the weights that train: resume"
+                " from one that was saved with the module of the fit"
+            )
         if self._loaded is not None:
             if self.samples:
                 self._begin(pl_module)
-            pl_module.load_state_dict(self._loaded)
+            pl_module.load_state_dict(self._loaded, strict=pl_module.strict_loading)
             self._loaded = None
         self._handles = [optimizer.register_step_post_hook(self._note_update) for optimizer in trainer.optimizers]
 
@@ -231,17 +237,9 @@ class WeightAveraging(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._statistics.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._is_due(trainer):
+        if self._updated and (self.samples or updates_made(trainer, self.start) >= self._first):
             self._sample(pl_module)
         self._updated = False
-
-    def _is_due(self, trainer: pl.Trainer) -> bool:
-        step = trainer.global_step
-        if not self.samples and step < self._first:
-            return False
-        if self.every.unit == "steps":
-            return self._updated and step % self.every.value == 0
-        return trainer.is_last_batch and (trainer.current_epoch + 1) % self.every.value == 0
 
     def _begin(self, pl_module: pl.LightningModule) -> None:
         """Take the weights that are in the module for the average."""
@@ -290,18 +288,27 @@ class WeightAveraging(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if trainer.state.fn != "fit" or not self.samples:
+        if not self.samples:
             return
-        if not self._evaluates and not trainer.interrupted:
-            self._evaluate(trainer, pl_module)
-            self._train()
-        # After training the module's buffers are others, on the CPU.
-        parameters, statistics = averaged_tensors(pl_module)
-        others = {id(t): other for t, other in zip([*parameters, *statistics], self._others, strict=True)}
-        here = checkpoint["state_dict"]
-        kept = pl_module.state_dict(keep_vars=True)
-        there = {name: others.get(id(kept.get(name)), value) for name, value in here.items()}
-        checkpoint["state_dict"], checkpoint[RAW_WEIGHTS] = (here, there) if self._evaluates else (there, here)
+        average, raw = checkpoint["state_dict"], self._loaded
+        if raw is None:
+            # After training the module's buffers are others, on the CPU; a test may run another module.
+            parameters, statistics = averaged_tensors(pl_module)
+            if [*map(id, parameters)] != [*map(id, self._parameters)]:
+                return
+            if trainer.state.fn == "fit" and not self._evaluates and not trainer.interrupted:
+                self._evaluate(trainer, pl_module)
+                self._train()
+            tensors = [*parameters, *statistics]
+            exchange(tensors, self._others)
+            raw = copy.deepcopy(trainer.strategy.lightning_module_state_dict())
+            exchange(tensors, self._others)
+            if not self._evaluates:
+                average, raw = raw, average
+        checkpoint["state_dict"] = average
+        second = {**checkpoint, "state_dict": raw}
+        pl_module.on_save_checkpoint(second)  # Lightning calls it for the average.
+        checkpoint[RAW_WEIGHTS] = second["state_dict"]
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -316,10 +323,3 @@ class WeightAveraging(pl.Callback):
     def _release(self) -> None:
         while self._handles:
             self._handles.pop().remove()
-
-
-def _duration(name: str, value: int | str) -> Duration:
-    try:
-        return Duration.parse(value)
-    except UserError as error:
-        raise UserError(f"`{name}`: {error}") from error

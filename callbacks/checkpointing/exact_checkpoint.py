@@ -32,6 +32,7 @@ from callbacks.checkpointing.stopping_points import (
     update_is_whole,
     validation_is_next,
 )
+from callbacks.lib.batch_positions import refuse_dataloader_iter
 from callbacks.lib.exchange import broadcast, gather
 from callbacks.lib.lightning_internals import (
     PlateauSteps,
@@ -106,6 +107,7 @@ class ExactCheckpoint(ModelCheckpoint):
                 " save_on_exception=False, and add Preemption(), which saves after the update in which Ctrl-C came"
             )
         if stage == "fit":
+            refuse_dataloader_iter(self, pl_module)
             # What a test or validation between two fits has loaded.
             self._loaded = self._metrics = self._sums = self._raw = self._saved_world_size = None
             save_best_first(trainer)
@@ -144,7 +146,7 @@ class ExactCheckpoint(ModelCheckpoint):
         super().on_train_start(trainer, pl_module)
         self._take_loaded(trainer)  # Some strategies restore after `on_fit_start`.
         if self._raw is not None:
-            pl_module.load_state_dict(self._raw)
+            pl_module.load_state_dict(self._raw, strict=pl_module.strict_loading)
             self._raw = None
         if self._saved_world_size is not None and self._is_first(trainer):
             replay_epoch(trainer, self._saved_world_size)

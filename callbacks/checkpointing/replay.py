@@ -34,7 +34,7 @@ from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader
 
-__all__ = ["RAW_WEIGHTS", "raw_weights", "refuse_torchmetrics", "replay_epoch"]
+__all__ = ["RAW_WEIGHTS", "loaded_raw_weights", "raw_weights", "refuse_torchmetrics", "replay_epoch"]
 
 RAW_WEIGHTS = "current_model_state"
 """The entry of a checkpoint with the weights that are not averaged, as Lightning's `WeightAveraging` calls it."""
@@ -43,12 +43,22 @@ _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRand
 """Those that draw the order of an epoch when it begins."""
 
 
+def loaded_raw_weights(pl_module: pl.LightningModule, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The weights that are not averaged as the module's `on_load_checkpoint` makes them; None where there are none."""
+    if RAW_WEIGHTS not in checkpoint:
+        return None
+    second = {**checkpoint, "state_dict": checkpoint[RAW_WEIGHTS]}
+    pl_module.on_load_checkpoint(second)
+    weights: dict[str, Any] = second["state_dict"]
+    return weights
+
+
 def raw_weights(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
     """The weights to train on from, where a checkpoint has them besides averages and no callback loads them."""
     for callback in callbacks_of(trainer):
         if isinstance(callback, WeightAveraging) or getattr(callback, "loads_raw_weights", False):
             return None
-    return checkpoint.get(RAW_WEIGHTS)
+    return loaded_raw_weights(trainer.lightning_module, checkpoint)
 
 
 def _without_position(trainer: pl.Trainer) -> list[Any]:

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from callbacks.lib.exchange import broadcast
 from callbacks.lib.lightning_internals import hold_to_updates, save_last, uncount_update, validation_time_is_over
 from callbacks.lib.trainer_attributes import callbacks_of, is_fast_dev_run
+from callbacks.lib.updates import may_hold_gradients
 
 __all__ = [
     "Place",
@@ -39,9 +40,14 @@ _TIMED: WeakKeyDictionary[pl.Trainer, tuple[int, bool]] = WeakKeyDictionary()
 
 
 def update_is_whole(trainer: pl.Trainer) -> bool:
-    """Whether the micro-batch just trained was its update's last; for `on_train_batch_end`."""
+    """Whether the micro-batch just trained was its update's last; for `on_train_batch_end`.
+
+    Of a module that accumulates by hand it is where no parameter holds a gradient, and at an epoch's end.
+    """
     done = trainer.fit_loop.batch_idx + 1
-    return trainer.is_last_batch or done % trainer.accumulate_grad_batches == 0
+    if trainer.is_last_batch:
+        return True
+    return done % trainer.accumulate_grad_batches == 0 and not may_hold_gradients(trainer)
 
 
 def validation_is_next(trainer: pl.Trainer) -> bool:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -100,8 +99,10 @@ class _SynchronisedFunction(torch.autograd.Function):
                 "pass another batch size"
             )
         if running is not None and total > 0:
-            running[0].lerp_(mean.to(running[0].dtype), momentum)
-            running[1].lerp_((variance * (total / (total - 1))).to(running[1].dtype), momentum)
+            # By `data`, since torch's kernel counts no change either: within the same loss the layer may have computed
+            # with them in evaluation mode.
+            running[0].data.lerp_(mean.to(running[0].dtype), momentum)
+            running[1].data.lerp_((variance * (total / (total - 1))).to(running[1].dtype), momentum)
         mean, variance = mean.to(dtype), variance.to(dtype)
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.eps, ctx.total = eps, max(total.item(), 1)
@@ -111,36 +112,60 @@ class _SynchronisedFunction(torch.autograd.Function):
         return F.batch_norm(x, mean, variance, weight, bias, eps=eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, variance = ctx.saved_tensors
+        settings = ctx.needs_input_grad, ctx.eps, ctx.total
+        return *_SynchronisedGradient.apply(grad_output, *ctx.saved_tensors, *settings), None, None, None
+
+
+class _SynchronisedGradient(torch.autograd.Function):
+    """The gradients of `_SynchronisedFunction`, which cannot be differentiated again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ARG004
+        grad_output: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        needed: tuple[bool, ...],
+        eps: float,
+        total: float,
+    ) -> tuple[Tensor | None, ...]:
         grad_input = None
         sums = torch.zeros(2, len(mean), dtype=torch.float64, device=x.device)
         if x.numel() > 0:
             # In evaluation mode the kernel yields sum(dy * x_hat) and sum(dy), in one pass over x and dy.
             _, by_x_hat, plain = torch.ops.aten.native_batch_norm_backward(
-                grad_output, x, None, mean, variance, None, None, False, ctx.eps, [False, True, True]
+                grad_output, x, None, mean, variance, None, None, False, eps, [False, True, True]
             )
             sums = torch.stack([by_x_hat, plain]).double()
-        grad_weight = sums[0].to(weight.dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = sums[1].to(weight.dtype) if ctx.needs_input_grad[2] else None
-        if ctx.needs_input_grad[0]:
+        grad_weight = sums[0].to(weight.dtype) if weight is not None and needed[1] else None
+        grad_bias = sums[1].to(weight.dtype) if weight is not None and needed[2] else None
+        if needed[0]:
             # A process without samples has nothing to add, but the others wait for it.
             sums = sums.clone()
             dist.all_reduce(sums)
-            scale = (variance + ctx.eps).rsqrt()
+            scale = (variance + eps).rsqrt()
             scale = scale if weight is None else scale * weight.to(scale.dtype)
-            slope, shift = (-scale * sums / ctx.total).to(scale.dtype)
+            slope, shift = (-scale * sums / total).to(scale.dtype)
             grad_input = torch.empty_like(x)
             if x.numel() > 0:
                 # dx = scale * (dy - mean(dy) - x_hat * mean(dy * x_hat)), in two calls of a kernel that is fast and
                 # accurate for half-precision activations too, where plain products are 5 times slower.
-                projection = F.batch_norm(x, mean, variance, slope, shift, eps=ctx.eps)
+                projection = F.batch_norm(x, mean, variance, slope, shift, eps=eps)
                 unit = torch.ones_like(mean)
                 # torch.batch_norm: the function in nn.functional of torch 2.11 refuses an eps of 0.
                 scaled = torch.batch_norm(grad_output, scale, None, unit - 1, unit, False, 0.0, 0.0, False)
                 grad_input = scaled.add_(projection)
-        return grad_input, grad_weight, grad_bias, None, None, None
+        return grad_input, grad_weight, grad_bias
+
+    @staticmethod
+    def backward(_: Any, *gradients: Any) -> Any:  # noqa: ARG004
+        raise UserError(
+            "SyncBN has no second derivative, which a gradient penalty (create_graph=True) asks for: remove SyncBN, put"
+            " the layers into evaluation mode for the penalty, or normalise with nn.GroupNorm"
+        )
 
 
 def _not_compiled(function: Function) -> Function:

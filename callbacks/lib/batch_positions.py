@@ -1,10 +1,27 @@
 """Where the samples of a batch stand in the order of their epoch, for loaders of ours and of torch."""
 
+import inspect
 from typing import Any
 
+import lightning.pytorch as pl
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-__all__ = ["batch_positions"]
+from datamodules.errors import UserError
+
+__all__ = ["batch_positions", "refuse_dataloader_iter"]
+
+
+def refuse_dataloader_iter(callback: pl.Callback, pl_module: pl.LightningModule) -> None:
+    """For callbacks that depend on the number of a batch, of which Lightning's hooks then get another (#18619).
+
+    Raises:
+        UserError: the module's `training_step` reads batches by itself.
+    """
+    if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
+        raise UserError(
+            f"{type(pl_module).__name__}.training_step takes a dataloader_iter, and {type(callback).__name__} has to"
+            " know which batch it reads: write training_step(self, batch, batch_idx), or remove the callback"
+        )
 
 
 def batch_positions(loader: Any, batch_idx: int, rank: int, world_size: int) -> range | None:

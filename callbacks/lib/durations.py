@@ -18,7 +18,8 @@ class Duration:
 
     Args:
         value: how many of the unit.
-        unit: a step is one update of the weights, whatever the number of micro-batches it was accumulated from.
+        unit: a step is one update of the weights, whatever the number of micro-batches it was accumulated from, and of
+            optimisers: where a module optimises by hand, which of each steps once in each batch.
     """
 
     value: float

@@ -13,7 +13,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from callbacks.lib.layers import find_name, inside, matching_names, module_names, names_before, parameter_names
+from callbacks.lib.layers import (
+    drop_nothing,
+    find_name,
+    inside,
+    matching_names,
+    mode_of,
+    module_names,
+    names_before,
+    parameter_names,
+    set_mode,
+)
 from datamodules.errors import UserError
 
 __all__ = [
@@ -28,12 +38,11 @@ __all__ = [
 
 
 def keep_in_eval(module: nn.Module, _: Any) -> None:
-    """A forward pre-hook that puts the module into evaluation mode, also after ``train()``.
+    """A forward pre-hook that puts the module into evaluation mode, also after ``train()``; see `drop_nothing`.
 
     A function of a module and no closure, so that copies and pickles of the module work.
     """
-    if module.training:
-        module.training = False
+    drop_nothing(module)
 
 
 def frozen_objects(
@@ -89,7 +98,7 @@ class FrozenLayers:
     def __init__(self, module: nn.Module, names: Collection[str], train_bn: bool = True) -> None:
         self.module, self.names, self.train_bn = module, frozenset(names), train_bn
         self._requires_grad = {parameter: parameter.requires_grad for parameter in module.parameters()}
-        self._training: dict[nn.Module, bool] = {}
+        self._modes: dict[nn.Module, tuple[bool, float | None]] = {}
         self._handles: dict[nn.Module, RemovableHandle] = {}
         self._unfrozen: frozenset[str] = frozenset()
 
@@ -135,12 +144,12 @@ class FrozenLayers:
     def _freeze_modules(self, modules: set[nn.Module]) -> None:
         for module in self._handles.keys() - modules:
             self._handles.pop(module).remove()
-            module.training = self._training[module]
+            set_mode(module, self._modes[module])
         for module in modules:
             if module not in self._handles:
-                self._training[module] = module.training
+                self._modes[module] = mode_of(module)
                 self._handles[module] = module.register_forward_pre_hook(keep_in_eval)
-            module.training = False
+            drop_nothing(module)
 
     def __enter__(self) -> "FrozenLayers":
         return self
@@ -171,8 +180,9 @@ def freeze_layers(
     """Keeps layers of a module exactly as they are, in place; what is returned unfreezes them.
 
     Frozen means no gradient, and evaluation mode through every ``train()``: batch normalisation uses its running
-    statistics and keeps them, and dropout is off. Layers before the first that trains cost no backward pass. A name may
-    be written from its end: ``layer3`` finds ``network.layer3``, and of several the one nested least.
+    statistics and keeps them, and dropout is off. RNN, GRU and LSTM stay in training mode without dropout, since cuDNN
+    computes no backward pass through them in evaluation mode. Layers before the first that trains cost no backward
+    pass. A name may be written from its end: ``layer3`` finds ``network.layer3``, and of several the one nested least.
 
     A parameter that has a gradient already keeps it, and an optimiser would use it: freeze after ``zero_grad()``. DDP
     only reduces the gradients of parameters that require one when it wraps a module, so wrap after a change.

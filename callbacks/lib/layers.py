@@ -13,13 +13,16 @@ from torch import nn
 from datamodules.errors import UserError
 
 __all__ = [
+    "drop_nothing",
     "evaluating",
     "find_name",
     "inside",
     "matching_names",
+    "mode_of",
     "module_names",
     "names_before",
     "parameter_names",
+    "set_mode",
 ]
 
 
@@ -113,13 +116,43 @@ def inside(name: str, outers: Collection[str]) -> bool:
     return "*" in outers or name in outers or any(name[:end] in outers for end in ends)
 
 
+def drop_nothing(layer: nn.Module) -> None:
+    """Evaluation mode for one layer; of a recurrent one no dropout, which computes the same.
+
+    cuDNN computes no backward pass through an RNN, GRU or LSTM in evaluation mode, and a frozen one may stand between
+    layers that train.
+    """
+    if isinstance(layer, nn.RNNBase):
+        layer.dropout = 0.0
+    elif layer.training:
+        layer.training = False
+
+
+def mode_of(layer: nn.Module) -> tuple[bool, float | None]:
+    """What `drop_nothing` and `evaluating` change: the mode, and the dropout of a recurrent layer."""
+    return layer.training, layer.dropout if isinstance(layer, nn.RNNBase) else None
+
+
+def set_mode(layer: nn.Module, mode: tuple[bool, float | None]) -> None:
+    """Puts back what `mode_of` returned."""
+    layer.training, dropout = mode
+    if dropout is not None:
+        layer.dropout = dropout  # type: ignore[assignment]
+
+
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; afterwards each layer has its own mode, whatever its `train` method does."""
-    modes = [(layer, layer.training) for layer in module.modules()]
+    """Evaluation mode for a while; afterwards each layer has its own mode, whatever its `train` method does.
+
+    Recurrent layers train without dropout meanwhile, so that cuDNN computes gradients; see `drop_nothing`.
+    """
+    modes = [(layer, mode_of(layer)) for layer in module.modules()]
     module.eval()
     try:
+        for layer, _ in modes:
+            if isinstance(layer, nn.RNNBase):
+                layer.training, layer.dropout = True, 0.0
         yield
     finally:
-        for layer, training in modes:
-            layer.training = training
+        for layer, mode in modes:
+            set_mode(layer, mode)

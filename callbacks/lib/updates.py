@@ -17,7 +17,14 @@ from callbacks.lib.durations import Duration
 from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.errors import UserError
 
-__all__ = ["AccumulationSchedule", "count_updates", "duration_to_updates", "total_updates"]
+__all__ = [
+    "AccumulationSchedule",
+    "count_updates",
+    "duration_to_updates",
+    "may_hold_gradients",
+    "total_updates",
+    "updates_made",
+]
 
 
 @dataclass(frozen=True)
@@ -146,15 +153,61 @@ def total_updates(trainer: pl.Trainer) -> int | float:
     """The number of optimiser steps at which the run will end; infinite where nothing ends it.
 
     Respects the schedule of accumulation, `limit_train_batches`, `max_epochs` and `max_steps`. Cheap enough for every
-    step; works from the moment the training loader is built, that is from `on_train_start` on.
+    step; works from the moment the training loader is built, that is from `on_train_start` on. The unit is that of
+    `updates_made`: `max_steps`, too, adds up the steps of several optimisers.
 
     Raises:
         RuntimeError: the training loader is not built yet.
     """
-    max_steps = math.inf if trainer.max_steps == -1 else trainer.max_steps
+    max_steps = math.inf if trainer.max_steps == -1 else -(-trainer.max_steps // max(1, len(trainer.optimizers)))
     if trainer.max_epochs in (None, -1):
         return max_steps
     return min(max_steps, _updates_of_epochs(trainer, trainer.max_epochs))
+
+
+def _trained_batches(trainer: pl.Trainer) -> int:
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return int(progress.processed)
+
+
+def updates_made(trainer: pl.Trainer, duration: Duration | None = None) -> int:
+    """The updates so far, in which all callbacks count; for the hooks of training around a batch.
+
+    Lightning's `global_step` adds up the steps of all optimisers. Where a module optimises by hand it alone knows when
+    they step, and the updates are the batches that were trained.
+
+    Args:
+        duration: what the number is compared with.
+
+    Raises:
+        UserError: the duration depends on a number of steps, its own or `max_steps`, and a module that optimises by
+            hand has not made one of each optimiser in each batch.
+    """
+    if trainer.lightning_module.automatic_optimization:
+        return trainer.global_step
+    batches, optimizers = _trained_batches(trainer), len(trainer.optimizers)
+    unit = duration.unit if duration is not None and duration.value else None
+    in_steps = unit == "steps" or (unit == "%" and trainer.max_steps != -1)
+    if in_steps and trainer.global_step != batches * optimizers:
+        raise UserError(
+            f'"{duration}" depends on a number of steps, and {type(trainer.lightning_module).__name__}, which optimises'
+            f" manually, made {trainer.global_step:,} steps of {optimizers} optimisers in {batches:,} batches, expected"
+            ' one of each in each batch: write "2 epochs", or "50%" with max_epochs and without max_steps'
+        )
+    return batches
+
+
+def may_hold_gradients(trainer: pl.Trainer) -> bool:
+    """Whether gradients that a module accumulates by hand may wait for a step, which no checkpoint holds.
+
+    None do where each optimiser steps once in each batch, or no parameter has a gradient, as after ``zero_grad()``.
+    """
+    module = trainer.lightning_module
+    if module.automatic_optimization:
+        return False
+    if trainer.global_step == _trained_batches(trainer) * len(trainer.optimizers):
+        return False
+    return any(parameter.grad is not None for parameter in module.parameters())
 
 
 def duration_to_updates(duration: Duration, trainer: pl.Trainer) -> int:

@@ -175,6 +175,58 @@ def _train_with_sync_bn(folder: str) -> dict[str, Any]:
     }
 
 
+def _both_modes_in_one_loss(world_size: int) -> list[Tensor]:
+    """The gradient of a loss that calls the layer in evaluation mode, then in training mode."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    inputs, layer = 3 * torch.randn(8, 4, dtype=torch.float64) + 1, nn.BatchNorm1d(4, dtype=torch.float64)
+    sync_batchnorm(layer)
+    found = []
+    for _ in range(2):
+        part = inputs.chunk(world_size)[dist.get_rank()].clone().requires_grad_()
+        layer.eval()
+        first = layer(part)
+        layer.train()
+        (first * layer(part)).pow(2).sum().backward()
+        gradients = [torch.empty_like(part) for _ in range(world_size)]
+        dist.all_gather(gradients, part.grad)
+        found.append(torch.cat(gradients))
+    return found
+
+
+def test_a_layer_in_both_modes_within_a_loss_has_the_gradients_of_one_process():
+    both = run_ranks(_both_modes_in_one_loss, 2, 2)
+    torch.manual_seed(1)
+    inputs, layer = 3 * torch.randn(8, 4, dtype=torch.float64) + 1, nn.BatchNorm1d(4, dtype=torch.float64)
+    for step in range(2):
+        whole = inputs.clone().requires_grad_()
+        first = layer.eval()(whole)
+        (first * layer.train()(whole)).pow(2).sum().backward()
+        assert all(torch.allclose(found[step], whole.grad, rtol=1e-10) for found in both)
+
+
+def _second_derivative(_: int) -> list[str]:
+    dist.init_process_group("gloo")
+    layer, found = nn.BatchNorm1d(4), []
+    sync_batchnorm(layer)
+    for scale in (torch.ones(4), torch.ones(4, requires_grad=True)):
+        inputs = torch.randn(8, 4, requires_grad=True)
+        gradient = torch.autograd.grad((layer(inputs).pow(3) * scale).sum(), inputs, create_graph=True)[0]
+        try:
+            gradient.pow(2).sum().backward()
+        except UserError as error:
+            found.append(str(error))
+    (gradient,) = torch.autograd.grad(layer(inputs).sum(), inputs, create_graph=True)
+    return [*found, str(gradient.requires_grad)]
+
+
+def test_a_gradient_penalty_is_refused_in_one_line_also_where_nothing_follows_the_layer():
+    for *messages, requires_grad in run_ranks(_second_derivative, 2, 0):
+        assert len(messages) == 2
+        assert all(message.startswith("SyncBN has no second derivative") for message in messages)
+        assert requires_grad == "True"
+
+
 def test_a_run_on_two_ranks_equals_one_process_and_leaves_plain_layers(tmp_path: Path):
     first, second = run_ranks(_train_with_sync_bn, 2, str(tmp_path))
     plain = Net()

@@ -22,7 +22,7 @@ from callbacks.checkpointing.replay import RAW_WEIGHTS
 from callbacks.weight_averaging import WeightAveraging, add_sample, ema_weight, mean_weight
 from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
-from tests.support.tables import QUIET, Tiny, image_network, noisy_images, silence
+from tests.support.tables import QUIET, Tiny, image_network, loss_of, noisy_images, silence
 
 INPUTS, TARGETS = noisy_images(27)
 ROWS = torch.arange(20)
@@ -137,7 +137,7 @@ def expected_average(kind: str, after: dict[int, State], update: int) -> State |
     """From the weights after each update, by the definitions."""
     steps = {
         "ema": range(4, update + 1),
-        "swa": [step for step in (10, 15) if step <= update],
+        "swa": range(9, update + 1),
     }[kind]
     average: State | None = None
     for number, step in enumerate(steps):
@@ -149,7 +149,7 @@ def expected_average(kind: str, after: dict[int, State], update: int) -> State |
 
 KINDS: dict[str, dict[str, Any]] = {
     "ema": {"ema": 0.8, "average_from": 4},
-    "swa": {"swa": True, "average_from": "60%", "average_every": "1 epochs"},
+    "swa": {"swa": True, "average_from": "60%"},
 }
 
 
@@ -209,12 +209,70 @@ def test_a_run_that_no_longer_averages_trains_on_from_its_raw_weights(tmp_path: 
         assert equal(learnt(rest.after[15]), learnt(without.after[15])), name
 
 
+class Renamed(Tiny):
+    """Writes other names into its checkpoints, and leaves a constant out of them."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        super().__init__(Tied().double(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        self.strict_loading = False
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        values = checkpoint["state_dict"].items()
+        checkpoint["state_dict"] = {f"saved.{name}": value for name, value in values if "scale" not in name}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        values = checkpoint["state_dict"].items()
+        checkpoint["state_dict"] = {name.removeprefix("saved."): value for name, value in values}
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test", loss_of(self(batch[0]), batch[1]))
+
+
+def test_both_copies_go_through_the_hooks_of_the_module_and_its_rule_of_loading(tmp_path: Path) -> None:
+    _, whole = train(Renamed(), WeightAveraging(ema=0.9))
+    saves = lambda folder: ExactCheckpoint(folder, save_last=True, every_n_train_steps=1)  # noqa: E731
+    train(Renamed(), WeightAveraging(ema=0.9), saves(tmp_path), max_steps=7)
+    for name in ("state_dict", RAW_WEIGHTS):
+        assert all(key.startswith("saved.") and "scale" not in key for key in saved(tmp_path)[name])
+    for callbacks in ([WeightAveraging(ema=0.9)], []):
+        _, rest = train(Renamed(), *callbacks, saves(tmp_path / "rest"), resume=tmp_path / "last.ckpt")
+        assert equal(learnt(rest.after[15]), learnt(whole.after[15]))
+
+
+@pytest.mark.parametrize("tested", ["module", "checkpoint", "checkpoint elsewhere"])
+def test_a_checkpoint_that_is_saved_after_a_test_holds_what_trains_on(tmp_path: Path, tested: str) -> None:
+    _, whole = train(Renamed(), WeightAveraging(ema=0.9))
+    model = Renamed()
+    trainer, _ = train(model, WeightAveraging(ema=0.9), max_epochs=2)
+    loader, first = EvaluationLoader(INPUTS[20:], TARGETS[20:], torch.arange(7), 7), tmp_path / "first.ckpt"
+    trainer.save_checkpoint(first)
+    if tested == "checkpoint elsewhere":
+        model, other = Renamed(), WeightAveraging(ema=0.9)
+        trainer = pl.Trainer(callbacks=[other], **QUIET, enable_progress_bar=False, devices=1)
+    trainer.test(model, loader, ckpt_path=None if tested == "module" else first, verbose=False, weights_only=True)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    before, after = (torch.load(path, weights_only=True) for path in (first, tmp_path / "last.ckpt"))
+    assert all(equal(after[name], before[name]) for name in ("state_dict", RAW_WEIGHTS))
+    if tested != "checkpoint elsewhere":  # There is no optimiser.
+        _, rest = train(Renamed(), WeightAveraging(ema=0.9), resume=tmp_path / "last.ckpt")
+        assert equal(rest.after[15], whole.after[15])
+
+
+def test_an_average_without_the_weights_that_train_is_not_resumed(tmp_path: Path) -> None:
+    trainer, _ = train(module(), WeightAveraging(ema=0.9), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    checkpoint = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    del checkpoint[RAW_WEIGHTS]
+    torch.save(checkpoint, tmp_path / "end.ckpt")
+    with pytest.raises(UserError, match="an average of 5 updates and not the weights that train"):
+        train(module(), WeightAveraging(ema=0.9), resume=tmp_path / "end.ckpt")
+
+
 def test_a_run_that_began_without_averages_from_where_it_resumes(tmp_path: Path) -> None:
     saves = lambda: ExactCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)  # noqa: E731
     train(module(), saves(), max_steps=7)
-    _, rest = train(
-        module(), WeightAveraging(swa=True, average_from=3, average_every=1), saves(), resume=tmp_path / "last.ckpt"
-    )
+    _, rest = train(module(), WeightAveraging(swa=True, average_from=3), saves(), resume=tmp_path / "last.ckpt")
     assert saved(tmp_path)["callbacks"]["AveragedWeights"]["samples"] == 8
     _, without = train(module())
     assert equal(rest.after[15], without.after[15])
@@ -228,7 +286,7 @@ def test_an_update_that_float16_skipped_is_no_sample() -> None:
 
     model = Overflows(image_network().float(), torch.optim.SGD, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    average = WeightAveraging(swa=True, average_from=0, average_every=1)
+    average = WeightAveraging(swa=True, average_from=0)
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
     loader = TrainLoader(INPUTS.float(), TARGETS, ROWS, 4, 1)
     silence()
@@ -265,8 +323,6 @@ def test_settings_that_cannot_be_are_refused_with_what_to_type() -> None:
         "ema=0.9,swa=True": "ema=0.9 and swa=True: pass one of",
         "ema=1.5": "ema=1.5: expected above 0 and below 1",
         "ema=0": "ema=0: expected above 0",
-        "swa=True,average_every='10%'": "average_every='10%': write whole steps or epochs",
-        "swa=True,average_every='0.5 epochs'": "write whole steps or epochs",
         "swa=True,average_from='soon'": "`average_from`: cannot read 'soon'",
     }.items():
         with pytest.raises(UserError) as refused:

@@ -49,7 +49,7 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "LeanLoop": lambda: LeanLoop(),
     "CheckpointGuard": lambda: CheckpointGuard(),
     "WeightAveraging": lambda: WeightAveraging(ema=0.9, average_from="5 steps"),
-    "WeightAveraging, SWA": lambda: WeightAveraging(swa=True, average_from="40%", average_every="2 steps"),
+    "WeightAveraging, SWA": lambda: WeightAveraging(swa=True, average_from="40%"),
 }
 """Every callback of the package with tiny settings. Build SeedControl before the module, as its docstring says."""
 

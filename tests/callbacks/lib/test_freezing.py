@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from callbacks import freeze_layers
+from callbacks.lib.stateless_rnn import StatelessLSTM
 from datamodules.errors import UserError
 
 
@@ -91,6 +92,30 @@ def test_a_block_restores_flags_modes_and_hooks_at_its_end() -> None:
         assert state() != before
         net.train()
     assert state() == before
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU, StatelessLSTM])
+def test_frozen_recurrent_layers_drop_nothing_and_stay_in_the_mode_in_which_cudnn_has_a_backward_pass(
+    kind: Any,
+) -> None:
+    torch.manual_seed(1)
+    net = nn.ModuleDict({"first": nn.Linear(3, 4), "middle": kind(4, 4, num_layers=2, dropout=0.5)})
+    inputs, rnn = torch.randn(5, 2, 3), net["middle"]
+
+    def gradient() -> Tensor:
+        net.zero_grad()
+        rnn(net["first"](inputs))[0].square().sum().backward()
+        return net["first"].weight.grad.clone()  # type: ignore[union-attr]
+
+    net.eval()
+    expected = gradient()
+    with freeze_layers(net, patterns="middle"):
+        net.train()
+        assert torch.equal(gradient(), expected)
+        assert rnn.training
+        assert rnn.dropout == 0
+        assert torch.equal(copy.deepcopy(rnn)(net["first"](inputs))[0], rnn(net["first"](inputs))[0])
+    assert rnn.dropout == 0.5
 
 
 def test_a_frozen_network_can_be_copied_and_pickled() -> None:
