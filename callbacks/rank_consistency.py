@@ -1,9 +1,8 @@
-"""Ranks that train different models without anybody noticing, stopped at the end of the epoch; and equal scores.
+"""Ranks that train different models without anybody noticing, stopped at the end of the epoch.
 
 Under DDP every rank holds the same weights, as long as every gradient is reduced. Where one is not (a layer unfrozen
 without wrapping again, a forward pass that bypasses DDP, weights changed outside the optimiser), each rank trains a
-model of its own, the loss looks good, and rank 0's model is saved. In an evaluation ranks have unequal numbers of
-samples, or none, which `self.log` weighs wrongly or makes NaN.
+model of its own, the loss looks good, and rank 0's model is saved.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,8 +18,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from callbacks.lib.exchange import gather
-from callbacks.lib.lightning_internals import evaluation_means, set_evaluation_means
 from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.errors import RunFailedError, UserError
 
@@ -94,15 +91,10 @@ class RankConsistency(pl.Callback):
     under plain DDP. Alone on one process it does nothing; with strategies that split parameters it says so and
     compares nothing.
 
-    What steps of validation and test log as a mean, ``self.log("val/loss", loss)``, becomes the mean over the samples
-    of all ranks, with and without `sync_dist`, where loaders have a length; `batch_size` is the number of samples.
-
-    Runs on: `on_train_epoch_end`, before checkpoints of that moment are saved, and `on_train_end`. The last batch of
-    each loader of an evaluation.
+    Runs on: `on_train_epoch_end`, before checkpoints of that moment are saved, and `on_train_end`.
 
     Raises:
-        UserError: at set-up, of several ranks that would unfreeze layers with Lightning's callbacks (#20340). In an
-            evaluation, of steps that log other names on other ranks.
+        UserError: at set-up, of several ranks that would unfreeze layers with Lightning's callbacks (#20340).
         RunFailedError: on every rank, if one differs.
 
     Example:
@@ -142,35 +134,6 @@ class RankConsistency(pl.Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._compare(trainer, pl_module)
-
-    def _end_evaluation_batch(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        checks = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        numbers: Any = trainer.num_test_batches if trainer.testing else checks
-        if trainer.world_size == 1 or batch_idx + 1 != numbers[dataloader_idx]:
-            return
-        by_rank = gather(trainer.strategy, evaluation_means(trainer, dataloader_idx))
-        for rank, found in enumerate(by_rank):
-            if different := sorted(found.keys() ^ by_rank[0].keys()):
-                raise UserError(
-                    f"ranks 0 and {rank} log different names in an evaluation, {different[0]} on one of them only: call"
-                    " self.log in every step, also for a batch without samples"
-                )
-        sums = {
-            # A mean over no sample may be NaN.
-            key: (sum(found[key][0] for found in by_rank if found[key][1]), sum(found[key][1] for found in by_rank))
-            for key in by_rank[0]
-        }
-        set_evaluation_means(trainer, dataloader_idx, sums)
-
-    on_validation_batch_end = on_test_batch_end = _end_evaluation_batch
 
     def _compare(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._active or trainer.global_step == self._checked_step:

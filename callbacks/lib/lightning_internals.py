@@ -36,7 +36,6 @@ __all__ = [
     "deal_to_ranks",
     "drop_early_stop",
     "epoch_sums",
-    "evaluation_means",
     "hold_to_updates",
     "hook_calls",
     "iterate_anew",
@@ -53,7 +52,6 @@ __all__ = [
     "save_untrained",
     "saves_within_epochs",
     "set_collective_timeout",
-    "set_evaluation_means",
     "set_writer",
     "skips_backward",
     "training_is_done",
@@ -259,31 +257,6 @@ def _epoch_metrics(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
     for key, metric in trainer.fit_loop.epoch_loop._results.items():
         if metric.meta.on_epoch and not metric.has_reset:
             yield key, metric
-
-
-def _evaluation_metrics(trainer: pl.Trainer, loader: int) -> dict[str, Any]:
-    """The state of each number that steps of an evaluation log as a mean, by key."""
-    results: Any = trainer._results
-    return {
-        key: metric
-        for key, metric in results.items()
-        if metric.is_tensor and metric.meta.is_mean_reduction and metric.meta.on_epoch and not metric.has_reset
-        if metric.meta.fx.split(".")[0].endswith("step") and metric.meta.dataloader_idx in (None, loader)
-        if not metric.meta.sync.rank_zero_only and metric.meta.sync.group is None
-    }
-
-
-def evaluation_means(trainer: pl.Trainer, loader: int) -> dict[str, tuple[float, int]]:
-    """What the steps of an evaluation have logged as means on this rank: the sum and the number of samples, by key."""
-    metrics, sizes = _evaluation_metrics(trainer, loader), "cumulated_batch_size"
-    return {key: (float(metric.value), int(getattr(metric, sizes))) for key, metric in metrics.items()}
-
-
-def set_evaluation_means(trainer: pl.Trainer, loader: int, sums: Mapping[str, tuple[float, int]]) -> None:
-    """Replaces what `evaluation_means` returns; whatever Lightning then reduces over the ranks is the same on each."""
-    for key, metric in _evaluation_metrics(trainer, loader).items():
-        metric.value = torch.full_like(metric.value, sums[key][0])
-        metric.cumulated_batch_size = torch.full_like(torch.as_tensor(metric.cumulated_batch_size), sums[key][1])
 
 
 def continue_epoch_sums(trainer: pl.Trainer, by_rank: Sequence[Mapping[str, list[Tensor]]]) -> Callable[[], None]:

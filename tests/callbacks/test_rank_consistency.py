@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from callbacks.rank_consistency import RankConsistency, checksum, checksums
 from datamodules.errors import RunFailedError, UserError
-from datamodules.loading.loaders import EvaluationLoader, TrainLoader
+from datamodules.loading.loaders import TrainLoader
 from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, Tiny, image_network, loss_of, noisy_images, on_ranks, silence
+from tests.support.tables import QUIET, Tiny, image_network, noisy_images, on_ranks, silence
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 
@@ -133,51 +133,6 @@ def test_strategies_that_split_weights_are_told_that_nothing_is_compared() -> No
     first, second = run_ranks(fit, 2, 2, "unwrapped")
     assert first[:2] == second[:2] == ("", 3)
     assert any("RankConsistency compares nothing: Unwrapped" in message for message in first[2])
-
-
-class Scores(Tiny):
-    """Logs its mean losses with and without `sync_dist`; `left_out` in batches with samples only."""
-
-    left_out = False
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> Any:
-        loss = loss_of(self.network(batch[0]), batch[1])
-        self.log("own", loss, batch_size=len(batch[0]))
-        if len(batch[0]) or not self.left_out:
-            self.log("synchronised", loss, sync_dist=True, batch_size=len(batch[0]))
-
-    test_step = validation_step
-
-
-def _scores(world_size: int, samples: int, left_out: bool = False) -> dict[str, float] | str:
-    silence()
-    inputs, targets = noisy_images(samples)
-    model = Scores(image_network().double(), torch.optim.SGD, lr=0.1)
-    model.left_out = left_out
-    settings = {"enable_checkpointing": False, "enable_progress_bar": False, **on_ranks(world_size), **QUIET}
-    trainer = pl.Trainer(callbacks=[RankConsistency()], **settings)
-    rows, rank = torch.arange(samples), trainer.global_rank
-    loaders = [EvaluationLoader(inputs, targets, rows[part:], 4, rank, world_size) for part in (0, 2)]
-    try:
-        trainer.test(model, loaders, verbose=False)
-        found = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        trainer.validate(model, loaders[0], verbose=False)
-    except UserError as error:
-        return str(error)
-    return found | {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
-@pytest.mark.parametrize("samples", [27, 10, 3])
-def test_what_steps_of_an_evaluation_log_is_the_mean_over_the_samples_of_all_ranks(samples: int) -> None:
-    expected = _scores(1, samples)
-    assert len(expected) == 6
-    for world_size in (2, 3):
-        assert run_ranks(_scores, world_size, world_size, samples) == [pytest.approx(expected, rel=1e-6)] * world_size
-
-
-def test_steps_that_log_other_names_on_other_ranks_are_refused() -> None:
-    message = "ranks 0 and 1 log different names in an evaluation, test_step.synchronised"
-    assert all(message in found for found in run_ranks(_scores, 2, 2, 3, left_out=True))
 
 
 def _unfreeze_with_lightning(_: str) -> str:

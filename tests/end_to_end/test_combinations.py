@@ -57,11 +57,10 @@ REFUSED: list[tuple[Row, Row | None, str]] = [
         for shown in ({} if stop == "an exception" else None,)
     ),
     *(
-        ({"loader": "iterable data set", "resumed": resumed, "stop": stop}, shown, WITHIN_EPOCH)
-        for resumed in FACTORS["resumed"][1:]
+        ({"loader": "iterable data set", "stop": stop}, shown, WITHIN_EPOCH)
         for stop in FACTORS["stop"][1:]
         if stop != "max_steps at an epoch's end"
-        for shown in ({} if stop == "an exception" else None,)
+        for shown in ({"resumed": FACTORS["resumed"][1]} if stop == "an exception" else None,)
     ),
     ({"loader": "dict of TrainLoaders", "accumulate": "global_batch_size"}, {}, "cannot tell the batch size"),
     ({"loader": "dict of TrainLoaders", "BNRecalibration": "on"}, {}, "BNRecalibration found several training loaders"),
