@@ -47,12 +47,6 @@ class PatientStopping(EarlyStopping):
     """Lightning's `EarlyStopping` with the patience of this command, also where a checkpoint was saved with another."""
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # Lightning reads it, and a Trainer that validates by time does not have it.
-        vars(trainer).setdefault("val_check_interval", None)
-        super().setup(trainer, pl_module, stage)
-
-    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         score = torch.tensor(float(state_dict["best_score"]))  # Of one number, or the checkpoint is refused.
         numbers = {name: int(state_dict[name]) for name in ("wait_count", "stopped_epoch")}

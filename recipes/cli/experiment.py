@@ -269,12 +269,11 @@ def build_experiment(settings: Settings, classes: Classes, connection: RunConnec
         config = MappingProxyType(_fill(_fill(settings.config, recipe.hparams), resolved))
         recipe.run_config = dict(config)
     settings = replace(settings, data=resolved, config=config)
-    interval = settings.trainer.get("val_check_interval")
     return Experiment(
         settings,
         recipe,
         data,
-        lambda: [*run_callbacks(settings.run, recipe, seeds, interval), *classes.callbacks()],
+        lambda: [*run_callbacks(settings.run, recipe, seeds), *classes.callbacks()],
         seed,
         classes.in_program,
     )

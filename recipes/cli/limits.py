@@ -5,7 +5,6 @@ another amount of training.
 """
 
 import math
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -15,20 +14,11 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from callbacks.checkpointing.stopping_points import update_is_whole
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lib.exchange import broadcast
 from callbacks.lib.global_batch import accumulation_factor
 from datamodules.errors import UserError
 
-__all__ = [
-    "LIMIT_TEXTS",
-    "TimedValidation",
-    "WholeUpdates",
-    "limits_per_device",
-    "micro_batches_per_update",
-    "seconds_of",
-]
+__all__ = ["LIMIT_TEXTS", "WholeUpdates", "limits_per_device", "micro_batches_per_update", "seconds_of"]
 
 _OF_TRAINING = ("limit_train_batches", "overfit_batches")
 _OF_EVALUATION = ("limit_val_batches", "limit_test_batches")
@@ -119,23 +109,28 @@ def limits_per_device(options: Mapping[str, Any], per_update: int | None, rank: 
                 f" {name}={world_size} or more"
             )
         limits[name] = -((rank - count) // world_size)  # Those at rank, rank + world_size, ... below the count.
-    if seconds_of("val_check_interval", options.get("val_check_interval")):
-        limits["val_check_interval"] = 0  # `TimedValidation` chooses: Lightning follows each rank's own clock.
     return limits
+
+
+def _interval(trainer: pl.Trainer) -> int | float | None:
+    """The Trainer's ``val_check_interval``; None of a time, where Lightning does not set the attribute."""
+    return getattr(trainer, "val_check_interval", None)
 
 
 class WholeUpdates(pl.Callback):
     """Counts the Trainer's limits in updates where several micro-batches make one, as if one forward pass made each.
 
     Runs on: `on_train_start`, `on_train_epoch_start` and `on_validation_end`, after the callback that accumulates.
-    ``val_check_interval`` is a number of updates, or a share of an epoch's updates.
+    ``val_check_interval`` is a number of updates, or a share of an epoch's updates; a time is left to `ExactCheckpoint`
+    and `Preemption`, which follow rank 0's clock.
 
     Args:
         accumulation: the callback that accumulates.
 
     Raises:
         UserError: ``limit_train_batches`` is a share that ends within an update, so that the epoch's last update would
-            see other samples on another number of devices; or ``val_check_interval`` is longer than an epoch.
+            see other samples on another number of devices; ``val_check_interval`` is longer than an epoch, or a time
+            where ReduceLROnPlateau would step by a score that is not new.
     """
 
     def __init__(self, accumulation: GradientAccumulation) -> None:
@@ -144,6 +139,11 @@ class WholeUpdates(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._check_share(trainer)
+        if _interval(trainer) is None and any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
+            raise UserError(
+                "schedule='plateau' follows the score of each epoch, and `val_check_interval` is a time; pass a number"
+                " of updates or a share of an epoch"
+            )
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         self._set_next_validation(trainer, progress.processed)
 
@@ -180,9 +180,9 @@ class WholeUpdates(pl.Callback):
         Args:
             batch: micro-batches that were trained in this epoch.
         """
-        interval, batches = trainer.val_check_interval, trainer.num_training_batches
+        interval, batches = _interval(trainer), trainer.num_training_batches
         factor = trainer.accumulate_grad_batches
-        if not interval:  # A time.
+        if interval is None:
             return
         updates = math.inf if math.isinf(batches) else math.ceil(batches / factor)
         if isinstance(interval, float) and (interval == 1 or math.isinf(updates)):
@@ -197,51 +197,3 @@ class WholeUpdates(pl.Callback):
         ends_epoch = trainer.check_val_every_n_epoch is not None and not math.isinf(updates) and updates % every == 0
         if ends_epoch and batch >= (updates - every) * factor:
             trainer.val_check_batch = batches
-
-
-class TimedValidation(pl.Callback):
-    """Validates after the first whole update at which so much time has passed, by rank 0's clock.
-
-    Runs on: `on_train_start`, `on_train_batch_end` and `on_validation_end`, in a Trainer with
-    ``val_check_interval=0``. An epoch's end is no reason to validate.
-
-    Args:
-        seconds: between the end of a validation, or the start of the training, and the next validation.
-
-    Raises:
-        UserError: ReduceLROnPlateau would step by a score that is not new.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self._began = seconds, 0.0
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
-            raise UserError(
-                "schedule='plateau' follows the score of each epoch, and `val_check_interval` is a time; pass a number"
-                " of updates or a share of an epoch"
-            )
-        self._began = time.monotonic()
-        loop: Any = trainer.fit_loop.epoch_loop
-        # A validation that was cut off is made again; else none is due before the next update.
-        due = loop.val_loop.restarted_mid_evaluation
-        self._set(trainer, 0 if due else trainer.accumulate_grad_batches)
-
-    @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        passed = time.monotonic() - self._began >= self.seconds
-        due = update_is_whole(trainer) and broadcast(trainer.strategy, passed)
-        self._set(trainer, 0 if due else 1)
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._began = time.monotonic()
-
-    def _set(self, trainer: pl.Trainer, batches: int) -> None:
-        """Have the next validation after so many further batches: Lightning validates at multiples of this number."""
-        loop = trainer.fit_loop
-        done = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
-        trainer.val_check_batch = done + 1 + batches

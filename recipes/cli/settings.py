@@ -24,7 +24,7 @@ from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging
 from datamodules.ranges import COUNT, Range, check_ranges
 from recipes.cli.early_stopping import PatientStopping, score_mode
-from recipes.cli.limits import TimedValidation, WholeUpdates, seconds_of
+from recipes.cli.limits import WholeUpdates
 from recipes.launch.precision import Precision
 from recipes.optim import learning_rate_scale
 from recipes.recipe import Recipe
@@ -132,10 +132,8 @@ def global_batch_text(
     return f"global batch {at_once * factor}{of} = {parts}{_counted(factor, 'micro-batch', 'es')}, "
 
 
-def run_callbacks(
-    settings: RunSettings, recipe: Recipe, seeds: SeedControl, val_check_interval: Any = None
-) -> list[Callback]:
-    """The callbacks of every run; of the Trainer's ``val_check_interval`` a time needs one."""
+def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> list[Callback]:
+    """The callbacks of every run."""
     scale = learning_rate_scale(settings.lr_scale, recipe.hparams.optimizer)
     accumulation = GradientAccumulation(settings.accumulate, settings.global_batch_size)
     callbacks: list[Callback] = [
@@ -145,8 +143,6 @@ def run_callbacks(
         seeds,
         WarmupLR(settings.warmup, scale=scale, base_batch_size=recipe.base_batch_size if scale else None),
     ]
-    if seconds := seconds_of("val_check_interval", val_check_interval):
-        callbacks.insert(2, TimedValidation(seconds))  # Before those that ask whether a validation comes next.
     callbacks += [FiniteWeights(), RankConsistency(), Preemption(), LeanLoop(), TrainingMonitor()]
     if settings.sync_bn:
         check_batchnorm(recipe)  # Before other processes start.

@@ -124,6 +124,8 @@ def build_trainer(
             enable_autolog_hparams=False,
             enable_model_summary=False,
         )
+    # Lightning's EarlyStopping reads it, and a Trainer that validates by time does not have it.
+    vars(trainer).setdefault("val_check_interval", None)
     if _backend(trainer) == "nccl" and trainer.strategy.root_device.type != "cuda":
         raise UserError("NCCL needs NVIDIA GPUs, and this run is on the CPU; pass --strategy ddp, which uses gloo")
     without_pickles(trainer.strategy)

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -5,6 +7,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from datamodules import UserError
 from recipes.cli.early_stopping import PatientStopping, score_mode, why_stopped
+from tests.support.command_lines import typed
 
 
 @pytest.mark.parametrize(
@@ -29,9 +32,12 @@ def test_a_checkpoint_brings_the_count_and_the_best_score_but_not_the_patience()
     assert (resumed.wait_count, resumed.best_score, resumed.patience) == (2, torch.tensor(0.5), 7)
 
 
-def test_a_time_between_validations_is_no_error():
-    trainer = pl.Trainer(val_check_interval="00:00:00:01", logger=False, accelerator="cpu", barebones=True)
-    PatientStopping("val/loss").setup(trainer, pl.LightningModule(), "fit")
+def test_a_time_between_validations_is_no_error(tmp_path: Path):
+    stops = "--early-stopping val/loss --callbacks+=EarlyStopping --callbacks.monitor=val/loss"
+    fit = f"--max-epochs 1 --val-check-interval '{{microseconds: 1}}' --accelerator cpu --logger none --name a {stops}"
+    fit += " --dataset digits --limit-train-batches 2"
+    (ended,) = typed(tmp_path, fit, recipe="recipes:MNISTClassifier", data="datamodules:MNISTDataModule")
+    assert ended.status == 0, ended.err
 
 
 def test_the_reason_of_the_callback_that_stopped_is_told():

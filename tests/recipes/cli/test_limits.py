@@ -1,5 +1,6 @@
 """What limits mean, on any split."""
 
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,10 +10,10 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import ExactCheckpoint, GradientAccumulation
+from callbacks.checkpointing import stopping_points
 from callbacks.checkpointing.stopping_points import move_counters
 from datamodules import UserError
-from recipes.cli import limits
-from recipes.cli.limits import TimedValidation, WholeUpdates, limits_per_device, micro_batches_per_update, seconds_of
+from recipes.cli.limits import WholeUpdates, limits_per_device, micro_batches_per_update, seconds_of
 from tests.support.minimal_recipe import Line
 from tests.support.tables import QUIET, silence
 
@@ -121,36 +122,34 @@ def test_an_epoch_that_is_resumed_is_validated_at_its_end(tmp_path):
 def test_an_interval_of_time_validates_after_whole_updates_only_and_best_is_saved_there(
     tmp_path, check_epochs, monkeypatch
 ):
-    options = limits_per_device({"val_check_interval": "00:00:30:00"}, 4, 0, 1) | {"max_epochs": 2}
-    options |= {"enable_checkpointing": True, "check_val_every_n_epoch": check_epochs}
+    options = {"max_epochs": 2, "enable_checkpointing": True, "check_val_every_n_epoch": check_epochs}
 
-    def validated(seconds: float, name: str = "best", **more: Any) -> list[int]:
+    def validated(interval: timedelta, name: str = "best", **more: Any) -> list[int]:
         best = ExactCheckpoint(tmp_path, name, monitor="score", mode="max")
-        callbacks = [TimedValidation(seconds), best]
-        found = fit(30, more=callbacks, **options | more)[1].validated
+        found = fit(30, more=[best], val_check_interval=interval, **options | more)[1].validated
         assert best.best_model_path == (str(tmp_path / f"{name}.ckpt") if found else "")
         return found
 
     first = 9 if check_epochs == 2 else 1
-    assert validated(1e-9) == [*range(first, 17)]
+    assert validated(timedelta(microseconds=1)) == [*range(first, 17)]
     assert torch.load(tmp_path / "best.ckpt")["global_step"] == max(first, 5)
-    assert validated(1e9, "none") == []
+    assert validated(timedelta(hours=1), "none") == []
     # A rank follows the clock of rank 0, for which no time has passed.
-    monkeypatch.setattr(limits, "broadcast", lambda *_: False)
-    assert validated(1e-9, "other") == []
+    monkeypatch.setattr(stopping_points, "broadcast", lambda *_: False)
+    assert validated(timedelta(microseconds=1), "other") == []
 
 
 def test_a_run_resumes_between_two_validations_by_time_and_in_one(tmp_path):
     path = tmp_path / "cut.ckpt"
     save = LambdaCallback(on_train_batch_end=lambda trainer, *args: args[-1] == 27 and trainer.save_checkpoint(path))
-    options: dict[str, Any] = {"val_check_interval": 0}
-    fit(30, more=[TimedValidation(1e9), save], **options)
-    resumed, module = fit(30, more=[TimedValidation(1e9)], ckpt_path=path, **options)
+    options: dict[str, Any] = {"val_check_interval": "00:01:00:00", "enable_checkpointing": True}
+    fit(30, more=[save, ExactCheckpoint(tmp_path / "whole")], **options)
+    resumed, module = fit(30, more=[ExactCheckpoint(tmp_path / "cut")], ckpt_path=path, **options)
     assert (resumed.global_step, module.validated) == (8, [])
     checkpoint = torch.load(path)
     move_counters(checkpoint["loops"], "validation")
     torch.save(checkpoint, path)
-    resumed, module = fit(30, more=[TimedValidation(1e9)], ckpt_path=path, **options)
+    resumed, module = fit(30, more=[ExactCheckpoint(tmp_path / "in")], ckpt_path=path, **options)
     assert (resumed.global_step, module.validated) == (8, [7])
 
 
@@ -168,7 +167,7 @@ def test_a_schedule_that_follows_the_score_of_each_epoch_needs_validations_by_up
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "score"}}
 
     with pytest.raises(UserError, match="schedule='plateau' follows the score of each epoch"):
-        fit(8, more=[TimedValidation(1)], module=Plateau(), val_check_interval=0)
+        fit(8, module=Plateau(), val_check_interval=timedelta(seconds=1))
 
 
 def test_an_interval_longer_than_an_epoch_is_refused_in_updates():
