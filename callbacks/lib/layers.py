@@ -129,7 +129,7 @@ def drop_nothing(layer: nn.Module) -> None:
 
 
 def mode_of(layer: nn.Module) -> tuple[bool, float | None]:
-    """What `drop_nothing` and `evaluating` change: the mode, and the dropout of a recurrent layer."""
+    """What `drop_nothing` changes: the mode, and the dropout of a recurrent layer."""
     return layer.training, layer.dropout if isinstance(layer, nn.RNNBase) else None
 
 
@@ -142,17 +142,11 @@ def set_mode(layer: nn.Module, mode: tuple[bool, float | None]) -> None:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; afterwards each layer has its own mode, whatever its `train` method does.
-
-    Recurrent layers train without dropout meanwhile, so that cuDNN computes gradients; see `drop_nothing`.
-    """
-    modes = [(layer, mode_of(layer)) for layer in module.modules()]
+    """Evaluation mode for a while; afterwards each layer has its own mode, whatever its `train` method does."""
+    modes = [(layer, layer.training) for layer in module.modules()]
     module.eval()
     try:
-        for layer, _ in modes:
-            if isinstance(layer, nn.RNNBase):
-                layer.training, layer.dropout = True, 0.0
         yield
     finally:
-        for layer, mode in modes:
-            set_mode(layer, mode)
+        for layer, training in modes:
+            layer.training = training
