@@ -26,7 +26,7 @@ from datamodules.loading.image_tree import (
     scan_tree,
 )
 from datamodules.loading.parquet_images import parquet_files, read_parquet
-from datamodules.loading.text_files import NOT_UTF8, Faults, csv_rows, read_lines, text_suffix
+from datamodules.loading.text_files import NOT_UTF8, Faults, column_place, csv_rows, read_lines, text_suffix
 
 __all__ = ["class_order", "find_images", "holds_images", "list_files", "read_lists"]
 
@@ -129,13 +129,6 @@ def _json_rows(lines: list[str | None], faults: Faults) -> Iterator[tuple[int, l
         yield number, ["" if row.get(key) is None else str(row[key]) for key in keys]
 
 
-def _place(column: str, names: Sequence[str], where: Path) -> int:
-    """The place of a column by its name, or by its number from 1."""
-    if column not in names and not (column.isdecimal() and 0 < int(column) <= len(names)):
-        raise UserError(f"{where} has no column {column}; its first row holds {', '.join(names)}")
-    return names.index(column) if column in names else int(column) - 1
-
-
 def _find_columns(
     listed: _List, rows: list[tuple[int, list[str]]], columns: Sequence[str] | None
 ) -> tuple[dict[str, int], bool]:
@@ -147,7 +140,7 @@ def _find_columns(
     known = ["" if is_image(name) else name.lower().replace("_", " ").replace("-", " ") for name in names]
     places = {kind: next((i for i, name in enumerate(known) if name in _NAMES[kind]), -1) for kind in _NAMES}
     if columns is not None:
-        places["path"], places["label"] = (_place(column, names, listed.path) for column in columns)
+        places["path"], places["label"] = (column_place(column, names, listed.path) for column in columns)
     is_known = min(places["path"], places["label"]) >= 0
     is_named = is_known and not all(column.isdigit() for column in columns or known)
     others = [i for i in range(len(names)) if i not in places.values()]

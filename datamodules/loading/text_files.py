@@ -26,6 +26,7 @@ __all__ = [
     "NOT_UTF8",
     "Faults",
     "aligned_texts",
+    "column_place",
     "csv_rows",
     "decoded_lines",
     "iter_lines",
@@ -216,6 +217,27 @@ def _delimiter(first: Sequence[str | None]) -> str:
             if len(counts := {len(row) for row in csv.reader(texts, delimiter=mark)}) == 1 and max(counts) > 1:
                 return mark
     return ","
+
+
+def column_place(column: str, names: Sequence[str], where: str | Path) -> int:
+    """The place of a column by its name in the first row, in any case, or by its number from 1.
+
+    Raises:
+        UserError: there is none.
+
+    Example:
+        >>> column_place("Label", ["path", "label"], "a.csv"), column_place("1", ["path", "label"], "a.csv")
+        (1, 0)
+    """
+    lower = [name.strip().lower() for name in names]
+    if column.strip().lower() in lower:
+        return lower.index(column.strip().lower())
+    if column.isascii() and column.isdigit() and 1 <= int(column) <= len(names):
+        return int(column) - 1
+    raise UserError(
+        f"{where} has no column {column!r}; its first line is {', '.join(map(repr, names[:10]))}: pass two names from"
+        ' it, or numbers from 1, such as columns=["1", "2"]'
+    )
 
 
 def csv_rows(lines: Iterable[str | None], faults: Faults) -> Iterator[tuple[int, list[str]]]:

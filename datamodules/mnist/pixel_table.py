@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from datamodules.errors import UserError
+from datamodules.loading.image_tree import part_of
 from datamodules.mnist.idx import EMNIST
 
 __all__ = ["find_pixel_tables", "read_pixel_table"]
 
-_PART = re.compile("train|test|val")
 _LABELS = ("label", "class", "target")
 
 
@@ -54,8 +54,7 @@ def find_pixel_tables(place: Path) -> dict[str, Path]:
     for file in files:
         if _label_column(_first_row(file)) is None:
             continue
-        named = _PART.search(file.stem.lower())
-        part = named.group() if named and len(files) > 1 else "train"
+        part = (part_of(file.stem) if len(files) > 1 else "") or "train"
         if part in found:
             raise UserError(f"{place} holds both {found[part].name} and {file.name}; pass one of them")
         found[part] = file

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from datamodules.errors import UserError
+from datamodules.loading.text_files import column_place
 
 __all__ = ["choose_columns", "is_header"]
 
@@ -150,16 +151,5 @@ def choose_columns(
         if len(names) < 2:
             return choose_columns(rows[0], None, where, rows[1:]) if rows else (0, 1)
         return _by_content(names, rows, where)
-    lower = [name.strip().lower() for name in names]
-    places = []
-    for column in columns:
-        if column.strip().lower() in lower:
-            places.append(lower.index(column.strip().lower()))
-        elif column.isascii() and column.isdigit() and 1 <= int(column) <= len(names):
-            places.append(int(column) - 1)
-        else:
-            raise UserError(
-                f"{where} has no column {column!r}; its first line is {', '.join(map(repr, names[:10]))}: pass two"
-                ' names from it, or numbers from 1, such as columns=["1", "2"]'
-            )
-    return places[0], places[1]
+    source, target = (column_place(column, names, where) for column in columns)
+    return source, target
