@@ -25,7 +25,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks.checkpointing.received_state import files_in
-from callbacks.checkpointing.replay import raw_weights, refuse_torchmetrics, replay_epoch
+from callbacks.checkpointing.replay import raw_weights, refuse_torchmetrics, replay_epoch, was_stopped_early
 from callbacks.checkpointing.stopping_points import (
     hold_validations_and_stops,
     uncount_cut_epoch,
@@ -41,7 +41,10 @@ from callbacks.lib.lightning_internals import (
     epoch_sums,
     means_of_trained_epoch,
     resume_max_steps_at_epoch_end,
+    save_after_validation,
+    saves_after_validation,
     saves_within_epochs,
+    validation_scores,
 )
 from callbacks.lib.trainer_attributes import callbacks_of, set_callbacks
 from datamodules.errors import UserError
@@ -50,6 +53,9 @@ __all__ = ["ExactCheckpoint"]
 
 _METRICS = "monitored_metrics"
 """The entry of a checkpoint with all scores, which callbacks and ReduceLROnPlateau read again later."""
+
+_SCORED = "scored"
+"""The entry with the update after which was validated last, and the names of the scores of that validation."""
 
 _SUMS = "epoch_sums"
 """The entry with the sums behind the means of the present epoch, by rank."""
@@ -67,6 +73,8 @@ class ExactCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint`, which saves after complete updates, and after an epoch's last when it has ended.
 
     Of equal scores the later is the best: it has learnt for longer, and small validation sets often give equal ones.
+    A save by the score of a validation that was made with other weights waits for the next validation; the last
+    checkpoint does not.
 
     A run resumes within an epoch with a training loader that has ``state_dict`` and ``load_state_dict``, and with one
     `DataLoader` over a data set with a length and a sampler of torch: it repeats the epoch's order, by `SeedControl` if
@@ -93,6 +101,7 @@ class ExactCheckpoint(ModelCheckpoint):
     _loaded: dict[str, Any] | None = None
     _world_size = 1
     _saved_world_size: int | None = None
+    _scored: tuple[int, list[str]] = (0, [])
     _metrics: dict[str, Tensor] | None = None
     _sums: list[dict[str, list[Tensor]]] | None = None
     _raw: dict[str, Any] | None = None
@@ -128,6 +137,7 @@ class ExactCheckpoint(ModelCheckpoint):
             return  # The other ranks may be gone, or another callback of this class has added it.
         metrics = trainer.callback_metrics | means_of_trained_epoch(trainer)
         checkpoint[_METRICS] = {name: torch.as_tensor(value).detach().clone() for name, value in metrics.items()}
+        checkpoint[_SCORED] = self._scored
         checkpoint[_SUMS] = gather(trainer.strategy, epoch_sums(trainer))
 
     @override
@@ -136,6 +146,7 @@ class ExactCheckpoint(ModelCheckpoint):
     ) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         self._metrics, self._sums = checkpoint.get(_METRICS), checkpoint.get(_SUMS)
+        self._scored = checkpoint.get(_SCORED, self._scored)
         self._raw = raw_weights(trainer, checkpoint) if trainer.state.fn == "fit" else None
         # `load_state_dict` is not called where this run saves at another interval or by another score.
         numbers = (state.get("world_size") for state in checkpoint["callbacks"].values() if isinstance(state, dict))
@@ -150,6 +161,8 @@ class ExactCheckpoint(ModelCheckpoint):
             self._raw = None
         if self._saved_world_size is not None and self._is_first(trainer):
             replay_epoch(trainer, self._saved_world_size)
+            trainer.should_stop = trainer.should_stop or was_stopped_early(trainer)
+            drop_early_stop(trainer)
         self._saved_world_size = None
         self._release()
         undo = [hold_validations_and_stops(trainer)]
@@ -183,6 +196,7 @@ class ExactCheckpoint(ModelCheckpoint):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
+        self._scored = trainer.global_step, validation_scores(trainer)
         if trainer.is_last_batch or (trainer.should_stop and not validation_is_next(trainer)):
             self._validated_at_epoch_end = True
             return
@@ -203,11 +217,12 @@ class ExactCheckpoint(ModelCheckpoint):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"world_size": self._world_size}
+        return super().state_dict() | {"world_size": self._world_size, "waits": saves_after_validation(self)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
+        save_after_validation(self, bool(state_dict.get("waits")))
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -242,6 +257,10 @@ class ExactCheckpoint(ModelCheckpoint):
 
     @override
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
+        step, names = self._scored
+        if self.monitor in names and step != trainer.global_step:
+            save_after_validation(self)
+            return False
         # The score is the same on every rank, so all of them decide alike.
         equal = current is not None and bool(self.best_k_models.get(self.kth_best_model_path) == current)
         return equal or super().check_monitor_top_k(trainer, current)

@@ -16,7 +16,7 @@ from types import NoneType
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
 from torch.utils.data import (
     BatchSampler,
@@ -34,7 +34,14 @@ from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader
 
-__all__ = ["RAW_WEIGHTS", "loaded_raw_weights", "raw_weights", "refuse_torchmetrics", "replay_epoch"]
+__all__ = [
+    "RAW_WEIGHTS",
+    "loaded_raw_weights",
+    "raw_weights",
+    "refuse_torchmetrics",
+    "replay_epoch",
+    "was_stopped_early",
+]
 
 RAW_WEIGHTS = "current_model_state"
 """The entry of a checkpoint with the weights that are not averaged, as Lightning's `WeightAveraging` calls it."""
@@ -190,3 +197,10 @@ def replay_epoch(trainer: pl.Trainer, saved_world_size: int) -> None:
         _pass_over_trained_batches(trainer, saved_world_size)
     elif without:
         iterate_anew(trainer)
+
+
+def was_stopped_early(trainer: pl.Trainer) -> bool:
+    """Whether `EarlyStopping` had asked for the end when the run was saved; Lightning would train another epoch."""
+    epoch = trainer.current_epoch - (not trainer.fit_loop.restarted_mid_epoch)
+    stops = (callback for callback in callbacks_of(trainer) if isinstance(callback, EarlyStopping))
+    return any(stop.wait_count >= max(1, stop.patience) and stop.stopped_epoch >= epoch for stop in stops)

@@ -47,15 +47,18 @@ __all__ = [
     "replace_hook_calls",
     "restart_training_loaders",
     "resume_max_steps_at_epoch_end",
+    "save_after_validation",
     "save_last",
     "save_now_unless_saved",
     "save_untrained",
+    "saves_after_validation",
     "saves_within_epochs",
     "set_collective_timeout",
     "set_writer",
     "skips_backward",
     "training_is_done",
     "uncount_update",
+    "validation_scores",
     "validation_time_is_over",
 ]
 
@@ -189,6 +192,12 @@ def hold_to_updates(
 def drop_early_stop(trainer: pl.Trainer) -> None:
     """Takes back a request to stop that comes before ``min_epochs`` and ``min_steps`` are reached."""
     trainer.should_stop = trainer.should_stop and trainer.fit_loop._can_stop_early
+
+
+def validation_scores(trainer: pl.Trainer) -> list[str]:
+    """The names of what the last validation of a fit has logged; for `on_validation_end`."""
+    metrics: Any = trainer.fit_loop.epoch_loop.val_loop._results.valid_items()
+    return sorted({str(metric.meta.forked_name(on_step=False)) for _, metric in metrics})
 
 
 def validation_time_is_over(trainer: pl.Trainer) -> bool | None:
@@ -427,6 +436,16 @@ def raised_by_restoring(error: BaseException) -> bool:
 def saves_within_epochs(checkpoint: ModelCheckpoint) -> bool:
     """Whether it saves after a number of updates or at an interval of time."""
     return checkpoint._every_n_train_steps >= 1 or checkpoint._train_time_interval is not None
+
+
+def saves_after_validation(checkpoint: ModelCheckpoint) -> bool:
+    """Whether a save of its best waits for the next validation."""
+    return bool(checkpoint._defer_save_until_validation)
+
+
+def save_after_validation(checkpoint: ModelCheckpoint, waits: bool = True) -> None:
+    """Makes a save of its best wait for the next validation, or not."""
+    checkpoint._defer_save_until_validation = waits
 
 
 def save_last(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> None:

@@ -130,6 +130,7 @@ class Model(pl.LightningModule):
         assert done % self.trainer.accumulate_grad_batches == 0, "after an update"
         self.scores.append(SCORES[self.global_step // 2 % len(SCORES)])
         self.log("score", torch.tensor(self.scores[-1]))
+        self.log("weight", self.weight.detach())
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -172,6 +173,7 @@ class Row(NamedTuple):
     schedule: Any = None
     monitor: str = "score"
     metric: bool = False
+    best_every: int | None = None
     seeded: bool = True
     refused: str = ""
 
@@ -242,7 +244,10 @@ ROWS: dict[str, list[Row]] = {
         Row((6,), callbacks=stopping("train", patience=0, min_delta=0.2), monitor="train")
     ],
     "means of an epoch by torchmetrics": [Row((6,), monitor="metric", metric=True, refused=END_OF_EPOCH)],
-    "counters of callbacks": [Row((7,), callbacks=lambda: [*stopping(patience=2)(), Timer({"hours": 1})])],
+    "counters of callbacks": [
+        Row((7,), callbacks=lambda: [*stopping(patience=2)(), Timer({"hours": 1})]),
+        Row((12,), callbacks=stopping(patience=1)),
+    ],
     "a stop before `min_epochs`": [
         Row((7,), callbacks=stopping(patience=1), options={"min_epochs": 2, "val_check_interval": 2})
     ],
@@ -252,7 +257,10 @@ ROWS: dict[str, list[Row]] = {
         Row((4, 6), callbacks=lambda: [TrainLoss()], schedule=partial(plateau, monitor="train/loss")),
         Row((9,), callbacks=lambda: [StochasticWeightAveraging(0.5, swa_epoch_start=1, annealing_epochs=2)]),
     ],
-    "best scores and files": [Row((10,), options={"val_check_interval": 2})],
+    "best scores and files": [
+        Row((10,), options={"val_check_interval": 2}),
+        Row((3, 4), options={"val_check_interval": 3, "check_val_every_n_epoch": None}, best_every=2),
+    ],
     "steps of loggers": [
         Row((7,), callbacks=lambda: [LearningRateMonitor("step")], options={"log_every_n_steps": 2}, schedule=plateau)
     ],
@@ -268,14 +276,14 @@ def fit(
     """The samples of each batch; and updates, epochs, weight, rate, scores, best files, and logs after the last cut."""
     silence()
     every = ExactCheckpoint(folder, filename="{step}", every_n_train_steps=interval, save_top_k=-1)
-    best = ExactCheckpoint(folder / "best", filename="{step}", monitor=row.monitor)
+    best = ExactCheckpoint(folder / "best", filename="{step}", monitor=row.monitor, every_n_train_steps=row.best_every)
     settings = QUIET | {"max_epochs": EPOCHS, "enable_progress_bar": False, "logger": (log := Log())} | row.options
     seeds = [SeedControl(1)] if row.seeded else []
     trainer = pl.Trainer(callbacks=[*seeds, *row.callbacks(), *more, every, best], **settings)
     model, validation = Model(row.schedule, row.metric), DataLoader(TensorDataset(NUMBERS[:1]))
     with contextlib.suppress(Killed):
         trainer.fit(model, row.loader(), validation, ckpt_path=resumed_from, weights_only=True)
-    if row.monitor == "score" and resumed_from is None and model.scores:
+    if row.monitor == "score" and resumed_from is None and model.scores and not row.best_every:
         assert best.best_model_score == pytest.approx(min(model.scores)), "each score's weights were saved if the best"
     logged = [(step, metrics) for step, metrics in log.rows if step >= row.cuts[-1]]
     scores = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -302,6 +310,13 @@ def test_a_resumed_run_decides_as_the_whole_one_or_is_refused(name: str, number:
     batches, decided = fit(row, tmp_path / "cut", resumed_from=path, interval=2)
     assert (seen | batches, decided) == fit(row, tmp_path / "whole")
     assert list(tmp_path.glob("whole/best/*.ckpt")), "there was a score"
+
+
+def test_a_save_by_a_score_of_other_weights_waits_for_the_next_validation(tmp_path: Path) -> None:
+    options = {"val_check_interval": 3, "check_val_every_n_epoch": None}
+    _, decided = fit(Row((0,), options=options, monitor="weight", best_every=2), tmp_path)
+    score, name, _ = decided[5]
+    assert score == torch.load(tmp_path / "best" / name)["state_dict"]["weight"]
 
 
 class Fails(pl.Callback):
