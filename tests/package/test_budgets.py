@@ -14,9 +14,9 @@ from recipes.cli.experiment import Classes
 ROOT = Path(__file__).parents[2]
 BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
-    "recipes": (13_550, 8_600),
+    "recipes": (13_500, 8_550),
     "callbacks": (7_750, 4_670),
-    "datamodules": (8_950, 5_540),
+    "datamodules": (8_950, 5_530),
     "tests": (28_450, 21_730),
     "benchmarks": (4_400, 3_230),
 }
