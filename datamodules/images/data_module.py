@@ -189,7 +189,7 @@ class ImageFolderDataModule(ClassificationDataModule):
         for name, numbers, least in (("pixel_mean", pixel_mean, 0), ("pixel_std", pixel_std, 1e-6)):
             if numbers is not None and (len(numbers) != 3 or not all(least <= number <= 1 for number in numbers)):
                 raise UserError(f"{name}={numbers}: expected three numbers from 0 to 1, such as [0.485, 0.456, 0.406]")
-        if dataset == "digits" and data_dir is not None and Path(data_dir).expanduser().exists():
+        if dataset == "digits" and data_dir is not None:
             raise UserError(f"dataset='digits' comes with scikit-learn, so data_dir={data_dir!s} would not be read")
         if columns is not None:
             columns = [str(column) for column in (columns.split(",") if isinstance(columns, str) else columns)]

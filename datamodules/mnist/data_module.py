@@ -245,7 +245,7 @@ class MNISTDataModule(ClassificationDataModule):
             rotation=(rotation, Range(0, 180)),
             scale=(scale, Range(0, 1, below=True)),
         )
-        if dataset == "digits" and data_dir is not None and Path(data_dir).expanduser().exists():
+        if dataset == "digits" and data_dir is not None:
             raise UserError(f"dataset='digits' comes with scikit-learn, so data_dir={data_dir!s} would not be read")
         # A Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
         data_dir = str(Path(data_dir).expanduser()) if data_dir is not None else None

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from docs.code_blocks import ROOT, blocks_of
-from tests.support.agents import Agent, updates_done, wait_until
+from tests.support.agents import Agent, updates_done, wait_until, write_digits
 from tests.support.ranks import free_port
 
 (JOB,) = [
@@ -53,7 +53,7 @@ def pods(folder: Path, name: str) -> list[Agent]:
     container = REPLICAS["Master"]["template"]["spec"]["containers"][0]
     assert container["command"][0] == "torchrun"
     command = [word.replace("/shared", str(folder)) for word in [*container["command"][1:], *container["args"]]]
-    small = ["--dataset=digits", "--accelerator=cpu", "--precision=32", "--max-epochs=10"]
+    small = ["--accelerator=cpu", "--precision=32", "--max-epochs=10"]
     small += ["--batch-size=16", "--enable-progress-bar=false", "--save-every=5 steps"]
     port = free_port()
     return [Agent(folder, f"{name}-{pod}", [*command, *small], variables(pod, port)) for pod in range(NODES)]
@@ -63,6 +63,7 @@ def pods(folder: Path, name: str) -> list[Agent]:
 def test_the_pods_of_a_job_train_together_save_when_one_is_preempted_and_go_on_when_they_start_again(
     tmp_path: Path,
 ) -> None:
+    write_digits(tmp_path / "data")
     last = tmp_path / "runs/mnist/digits/checkpoints/last.ckpt"
     started = pods(tmp_path, "first")
     wait_until(lambda: updates_done(last) >= 5, "the first save")

@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from sklearn.datasets import load_digits
 
 from datamodules.errors import UserError
 from recipes.resume.saved_run import read_run
 
-__all__ = ["Agent", "children_of", "shell_environment", "updates_done", "wait_until", "weights_of"]
+__all__ = ["Agent", "children_of", "shell_environment", "updates_done", "wait_until", "weights_of", "write_digits"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,3 +111,10 @@ class Agent:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.name} did not end within {timeout:g} s:\n{self.output()[-4000:]}") from None
+
+
+def write_digits(folder: Path) -> None:
+    """Write scikit-learn's digits as images of a user's own, for commands that name a folder of data."""
+    digits = load_digits()
+    folder.mkdir()
+    np.savez(folder / "digits.npz", images=(digits.images * 15).astype("uint8"), labels=digits.target)

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.agents import shell_environment, updates_done, wait_until, weights_of
+from tests.support.agents import shell_environment, updates_done, wait_until, weights_of, write_digits
 from tests.support.slurm import Slurm
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
-FLAGS = ["--dataset", "digits", "--accelerator", "cpu", "--precision", "32", "--max-epochs", "20", "--batch-size", "32"]
+FLAGS = ["--accelerator", "cpu", "--precision", "32", "--max-epochs", "20", "--batch-size", "32"]
 FLAGS += ["--save-every", "10 steps", "--rendezvous-timeout", "120", "--no-enable-progress-bar"]
 NUMBERS = {"nodes": "2", "ntasks-per-node": "1", "cpus-per-task": "1", "time": "00:30:00"}
 
@@ -37,10 +37,11 @@ def train_script(folder: Path) -> Path:
 
 
 class Cluster:
-    """A user's home folder with train.sh, and a Slurm to submit it to."""
+    """A user's home folder with data and train.sh, and a Slurm to submit it to."""
 
     def __init__(self, slurm: Slurm, folder: Path) -> None:
         self.slurm, self.folder, self.script = slurm, folder, train_script(folder)
+        write_digits(folder / "data")
         # The nodes are names of this host that no resolver knows.
         self.env = shell_environment() | {"HOME": str(folder), "MASTER_ADDR": "127.0.0.1"}
         self.env["PATH"] = f"{Path(sys.executable).parent}:{slurm.env['PATH']}"
