@@ -1,0 +1,237 @@
+"""The mean gradient of an update, equal to the bit on any number of ranks that share its micro-batches.
+
+`torch.nn.parallel.DistributedDataParallel` adds the gradients of all ranks in an order that follows from how many there
+are, and float32 keeps another rounding for each order. Here each micro-batch has its own gradient, and the order in
+which they are added is the tree of `callbacks.lib.tree_sum`. Under DDP that is a communication hook: a bucket is sent
+as soon as the backward pass has filled it. Each rank adds up one part of it, as in a reduce-scatter, and an all-gather
+hands the parts out; where ranks and micro-batches are powers of two that is the traffic of a ring's all-reduce.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from callbacks.lib.tree_sum import Node, TreeSum, range_of_rank, tree_nodes
+from datamodules.errors import UserError
+
+__all__ = ["GradientSum"]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A tensor in which many can be added up: gradients in half precision lose what is small."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _in_memory_order(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+    """The elements of a gradient in the order in which those of its parameter lie in memory, as in a bucket of DDP."""
+    strides = parameter.stride()
+    return gradient.permute(sorted(range(len(strides)), key=lambda dim: -strides[dim])).reshape(-1)
+
+
+class GradientSum:
+    """Makes the gradients of an update the mean over all its targets, over micro-batches and ranks.
+
+    Call `begin` at an update's start. For each micro-batch call `weigh` with its mean loss before the backward pass and
+    `collect` after it. After the last one ``.grad`` holds the mean. Each rank makes ``ceil(micro-batches / ranks)``
+    steps, the last of them with the DDP reduction and those before within ``no_sync()``; a rank that has a micro-batch
+    less makes a surplus step at the end, of any inputs, whose gradients count for nothing.
+
+    It holds the gradients of log2(micro-batches) + 1 nodes at most, those of one micro-batch where there is one.
+
+    Args:
+        model: the module that trains, or DDP around it, whose reduction is replaced.
+        nominal: targets of an ordinary micro-batch. Gradients are relative to it, so float16 keeps its range.
+
+    Raises:
+        UserError: DDP has a static graph.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> gradients = GradientSum(model)
+        >>> for number in gradients.begin(2):
+        ...     loss = model(torch.full((number + 1, 2), float(number))).mean()
+        ...     gradients.weigh(loss, count=number + 1)
+        ...     loss.backward()
+        ...     gradients.collect()
+        >>> model.weight.grad
+        tensor([[0.6667, 0.6667]])
+    """
+
+    def __init__(self, model: nn.Module, nominal: float = 1.0) -> None:
+        self.model, self.nominal = model, nominal
+        self.group: Any = None
+        self.rank, self.world_size = 0, 1
+        if isinstance(model, DistributedDataParallel):
+            if model.static_graph:
+                raise UserError("DDP(static_graph=True) reduces before all gradients are known: leave it out")
+            self.group = model.process_group
+            self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+            model.register_comm_hook(self, _reduce_bucket)
+        self.begin(1)
+
+    def begin(self, count: int) -> list[int | None]:
+        """Begin an update of `count` micro-batches.
+
+        Returns:
+            The numbers of this rank's, one for each of its steps; None for a surplus step.
+        """
+        self.count = count
+        self.nodes = [tree_nodes(*range_of_rank(count, r, self.world_size), count) for r in range(self.world_size)]
+        self.sums, self._targets = TreeSum(count), TreeSum(count)
+        self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._used: set[int] = set()
+        self.scale = torch.ones(())
+        self.buckets: list[_Bucket] = []
+        first, stop = range_of_rank(count, self.rank, self.world_size)
+        numbers = list(range(first, stop))
+        steps = -(-count // self.world_size)
+        self._steps: list[int | None] = [*numbers, *[None] * (steps - len(numbers))]
+        self._step = 0
+        return self._steps
+
+    @property
+    def leaf(self) -> Node | None:
+        """The micro-batch of the present step; None for a surplus one."""
+        number = self._steps[self._step]
+        return None if number is None else (number, number + 1)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the present step is the update's last."""
+        return self._step == len(self._steps) - 1
+
+    def weigh(self, loss: Tensor, count: float | Tensor, scale: Tensor | None = None) -> None:
+        """Let a backward pass from a mean loss give the gradient of its sum over targets, over `nominal`.
+
+        Args:
+            count: the targets behind the mean.
+            scale: of a GradScaler, where the backward pass begins at the scaled loss.
+        """
+        weight = count / self.nominal
+        if self.leaf is not None:
+            self._targets.add(self.leaf, [torch.as_tensor(weight, dtype=torch.float64, device=loss.device).clone()])
+        if self._step == 0:
+            for parameter in self._parameters:
+                parameter.grad = None
+        if self.is_last:
+            self._share_targets(loss.device)
+            if self.world_size > 1 and self.model.find_unused_parameters:
+                # DDP expects a gradient from the steps within no_sync() in which a parameter was used.
+                for parameter in self._parameters:
+                    parameter.grad = torch.zeros_like(parameter) if id(parameter) in self._used else None
+        if loss.requires_grad:
+            seed = weight if scale is None else weight * scale
+            # Not a factor of what flows in: a loss divided by the number of micro-batches would not come back exactly.
+            loss.register_hook(lambda gradient: torch.zeros_like(gradient) + seed)
+
+    def collect(self) -> None:
+        """Take the gradients of the micro-batch; after the update's last step ``.grad`` holds the mean instead."""
+        if self.is_last and self.world_size > 1:
+            return  # The communication hook has done it.
+        if self.leaf is not None:
+            self.sums.add(self.leaf, [self._take(parameter) for parameter in self._parameters])
+        if not self.is_last:
+            self._step += 1
+            return
+        torch._foreach_mul_(self.sums.total, self.scale)
+        for parameter, gradient in zip(self._parameters, self.sums.total, strict=True):
+            if id(parameter) in self._used:
+                parameter.grad = gradient.to(parameter.dtype)
+
+    def _take(self, parameter: nn.Parameter) -> Tensor:
+        """The gradient of the present micro-batch: zeros where there is none, since another may have one."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+        if gradient.is_sparse:
+            raise UserError("sparse gradients have no fixed order of addition: pass sparse=False to the embedding")
+        self._used.add(id(parameter))
+        return _wide(gradient)
+
+    def _share_targets(self, device: torch.device) -> None:
+        """Sum the weights of all micro-batches up, in the order of the tree."""
+        if self.world_size > 1:
+            mine = torch.zeros(max(map(len, self.nodes)), dtype=torch.float64, device=device)
+            for place, (_, (value,)) in enumerate(self._targets.nodes):
+                mine[place] = value
+            found = mine.new_empty(self.world_size * len(mine))
+            dist.all_gather_into_tensor(found, mine, group=self.group)
+            self._targets = TreeSum(self.count)
+            for nodes, values in zip(self.nodes, found.split(len(mine)), strict=True):
+                for node, value in zip(nodes, values):
+                    self._targets.add(node, [value])
+        (total,) = self._targets.total
+        self.scale = torch.where(total > 0, 1 / total, 1.0).float()
+
+    def flat_sums(self, parameters: Sequence[nn.Parameter], buffer: Tensor) -> list[Tensor]:
+        """This rank's sums over the parameters of a bucket, each as flat as the bucket; the last step's are in them."""
+        rows = {id(parameter): row for row, parameter in enumerate(self._parameters)}
+        total = TreeSum(self.count)
+        for node, tensors in self.sums.nodes:
+            # Not by GradBucket.gradients(), which has the strides of contiguous parameters.
+            total.add(node, [torch.cat([_in_memory_order(tensors[rows[id(p)]], p) for p in parameters])])
+        if self.leaf is not None:
+            total.add(self.leaf, [_wide(buffer)])
+        return [flat for _, (flat,) in total.nodes]
+
+
+class _Bucket:
+    """A bucket on its way: each part goes to the rank that adds it up, and the sums come back to all."""
+
+    def __init__(self, state: GradientSum, bucket: dist.GradBucket) -> None:
+        buffer = bucket.buffer()
+        self.state, self.size, self.dtype = state, buffer.numel(), buffer.dtype
+        devices = [] if buffer.device.type == "cpu" else [buffer.device]
+        self.future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        flats = state.flat_sums(bucket.parameters(), buffer)
+        self._part = -(-self.size // state.world_size)
+        bounds = [min(rank * self._part, self.size) for rank in range(state.world_size + 1)]
+        parts = [stop - first for first, stop in itertools.pairwise(bounds)]
+        if len(flats) == 1:
+            self._sent = flats[0]
+        else:
+            cut = [flat[first:stop] for first, stop in itertools.pairwise(bounds) for flat in flats]
+            self._sent = torch.cat(cut) if cut else _wide(buffer[:0])
+        self._own = parts[state.rank]
+        received = [len(nodes) * self._own for nodes in state.nodes]
+        self._received = self._sent.new_empty(sum(received))
+        sent = [len(flats) * part for part in parts]
+        self._work: Any = dist.all_to_all_single(
+            self._received, self._sent, received, sent, group=state.group, async_op=True
+        )
+
+    def add_up(self) -> None:
+        """Add this rank's part up when it has come, and send it to all."""
+        self._work.wait()
+        total, nodes = TreeSum(self.state.count), [node for nodes in self.state.nodes for node in nodes]
+        for node, part in zip(nodes, self._received.split(self._own) if self._own else [self._received] * len(nodes)):
+            total.add(node, [part])
+        (mean,) = total.total
+        own = mean.new_zeros(self._part, dtype=self.dtype)
+        own[: self._own] = mean.mul_(self.state.scale)
+        self._whole = own.new_empty(self._part * self.state.world_size)
+        self._work = dist.all_gather_into_tensor(self._whole, own, group=self.state.group, async_op=True)
+
+    def end(self) -> None:
+        """Hand the mean to DDP."""
+        self._work.wait()
+        self.future.set_result(self._whole[: self.size])
+
+
+def _reduce_bucket(state: GradientSum, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP's communication hook: buckets are sent at once, and added up while the next ones are computed."""
+    new = _Bucket(state, bucket)
+    state.buckets.append(new)
+    if len(state.buckets) > 1:
+        state.buckets[-2].add_up()
+    if bucket.is_last():
+        new.add_up()
+        for each in state.buckets:
+            each.end()
+        state.buckets.clear()
+    return new.future

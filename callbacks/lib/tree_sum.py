@@ -1,0 +1,89 @@
+"""Sums over the micro-batches of an update whose bits do not depend on who holds which of them.
+
+The sum over micro-batches [a, b) is defined by their numbers: ``S(a, b) = S(a, m) + S(m, b)``, where m - a is the
+largest power of two below b - a. That is a binary tree. A rank holds a contiguous range of the micro-batches and adds
+up the largest nodes of the tree that lie within it, as a binary counter does; the ranks exchange these nodes and add
+them in the order of the tree.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["Node", "TreeSum", "range_of_rank", "tree_nodes"]
+
+Node = tuple[int, int]
+"""Micro-batches ``[first, stop)`` of an update."""
+
+
+def range_of_rank(count: int, rank: int, world_size: int) -> Node:
+    """The micro-batches of an update that a rank computes; the first ranks have one more than the last.
+
+    Example:
+        >>> [range_of_rank(5, rank, 3) for rank in range(3)]
+        [(0, 2), (2, 4), (4, 5)]
+    """
+    size, larger = divmod(count, world_size)
+    first = rank * size + min(rank, larger)
+    return first, first + size + (rank < larger)
+
+
+def _is_node(first: int, stop: int, count: int) -> bool:
+    """Whether the tree over [0, count) has a node [first, stop)."""
+    width = 1 << (stop - first - 1).bit_length()
+    return first % width == 0 and (stop - first == width or stop == count)
+
+
+def tree_nodes(first: int, stop: int, count: int) -> list[Node]:
+    """The largest nodes of the tree over [0, count) that lie within [first, stop), from left to right.
+
+    Example:
+        >>> tree_nodes(2, 5, count=5)
+        [(2, 4), (4, 5)]
+    """
+    nodes: list[Node] = []
+    for number in range(first, stop):
+        nodes.append((number, number + 1))
+        while len(nodes) > 1 and _is_node(nodes[-2][0], nodes[-1][1], count):
+            nodes[-2:] = [(nodes[-2][0], nodes[-1][1])]
+    return nodes
+
+
+class TreeSum:
+    """Adds lists of tensors in the order of the tree. It holds log2(count) + 1 of them at most.
+
+    Args:
+        count: micro-batches of the update, on all ranks.
+
+    Example:
+        >>> total = TreeSum(3)
+        >>> for number in range(3):
+        ...     total.add((number, number + 1), [torch.tensor(float(number))])
+        >>> total.nodes
+        [((0, 3), [tensor(3.)])]
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.nodes: list[tuple[Node, list[Tensor]]] = []
+        """What was added so far, in as few nodes as the tree allows."""
+
+    def add(self, node: Node, tensors: list[Tensor]) -> None:
+        """Add the sum over a node, which follows those added before; the tensors are changed in place."""
+        self.nodes.append((node, tensors))
+        while len(self.nodes) > 1:
+            ((first, _), left), ((_, stop), right) = self.nodes[-2:]
+            if not _is_node(first, stop, self.count):
+                return
+            torch._foreach_add_(left, right)
+            self.nodes[-2:] = [((first, stop), left)]
+
+    @property
+    def total(self) -> list[Tensor]:
+        """The sum over all micro-batches.
+
+        Raises:
+            ValueError: some are missing.
+        """
+        if len(self.nodes) != 1 or self.nodes[0][0] != (0, self.count):
+            raise ValueError(f"found {[node for node, _ in self.nodes]}, expected all of 0 to {self.count}")
+        return self.nodes[0][1]
