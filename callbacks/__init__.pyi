@@ -8,15 +8,15 @@ from .finite_weights import FiniteWeights as FiniteWeights
 from .freezing import FreezeLayers as FreezeLayers
 from .gradient_accumulation import GradientAccumulation as GradientAccumulation
 from .lean_loop import LeanLoop as LeanLoop
-from .lib.accumulation import AccumulationWindow as AccumulationWindow
-from .lib.accumulation import scale_gradients as scale_gradients
 from .lib.batch_norm import recalibrate as recalibrate
 from .lib.batch_norm import restore_batchnorm as restore_batchnorm
 from .lib.batch_norm import sync_batchnorm as sync_batchnorm
 from .lib.freezing import freeze_layers as freeze_layers
+from .lib.gradient_sum import GradientSum as GradientSum
 from .lib.rate_factor import RateFactor as RateFactor
 from .lib.rate_factor import batch_size_scale as batch_size_scale
 from .lib.rate_factor import warmup_factor as warmup_factor
+from .lib.running_statistics import OrderedStatistics as OrderedStatistics
 from .lib.sample_noise import dropout_factors as dropout_factors
 from .lib.sample_noise import sample_keys as sample_keys
 from .lib.sample_noise import sample_noise as sample_noise

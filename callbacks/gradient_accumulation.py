@@ -1,4 +1,4 @@
-"""Gradient accumulation whose update is the mean over all targets, however they were cut into micro-batches.
+"""Gradient accumulation whose update is the mean over all targets, to the bit on any number of devices.
 
 Lightning divides every loss by the full factor and gives micro-batches and ranks the same weight, so a short window is
 updated too weakly (#19987) and a sentence in a short batch counts more than one in a long batch (#20350).
@@ -11,72 +11,75 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from callbacks.lib.accumulation import (
-    AccumulationWindow,
     check_closures,
     check_schedule,
     check_single_accumulation,
     check_strategy,
-    current_factor,
     describe_second_call,
     ends_window,
     move_place_in_epoch,
+    resumable_loaders,
     samples_per_batch,
-    scale_gradients,
-    warn_of_separate_statistics,
-    weigh_loss,
 )
+from callbacks.lib.batch_norm import exempt_from_broadcast, is_synchronised
 from callbacks.lib.batch_positions import refuse_dataloader_iter
-from callbacks.lib.global_batch import accumulation_factor, loader_batch_size
+from callbacks.lib.global_batch import loader_batch_size, steps_for_samples
+from callbacks.lib.gradient_sum import GradientSum
 from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
-from callbacks.lib.lightning_internals import make_no_update, skips_backward
-from callbacks.lib.targets import observe_counts, sum_over_ranks
+from callbacks.lib.lightning_internals import make_no_update, skips_backward, when_training_loader_is_made
+from callbacks.lib.running_statistics import OrderedStatistics
+from callbacks.lib.targets import count_targets, observe_steps, warn_of_ignored_targets
 from callbacks.lib.updates import AccumulationSchedule
 from datamodules.errors import RunFailedError, UserError
+from datamodules.loading.resumable import ResumableLoader
 
 __all__ = ["GradientAccumulation"]
 
 
 class GradientAccumulation(pl.Callback):
-    """Makes each update the mean over all its targets, over micro-batches, devices and nodes.
+    """Makes each update the mean over all its targets, equal to the bit on any number of devices and nodes.
 
-    Runs on: the loss before each backward pass.
+    Runs on: each `training_step` and its loss, the gradients after each backward pass, and DDP's reduction.
 
     `training_step` returns its ordinary mean loss and may add ``count``, the number of targets behind that mean (tokens
     that are not padding, say; an int, or a tensor of no dimension, which is never read back from the device). Without
-    it the batch size counts. So a smaller last batch, a window cut short by the epoch's end, ranks with unequal or
+    it the batch size counts. So a smaller last batch, an update cut short by the epoch's end, ranks with unequal or
     empty batches, all give the gradient of the one large batch; what is logged stays the ordinary mean.
 
-    The weights of micro-batches are relative to the window's first, which keeps float16 in range, and before the last
-    backward pass their sum is made the mean (`callbacks.AccumulationWindow`). So gradients are right before DDP
-    averages them, GradScaler unscales them and clipping reads their norm. That costs one all-reduce of one number per
-    update, and none on one device.
+    An update is a number of micro-batches, and each rank computes a range of them. Gradients are added in an order that
+    follows from the micro-batches' numbers (`callbacks.GradientSum`), and the running statistics of BatchNorm, which
+    normalises over a micro-batch, are updated in the order of the numbers. So weights and buffers have the same bits on
+    any number of ranks, where loaders of `datamodules` deal the micro-batches; with other loaders they are equal within
+    rounding, and a line says so. Gradients are final before GradScaler unscales them and clipping reads their norm. On
+    one device with one micro-batch per update all this is left to PyTorch.
+
+    Memory: the gradients of log2(micro-batches of a rank) + 1 micro-batches while they add up.
 
     An optimiser that calls its closure several times per update (LBFGS, SAM) is refused on several devices or
     micro-batches: each call would compute only a part of the update. The loss that a closure returns is that of the
     rank's last micro-batch.
 
-    BatchNorm normalises over what a layer is given at once, which no weight changes: where that is a part of an update,
-    a warning says so.
-
     A count of 0 takes a micro-batch out, even if its loss is NaN for want of samples. Where samples hold no
     target, divide by ``count.clamp(min=1)``: a gradient that is NaN stays NaN with any weight.
 
     Args:
-        steps: micro-batches per update, or a mapping from when to how many: ``{0: 8, "2 epochs": 4, "5000 steps": 1}``.
-            The last entry whose time has come applies. A change in mid-epoch waits for a micro-batch at
-            which both the old and the new windows begin.
-        global_batch_size: samples per update on all devices; the number of micro-batches follows. A run resumed in
-            mid-epoch on other devices keeps its place, if its loader saves how many samples were used.
+        steps: micro-batches per update on each device, or a mapping from when to how many: ``{0: 8, "2 epochs": 4}``.
+            The last entry whose time has come applies.
+        global_batch_size: samples per update on all devices; the number of micro-batches follows, and the last of them
+            may be short. A loader that is none of `datamodules` needs a multiple of what the devices hold at once.
+
+    The size of an update is saved: a run resumed on other devices keeps it, and its place within the epoch.
 
     Raises:
-        UserError: `global_batch_size` does not divide, both arguments are given, something else accumulates as well,
-            or the strategy cannot. With one micro-batch per update such a strategy gets a warning only. LBFGS on
-            several devices or micro-batches.
+        UserError: an update has fewer micro-batches than there are devices, `global_batch_size` does not divide, both
+            arguments are given, something else accumulates as well, or the strategy cannot. With one micro-batch per
+            update such a strategy gets a warning only. LBFGS on several devices or micro-batches.
         RunFailedError: another optimiser calls its closure again there; or a loader has fewer batches than it says.
 
     Example:
@@ -89,30 +92,44 @@ class GradientAccumulation(pl.Callback):
             raise UserError(f"steps={steps!r} and global_batch_size={global_batch_size} are given: pass one of them")
         self.steps = steps
         self.global_batch_size = global_batch_size
-        self._schedule = AccumulationSchedule.parse(steps)
-        self._samples_per_batch: int | None = None
-        self._weighs = True
-        self._release_module: Callable[[], None] | None = None
+        self._asked = AccumulationSchedule.parse(steps)
+        self._schedule = self._asked
+        """Steps of each device in an update."""
+        self._items: AccumulationSchedule | None = None
+        """Items of an update on all devices, where a loader of `datamodules` deals them: samples, or batches."""
+        self._samples: AccumulationSchedule | None = None
+        """Samples of an update on all devices, for other loaders that say how many are in a batch."""
+        self._weighs = self._running = self._called = False
+        self._loader: ResumableLoader[Any] | None = None
+        self._sum: GradientSum | None = None
+        self._statistics = OrderedStatistics(torch.nn.Identity())
+        self._undo: list[Callable[[], None]] = []
         self._undo_no_update: Callable[[], None] | None = None
-        self._running = False
-        self._count: int | Tensor = 0
-        self._window = AccumulationWindow()
-        self._called = False
 
     def accumulation_schedule(self, trainer: pl.Trainer) -> AccumulationSchedule:
-        """Micro-batches per update; known from `on_train_start` on where it follows from the global batch size."""
-        if self.global_batch_size is None:
-            return self._schedule
-        batch_size = loader_batch_size(trainer.train_dataloader)
-        return AccumulationSchedule.parse(accumulation_factor(self.global_batch_size, batch_size, trainer.world_size))
+        """Steps of each device in an update; known from `on_train_start` on."""
+        return self._schedule
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._samples_per_batch = None
+        self._items = self._samples = None
         refuse_dataloader_iter(self, pl_module)
         check_single_accumulation(trainer, pl_module, (GradientAccumulation, GradientAccumulationScheduler))
+        self._undo.append(when_training_loader_is_made(trainer, lambda loader: self._divide(trainer, loader)))
+
+    def _divide(self, trainer: pl.Trainer, loaders: Any) -> None:
+        """Tell the loaders of `datamodules` what an update is in the present epoch."""
+        for loader in resumable_loaders(loaders):
+            if self._items is None:
+                self._items = self._items_of_update(loader)
+            loader.divide_updates(self._items.wanted(trainer.current_epoch))
+
+    def _items_of_update(self, loader: ResumableLoader[Any]) -> AccumulationSchedule:
+        if self.global_batch_size is not None:
+            return AccumulationSchedule(((0, loader.items_of_samples(self.global_batch_size)),))
+        return self._asked.map(lambda steps: loader.items_of(steps * loader.world_size))
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -120,29 +137,79 @@ class GradientAccumulation(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._schedule = self.accumulation_schedule(trainer)
+        dealing, loaders = resumable_loaders(trainer.train_dataloader), trainer.train_dataloader
+        self._schedule = self._steps_with(trainer, dealing)
         largest = max(factor for _, factor in self._schedule.entries)
         check_schedule(trainer, largest)
         check_closures(trainer, largest)
-        warn_of_separate_statistics(trainer, pl_module, largest)
         self._running = True
-        old, self._samples_per_batch = self._samples_per_batch, samples_per_batch(trainer)
-        if old and self._samples_per_batch:
-            move_place_in_epoch(trainer, old, self._samples_per_batch)
-        trainer.accumulate_grad_batches = current_factor(trainer, self._schedule)
-        self._window = AccumulationWindow(trainer.accumulate_grad_batches)
+        self._undo += [partial(each.divide_updates, each.items_of(each.world_size)) for each in dealing]
+        self._loader = loaders if isinstance(loaders, ResumableLoader) else None
+        trainer.accumulate_grad_batches = self._schedule.wanted(trainer.current_epoch)
+        if dealing and trainer.fit_loop.restarting:
+            move_place_in_epoch(trainer, dealing[0])
         if self._weighs and (trainer.world_size > 1 or largest > 1):
-            self._release_module = observe_counts(pl_module, self._set_count)
-        of_windows = GradientAccumulation.on_before_backward, GradientAccumulation.on_before_optimizer_step
-        drop_idle_hooks(self, of_windows if self._release_module is None else ())
+            self._begin_sums(trainer, pl_module)
+        of_updates = [GradientAccumulation.on_after_backward]
+        drop_idle_hooks(self, of_updates if self._sum is None else ())
 
-    def _set_count(self, count: int | Tensor) -> None:
-        self._count = count
+    def _steps_with(self, trainer: pl.Trainer, dealing: list[ResumableLoader[Any]]) -> AccumulationSchedule:
+        """Steps of each device in an update, with these loaders."""
+        if dealing and self._items is not None:
+            divisions = self._items.map(dealing[0].steps_in)
+            counts = {items: dealing[0].micro_batches_in(items) for _, items in self._items.entries}
+            uneven = [count for count in counts.values() if count % trainer.world_size]
+            if len(counts) > 1 and uneven:
+                raise UserError(
+                    f"updates change from {' to '.join(map(str, counts.values()))} micro-batches during the run, which"
+                    f" {trainer.world_size} devices do not divide: pass a number of devices that divides them all"
+                )
+            return divisions
+        at_once = samples_per_batch(trainer)
+        if self.global_batch_size is not None:
+            at_once = loader_batch_size(trainer.train_dataloader) * trainer.world_size
+            found = f"global_batch_size={self.global_batch_size}"
+            return AccumulationSchedule(((0, steps_for_samples(self.global_batch_size, at_once, found)),))
+        if at_once is None:
+            return self._asked
+        if self._samples is None:
+            self._samples = self._asked.map(lambda steps: steps * at_once)
+        found = f"the run was saved with other devices or batches than the {trainer.world_size} devices of now"
+        return self._samples.map(lambda samples: steps_for_samples(samples, at_once, found))
+
+    def _begin_sums(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._statistics = OrderedStatistics(pl_module, trainer.world_size)
+        self._attach(trainer)
+        self._first = True
+        self._undo.append(
+            observe_steps(pl_module, lambda output, batch: self._weigh(trainer, output, batch), self._statistics.begin)
+        )
+        if self._loader is None:
+            kind = type(trainer.train_dataloader).__name__
+            rank_zero_info(
+                f"a {kind} does not deal micro-batches by their numbers: on another number of devices the run is equal"
+                " within rounding only; use a loader of datamodules for equal bits"
+            )
+        elif trainer.world_size > 1 and is_synchronised(pl_module):
+            rank_zero_info("SyncBN normalises over what the devices see in one step: the bits depend on their number")
+
+    def _attach(self, trainer: pl.Trainer) -> None:
+        """Take the place of DDP's reduction; DDP is another one where layers were unfrozen."""
+        model, loader = trainer.strategy.model, trainer.train_dataloader
+        assert model is not None
+        try:
+            nominal = loader_batch_size(loader)
+        except UserError:
+            nominal = 1
+        self._sum = GradientSum(model, nominal)
+        if isinstance(model, DistributedDataParallel):
+            exempt_from_broadcast(model)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._divide(trainer, trainer.train_dataloader)
         if not skips_backward(trainer):
-            trainer.accumulate_grad_batches = self._schedule.wanted(trainer.current_epoch, trainer.global_step)
+            trainer.accumulate_grad_batches = self._schedule.wanted(trainer.current_epoch)
 
     @override
     def on_train_batch_start(
@@ -152,47 +219,61 @@ class GradientAccumulation(pl.Callback):
             # Lightning would step at the epoch's end, with the gradients of the last update or with none.
             self._undo_no_update = self._undo_no_update or make_no_update(trainer)
             return
-        if self._release_module is None:
+        if self._sum is None:
             return  # One device and one micro-batch, for the whole run.
         self._called = False
-        factor = trainer.accumulate_grad_batches
-        if batch_idx % factor == 0:
-            factor = self._schedule.switch(factor, trainer.current_epoch, trainer.global_step, batch_idx)
-            trainer.accumulate_grad_batches = factor
-            self._window = AccumulationWindow(factor)
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            if trainer.strategy.model is not self._sum.model:
+                self._attach(trainer)
+            self._sum.begin(self._micro_batches(trainer, batch_idx))
 
-    @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if self._release_module is None:
-            return  # The mean loss has the right gradient already.
+    def _micro_batches(self, trainer: pl.Trainer, batch_idx: int) -> int | None:
+        """Those of the update that begins, on all ranks; None where they have no numbers."""
+        if self._loader is None:
+            return None
+        count = self._loader.step(batch_idx).in_update
+        # A limit may cut the epoch within an update.
+        return count if -(-count // trainer.world_size) <= trainer.num_training_batches - batch_idx else None
+
+    def _weigh(self, trainer: pl.Trainer, output: Any, batch: Any) -> None:
+        """After the forward pass of a micro-batch."""
+        if self._sum is None or skips_backward(trainer):
+            return
         if self._called:
             raise RunFailedError(describe_second_call(trainer.optimizers[0]))
         self._called = True
-        dtype = torch.promote_types(loss.dtype, torch.float32)
-        count: Any = self._count
-        count = count.detach().to(loss.device, dtype, non_blocking=True) if isinstance(count, Tensor) else float(count)
-        if not ends_window(trainer):
-            weigh_loss(loss, self._window.weight(count))
-            return
-        total = partial(sum_over_ranks, device=loss.device, dtype=dtype) if trainer.world_size > 1 else None
-        earlier, weight = self._window.last_weight(count, trainer.world_size, total)
-        self._scale_gradients(trainer, earlier)
-        weigh_loss(loss, weight)
-
-    def _scale_gradients(self, trainer: pl.Trainer, weight: float | Tensor) -> None:
-        scale_gradients((p for group in trainer.optimizers[0].param_groups for p in group["params"]), weight)
+        if self._first:
+            self._first = False
+            warn_of_ignored_targets(output, batch)
+            if names := [type(layer).__name__ for layer in self._statistics.repeated()]:
+                rank_zero_info(
+                    f"{len(names)} {names[0]} layers are called more than once in a training_step: their"
+                    " running statistics follow the last call"
+                )
+        if self._sum.leaf is not None:
+            self._statistics.collect()
+        loss = output if isinstance(output, Tensor) else None if output is None else output["loss"]
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = None if scaler is None or loss is None else scaler.scale(torch.ones((), device=loss.device))
+        self._sum.weigh(loss, 0 if loss is None else count_targets(output, batch), scale, ends_window(trainer))
+        if loss is None:
+            self._collect()  # There is no backward pass.
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        if self._window.is_open:
-            # The window's last training_step returned None (on one device), so there was no last backward pass.
-            self._scale_gradients(trainer, self._window.close())
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._sum is not None and not skips_backward(trainer):
+            self._collect()
+
+    def _collect(self) -> None:
+        assert self._sum is not None
+        self._sum.collect()
+        self._statistics.restore()
+        if self._sum.is_last:
+            self._statistics.finish(self._sum.micro_batches)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._window.is_open and not trainer.should_stop:
+        if self._sum is not None and self._sum.is_open and not trainer.should_stop:
             raise RunFailedError(
                 f"the training loader announced {trainer.num_training_batches} batches and gave fewer, so that the"
                 " gradients of the last ones would be lost: correct the length of its data set"
@@ -208,20 +289,29 @@ class GradientAccumulation(pl.Callback):
 
     def _release(self, trainer: pl.Trainer) -> None:
         restore_hooks(self)
-        if self._release_module is not None:
-            self._release_module()
-            self._release_module = None
+        while self._undo:
+            self._undo.pop()()
         if self._undo_no_update is not None:
             self._undo_no_update()
             self._undo_no_update = None
+        self._sum = self._loader = None
         if self._running:
             trainer.accumulate_grad_batches = 1
             self._running = False
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"samples_per_batch": self._samples_per_batch}
+        asked = {"steps": self._asked.entries, "global_batch_size": self.global_batch_size}
+        sizes = {"items": self._items, "samples": self._samples}
+        return {"asked": asked, **{name: size and size.entries for name, size in sizes.items()}}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._samples_per_batch = state_dict["samples_per_batch"]
+        asked = state_dict["asked"]
+        same = [*map(tuple, asked["steps"])], asked["global_batch_size"]
+        if same != ([*self._asked.entries], self.global_batch_size):
+            return  # Another update was asked for.
+        self._items, self._samples = (
+            AccumulationSchedule(tuple(map(tuple, entries))) if (entries := state_dict[name]) else None
+            for name in ("items", "samples")
+        )

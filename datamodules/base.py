@@ -55,9 +55,6 @@ class BaseDataModule(pl.LightningDataModule, DataContract):
             self._noted.add(text)
             _inform(text)
 
-    def _micro_batches(self) -> int:
-        return self.trainer.accumulate_grad_batches if self.trainer else 1
-
 
 class ClassificationDataModule(BaseDataModule):
     """What ``balance`` does about classes of unequal size."""

@@ -12,7 +12,6 @@ from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.lib.durations import Duration
 from callbacks.lib.exchange import broadcast
-from callbacks.lib.global_batch import global_batch_size
 from callbacks.lib.lightning_internals import save_now_unless_saved, save_untrained, training_is_done
 from datamodules.errors import RunFailedError, UserError
 
@@ -93,7 +92,7 @@ class CheckpointGuard(pl.Callback):
     """Refuses ranks that resume from different checkpoints, and ends a run whose last save failed with an error.
 
     Runs on: `setup`, where all ranks must have found the same checkpoint; `on_train_end`. Each checkpoint gets the
-    number of devices and the global batch it was trained with, under ``"split"``.
+    number of devices it was trained with, under ``"devices"``.
 
     Args:
         resumed: the checkpoint that this rank resumes from.
@@ -134,8 +133,4 @@ class CheckpointGuard(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        try:
-            size = global_batch_size(trainer)
-        except UserError:  # The loader does not say.
-            size = None
-        checkpoint["split"] = {"devices": trainer.world_size, "global_batch_size": size}
+        checkpoint["devices"] = trainer.world_size

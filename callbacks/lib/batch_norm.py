@@ -23,7 +23,8 @@ __all__ = [
     "check_batchnorm",
     "combine_moments",
     "exempt_from_broadcast",
-    "processes_together",
+    "is_synchronised",
+    "plain_layers",
     "recalibrate",
     "restore_batchnorm",
     "running_buffers",
@@ -270,18 +271,14 @@ def sync_batchnorm(module: nn.Module) -> None:
         untyped.__class__ = classes[type(layer)]
 
 
-def processes_together(module: nn.Module, world_size: int) -> int | None:
-    """Over how many of a run's processes the BatchNorm layers that train normalise; None where there are none.
+def plain_layers(module: nn.Module) -> list[_BatchNorm]:
+    """The BatchNorm layers of a module that normalise over one process's batch and track statistics."""
+    return [layer for layer in _changeable(module) if layer.running_mean is not None]
 
-    Example:
-        >>> processes_together(nn.BatchNorm2d(3), 8), processes_together(nn.BatchNorm2d(3).eval(), 8)
-        (1, None)
-    """
-    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.training]
-    if not layers:
-        return None
-    synchronised = all(isinstance(layer, (_Synchronised, nn.SyncBatchNorm)) for layer in layers)
-    return world_size if synchronised else 1
+
+def is_synchronised(module: nn.Module) -> bool:
+    """Whether a module has BatchNorm layers that normalise over all processes."""
+    return any(isinstance(layer, (_Synchronised, nn.SyncBatchNorm)) for layer in module.modules())
 
 
 def restore_batchnorm(module: nn.Module) -> None:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from callbacks.lib.tree_sum import Node, TreeSum, range_of_rank, tree_nodes
+from callbacks.lib.tree_sum import Node, TreeSum, tree_nodes
 from datamodules.errors import UserError
+from datamodules.loading.sampling import range_of_rank
 
 __all__ = ["GradientSum"]
 
@@ -48,7 +49,7 @@ class GradientSum:
         nominal: targets of an ordinary micro-batch. Gradients are relative to it, so float16 keeps its range.
 
     Raises:
-        UserError: DDP has a static graph.
+        UserError: DDP has a static graph or a communication hook of its own, or an embedding has sparse gradients.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -66,71 +67,99 @@ class GradientSum:
         self.model, self.nominal = model, nominal
         self.group: Any = None
         self.rank, self.world_size = 0, 1
+        if any(getattr(module, "sparse", False) is True for module in model.modules()):
+            raise UserError("sparse gradients have no fixed order of addition: pass sparse=False to the embedding")
         if isinstance(model, DistributedDataParallel):
-            if model.static_graph:
-                raise UserError("DDP(static_graph=True) reduces before all gradients are known: leave it out")
             self.group = model.process_group
             self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
-            model.register_comm_hook(self, _reduce_bucket)
-        self.begin(1)
+        if self.world_size > 1:
+            self._replace_reduction()
+        self._parameters: list[nn.Parameter] = []
+        self.is_open = False
+        """Whether micro-batches of an update were collected and the last one was not."""
 
-    def begin(self, count: int) -> list[int | None]:
+    def _replace_reduction(self) -> None:
+        if self.model.static_graph:
+            raise UserError("DDP(static_graph=True) reduces before all gradients are known: leave it out")
+        try:
+            self.model.register_comm_hook(self, _reduce_bucket)  # type: ignore[operator]
+        except RuntimeError as error:
+            raise UserError(
+                f"DDP has a communication hook already, which adds gradients in its own way ({error}): leave it out"
+            ) from error
+
+    def begin(self, count: int | None) -> list[int | None]:
         """Begin an update of `count` micro-batches.
+
+        Args:
+            count: on all ranks, which each take a range of them. None where it is not known: each rank adds up its own,
+                as many on each, and the sums of the ranks are added, in an order that follows from their number.
 
         Returns:
             The numbers of this rank's, one for each of its steps; None for a surplus step.
         """
-        self.count = count
-        self.nodes = [tree_nodes(*range_of_rank(count, r, self.world_size), count) for r in range(self.world_size)]
+        self.count = self.world_size if count is None else count
+        ranges = [range_of_rank(self.count, rank, self.world_size) for rank in range(self.world_size)]
+        self.nodes = [tree_nodes(*each, self.count) for each in ranges]
         self.sums, self._targets = TreeSum(count), TreeSum(count)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._used: set[int] = set()
         self.scale = torch.ones(())
         self.buckets: list[_Bucket] = []
-        first, stop = range_of_rank(count, self.rank, self.world_size)
-        numbers = list(range(first, stop))
-        steps = -(-count // self.world_size)
-        self._steps: list[int | None] = [*numbers, *[None] * (steps - len(numbers))]
-        self._step = 0
-        return self._steps
+        self._step, self._numbers, self._steps = 0, range(*ranges[self.rank]), -(-self.count // self.world_size)
+        self._is_counted = count is not None
+        self.is_open = False
+        return [
+            n if n in self._numbers else None for n in range(self._numbers.start, self._numbers.start + self._steps)
+        ]
 
     @property
     def leaf(self) -> Node | None:
         """The micro-batch of the present step; None for a surplus one."""
-        number = self._steps[self._step]
-        return None if number is None else (number, number + 1)
+        if not self._is_counted:
+            return self._step, self._step + 1
+        number = self._numbers.start + self._step
+        return (number, number + 1) if number in self._numbers else None
 
     @property
-    def is_last(self) -> bool:
-        """Whether the present step is the update's last."""
-        return self._step == len(self._steps) - 1
+    def micro_batches(self) -> int:
+        """Those of the update, on all ranks; after the last step."""
+        return self.count if self._is_counted else self.world_size * (self._step + 1)
 
-    def weigh(self, loss: Tensor, count: float | Tensor, scale: Tensor | None = None) -> None:
+    def weigh(
+        self, loss: Tensor | None, count: float | Tensor, scale: Tensor | None = None, last: bool | None = None
+    ) -> None:
         """Let a backward pass from a mean loss give the gradient of its sum over targets, over `nominal`.
 
         Args:
+            loss: None where there is no backward pass.
             count: the targets behind the mean.
             scale: of a GradScaler, where the backward pass begins at the scaled loss.
+            last: whether the step is the update's last, where `begin` was told no count.
         """
-        weight = count / self.nominal
+        self.is_last = self._step == self._steps - 1 if last is None else last
+        device = self._parameters[0].device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        weight = torch.as_tensor(count).detach().to(device, dtype, non_blocking=True) / self.nominal
         if self.leaf is not None:
-            self._targets.add(self.leaf, [torch.as_tensor(weight, dtype=torch.float64, device=loss.device).clone()])
+            self._targets.add(self.leaf, [weight.clone()])
         if self._step == 0:
             for parameter in self._parameters:
                 parameter.grad = None
         if self.is_last:
-            self._share_targets(loss.device)
+            self._share_targets(weight)
             if self.world_size > 1 and self.model.find_unused_parameters:
                 # DDP expects a gradient from the steps within no_sync() in which a parameter was used.
                 for parameter in self._parameters:
                     parameter.grad = torch.zeros_like(parameter) if id(parameter) in self._used else None
-        if loss.requires_grad:
+        if loss is not None and loss.requires_grad:
             seed = weight if scale is None else weight * scale
             # Not a factor of what flows in: a loss divided by the number of micro-batches would not come back exactly.
-            loss.register_hook(lambda gradient: torch.zeros_like(gradient) + seed)
+            loss.register_hook(lambda gradient: seed.to(gradient.dtype).expand_as(gradient))
 
     def collect(self) -> None:
         """Take the gradients of the micro-batch; after the update's last step ``.grad`` holds the mean instead."""
+        self.is_open = not self.is_last
         if self.is_last and self.world_size > 1:
             return  # The communication hook has done it.
         if self.leaf is not None:
@@ -138,6 +167,7 @@ class GradientSum:
         if not self.is_last:
             self._step += 1
             return
+        self.sums.end(self._step + 1)
         torch._foreach_mul_(self.sums.total, self.scale)
         for parameter, gradient in zip(self._parameters, self.sums.total, strict=True):
             if id(parameter) in self._used:
@@ -148,16 +178,21 @@ class GradientSum:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
-        if gradient.is_sparse:
-            raise UserError("sparse gradients have no fixed order of addition: pass sparse=False to the embedding")
         self._used.add(id(parameter))
         return _wide(gradient)
 
-    def _share_targets(self, device: torch.device) -> None:
+    def _of_rank(self, sums: TreeSum) -> list[list[Tensor]]:
+        """This rank's sums, one for each of its nodes."""
+        if not self._is_counted:
+            sums.end(self._step + 1)
+        return [tensors for _, tensors in sums.nodes]
+
+    def _share_targets(self, like: Tensor) -> None:
         """Sum the weights of all micro-batches up, in the order of the tree."""
+        own = self._of_rank(self._targets)
         if self.world_size > 1:
-            mine = torch.zeros(max(map(len, self.nodes)), dtype=torch.float64, device=device)
-            for place, (_, (value,)) in enumerate(self._targets.nodes):
+            mine = like.new_zeros(max(map(len, self.nodes)))
+            for place, (value,) in enumerate(own):
                 mine[place] = value
             found = mine.new_empty(self.world_size * len(mine))
             dist.all_gather_into_tensor(found, mine, group=self.group)
@@ -166,18 +201,18 @@ class GradientSum:
                 for node, value in zip(nodes, values):
                     self._targets.add(node, [value])
         (total,) = self._targets.total
-        self.scale = torch.where(total > 0, 1 / total, 1.0).float()
+        self.scale = torch.where(total > 0, 1 / total, 1.0)
 
     def flat_sums(self, parameters: Sequence[nn.Parameter], buffer: Tensor) -> list[Tensor]:
         """This rank's sums over the parameters of a bucket, each as flat as the bucket; the last step's are in them."""
         rows = {id(parameter): row for row, parameter in enumerate(self._parameters)}
-        total = TreeSum(self.count)
+        total = TreeSum(self.sums.count)
         for node, tensors in self.sums.nodes:
             # Not by GradBucket.gradients(), which has the strides of contiguous parameters.
             total.add(node, [torch.cat([_in_memory_order(tensors[rows[id(p)]], p) for p in parameters])])
         if self.leaf is not None:
             total.add(self.leaf, [_wide(buffer)])
-        return [flat for _, (flat,) in total.nodes]
+        return [flat for (flat,) in self._of_rank(total)]
 
 
 class _Bucket:

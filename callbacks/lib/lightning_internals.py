@@ -60,6 +60,7 @@ __all__ = [
     "uncount_update",
     "validation_scores",
     "validation_time_is_over",
+    "when_training_loader_is_made",
 ]
 
 
@@ -348,6 +349,20 @@ def original_training_loader(trainer: pl.Trainer) -> tuple[Any, bool]:
     """
     source = trainer.fit_loop._data_source
     return source.dataloader(), source.is_module()
+
+
+def when_training_loader_is_made(trainer: pl.Trainer, prepare: Callable[[Any], None]) -> Callable[[], None]:
+    """Calls `prepare` with each training loader before Lightning asks for its length; returns how to undo it."""
+    source: Any = trainer.fit_loop._data_source
+    make = source.dataloader
+
+    def dataloader() -> Any:
+        loader = make()
+        prepare(loader)
+        return loader
+
+    source.dataloader = dataloader
+    return lambda: vars(source).pop("dataloader", None)
 
 
 def deal_to_ranks(trainer: pl.Trainer, loader: Any) -> Any:

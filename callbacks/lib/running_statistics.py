@@ -6,53 +6,82 @@ micro-batch leaves its statistics as they are; at the update's end the ranks han
 moving average of all, in order.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from callbacks.lib.batch_norm import running_statistics
-from callbacks.lib.tree_sum import range_of_rank
+from callbacks.lib.batch_norm import plain_layers, running_statistics
+from datamodules.loading.sampling import range_of_rank
 
 __all__ = ["OrderedStatistics"]
 
 
 class OrderedStatistics:
-    """The running statistics of layers over the updates of a run.
+    """The running statistics of BatchNorm layers over an update.
 
-    Call `collect` after each forward pass of a micro-batch and `finish` after the update's last one. In between the
-    layers have the running statistics of the update before. A layer that is called several times within a micro-batch
-    counts its last call. `release` ends it.
+    Call `begin` before each forward pass of a micro-batch, `collect` after it, `restore` after its backward pass, and
+    `finish` after the last one of the update. In between the layers have the running statistics of the update before,
+    and within a micro-batch its own. A layer that is called several times within a micro-batch counts its last call.
+    Synchronised layers and those that do not train are left alone.
 
     Args:
-        layers: of these, the ones that train and track statistics.
+        module: layers are looked for in it.
         world_size: the number of processes that share an update.
         group: these processes; by default all.
+
+    Example:
+        >>> layer = nn.BatchNorm1d(1)
+        >>> statistics = OrderedStatistics(layer)
+        >>> for values in ([[1.0], [3.0]], [[5.0], [7.0]]):
+        ...     statistics.begin()
+        ...     outputs = layer(torch.tensor(values))
+        ...     statistics.collect()
+        ...     statistics.restore()
+        >>> statistics.finish(2)
+        >>> layer.running_mean
+        tensor([0.7800])
     """
 
-    def __init__(self, layers: Iterable[_BatchNorm], world_size: int = 1, group: Any = None) -> None:
-        self.layers = [layer for layer in layers if layer.training and layer.track_running_stats]
+    def __init__(self, module: nn.Module, world_size: int = 1, group: Any = None) -> None:
         self.world_size, self.group = world_size, group
-        self._buffers = [buffer for layer in self.layers for buffer in running_statistics(layer)[:2]]
-        self._counters = [running_statistics(layer)[2] for layer in self.layers]
-        self._sizes = [buffer.numel() for buffer in self._buffers]
-        self._running = self._flat()
-        self._counts = [counter.clone() for counter in self._counters]
+        self._candidates = plain_layers(module)
+        self._layers: list[_BatchNorm] = []
         self._collected: list[Tensor] = []
-        self._momenta = [layer.momentum for layer in self.layers]
-        for layer in self.layers:
-            layer.momentum = 1.0  # After a forward pass the buffers hold the statistics of its micro-batch.
+        self._is_open = False
+
+    def begin(self) -> None:
+        """Before the forward pass of a micro-batch; the layers that train in the first of an update count in all."""
+        if not self._is_open:
+            self._layers = [layer for layer in self._candidates if layer.training and layer.track_running_stats]
+            statistics = [running_statistics(layer) for layer in self._layers]
+            self._buffers = [buffer for mean, variance, _ in statistics for buffer in (mean, variance)]
+            self._counters = [counter for _, _, counter in statistics]
+            self._counts = [counter.clone() for counter in self._counters]
+            self._sizes = [buffer.numel() for buffer in self._buffers]
+            self._running, self._collected, self._is_open = self._flat(), [], True
+        self._momenta = [layer.momentum for layer in self._layers]
+        for layer in self._layers:
+            vars(layer)["momentum"] = 1.0  # After a forward pass the buffers hold the statistics of its micro-batch.
 
     def _flat(self) -> Tensor:
         return torch.cat([buffer.float() for buffer in self._buffers]) if self._buffers else torch.zeros(0)
 
-    def collect(self, counts: bool = True) -> None:
-        """Take a micro-batch's statistics; `counts` is False for one without samples."""
-        if counts:
-            self._collected.append(self._flat())
+    def collect(self) -> None:
+        """Take the statistics of a micro-batch, after its forward pass; not to be called for one without samples."""
+        self._collected.append(self._flat())
+
+    def repeated(self) -> list[_BatchNorm]:
+        """The layers that were called more than once since the update began; for its first micro-batch."""
+        calls = zip(self._layers, self._counters, self._counts, strict=True)
+        return [layer for layer, now, before in calls if int(now) > int(before) + 1]
+
+    def restore(self) -> None:
+        """Give the layers back what they had before the micro-batch."""
+        for layer, momentum in zip(self._layers, self._momenta, strict=True):
+            vars(layer)["momentum"] = momentum
         self._write()
 
     def _write(self) -> None:
@@ -62,9 +91,13 @@ class OrderedStatistics:
 
     def finish(self, count: int) -> None:
         """Make the moving average over an update's `count` micro-batches, in the order of their numbers."""
+        self._is_open = False
+        if not self._buffers:
+            return
+        weights = None if None in self._momenta else self._weights()
         for statistics in self._collected if self.world_size == 1 else self._of_all_ranks(count):
             torch._foreach_add_(self._counts, 1)
-            self._running.lerp_(statistics, self._weights())
+            self._running.lerp_(statistics, self._weights() if weights is None else weights)
         self._collected = []
         self._write()
 
@@ -85,8 +118,3 @@ class OrderedStatistics:
         ]
         each = torch.stack(weights).repeat_interleave(2)
         return each.repeat_interleave(torch.tensor(self._sizes)).to(self._running.device)
-
-    def release(self) -> None:
-        """Give the layers their momenta back."""
-        for layer, momentum in zip(self.layers, self._momenta, strict=True):
-            layer.momentum = momentum

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-__all__ = ["count_targets", "observe_counts", "sum_over_ranks"]
+__all__ = ["count_targets", "observe_steps", "warn_of_ignored_targets"]
 
 
 def count_targets(output: Any, batch: Any) -> int | Tensor:
@@ -54,25 +54,25 @@ def warn_of_ignored_targets(output: Any, batch: Any) -> None:
         )
 
 
-def observe_counts(pl_module: pl.LightningModule, tell: Callable[[int | Tensor], None]) -> Callable[[], None]:
-    """Hand the count of each `training_step` to `tell` until the function returned here is called.
+def observe_steps(
+    pl_module: pl.LightningModule, after: Callable[[Any, Any], None], before: Callable[[], None] = lambda: None
+) -> Callable[[], None]:
+    """Have each `training_step` observed until the function returned here is called.
 
     The method is wrapped on the instance, because no hook sees its output before the backward pass.
+
+    Args:
+        after: called with its output and its batch.
+        before: called before it.
     """
     module: Any = pl_module
     original, inherited = pl_module.training_step, "training_step" not in vars(pl_module)
 
-    first = True
-
     @wraps(original)
     def training_step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal first
+        before()
         output = original(*args, **kwargs)
-        batch = args[0] if args else next(iter(kwargs.values()))
-        if first:
-            first = False
-            warn_of_ignored_targets(output, batch)
-        tell(count_targets(output, batch))
+        after(output, args[0] if args else next(iter(kwargs.values())))
         return output
 
     def restore() -> None:

@@ -1,4 +1,4 @@
-"""Sums over the micro-batches of an update whose bits do not depend on who holds which of them.
+"""Sums over the micro-batches of an update whose bits do not depend on which rank holds which of them.
 
 The sum over micro-batches [a, b) is defined by their numbers: ``S(a, b) = S(a, m) + S(m, b)``, where m - a is the
 largest power of two below b - a. That is a binary tree. A rank holds a contiguous range of the micro-batches and adds
@@ -9,25 +9,13 @@ them in the order of the tree.
 import torch
 from torch import Tensor
 
-__all__ = ["Node", "TreeSum", "range_of_rank", "tree_nodes"]
+__all__ = ["Node", "TreeSum", "tree_nodes"]
 
 Node = tuple[int, int]
 """Micro-batches ``[first, stop)`` of an update."""
 
 
-def range_of_rank(count: int, rank: int, world_size: int) -> Node:
-    """The micro-batches of an update that a rank computes; the first ranks have one more than the last.
-
-    Example:
-        >>> [range_of_rank(5, rank, 3) for rank in range(3)]
-        [(0, 2), (2, 4), (4, 5)]
-    """
-    size, larger = divmod(count, world_size)
-    first = rank * size + min(rank, larger)
-    return first, first + size + (rank < larger)
-
-
-def _is_node(first: int, stop: int, count: int) -> bool:
+def _is_node(first: int, stop: int, count: int | None) -> bool:
     """Whether the tree over [0, count) has a node [first, stop)."""
     width = 1 << (stop - first - 1).bit_length()
     return first % width == 0 and (stop - first == width or stop == count)
@@ -52,7 +40,7 @@ class TreeSum:
     """Adds lists of tensors in the order of the tree. It holds log2(count) + 1 of them at most.
 
     Args:
-        count: micro-batches of the update, on all ranks.
+        count: micro-batches of the update, on all ranks; None where it is known at the end only, see `end`.
 
     Example:
         >>> total = TreeSum(3)
@@ -62,7 +50,7 @@ class TreeSum:
         [((0, 3), [tensor(3.)])]
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int | None = None) -> None:
         self.count = count
         self.nodes: list[tuple[Node, list[Tensor]]] = []
         """What was added so far, in as few nodes as the tree allows."""
@@ -70,6 +58,14 @@ class TreeSum:
     def add(self, node: Node, tensors: list[Tensor]) -> None:
         """Add the sum over a node, which follows those added before; the tensors are changed in place."""
         self.nodes.append((node, tensors))
+        self._join()
+
+    def end(self, count: int) -> None:
+        """Say how many micro-batches there were, where that was not known."""
+        self.count = count
+        self._join()
+
+    def _join(self) -> None:
         while len(self.nodes) > 1:
             ((first, _), left), ((_, stop), right) = self.nodes[-2:]
             if not _is_node(first, stop, self.count):

@@ -29,77 +29,48 @@ __all__ = [
 
 @dataclass(frozen=True)
 class AccumulationSchedule:
-    """Micro-batches per update, as a pure function of the epoch and of the updates made.
+    """Micro-batches per update, as a pure function of the epoch.
 
     Args:
-        entries: when a factor begins, and the factor. The last entry whose time has come counts, in the order written.
+        entries: the epoch in which a factor begins, and the factor. The last entry whose time has come counts, in the
+            order written.
     """
 
-    entries: tuple[tuple[Duration, int], ...]
+    entries: tuple[tuple[int, int], ...]
 
     @classmethod
     def parse(cls, steps: int | Mapping[Any, int]) -> "AccumulationSchedule":
         """Read one factor, or factors by the moment when they begin; before the first of them it is 1.
 
         Raises:
-            UserError: a factor is not an int above 0, or a moment is not an integral number of steps or epochs.
+            UserError: a factor is not an int above 0, or a moment is not an integral number of epochs.
 
         Example:
-            >>> schedule = AccumulationSchedule.parse({0: 8, "2 epochs": 4, "5000 steps": 1})
-            >>> [schedule.wanted(epoch, step) for epoch, step in [(0, 0), (2, 3000), (3, 5000)]]
-            [8, 4, 1]
+            >>> schedule = AccumulationSchedule.parse({0: 8, "2 epochs": 4})
+            >>> [schedule.wanted(epoch) for epoch in range(4)]
+            [8, 8, 4, 4]
         """
-        entries = [(Duration(0, "steps"), 1)]
+        entries = []
         for key, factor in (steps if isinstance(steps, Mapping) else {0: steps}).items():
             start = Duration.parse(key)
             if type(factor) is not int or factor < 1:
                 raise UserError(
                     f"`steps`: cannot accumulate over {factor!r} micro-batches from {start} on: write an int above 0"
                 )
-            if start.unit == "%" or start.value != int(start.value):
-                raise UserError(
-                    f'`steps`: accumulation cannot change at "{start}": write whole epochs or steps, as "2 epochs"'
-                )
-            entries.append((start, factor))
+            if (start.unit != "epochs" and start.value) or start.value != int(start.value):
+                raise UserError(f'`steps`: accumulation cannot change at "{start}": write whole epochs, as "2 epochs"')
+            entries.append((int(start.value), factor))
+        if all(start for start, _ in entries):
+            entries.insert(0, (0, 1))
         return cls(tuple(entries))
 
-    def wanted(self, epoch: int, step: int) -> int:
-        """The factor asked for in an epoch, after a number of updates."""
-        reached = {"steps": step, "epochs": epoch}
-        return next(factor for start, factor in reversed(self.entries) if reached[start.unit] >= start.value)
+    def map(self, function: Callable[[int], int]) -> "AccumulationSchedule":
+        """The same epochs with other factors."""
+        return AccumulationSchedule(tuple((start, function(factor)) for start, factor in self.entries))
 
-    def switch(self, factor: int, epoch: int, step: int, batch: int) -> int:
-        """The factor for the micro-batch that comes next, given the one before.
-
-        Lightning counts windows from the epoch's start, so a change waits until the old and the new windows both begin
-        at this micro-batch, or until the next epoch.
-
-        Args:
-            factor: micro-batches of the windows until now.
-            batch: micro-batches of the epoch already done.
-        """
-        if batch % factor:
-            return factor
-        wanted = self.wanted(epoch, step)
-        return factor if batch % wanted else wanted
-
-    def walk(self, epoch: int, step: int, batches: int) -> tuple[int, int]:
-        """Pass through the first `batches` micro-batches of an epoch that begins after `step` updates.
-
-        Returns:
-            How many windows were begun, and the factor for the micro-batch that comes next.
-        """
-        first, batch, factor = step, 0, self.wanted(epoch, step)
-        while batch < batches:
-            changes = [int(start.value) for start, _ in self.entries if start.unit == "steps" and start.value > step]
-            windows = math.ceil((batches - batch) / factor)
-            if factor != self.wanted(epoch, step):
-                windows = 1  # A change waits: look at each boundary.
-            elif changes:
-                windows = min(windows, min(changes) - step)
-            batch, step = min(batch + windows * factor, batches), step + windows
-            factor = self.switch(factor, epoch, step, batch)
-        return step - first, factor
+    def wanted(self, epoch: int) -> int:
+        """The factor of an epoch."""
+        return next(factor for start, factor in reversed(self.entries) if epoch >= start)
 
 
 @lru_cache(maxsize=64)
@@ -110,13 +81,9 @@ def count_updates(schedule: AccumulationSchedule, batches: int, epochs: int) -> 
         >>> count_updates(AccumulationSchedule.parse({0: 4, "2 epochs": 1}), batches=10, epochs=3)
         16
     """
-    step = 0
-    for epoch in range(epochs):
-        reached = {"steps": step, "epochs": epoch}
-        if all(reached[start.unit] >= start.value for start, _ in schedule.entries):
-            return step + (epochs - epoch) * math.ceil(batches / schedule.wanted(epoch, step))
-        step += schedule.walk(epoch, step, batches)[0]
-    return step
+    last = min(epochs, max(start for start, _ in schedule.entries))
+    rest = math.ceil(batches / schedule.wanted(epochs)) * (epochs - last)
+    return rest + sum(math.ceil(batches / schedule.wanted(epoch)) for epoch in range(last))
 
 
 def _schedule(trainer: pl.Trainer) -> AccumulationSchedule:

@@ -41,7 +41,7 @@ class _SampleLoader(ABC):
 
 
 def note_whole_set(at_once: int, count: int, items: str) -> None:
-    """Log once per loader that a batch of all ranks holds the training set; they share it.
+    """Log once per loader that a batch on each rank would hold more than the training set.
 
     Args:
         items: what the set has, in words.
@@ -175,15 +175,15 @@ class _Tensors(_SampleLoader):
 class TrainLoader(TrainSampling, _Tensors):
     """Shuffled batches in one global order for any number of ranks, resumable at any batch.
 
-    Epoch e's order is a function of (seed, e). Each step consumes the next ``batch_size * world_size`` samples of it,
-    and each rank takes its part. The last step shares what is left; where fewer samples than ranks are left some ranks
-    get an empty batch, so that every rank makes the same number of steps.
+    Epoch e's order is a function of (seed, e). An update consumes the next samples of it, by default a batch for each
+    rank; see `divide_updates`. Batches are cut from its start on, and each rank takes a range of them. A rank that has
+    a batch less than others gets an empty one at the update's end, so that every rank makes as many steps.
 
     Args:
         inputs: of shape (n, ...), all samples.
         targets: of shape (n, ...).
         rows: int64, the numbers of those samples to train on.
-        batch_size: samples on one rank in one forward pass.
+        batch_size: samples of a micro-batch.
         seed: seed of the shuffling.
         transform: makes the network's inputs of a batch, on `device`.
         device: where batches go; by default where `inputs` are.

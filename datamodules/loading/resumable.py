@@ -6,11 +6,12 @@ for every training loader here, whatever its batches are made of.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Generic, Self, TypeVar
 
 from datamodules.errors import UserError
-from datamodules.loading.sampling import num_training_steps, training_span, training_spans
+from datamodules.loading.sampling import Division, Step
 
 __all__ = ["ResumableLoader", "Spans"]
 
@@ -21,17 +22,60 @@ Spans = Sequence[tuple[int, int]]
 
 
 class ResumableLoader(ABC, Generic[Batch]):
-    """Epochs of batches, the same on any number of ranks, resumable at any batch; a subclass makes the batches.
+    """Epochs of micro-batches, the same on any number of ranks, resumable at any update; a subclass makes the batches.
 
     Args:
         items: how many an epoch has: samples, or batches that were cut before.
-        items_at_once: how many of them one rank takes in a step.
+        items_at_once: how many of them a micro-batch has.
     """
 
     def __init__(self, items: int, items_at_once: int, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self._items, self._items_at_once = items, items_at_once
-        self._epoch = self._consumed = self._start_at = self._began_at = 0
+        self._epoch = self._consumed = self._start_at = 0
+        self.divide_updates(self.items_of(world_size))
+
+    def items_of(self, micro_batches: int) -> int:
+        """The items of an update of so many micro-batches, on all ranks."""
+        return self._items_at_once * micro_batches
+
+    def items_of_samples(self, samples: int) -> int:
+        """The items of an update of so many samples, on all ranks.
+
+        Raises:
+            UserError: batches are limited by tokens, so that their samples are not known.
+        """
+        return samples
+
+    def divide_updates(self, items: int) -> None:
+        """Say what an update is; by default a micro-batch on each rank. It holds from the next epoch on.
+
+        Args:
+            items: of an update, on all ranks; its last micro-batch may be short.
+
+        Raises:
+            UserError: there are more ranks than micro-batches in an update.
+        """
+        self.division = Division(self._items, self._items_at_once, items, self.world_size)
+        if self.division.micro_batches < self.world_size:
+            raise UserError(
+                f"an update has {self.division.micro_batches} micro-batches of {self._items_at_once}, found"
+                f" {self.world_size} devices: pass fewer devices, or a `batch_size` of"
+                f" {max(1, items // self.world_size)} or less"
+            )
+
+    def micro_batches_in(self, items: int) -> int:
+        """The micro-batches of an update of so many items, on all ranks."""
+        return replace(self.division, update_size=items).micro_batches
+
+    def steps_in(self, items: int) -> int:
+        """The steps of each rank in an update of so many items."""
+        return replace(self.division, update_size=items).steps_per_update
+
+    @property
+    def samples_per_update(self) -> int:
+        """On all ranks; their mean number where batches are limited by tokens."""
+        return self.division.update_size
 
     @abstractmethod
     def _batches_of_epoch(self, epoch: int, start_at: int, spans: Spans) -> Iterator[Batch]:
@@ -52,37 +96,35 @@ class ResumableLoader(ABC, Generic[Batch]):
         return self
 
     def __len__(self) -> int:
-        return num_training_steps(self._items, self._items_at_once, self.world_size)
+        return len(self.division)
 
     def __iter__(self) -> Iterator[Batch]:
         # A generator: Lightning makes the iterator before it says which epoch it is, and asks for a batch after.
-        epoch, start_at = self._epoch, self._start_at
-        self._start_at, self._began_at = 0, start_at
-        step_size = self._items_at_once * self.world_size
-        spans = list(training_spans(self._items, self._items_at_once, self.rank, self.world_size, start_at))
-        for step, batch in enumerate(self._batches_of_epoch(epoch, start_at, spans), 1):
+        epoch, start_at, division = self._epoch, self._start_at, self.division
+        self._start_at = 0
+        steps = list(division.steps(self.rank, start_at))
+        spans = [(step.start, step.stop) for step in steps]
+        for number, batch in enumerate(self._batches_of_epoch(epoch, start_at, spans), 1):
             # Lightning stops after len(self) batches and saves before asking for more, so the state must already be
-            # what comes after this batch, however many are being made ahead of it.
-            self._consumed = start_at + step * step_size
-            if step == len(spans):
+            # what comes after this batch, however many are being made ahead of it. An update that was begun is made
+            # again from its first micro-batch on.
+            self._consumed = start_at + number // division.steps_per_update * division.update_size
+            if number == len(steps):
                 self._epoch, self._consumed = epoch + 1, 0
             yield batch
 
-    def batch_positions(self, batch_idx: int) -> range:
-        """Where the samples of this rank's batch of that number stand in the order of the epoch that is iterated over.
+    def step(self, batch_idx: int) -> Step:
+        """What this rank's batch of that number is in the epoch that is iterated over."""
+        return self.division.step(batch_idx, self.rank)
 
-        The same samples have the same positions on any number of ranks, in batches of any size, and after a resume.
-        """
-        step_size = self._items_at_once * self.world_size
-        # A resumed epoch may begin within a step, where steps have another size than before.
-        start = batch_idx * step_size + self._began_at % step_size
-        return self._sample_positions(
-            *training_span(self._items, self._items_at_once, self.rank, self.world_size, start)
-        )
+    def micro_batch_number(self, batch_idx: int) -> int:
+        """The number of the micro-batch in its epoch, the same on any number of ranks and after a resume."""
+        return self.step(batch_idx).number
 
-    def _sample_positions(self, start: int, stop: int) -> range:
-        """The positions of the samples in these items."""
-        return range(start, stop)
+    @property
+    def steps_done(self) -> int:
+        """The steps of each rank in this epoch before the position from which the next iteration goes on."""
+        return self.division.steps_before(self._start_at)
 
     def set_epoch(self, epoch: int) -> None:
         """Start `epoch` with its first batch, unless the restored position lies in it."""
@@ -97,9 +139,14 @@ class ResumableLoader(ABC, Generic[Batch]):
         """Continue where `state` was saved, on any number of ranks.
 
         Raises:
-            UserError: it was saved with other training data.
+            UserError: it was saved with other training data, or within an epoch of updates of another size.
         """
         self.check_data(state)
+        if state["consumed"] % self.division.update_size:
+            raise UserError(
+                f"the checkpoint lies within an epoch, after {state['consumed']:,} of {self._items:,}, and updates now"
+                f" have {self.division.update_size:,}: resume with the run's updates, or from an epoch's end"
+            )
         self._epoch = state["epoch"]
         self._start_at = self._consumed = state["consumed"]
 

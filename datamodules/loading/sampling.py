@@ -1,11 +1,13 @@
 """Which samples make which batch: pure functions from (seed, epoch, batch size, rank) to sample numbers.
 
-One global order serves any number of ranks and micro-batches: step j of the epoch consumes the j-th slice of
-``batch_size * world_size`` samples and every rank takes its part of that slice. So an update over k micro-batches
-consumes the k slices that follow each other, which is the slice that one large batch would have taken.
+One global order serves any number of ranks. Update k consumes the k-th slice of it. The slice is cut into
+micro-batches, whose samples are what a network sees at once, and each rank computes a range of them. So a micro-batch
+holds the same samples whichever rank computes it.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +16,13 @@ from datamodules.errors import UserError
 from datamodules.loading.randomness import derive_seed, permutation
 
 __all__ = [
+    "Division",
+    "Step",
     "epoch_order",
     "evaluation_spans",
-    "num_training_steps",
+    "range_of_rank",
     "split_indices",
     "systematic_draws",
-    "training_span",
-    "training_spans",
     "weighted_order",
 ]
 
@@ -102,36 +104,104 @@ def split_indices(n: int, held_out: int, seed: int) -> tuple[Tensor, Tensor]:
     return order[held_out:].sort().values, order[:held_out].sort().values
 
 
-def num_training_steps(n: int, batch_size: int, world_size: int) -> int:
-    """Micro-batches in an epoch, the same on every rank."""
-    return -(-n // (batch_size * world_size))
+def range_of_rank(count: int, rank: int, world_size: int) -> tuple[int, int]:
+    """The micro-batches ``[first, stop)`` of an update that a rank computes; the first ranks have one more.
 
-
-def training_span(n: int, batch_size: int, rank: int, world_size: int, start: int) -> tuple[int, int]:
-    """This rank's part of the step that begins at a position of the epoch's order, as positions ``[start, stop)``.
-
-    A full step gives every rank `batch_size` samples. The last step shares what is left; the parts differ by one
-    sample at most, and are empty on some ranks when fewer samples than ranks are left.
+    Example:
+        >>> [range_of_rank(5, rank, 3) for rank in range(3)]
+        [(0, 2), (2, 4), (4, 5)]
     """
-    size, larger = divmod(max(0, min(batch_size * world_size, n - start)), world_size)
-    first = start + rank * size + min(rank, larger)
+    size, larger = divmod(count, world_size)
+    first = rank * size + min(rank, larger)
     return first, first + size + (rank < larger)
 
 
-def training_spans(n: int, batch_size: int, rank: int, world_size: int, consumed: int = 0) -> Iterator[tuple[int, int]]:
-    """This rank's part of each step of an epoch, as `training_span` says.
+class Step(NamedTuple):
+    """What one rank does in a step of an epoch."""
+
+    start: int
+    stop: int
+    """The positions ``[start, stop)`` of its micro-batch in the order of the epoch; equal in a surplus step."""
+    number: int
+    """Of the micro-batch in the epoch, the same on any number of ranks; a surplus step has one behind those."""
+    in_update: int
+    """How many micro-batches the update has on all ranks."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """An epoch cut into updates, micro-batches and the steps of each rank.
+
+    Each update has `update_size` items and the last one what is left; an update is cut into micro-batches of
+    `batch_size` items, of which the last may be short. Each rank computes a range of them, one in each step. All ranks
+    make the same number of steps: those with a micro-batch less end the update with a surplus step without items.
 
     Args:
-        consumed: samples that all ranks together have used in this epoch already.
+        items: of an epoch: samples, or batches that were cut before.
+        batch_size: items of a micro-batch.
+        update_size: items of an update, on all ranks.
+        world_size: number of ranks.
 
     Example:
-        >>> list(training_spans(7, batch_size=2, rank=0, world_size=2))
-        [(0, 2), (4, 6)]
-        >>> list(training_spans(7, batch_size=2, rank=1, world_size=2))
-        [(2, 4), (6, 7)]
+        >>> division = Division(items=14, batch_size=2, update_size=10, world_size=2)
+        >>> [(step.start, step.stop) for step in division.steps(rank=0)]
+        [(0, 2), (2, 4), (4, 6), (10, 12)]
+        >>> [(step.start, step.stop) for step in division.steps(rank=1)]
+        [(6, 8), (8, 10), (10, 10), (12, 14)]
     """
-    for start in range(consumed, n, batch_size * world_size):
-        yield training_span(n, batch_size, rank, world_size, start)
+
+    items: int
+    batch_size: int
+    update_size: int
+    world_size: int
+
+    def _cut(self, items: int) -> int:
+        """The micro-batches of so many items of one update."""
+        return -(-items // self.batch_size)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a whole update, on all ranks."""
+        return self._cut(self.update_size)
+
+    @property
+    def updates(self) -> int:
+        """Updates of an epoch; the last may have fewer items."""
+        return -(-self.items // self.update_size)
+
+    @property
+    def steps_per_update(self) -> int:
+        """Steps of each rank in a whole update."""
+        return -(-self.micro_batches // self.world_size)
+
+    def __len__(self) -> int:
+        """The steps of an epoch, the same on every rank."""
+        before = self.updates - 1
+        last = self._cut(self.items - before * self.update_size)
+        return before * self.steps_per_update - (-last // self.world_size)
+
+    def steps_before(self, position: int) -> int:
+        """The steps of each rank in the updates before a position, at which an update begins or the epoch ends."""
+        return len(self) if position >= self.items else position // self.update_size * self.steps_per_update
+
+    def step(self, number: int, rank: int) -> Step:
+        """A rank's step of that number in an epoch, counted from 0."""
+        update, place = divmod(number, self.steps_per_update)
+        start = update * self.update_size
+        stop = min(start + self.update_size, self.items)
+        count = self._cut(stop - start)
+        first, end = range_of_rank(count, rank, self.world_size)
+        own = first + place
+        if own >= end:
+            behind = self.updates * self.micro_batches
+            return Step(stop, stop, behind + number * self.world_size + rank, count)
+        begin = start + own * self.batch_size
+        return Step(begin, min(begin + self.batch_size, stop), update * self.micro_batches + own, count)
+
+    def steps(self, rank: int, position: int = 0) -> Iterator[Step]:
+        """A rank's steps of an epoch, from the update on that begins at a position."""
+        for number in range(self.steps_before(position), len(self)):
+            yield self.step(number, rank)
 
 
 def evaluation_spans(n: int, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[int, int]]:

@@ -312,7 +312,7 @@ class WorkerTrainLoader(_Workers, TrainSampling):
     Args:
         reader: makes batches; each has to be a function of the request alone.
         rows: int64, the numbers of the samples to train on.
-        batch_size: samples on one rank in one forward pass.
+        batch_size: samples of a micro-batch.
         seed: seed of the shuffling.
         num_workers: worker processes; 0 makes each batch in this process.
         pin_memory: put batches into pinned memory, from which a GPU copies faster.

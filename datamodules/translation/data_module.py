@@ -379,7 +379,6 @@ class TranslationDataModule(BaseDataModule):
             options.max_tokens,
             options.bucket,
             shuffle=self._shuffles,
-            micro_batches=self._micro_batches,
         )
         source, target = map(len, self.vocabularies())
         _inform(f"{corpus.info.describe()}; vocabularies of {source:,} and {target:,} tokens")

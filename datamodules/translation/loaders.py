@@ -1,10 +1,10 @@
 """Batches of sentence pairs, sliced from packed tensors, grouped by length, in one order for any number of ranks.
 
 An update consists of sentences of similar length, so that there is less padding. Groups are formed per update, not
-per batch: ranks and micro-batches share a group, so an update has the same sentences however it is split.
+per batch: ranks and micro-batches share a group, so an update has the same sentences on any number of ranks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -97,21 +97,19 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
 
     An epoch is shuffled and cut into pools of `bucket` updates; each pool is sorted by length and cut into the
     sentences of one update each, and these units are shuffled: a function of (seed, epoch, sentences per update).
-    Ranks and micro-batches take consecutive parts of a unit. With `max_tokens` the whole epoch is sorted and cut into
-    batches of that size, the same in each epoch, and a unit is as many of them as there are devices times
-    micro-batches. So the number of steps never changes, and is the same on every rank; where batches do not suffice
-    some ranks get an empty one in the last step.
+    Micro-batches are consecutive parts of a unit. With `max_tokens` the whole epoch is sorted and cut into
+    micro-batches of that size, the same in each epoch, and a unit is those of an update. So the number of steps never
+    changes, and is the same on every rank.
 
     Args:
         pairs: all sentences.
         rows: int64, the numbers of those to train on.
-        batch_size: sentences on one rank in one forward pass.
+        batch_size: sentences of a micro-batch.
         seed: of the shuffle order.
-        max_tokens: tokens on one rank in one forward pass, of both sides with their padding; replaces `batch_size`.
+        max_tokens: tokens of a micro-batch, of both sides with their padding; replaces `batch_size`.
         bucket: updates in a pool that is sorted by length; True sorts the whole epoch, ties broken at random; False
             takes sentences of any length together.
         shuffle: False repeats the order of the first epoch.
-        micro_batches: micro-batches in an update; called when an epoch begins.
 
     Raises:
         UserError: the set is empty, or a pair does not fit into `max_tokens`.
@@ -128,12 +126,11 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         max_tokens: int | None = None,
         bucket: bool | int = DEFAULT_BUCKET,
         shuffle: bool = True,
-        micro_batches: Callable[[], int] = lambda: 1,
     ) -> None:
         if not len(rows):
             raise UserError("there is no sentence to train on: the training set is empty")
         self.pairs, self.rows, self.seed = pairs, rows, seed
-        self.bucket, self.shuffle, self.micro_batches = bucket, shuffle, micro_batches
+        self.bucket, self.shuffle = bucket, shuffle
         self._source_lengths, self._target_lengths = pairs.source.lengths[rows], pairs.target.lengths[rows]
         self._bounds: Tensor | None = None
         # What a rank takes at a time: sentences, or one batch cut by tokens.
@@ -147,15 +144,24 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
         else:
             note_whole_set(batch_size * world_size, len(rows), "sentences")
         self.batch_size = batch_size
-        """Sentences that one rank takes at a time; with `max_tokens` their mean number."""
+        """Sentences of a micro-batch; with `max_tokens` their mean number."""
         super().__init__(items, items_at_once, rank, world_size)
         self._unit = 0
-        self._item_starts = torch.arange(items + 1)
         self._last_plan: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
 
-    def _unit_size(self) -> int:
-        """Items in one update of all ranks, at present."""
-        return self._items_at_once * self.world_size * self.micro_batches()
+    @override
+    def items_of_samples(self, samples: int) -> int:
+        if self._bounds is not None:
+            raise UserError(
+                f"global_batch_size={samples} is a number of sentences, and batches are limited by `max_tokens`: pass"
+                " the micro-batches of an update, as in accumulate=4"
+            )
+        return super().items_of_samples(samples)
+
+    @property
+    @override
+    def samples_per_update(self) -> int:
+        return self.division.update_size * (self.batch_size if self._bounds is not None else 1)
 
     def _plan(self, epoch: int, unit: int) -> tuple[Tensor, Tensor]:
         """The order of an epoch as positions in `rows`, and where each item begins in it, the end included.
@@ -195,16 +201,11 @@ class SentenceTrainLoader(ResumableLoader[TranslationBatch]):
     def _batches_of_epoch(self, epoch: int, start_at: int, spans: Spans) -> Iterator[TranslationBatch]:
         # An epoch goes on as it started: with other units the rest would not be the sentences not yet seen.
         if not start_at:
-            self._unit = self._unit_size()
-        order, self._item_starts = self._plan(epoch, self._unit)
+            self._unit = self.division.update_size
+        order, starts = self._plan(epoch, self._unit)
         rows = self.rows[order]
         for start, stop in spans:
-            positions = self._sample_positions(start, stop)
-            yield self.pairs.batch(rows[positions.start : positions.stop])
-
-    @override
-    def _sample_positions(self, start: int, stop: int) -> range:
-        return range(int(self._item_starts[start]), int(self._item_starts[stop]))
+            yield self.pairs.batch(rows[int(starts[start]) : int(starts[stop])])
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from callbacks.seed_control import SeedControl, draw_seed
 from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError
+from recipes.cli.limits import micro_batches_of_update
 from recipes.cli.settings import RunSettings, run_callbacks
 from recipes.failures.monitor import RunConnection
 from recipes.failures.rendezvous import share
@@ -28,7 +29,6 @@ from recipes.launch.rank_zero import rank_zero_print
 from recipes.optim import is_lbfgs
 from recipes.recipe import Recipe
 from recipes.results.weights_record import Interval
-from recipes.resume.rebatch import resumed_batch
 from recipes.resume.resume_point import ResumePoint
 from recipes.resume.saved_run import read_run
 
@@ -126,6 +126,13 @@ class Settings:
     notes: Mapping[str, str]
     interval: Interval | None = None
 
+    @property
+    def micro_batches(self) -> int | None:
+        """Of an update, on all devices; None where their number changes or is not known yet."""
+        saved, run = read_run(self.run.resume) if self.run.resume else None, self.run
+        sizes = run.accumulate, run.global_batch_size, self.data, self.launch.world_size, self.tokens_parameter
+        return micro_batches_of_update(*sizes, saved.update_items if saved else None)
+
 
 @dataclass(frozen=True)
 class Experiment:
@@ -157,23 +164,13 @@ def _refuse_unless(resume_anyway: bool, error: UserError) -> None:
     rank_zero_print(f"resuming anyway: {error}")
 
 
-def _with_global_batch(settings: Settings) -> Settings:
-    """Keep the global batch of the checkpoint on the devices of this launch."""
+def _print_devices(settings: Settings) -> None:
+    """Say where a run is resumed on another number of devices."""
     if settings.command != "fit" or not settings.run.resume:
-        return settings
-    try:
-        saved = read_run(settings.run.resume)
-        devices = settings.launch.world_size
-        batch = resumed_batch(saved, settings.config, devices, settings.tokens_parameter)
-    except UserError as error:
-        _refuse_unless(settings.run.resume_anyway, error)
-        return settings
-    if batch.line:
-        rank_zero_print(batch.line)
-    run = {name: value for name, value in batch.settings.items() if name in RunSettings.__dataclass_fields__}
-    data = {name: value for name, value in batch.settings.items() if name in settings.data}
-    config = {**settings.config, **batch.config}
-    return replace(settings, run=replace(settings.run, **run), data={**settings.data, **data}, config=config)
+        return
+    before, now = read_run(settings.run.resume).devices, settings.launch.world_size
+    if before not in (None, now):
+        rank_zero_print(f"devices: {before} before, {now} now; the updates and their order stay")
 
 
 def _with_seed(settings: Settings, connection: RunConnection | None) -> tuple[Settings, int]:
@@ -257,7 +254,8 @@ def build_experiment(settings: Settings, classes: Classes, connection: RunConnec
     Raises:
         UserError: a value is refused, the data cannot be read, or the devices cannot share the global batch.
     """
-    settings, seed = _with_seed(_with_global_batch(settings), connection)
+    _print_devices(settings)
+    settings, seed = _with_seed(settings, connection)
     with as_user_errors(MisconfigurationException):
         # First, because it seeds the initial weights.
         seeds = SeedControl(seed)

@@ -15,10 +15,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lib.global_batch import accumulation_factor
 from datamodules.errors import UserError
 
-__all__ = ["LIMIT_TEXTS", "WholeUpdates", "limits_per_device", "micro_batches_per_update", "seconds_of"]
+__all__ = ["LIMIT_TEXTS", "WholeUpdates", "limits_per_device", "micro_batches_of_update", "seconds_of"]
 
 _OF_TRAINING = ("limit_train_batches", "overfit_batches")
 _OF_EVALUATION = ("limit_val_batches", "limit_test_batches")
@@ -35,22 +34,27 @@ LIMIT_TEXTS = {
 """What the flags do on the command line, in place of the Trainer's texts."""
 
 
-def micro_batches_per_update(
-    accumulate: Any, global_batch_size: int | None, data: Mapping[str, Any], world_size: int, tokens: str | None = None
+def micro_batches_of_update(
+    accumulate: Any,
+    global_batch_size: int | None,
+    data: Mapping[str, Any],
+    world_size: int,
+    tokens: str | None = None,
+    saved_items: int | None = None,
 ) -> int | None:
-    """Batches of each device in an update; None where it changes during the run or the settings do not tell.
+    """Micro-batches of an update on all devices; None where they change during the run or the settings do not tell.
 
     Args:
-        accumulate: the number of them, or a schedule.
+        accumulate: the number of them on each device as the run began, or a schedule.
         data: arguments of the data module, such as ``batch_size``.
         tokens: the argument that, where it is given, limits a batch by tokens.
+        saved_items: samples, or batches limited by tokens, of an update in the checkpoint that is resumed from.
     """
-    if global_batch_size is None:
-        return accumulate if isinstance(accumulate, int) else None
-    batch_size = data.get("batch_size")
-    if not isinstance(batch_size, int) or (tokens and data.get(tokens)):
-        return None
-    return accumulation_factor(global_batch_size, batch_size, world_size)
+    batch_size = 1 if tokens and data.get(tokens) else data.get("batch_size")
+    items = saved_items or global_batch_size
+    if items is None:
+        return accumulate * world_size if isinstance(accumulate, int) else None
+    return -(-items // batch_size) if isinstance(batch_size, int) else None
 
 
 def _counts(options: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, int]:
@@ -80,28 +84,31 @@ def seconds_of(name: str, value: Any) -> float | None:
     return seconds
 
 
-def limits_per_device(options: Mapping[str, Any], per_update: int | None, rank: int, world_size: int) -> dict[str, Any]:
+def limits_per_device(
+    options: Mapping[str, Any], micro_batches: int | None, rank: int, world_size: int
+) -> dict[str, Any]:
     """The Trainer's limits on one device, for those that are numbers of updates or of the batches of all devices.
 
     Args:
         options: arguments of the Trainer.
-        per_update: as `micro_batches_per_update` returns it.
+        micro_batches: as `micro_batches_of_update` returns them.
 
     Raises:
         UserError: the size of an update is not known, or a device would get no batch.
 
     Example:
-        >>> limits_per_device({"limit_train_batches": 40, "limit_val_batches": 5}, per_update=4, rank=1, world_size=2)
+        >>> options = {"limit_train_batches": 40, "limit_val_batches": 5}
+        >>> limits_per_device(options, micro_batches=8, rank=1, world_size=2)
         {'limit_train_batches': 160, 'limit_val_batches': 2}
     """
     limits = {}
     for name, count in _counts(options, _OF_TRAINING).items():
-        if per_update is None:
+        if micro_batches is None:
             raise UserError(
-                f"{name}={count} counts updates, and their number of batches changes during this run or is not known"
+                f"{name}={count} counts updates, and their micro-batches change during this run or are not known"
                 f" before it; pass a share of the epoch, such as {name}=0.5"
             )
-        limits[name] = count * per_update
+        limits[name] = count * -(-micro_batches // world_size)
     for name, count in _counts(options, _OF_EVALUATION).items():
         if count < world_size:
             raise UserError(

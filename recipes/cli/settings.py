@@ -1,12 +1,10 @@
 """The settings of a run, as opposed to its network and data, and the callbacks that implement them."""
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
@@ -29,7 +27,7 @@ from recipes.launch.precision import Precision
 from recipes.optim import learning_rate_scale
 from recipes.recipe import Recipe
 
-__all__ = ["RunSettings", "checkpoint_callbacks", "global_batch_text", "run_callbacks"]
+__all__ = ["RunSettings", "checkpoint_callbacks", "run_callbacks"]
 
 _PATIENCE = 3
 
@@ -52,8 +50,8 @@ class RunSettings:
         seed: seed of all random numbers; random draws one, which is recorded and kept by a resume.
         deterministic: stop at operations without a deterministic implementation.
         precision: floating-point precision; auto is bf16-mixed where the hardware has fast bf16, else 32-true.
-        global_batch_size: samples per update on all devices; accumulation follows from it.
-        accumulate: micro-batches per update, or a schedule of them, as in '{0: 8, "2 epochs": 4}'.
+        global_batch_size: samples per update on all devices; the number of micro-batches follows from it.
+        accumulate: micro-batches per update on each device, or a schedule of them, as in '{0: 8, "2 epochs": 4}'.
         warmup: duration of the learning rate warm-up, as in "500 steps", "2 epochs" or "5%".
         lr_scale: how the learning rate follows the global batch; auto is linear for SGD, sqrt for adaptive ones.
         ema: average the weights exponentially with this decay, as in 0.999; the average is validated, saved and tested.
@@ -100,36 +98,6 @@ class RunSettings:
             global_batch_size=(self.global_batch_size, COUNT),
             patience=(self.patience, COUNT),
         )
-
-
-def _counted(number: int, what: str, plural: str = "s") -> str:
-    return f"{number} {what}{plural if number != 1 else ''}"
-
-
-def global_batch_text(
-    settings: RunSettings, data: Mapping[str, Any], trainer: pl.Trainer, tokens_parameter: str | None = None
-) -> str:
-    """The global batch, as devices x nodes x batch x accumulation: a part of a run's first line.
-
-    Args:
-        data: arguments of the data module, such as ``batch_size``.
-        tokens_parameter: the argument that, where it is given, limits a batch by tokens.
-    """
-    tokens = data.get(tokens_parameter) if tokens_parameter else None
-    batch_size = tokens or data.get("batch_size")
-    if not isinstance(batch_size, int):
-        return ""
-    if tokens and settings.global_batch_size is not None:
-        return f"global batch {settings.global_batch_size} in batches of {batch_size} tokens, "
-    of = " tokens" if tokens else ""
-    at_once = trainer.world_size * batch_size
-    factor = settings.accumulate
-    if settings.global_batch_size is not None:
-        factor = settings.global_batch_size // at_once
-    parts = f"{_counted(trainer.num_devices, 'device')} x {_counted(trainer.num_nodes, 'node')} x {batch_size}{of} x "
-    if isinstance(factor, dict):
-        return f"global batch {parts}micro-batches {factor}, "
-    return f"global batch {at_once * factor}{of} = {parts}{_counted(factor, 'micro-batch', 'es')}, "
 
 
 def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> list[Callback]:

@@ -20,14 +20,12 @@ from callbacks.run_progress import RunProgress
 from datamodules.errors import UserError
 from recipes.cli.console import prints_progress
 from recipes.cli.experiment import Experiment, Settings, as_user_errors
-from recipes.cli.limits import limits_per_device, micro_batches_per_update
+from recipes.cli.limits import limits_per_device
 from recipes.cli.run_folder import logger_names, loggers
-from recipes.cli.settings import global_batch_text
 from recipes.failures.monitor import FailureReporter
 from recipes.launch.rank_zero import rank_zero_print
 from recipes.launch.strategies import build_strategy
 from recipes.results.origin import hardware
-from recipes.resume.saved_run import read_run
 
 __all__ = ["build_trainer", "renew_callbacks"]
 
@@ -39,14 +37,30 @@ def _backend(trainer: pl.Trainer) -> str:
     return named or torch.distributed.Backend.default_device_backend_map.get(device, "gloo")
 
 
+def _counted(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{plural if number != 1 else ''}"
+
+
+def _global_batch_text(settings: Settings) -> str:
+    """The global batch as micro-batches, their size and the devices that share them: a part of a run's first line."""
+    data, run, launch, tokens = settings.data, settings.run, settings.launch, settings.tokens_parameter
+    limited = bool(tokens and data.get(tokens))
+    size = data.get(tokens if limited else "batch_size")
+    if not isinstance(size, int):
+        return ""
+    on = f"on {_counted(launch.world_size, 'device')} of {_counted(launch.num_nodes, 'node')}, "
+    if settings.micro_batches is None:
+        return f"micro-batches of {size}{' tokens' * limited}, {run.accumulate} on each device {on}"
+    parts = f"{_counted(settings.micro_batches, 'micro-batch', 'es')} of {size}{' tokens' * limited} {on}"
+    total = run.global_batch_size or settings.micro_batches * size
+    return f"global batch {total}{' tokens' * limited} = {parts}"
+
+
 def _print_first_line(trainer: pl.Trainer, experiment: Experiment) -> None:
     settings = experiment.settings
     run, notes = settings.run, settings.notes
     launch = f"{settings.launch.describe()}, {_backend(trainer)}, " if trainer.world_size > 1 else ""
-    # On other devices than before another line has printed the global batch.
-    before = read_run(run.resume).devices if run.resume else None
-    same = settings.command == "fit" and before in (None, trainer.world_size)
-    batch = global_batch_text(run, settings.data, trainer, settings.tokens_parameter) if same else ""
+    batch = _global_batch_text(settings) if settings.command == "fit" else ""
     memory = notes["memory"] if trainer.strategy.root_device.type == "cpu" else ""
     precision = f"precision {run.precision}{notes['precision']}"
     rank_zero_print(
@@ -72,13 +86,9 @@ def renew_callbacks(trainer: pl.Trainer, experiment: Experiment, *more: Callback
 
 
 def _limits(settings: Settings) -> dict[str, Any]:
-    run, launch = settings.run, settings.launch
-    per_update: int | None = 1
-    if settings.command == "fit":
-        per_update = micro_batches_per_update(
-            run.accumulate, run.global_batch_size, settings.data, launch.world_size, settings.tokens_parameter
-        )
-    return limits_per_device(settings.trainer, per_update, launch.rank, launch.world_size)
+    launch = settings.launch
+    micro_batches = settings.micro_batches if settings.command == "fit" else launch.world_size
+    return limits_per_device(settings.trainer, micro_batches, launch.rank, launch.world_size)
 
 
 def _loggers(folder: Path, settings: Settings, monitor: str) -> list[Logger]:

@@ -21,7 +21,7 @@ log = logging.getLogger("lightning_recipes.resume")
 # declare theirs as `free_parameters`.
 _FREE = {
     *("accelerator", "strategy", "devices", "num_nodes", "precision", "deterministic", "benchmark"),
-    *("use_distributed_sampler", "global_batch_size", "accumulate", "inference_mode", "barebones"),
+    *("use_distributed_sampler", "inference_mode", "barebones"),
     *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "save_every", "save_top_k", "model_registry"),
     *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "val_check_interval"),
     *("check_val_every_n_epoch", "num_sanity_val_steps", "log_every_n_steps", "enable_checkpointing"),
@@ -38,7 +38,8 @@ class SavedRun:
         updates: optimiser steps made.
         epochs: epochs completed.
         devices: number of devices it was trained on; None in checkpoints of a plain Trainer.
-        global_batch_size: samples per update on all devices; None where it is not known.
+        update_items: samples of an update on all devices, or batches limited by tokens; None where their number changes
+            or is not known.
         epoch: in which it was saved, from 1.
         recipes: titles of the recipe and of those that it is derived from; empty where they are not known.
     """
@@ -47,7 +48,7 @@ class SavedRun:
     updates: int
     epochs: int
     devices: int | None = None
-    global_batch_size: int | None = None
+    update_items: int | None = None
     epoch: int = 1
     recipes: tuple[str, ...] = ()
 
@@ -98,14 +99,14 @@ def _saved_run(checkpoint: Mapping[str, Any]) -> SavedRun:
     _check_counts(checkpoint["loops"])
     # A plain Trainer saves the constructors' arguments only.
     saved = {**checkpoint.get("datamodule_hyper_parameters", {}), **checkpoint.get("hyper_parameters", {})}
-    split = checkpoint.get("split", {})
-    devices, size = (None if (n := split.get(k)) is None else _count(k, n) for k in ("devices", "global_batch_size"))
+    devices = checkpoint.get("devices")
+    sizes = checkpoint.get("callbacks", {}).get("GradientAccumulation", {}).get("items") or ()
     return SavedRun(
         dict(checkpoint.get("config") or saved),
         _count("global_step", checkpoint["global_step"]),
         checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"],
-        devices,
-        size,
+        None if devices is None else _count("devices", devices),
+        _count("items", sizes[0][1]) if len(sizes) == 1 else None,
         1 + _count("epoch", checkpoint.get("epoch", 0)),
         tuple(map(str, checkpoint.get("recipes", ()))),
     )
@@ -172,8 +173,7 @@ def describe_differences(
     """A line for each setting that asks for another experiment than the saved one.
 
     A setting that is left open (None, "auto", the seed "random") has been resolved in the
-    saved run. The split, devices, logging and the length of the run may differ; `recipes.resume.rebatch` compares the
-    global batch.
+    saved run. Devices, logging and the length of the run may differ.
 
     Args:
         free: parameters of the recipe and the data module that may differ, too.
