@@ -9,11 +9,11 @@ moving average of all, in order.
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from callbacks.lib.batch_norm import plain_layers, running_statistics
+from callbacks.lib.tree_sum import all_gather_flat
 from datamodules.loading.sampling import range_of_rank
 
 __all__ = ["OrderedStatistics"]
@@ -22,9 +22,10 @@ __all__ = ["OrderedStatistics"]
 class OrderedStatistics:
     """The running statistics of BatchNorm layers over an update.
 
-    Call `begin` before each forward pass of a micro-batch, `collect` after it, `restore` after its backward pass, and
-    `finish` after the last one of the update. In between the layers have the running statistics of the update before,
-    and within a micro-batch its own. A layer that is called several times within a micro-batch counts its last call.
+    `GradientSum.micro_batch` calls what follows: `begin` before each forward pass of a micro-batch, `collect` after it,
+    `restore` after its backward pass, and `finish` after the last one of the update. In between the layers have the
+    running statistics of the update before, and within a micro-batch its own. A layer that is called several times
+    within a micro-batch counts its last call.
     Synchronised layers and those that do not train are left alone.
 
     Args:
@@ -105,7 +106,7 @@ class OrderedStatistics:
         steps = -(-count // self.world_size)
         mine = torch.stack(self._collected + [self._running] * (steps - len(self._collected))).flatten()
         every = mine.new_empty(self.world_size * len(mine))
-        dist.all_gather_into_tensor(every, mine, group=self.group)
+        all_gather_flat(every, mine, group=self.group)
         by_rank = every.view(self.world_size, steps, -1)
         ranges = [range_of_rank(count, rank, self.world_size) for rank in range(self.world_size)]
         return [by_rank[rank, step] for rank, (first, stop) in enumerate(ranges) for step in range(stop - first)]

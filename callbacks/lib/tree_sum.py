@@ -6,10 +6,16 @@ up the largest nodes of the tree that lie within it, as a binary counter does; t
 them in the order of the tree.
 """
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Node", "TreeSum", "tree_nodes"]
+__all__ = ["Node", "TreeSum", "all_gather_flat", "tree_nodes"]
+
+all_gather_flat: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""torch 2.14 warns of the older name."""
 
 Node = tuple[int, int]
 """Micro-batches ``[first, stop)`` of an update."""
