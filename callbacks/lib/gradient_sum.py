@@ -30,7 +30,7 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-def _in_memory_order(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+def _in_memory_order(gradient: Tensor, parameter: Tensor) -> Tensor:
     """The elements of a gradient in the order in which those of its parameter lie in memory, as in a bucket of DDP."""
     strides = parameter.stride()
     return gradient.permute(sorted(range(len(strides)), key=lambda dim: -strides[dim])).reshape(-1)
@@ -106,8 +106,10 @@ class GradientSum:
             self.begin(of)
         if statistics is not None:
             statistics.begin()
-        collects_only = isinstance(self.model, DistributedDataParallel) and self._step < self._steps - 1
-        with self.model.no_sync() if collects_only else contextlib.nullcontext():
+        context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if isinstance(self.model, DistributedDataParallel) and self._step < self._steps - 1:
+            context = self.model.no_sync()
+        with context:
             yield
         if statistics is not None:
             if self.leaf is not None:
@@ -226,7 +228,7 @@ class GradientSum:
         (total,) = self._targets.total
         self.scale = torch.where(total > 0, 1 / total, 1.0)
 
-    def flat_sums(self, parameters: Sequence[nn.Parameter], buffer: Tensor) -> list[Tensor]:
+    def flat_sums(self, parameters: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
         """This rank's sums over the parameters of a bucket, each as flat as the bucket; the last step's are in them."""
         rows = {id(parameter): row for row, parameter in enumerate(self._parameters)}
         total = TreeSum(self.sums.count)
@@ -244,7 +246,7 @@ class _Bucket:
     def __init__(self, state: GradientSum, bucket: dist.GradBucket) -> None:
         buffer = bucket.buffer()
         self.state, self.size, self.dtype = state, buffer.numel(), buffer.dtype
-        devices = [] if buffer.device.type == "cpu" else [buffer.device]
+        devices: list[int | str | torch.device] = [] if buffer.device.type == "cpu" else [buffer.device]
         self.future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         flats = state.flat_sums(bucket.parameters(), buffer)
         self._part = -(-self.size // state.world_size)
