@@ -30,10 +30,10 @@ from callbacks.lib.accumulation import (
     warn_of_separate_statistics,
     weigh_loss,
 )
-from callbacks.lib.batch_positions import refuse_dataloader_iter
 from callbacks.lib.global_batch import accumulation_factor, loader_batch_size
 from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
 from callbacks.lib.lightning_internals import make_no_update, skips_backward
+from callbacks.lib.micro_batches import refuse_dataloader_iter
 from callbacks.lib.targets import observe_counts, sum_over_ranks
 from callbacks.lib.updates import AccumulationSchedule
 from datamodules.errors import RunFailedError, UserError
