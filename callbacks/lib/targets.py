@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-__all__ = ["count_targets", "observe_steps", "warn_of_ignored_targets"]
+__all__ = ["count_targets", "is_empty", "observe_steps", "warn_of_ignored_targets"]
 
 
 def count_targets(output: Any, batch: Any) -> int | Tensor:
@@ -36,6 +36,14 @@ def count_targets(output: Any, batch: Any) -> int | Tensor:
             f"cannot tell how many targets a batch of type {type(batch).__name__} holds: return"
             ' {"loss": loss, "count": number_of_targets} from training_step'
         ) from error
+
+
+def is_empty(batch: Any) -> bool:
+    """Whether a batch has no samples; False where their number is unknown."""
+    try:
+        return extract_batch_size(batch) == 0
+    except MisconfigurationException:
+        return False
 
 
 def warn_of_ignored_targets(output: Any, batch: Any) -> None:
