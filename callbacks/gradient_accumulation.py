@@ -181,10 +181,8 @@ class GradientAccumulation(pl.Callback):
         self._statistics = OrderedStatistics(pl_module, trainer.world_size)
         self._attach(trainer)
         self._first = True
-        self._undo.append(
-            observe_steps(pl_module, lambda output, batch: self._weigh(trainer, output, batch), self._statistics.begin)
-        )
-        if self._loader is None:
+        self._undo.append(observe_steps(pl_module, partial(self._weigh, trainer), partial(self._begin_step, trainer)))
+        if trainer.world_size > 1 and self._loader is None:
             kind = type(trainer.train_dataloader).__name__
             rank_zero_info(
                 f"a {kind} does not deal micro-batches by their numbers: on another number of devices the run is equal"
@@ -235,13 +233,19 @@ class GradientAccumulation(pl.Callback):
         # A limit may cut the epoch within an update.
         return count if -(-count // trainer.world_size) <= trainer.num_training_batches - batch_idx else None
 
-    def _weigh(self, trainer: pl.Trainer, output: Any, batch: Any) -> None:
-        """After the forward pass of a micro-batch."""
-        if self._sum is None or skips_backward(trainer):
+    def _begin_step(self, trainer: pl.Trainer) -> None:
+        """Before the forward pass of a micro-batch."""
+        if skips_backward(trainer):
             return
         if self._called:
             raise RunFailedError(describe_second_call(trainer.optimizers[0]))
         self._called = True
+        self._statistics.begin()
+
+    def _weigh(self, trainer: pl.Trainer, output: Any, batch: Any) -> None:
+        """After the forward pass of a micro-batch."""
+        if self._sum is None or skips_backward(trainer):
+            return
         if self._first:
             self._first = False
             warn_of_ignored_targets(output, batch)

@@ -103,12 +103,11 @@ class OrderedStatistics:
 
     def _of_all_ranks(self, count: int) -> list[Tensor]:
         steps = -(-count // self.world_size)
-        mine = torch.stack(self._collected + [self._running] * (steps - len(self._collected))).flatten()
-        every = mine.new_empty(self.world_size * len(mine))
-        dist.all_gather_into_tensor(every, mine, group=self.group)
-        by_rank = every.view(self.world_size, steps, -1)
+        mine = torch.stack(self._collected + [self._running] * (steps - len(self._collected)))
+        by_rank = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(by_rank, mine, group=self.group)
         ranges = [range_of_rank(count, rank, self.world_size) for rank in range(self.world_size)]
-        return [by_rank[rank, step] for rank, (first, stop) in enumerate(ranges) for step in range(stop - first)]
+        return [by_rank[rank][step] for rank, (first, stop) in enumerate(ranges) for step in range(stop - first)]
 
     def _weights(self) -> Tensor:
         """How much of the newest statistics each value takes: the momentum of its layer, or the mean of all so far."""
