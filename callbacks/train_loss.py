@@ -45,8 +45,8 @@ def sums_over_targets(
         [4.5, 3.0, 2.0]
     """
     losses = torch.stack(means).float()
-    right = [0 if number is None else number for number in correct]
-    weights, right = _column(counts, losses.device), _column(right, losses.device)
+    weights = _column(counts, losses.device)
+    right = _column([0 if number is None else number for number in correct], losses.device)
     losses = torch.where(weights > 0, losses * weights, 0.0)
     return to_whole_numbers(torch.stack((losses, weights, right))).sum(1)
 

@@ -67,7 +67,8 @@ def observe_steps(
         before: called before it.
     """
     module: Any = pl_module
-    own, observer = vars(pl_module).get("training_step"), (before, after)
+    own: Any = vars(pl_module).get("training_step")
+    observer = (before, after)
     if not hasattr(own, "observers"):
         module.training_step = _observed(pl_module.training_step, own)
     step = module.training_step

@@ -15,7 +15,7 @@ def test_every_float32_becomes_whole_numbers_and_back():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_sum_is_exact_and_has_the_same_bits_in_any_order_and_split(dtype: torch.dtype):
-    values = (FINITE.double() if dtype is torch.float32 else torch.rand(3000).double()).to(dtype)
+    values = (FINITE.double() if dtype is torch.float32 else torch.rand(3000, dtype=torch.float64)).to(dtype)
     whole = to_whole_numbers(values)
     of_ranks = [whole[rank::3].flip(0).sum(0) for rank in (2, 0, 1)]
     assert torch.equal(sum(of_ranks), whole.sum(0))
