@@ -80,8 +80,8 @@ class BNRecalibration(pl.Callback):
     `on_train_batch_end` looks which layers train.
 
     Args:
-        batches: on each rank; null takes all of an epoch. A few thousand samples are enough as a rule.
-        samples: on all ranks together, instead of `batches`; all of an epoch where a loader has no batch size.
+        samples: on all ranks together; null takes all of an epoch, as where a loader has no batch size. A few thousand
+            are enough as a rule. They are those that the present epoch begins with.
 
     Raises:
         UserError: at set-up, if it stands before the averaging; or there is more than one training loader, or no
@@ -89,17 +89,14 @@ class BNRecalibration(pl.Callback):
 
     Example:
         >>> from lightning.pytorch.callbacks import EMAWeightAveraging
-        >>> callbacks = [EMAWeightAveraging(decay=0.99), BNRecalibration(batches=50)]
+        >>> callbacks = [EMAWeightAveraging(decay=0.99), BNRecalibration(samples=2048)]
         >>> trainer = pl.Trainer(callbacks=callbacks, logger=False, accelerator="cpu")
     """
 
-    def __init__(self, batches: int | None = None, samples: int | None = None) -> None:
-        for name, count in (("batches", batches), ("samples", samples)):
-            if count is not None and count < 1:
-                raise UserError(f"BNRecalibration({name}={count}) computes nothing; pass 1 or more, or None for all")
-        if batches is not None and samples is not None:
-            raise UserError(f"batches={batches} and samples={samples}: pass one of them to BNRecalibration")
-        self.batches, self.samples = batches, samples
+    def __init__(self, samples: int | None = None) -> None:
+        if samples is not None and samples < 1:
+            raise UserError(f"BNRecalibration(samples={samples}) computes nothing; pass 1 or more, or None for all")
+        self.samples = samples
         self._layers: dict[str, _BatchNorm] = {}
         self._training: list[str] = []
 
@@ -146,19 +143,26 @@ class BNRecalibration(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._training = list(state_dict["training"])
 
-    def _limit(self, trainer: pl.Trainer) -> float:
-        if self.samples is None:
-            return self.batches or math.inf
+    def _batches(self, trainer: pl.Trainer, loader: Any) -> tuple[Iterator[Any], int | None]:
+        """This rank's batches, and how many all ranks have, where each has a range of them."""
+        steps = trainer.num_training_batches
         try:
-            return math.ceil(self.samples / (loader_batch_size(trainer.train_dataloader) * trainer.world_size))
+            wanted = math.inf if self.samples is None else self.samples / loader_batch_size(loader)
         except UserError:
-            return math.inf
+            wanted = math.inf
+        if isinstance(loader, ResumableLoader):
+            # One update of all of them, so that each rank has a range.
+            count = int(min(math.ceil(min(wanted, loader.num_micro_batches)), steps * trainer.world_size))
+            loader.divide_updates(loader.items_of(max(count, trainer.world_size)))
+            count = loader.step(0).in_update
+            return itertools.islice(loader, loader.division.steps_per_update), count
+        limit = min(wanted / trainer.world_size, steps)
+        return itertools.islice(loader, None if math.isinf(limit) else math.ceil(limit)), None
 
-    def _inputs(self, trainer: pl.Trainer) -> Iterator[Any]:
-        limit = min(self._limit(trainer), trainer.num_training_batches)
-        for batch in itertools.islice(_another_loader(trainer), None if math.isinf(limit) else int(limit)):
-            moved = trainer.precision_plugin.convert_input(trainer.strategy.batch_to_device(batch))
-            yield moved[0] if isinstance(moved, (tuple, list)) else moved
+    @staticmethod
+    def _inputs(trainer: pl.Trainer, batch: Any) -> Any:
+        moved = trainer.precision_plugin.convert_input(trainer.strategy.batch_to_device(batch))
+        return moved[0] if isinstance(moved, (tuple, list)) else moved
 
     def recalibrate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
         """Compute the statistics now, unless that would disturb training; to be called on all ranks.
@@ -177,5 +181,6 @@ class BNRecalibration(pl.Callback):
 
         # Out of Lightning's inference mode: what a loader keeps for later would be unfit for training.
         with isolate_rng(), torch.inference_mode(False):
-            recalibrate(pl_module, self._inputs(trainer), layers, forward)
+            batches, count = self._batches(trainer, _another_loader(trainer))
+            recalibrate(pl_module, (self._inputs(trainer, batch) for batch in batches), layers, forward, count)
         return True

@@ -28,13 +28,13 @@ from callbacks.lib.accumulation import (
     samples_per_batch,
 )
 from callbacks.lib.batch_norm import exempt_from_broadcast, is_synchronised
-from callbacks.lib.batch_positions import refuse_dataloader_iter
 from callbacks.lib.global_batch import loader_batch_size, steps_for_samples
 from callbacks.lib.gradient_sum import GradientSum
 from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
 from callbacks.lib.lightning_internals import make_no_update, skips_backward, when_training_loader_is_made
+from callbacks.lib.micro_batches import refuse_dataloader_iter
 from callbacks.lib.running_statistics import OrderedStatistics
-from callbacks.lib.targets import count_targets, observe_steps, warn_of_ignored_targets
+from callbacks.lib.targets import count_targets, is_empty, observe_steps, warn_of_ignored_targets
 from callbacks.lib.updates import AccumulationSchedule
 from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.resumable import ResumableLoader
@@ -181,10 +181,8 @@ class GradientAccumulation(pl.Callback):
         self._statistics = OrderedStatistics(pl_module, trainer.world_size)
         self._attach(trainer)
         self._first = True
-        self._undo.append(
-            observe_steps(pl_module, lambda output, batch: self._weigh(trainer, output, batch), self._statistics.begin)
-        )
-        if self._loader is None:
+        self._undo.append(observe_steps(pl_module, partial(self._weigh, trainer), partial(self._begin_step, trainer)))
+        if trainer.world_size > 1 and self._loader is None:
             kind = type(trainer.train_dataloader).__name__
             rank_zero_info(
                 f"a {kind} does not deal micro-batches by their numbers: on another number of devices the run is equal"
@@ -235,13 +233,19 @@ class GradientAccumulation(pl.Callback):
         # A limit may cut the epoch within an update.
         return count if -(-count // trainer.world_size) <= trainer.num_training_batches - batch_idx else None
 
-    def _weigh(self, trainer: pl.Trainer, output: Any, batch: Any) -> None:
-        """After the forward pass of a micro-batch."""
-        if self._sum is None or skips_backward(trainer):
+    def _begin_step(self, trainer: pl.Trainer) -> None:
+        """Before the forward pass of a micro-batch."""
+        if skips_backward(trainer):
             return
         if self._called:
             raise RunFailedError(describe_second_call(trainer.optimizers[0]))
         self._called = True
+        self._statistics.begin()
+
+    def _weigh(self, trainer: pl.Trainer, output: Any, batch: Any) -> None:
+        """After the forward pass of a micro-batch."""
+        if self._sum is None or skips_backward(trainer):
+            return
         if self._first:
             self._first = False
             warn_of_ignored_targets(output, batch)
@@ -250,7 +254,7 @@ class GradientAccumulation(pl.Callback):
                     f"{len(names)} {names[0]} layers are called more than once in a training_step: their"
                     " running statistics follow the last call"
                 )
-        if self._sum.leaf is not None:
+        if self._sum.leaf is not None and (self._loader is not None or not is_empty(batch)):
             self._statistics.collect()
         loss = output if isinstance(output, Tensor) else None if output is None else output["loss"]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -269,7 +273,7 @@ class GradientAccumulation(pl.Callback):
         self._sum.collect()
         self._statistics.restore()
         if self._sum.is_last:
-            self._statistics.finish(self._sum.micro_batches)
+            self._statistics.finish(self._sum.steps)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from callbacks.lib.running_statistics import OrderedStatistics
-from callbacks.lib.tree_sum import Node, TreeSum, all_gather_flat, tree_nodes
+from callbacks.lib.tree_sum import Node, TreeSum, nodes_by_rank, total_over_ranks
 from datamodules.errors import UserError
 from datamodules.loading.sampling import range_of_rank
 
@@ -117,7 +117,7 @@ class GradientSum:
             statistics.restore()
         self.collect()
         if statistics is not None and self.is_last:
-            statistics.finish(of)
+            statistics.finish(self._steps)
 
     def begin(self, count: int | None) -> None:
         """Begin an update of `count` micro-batches.
@@ -127,14 +127,14 @@ class GradientSum:
                 as many on each, and the sums of the ranks are added, in an order that follows from their number.
         """
         self.count = self.world_size if count is None else count
-        ranges = [range_of_rank(self.count, rank, self.world_size) for rank in range(self.world_size)]
-        self.nodes = [tree_nodes(*each, self.count) for each in ranges]
+        self.nodes = nodes_by_rank(self.count, self.world_size)
         self.sums, self._targets = TreeSum(count), TreeSum(count)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._used: set[int] = set()
         self.scale = torch.ones(())
         self.buckets: list[_Bucket] = []
-        self._step, self._numbers, self._steps = 0, range(*ranges[self.rank]), -(-self.count // self.world_size)
+        self._numbers = range(*range_of_rank(self.count, self.rank, self.world_size))
+        self._step, self._steps = 0, -(-self.count // self.world_size)
         self._is_counted = count is not None
         self.is_open = False
 
@@ -147,9 +147,9 @@ class GradientSum:
         return (number, number + 1) if number in self._numbers else None
 
     @property
-    def micro_batches(self) -> int:
-        """Those of the update, on all ranks; after the last step."""
-        return self.count if self._is_counted else self.world_size * (self._step + 1)
+    def steps(self) -> int:
+        """Those of each rank in the update; after the last one."""
+        return self._step + 1
 
     def weigh(
         self, loss: Tensor | None, count: float | Tensor, scale: Tensor | None = None, last: bool | None = None
@@ -214,18 +214,8 @@ class GradientSum:
 
     def _share_targets(self, like: Tensor) -> None:
         """Sum the weights of all micro-batches up, in the order of the tree."""
-        own = self._of_rank(self._targets)
-        if self.world_size > 1:
-            mine = like.new_zeros(max(map(len, self.nodes)))
-            for place, (value,) in enumerate(own):
-                mine[place] = value
-            found = mine.new_empty(self.world_size * len(mine))
-            all_gather_flat(found, mine, group=self.group)
-            self._targets = TreeSum(self.count)
-            for nodes, values in zip(self.nodes, found.split(len(mine)), strict=True):
-                for node, value in zip(nodes, values):
-                    self._targets.add(node, [value])
-        (total,) = self._targets.total
+        own = [value for (value,) in self._of_rank(self._targets)]
+        total = total_over_ranks(own, self.nodes, like, group=self.group)
         self.scale = torch.where(total > 0, 1 / total, 1.0)
 
     def flat_sums(self, parameters: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
@@ -275,7 +265,8 @@ class _Bucket:
         own = mean.new_zeros(self._part, dtype=self.dtype)
         own[: self._own] = mean.mul_(self.state.scale)
         self._whole = own.new_empty(self._part * self.state.world_size)
-        self._work = all_gather_flat(self._whole, own, group=self.state.group, async_op=True)
+        parts = list(self._whole.split(self._part)) if self._part else [self._whole] * self.state.world_size
+        self._work = dist.all_gather(parts, own, group=self.state.group, async_op=True)
 
     def end(self) -> None:
         """Hand the mean to DDP."""

@@ -6,19 +6,22 @@ up the largest nodes of the tree that lie within it, as a binary counter does; t
 them in the order of the tree.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Node", "TreeSum", "all_gather_flat", "tree_nodes"]
+from datamodules.loading.sampling import range_of_rank
 
-all_gather_flat: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""torch 2.14 warns of the older name."""
+__all__ = ["Node", "TreeSum", "nodes_by_rank", "total_over_ranks", "tree_nodes"]
 
 Node = tuple[int, int]
 """Micro-batches ``[first, stop)`` of an update."""
+
+Join = Callable[[list[Tensor], list[Tensor]], None]
+"""Adds what the second list holds to the first, in place."""
 
 
 def _is_node(first: int, stop: int, count: int | None) -> bool:
@@ -47,6 +50,7 @@ class TreeSum:
 
     Args:
         count: micro-batches of the update, on all ranks; None where it is known at the end only, see `end`.
+        join: adds a list of tensors to another one.
 
     Example:
         >>> total = TreeSum(3)
@@ -56,8 +60,8 @@ class TreeSum:
         [((0, 3), [tensor(3.)])]
     """
 
-    def __init__(self, count: int | None = None) -> None:
-        self.count = count
+    def __init__(self, count: int | None = None, join: Join = torch._foreach_add_) -> None:
+        self.count, self._add = count, join
         self.nodes: list[tuple[Node, list[Tensor]]] = []
         """What was added so far, in as few nodes as the tree allows."""
 
@@ -76,7 +80,7 @@ class TreeSum:
             ((first, _), left), ((_, stop), right) = self.nodes[-2:]
             if not _is_node(first, stop, self.count):
                 return
-            torch._foreach_add_(left, right)
+            self._add(left, right)
             self.nodes[-2:] = [((first, stop), left)]
 
     @property
@@ -89,3 +93,44 @@ class TreeSum:
         if len(self.nodes) != 1 or self.nodes[0][0] != (0, self.count):
             raise ValueError(f"found {[node for node, _ in self.nodes]}, expected all of 0 to {self.count}")
         return self.nodes[0][1]
+
+
+def nodes_by_rank(count: int, world_size: int) -> list[list[Node]]:
+    """The nodes that each rank adds up.
+
+    Example:
+        >>> nodes_by_rank(5, world_size=2)
+        [[(0, 2), (2, 3)], [(3, 4), (4, 5)]]
+    """
+    return [tree_nodes(*range_of_rank(count, rank, world_size), count) for rank in range(world_size)]
+
+
+def total_over_ranks(
+    own: Sequence[Tensor],
+    nodes: Sequence[Sequence[Node]],
+    like: Tensor,
+    join: Join = torch._foreach_add_,
+    group: Any = None,
+) -> Tensor:
+    """The sum over all micro-batches from those over the nodes of each rank; to be called on all ranks.
+
+    Args:
+        own: this rank's sums, one for each of its nodes.
+        nodes: of all ranks.
+        like: a tensor of the shape, type and device of a sum.
+        group: the ranks' process group; by default all processes.
+    """
+    count, most = max(stop for of_rank in nodes for _, stop in of_rank), max(map(len, nodes))
+    total = TreeSum(count, join)
+    if len(nodes) == 1:
+        found: Any = [list(own)]
+    else:
+        mine = like.new_zeros((most, *like.shape))
+        for place, value in enumerate(own):
+            mine[place] = value
+        found = [torch.empty_like(mine) for _ in nodes]
+        dist.all_gather(found, mine, group=group)
+    for of_rank, values in zip(nodes, found, strict=True):
+        for node, value in zip(of_rank, values):
+            total.add(node, [value])
+    return total.total[0]

@@ -64,6 +64,11 @@ class ResumableLoader(ABC, Generic[Batch]):
                 f" {max(1, items // self.world_size)} or less"
             )
 
+    @property
+    def num_micro_batches(self) -> int:
+        """Of an epoch, on all ranks, at most."""
+        return self.division.updates * self.division.micro_batches
+
     def micro_batches_in(self, items: int) -> int:
         """The micro-batches of an update of so many items, on all ranks."""
         return replace(self.division, update_size=items).micro_batches

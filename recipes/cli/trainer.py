@@ -51,8 +51,9 @@ def _global_batch_text(settings: Settings) -> str:
     on = f"on {_counted(launch.world_size, 'device')} of {_counted(launch.num_nodes, 'node')}, "
     if settings.micro_batches is None:
         return f"micro-batches of {size}{' tokens' * limited}, {run.accumulate} on each device {on}"
-    parts = f"{_counted(settings.micro_batches, 'micro-batch', 'es')} of {size}{' tokens' * limited} {on}"
     total = run.global_batch_size or settings.micro_batches * size
+    short = f", the last of {total % size}," if total % size else ""
+    parts = f"{_counted(settings.micro_batches, 'micro-batch', 'es')} of {size}{' tokens' * limited}{short} {on}"
     return f"global batch {total}{' tokens' * limited} = {parts}"
 
 

@@ -258,7 +258,7 @@ def test_the_position_of_a_loader_that_was_passed_to_fit_is_that_of_training():
 
 
 def test_a_number_of_batches_is_enough():
-    module, _ = fit([BNRecalibration(batches=2)], max_epochs=1)
+    module, _ = fit([BNRecalibration(samples=10)], max_epochs=1)
     two = [batch for batch, _ in Data().train_dataloader()][:2]
     found = module.net[1].running_mean
     expected = module.net[0](torch.cat(two)).mean((0, 2, 3))
@@ -276,7 +276,7 @@ def test_lightnings_stochastic_weight_averaging_ends_with_exact_statistics():
 def test_wrong_settings_are_refused_before_training():
     with pytest.raises(UserError, match=r"BNRecalibration is before Swa; pass callbacks=\[Swa\(...\), BNRecal"):
         fit([BNRecalibration(), Swa()])
-    with pytest.raises(UserError, match="batches=0"):
-        BNRecalibration(batches=0)
+    with pytest.raises(UserError, match="samples=0"):
+        BNRecalibration(samples=0)
     with pytest.raises(UserError, match="found several training loaders, and expects one"):
         fit([BNRecalibration()], [shuffled(), shuffled()])

@@ -1,7 +1,6 @@
 import copy
 import io
 import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks.freezing import FreezeLayers
-from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.batch_norm import (
     check_batchnorm,
     combine_moments,
@@ -246,34 +243,6 @@ def test_a_run_on_two_ranks_equals_one_process_and_leaves_plain_layers(tmp_path:
     assert (first["state"]["body.3.running_mean"] == 0.25).all(), "a frozen layer stays frozen"
     checkpoint = torch.load(tmp_path / "during.ckpt", weights_only=True)
     Net().load_state_dict(checkpoint["state_dict"], strict=True)
-
-
-def _warnings_of_splits() -> dict[str, str]:
-    found = {}
-    for name, steps, callbacks in (
-        ("local", 1, []),
-        ("local, two micro-batches", 2, []),
-        ("over all", 1, [SyncBN()]),
-        ("over all, two micro-batches", 2, [SyncBN()]),
-        ("frozen", 2, [FreezeLayers("head", train_bn=False)]),
-    ):
-        loader = DataLoader(_loader(16, 4).dataset, 4)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            options = QUIET | {"use_distributed_sampler": True, "callbacks": [*callbacks, GradientAccumulation(steps)]}
-            pl.Trainer(max_steps=1, strategy="ddp", devices=2, **options).fit(Net(), loader)
-        found[name] = " ".join(str(each.message) for each in caught if "BatchNorm" in str(each.message))
-    return found
-
-
-def test_a_split_that_batchnorm_depends_on_is_told():
-    first, second = run_ranks(_warnings_of_splits, 2)
-    assert set(second.values()) == {""}
-    assert "over 4 of the 8 samples of an update, so a run on other devices" in first["local"]
-    assert "SyncBN (--sync-bn)" in first["local"]
-    assert "over 4 of the 16 samples" in first["local, two micro-batches"]
-    assert "over 8 of the 16 samples of an update, so a run with other micro-b" in first["over all, two micro-batches"]
-    assert (first["over all"], first["frozen"]) == ("", "")
 
 
 def _single_value() -> list[str]:

@@ -1,21 +1,21 @@
 """The reference of the table of combinations: plain PyTorch, without Trainer and callbacks.
 
 One process; each update is one backward pass of the loss summed over the update's targets and divided by their number.
-Only the statistics of batch normalisation are those of a forward pass: the samples of one micro-batch on one process,
-or on all of them with `SyncBN`. So the update's forward pass is cut as the row's are.
+Only the statistics of batch normalisation are those of a forward pass: the samples of one micro-batch, or those that
+all processes see at once with `SyncBN`. So the update's forward pass is cut as the row's are.
 """
 
 import copy
 import math
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn
 
-from callbacks.lib.sample_noise import sample_noise
-from datamodules.loading.sampling import epoch_order
+from datamodules.loading.sampling import epoch_order, range_of_rank
 from tests.support.combinations import (
     EPOCHS,
     EVEN_SAMPLES,
@@ -113,34 +113,23 @@ def _order(settings: Settings, epoch: int, cut: Cut) -> Tensor:
 
 
 def _forward_passes(settings: Settings, update: Tensor, cut: Cut) -> list[tuple[int, Tensor]]:
-    """The forward passes of an update, each with its process."""
-    found = []
-    dealt = settings["loader"] in (
+    """The forward passes of an update in the order of their numbers, each with its process."""
+    together, batch_size = GLOBAL_BATCH // cut.micro_batches, GLOBAL_BATCH // cut.micro_batches // cut.processes
+    if settings["loader"] in (
         "DataLoader with DistributedSampler",
         "DataLoader with Lightning's sampler",
         "iterable data set",
-    )
-    for rows in update.split(GLOBAL_BATCH // cut.micro_batches):
-        if settings["SyncBN"] == "on":
-            parts = [rows]
-        elif dealt:
-            parts = [rows[rank :: cut.processes] for rank in range(cut.processes)]
-        else:
-            parts = list(rows.tensor_split(cut.processes))
-        for rank, part in enumerate(parts):
-            if settings["loader"] == "dict of TrainLoaders":
-                part = torch.cat((part, part + SAMPLES))
-            if len(part):
-                found.append((rank, part))
-    return found
-
-
-def _forward(network: nn.Module, inputs: Tensor, rank: int) -> Tensor:
-    """A forward pass; running statistics are those of process 0."""
-    if rank == 0:
-        return network(inputs)
-    buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
-    return torch.func.functional_call(network, buffers, (inputs,))
+    ):
+        by_rank = [[rows[r :: cut.processes] for rows in update.split(together)] for r in range(cut.processes)]
+    else:
+        numbered = update.split(batch_size)
+        ranges = [range_of_rank(len(numbered), rank, cut.processes) for rank in range(cut.processes)]
+        by_rank = [list(numbered[first:stop]) for first, stop in ranges]
+    if settings["loader"] == "dict of TrainLoaders":
+        by_rank = [[torch.cat((part, part + SAMPLES)) for part in parts] for parts in by_rank]
+    if settings["SyncBN"] == "on":
+        return [(0, torch.cat([part for part in at_once if part is not None])) for at_once in zip_longest(*by_rank)]
+    return [(rank, part) for rank, parts in enumerate(by_rank) for part in parts if len(part)]
 
 
 @torch.no_grad()
@@ -197,8 +186,6 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
             average.update_parameters(network)
         order = _order(settings, epoch, cut_at(len(rates)))
         updates = order.split(GLOBAL_BATCH)
-        places = torch.zeros(2 * SAMPLES, dtype=torch.int64)
-        places[order] = torch.arange(len(order))
         for number, rows in enumerate(updates):
             cut = cut_at(len(rates))
             passes = _forward_passes(settings, rows, cut)
@@ -207,15 +194,11 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
             def closure(
                 passes: list[tuple[int, Tensor]] = passes,
                 count: Tensor = count,
-                epoch: int = epoch,
-                places: Tensor = places,
             ) -> Tensor:
                 optimizer.zero_grad()
                 total = torch.zeros((), dtype=torch.float64)
-                for rank, part in passes:
-                    with sample_noise(1, epoch, places[part]):
-                        outputs = _forward(network, inputs[part], rank)
-                    total = total + loss_of(outputs, targets[part], reduction="sum")
+                for _, part in passes:
+                    total = total + loss_of(network(inputs[part]), targets[part], reduction="sum")
                 (total / count).backward()
                 if settings["clipping"] == "norm":
                     nn.utils.clip_grad_norm_(network.parameters(), 0.3)

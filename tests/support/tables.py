@@ -39,7 +39,7 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "FreezeLayers": lambda: FreezeLayers(until="1", unfreeze={"0.0": "1 epochs", "0": "60%"}),
     "FiniteWeights": lambda: FiniteWeights(),
     "RankConsistency": lambda: RankConsistency(),
-    "BNRecalibration": lambda: BNRecalibration(batches=3),
+    "BNRecalibration": lambda: BNRecalibration(samples=24),
     "ClassificationImages": lambda: ClassificationImages(samples=2, mistakes=2),
     "RunProgress": lambda: RunProgress(),
     "TrainLoss": lambda: TrainLoss(),

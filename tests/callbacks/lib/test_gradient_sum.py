@@ -72,7 +72,7 @@ CASES = {
     "channels last": Case(lambda: convolutions().to(memory_format=torch.channels_last)),
     "views of buckets": Case(ddp={"gradient_as_bucket_view": True}),
     "running statistics": Case(
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
     ),
     "several buckets": Case(ddp={"bucket_cap_mb": 0.001}),
     "unused parameters": Case(Choosing, {"find_unused_parameters": True}),

@@ -38,10 +38,7 @@ def test_a_trainer_calls_only_the_hooks_that_have_something_to_do_and_later_all(
         "SyncBN": set(),
     }
     assert all(callable(getattr(callback, hook)) for callback in callbacks for hook in OF_A_STEP)
-    assert hooks_of_steps(GradientAccumulation(2))["GradientAccumulation"] >= {
-        "on_before_backward",
-        "on_before_optimizer_step",
-    }
+    assert hooks_of_steps(GradientAccumulation(2))["GradientAccumulation"] >= {"on_after_backward"}
 
 
 class Watching(SyncBN):
