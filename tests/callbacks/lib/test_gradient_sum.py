@@ -138,7 +138,7 @@ def without_numbers() -> list[Tensor]:
     gradients.weigh(loss, targets, last=True)
     loss.backward()
     gradients.collect()
-    assert gradients.micro_batches == 4
+    assert gradients.steps == 2
     return [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
 
 
