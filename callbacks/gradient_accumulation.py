@@ -121,7 +121,10 @@ class GradientAccumulation(pl.Callback):
 
     def _divide(self, trainer: pl.Trainer, loaders: Any) -> None:
         """Tell the loaders of `datamodules` what an update is in the present epoch."""
-        for loader in resumable_loaders(loaders):
+        dealing = resumable_loaders(loaders)
+        if len(dealing) > 1 and self.global_batch_size is not None:
+            loader_batch_size(loaders)  # Which raises.
+        for loader in dealing:
             if self._items is None:
                 self._items = self._items_of_update(loader)
             loader.divide_updates(self._items.wanted(trainer.current_epoch))
