@@ -156,8 +156,8 @@ def _run_callbacks(experiment: Experiment, folder: Path) -> list[Callback]:
         callbacks += checkpoint_callbacks(folder, monitor, recipe, settings.run)
         resume = settings.run.resume
         callbacks.append(CheckpointGuard(resume))
-        resumed_from = read_run(resume).updates if resume else None
-        callbacks.append(WeightsRecorder(folder, recipe.title, resumed_from, settings.config))
+        resumed = read_run(resume) if resume else None
+        callbacks.append(WeightsRecorder(folder, recipe.title, resumed, settings.config))
     return callbacks
 
 

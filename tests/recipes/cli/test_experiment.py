@@ -84,6 +84,14 @@ def _typed(args: list[str], folder: str) -> tuple[int, int]:
     return status, Points.built
 
 
+def _typed_with(own: list[int], args: list[str], folder: str) -> tuple[int, int]:
+    """On ranks whose own numbers of threads are these; returns the status, and the number in the end."""
+    import os
+
+    torch.set_num_threads(own[int(os.environ.get("RANK", "0"))])
+    return _typed(args, folder)[0], torch.get_num_threads()
+
+
 def test_what_recipe_and_data_share_is_saved_as_it_was_found_and_later_commands_use_it(tmp_path: Path) -> None:
     assert run_ranks(_typed, 1, ["--name", "run"], str(tmp_path)) == [(0, 1)], "the data module is built once"
     settings = yaml.safe_load((tmp_path / "runs/points/run/config.yaml").read_text())
@@ -110,13 +118,17 @@ def test_the_rate_follows_the_length_of_the_run_unless_it_is_given_and_a_longer_
     assert rate("steps", "--max-epochs", "-1", "--max-steps", "2") == Classifier.default_lr
 
 
-def test_a_random_seed_is_drawn_once_for_all_ranks_and_a_resume_keeps_it(tmp_path: Path) -> None:
+def test_random_seed_and_threads_are_those_of_rank_0_on_all_ranks_and_a_resume_keeps_them(tmp_path: Path) -> None:
     line = ["--name", "run", "--seed", "random", "--resume", "auto"]
-    assert [status for status, _ in run_ranks(_typed, 2, line, str(tmp_path))] == [0, 0]
+    assert run_ranks(_typed_with, 2, [3, 2], line, str(tmp_path)) == [(0, 3), (0, 3)]
     run = tmp_path / "runs/points/run"
-    seed = yaml.safe_load((run / "config.yaml").read_text())["seed"]
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    seed = settings["seed"]
     assert isinstance(seed, int)
-    assert run_ranks(_typed, 1, [*line, "--max-epochs", "2"], str(tmp_path))[0][0] == 0
+    assert settings["threads"] == 3
+    assert run_ranks(_typed_with, 1, [2], [*line, "--max-epochs", "2"], str(tmp_path)) == [(0, 3)]
+    scored = ["validate", "--ckpt", str(run / "checkpoints/last.ckpt")]
+    assert run_ranks(_typed_with, 1, [4], scored, str(tmp_path)) == [(0, 3)]
     checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
     assert (checkpoint["epoch"], checkpoint["config"]["seed"], checkpoint["callbacks"]["SeedControl"]) == (
         1,
