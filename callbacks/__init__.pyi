@@ -17,16 +17,12 @@ from .lib.rate_factor import RateFactor as RateFactor
 from .lib.rate_factor import batch_size_scale as batch_size_scale
 from .lib.rate_factor import warmup_factor as warmup_factor
 from .lib.running_statistics import OrderedStatistics as OrderedStatistics
-from .lib.sample_noise import dropout_factors as dropout_factors
-from .lib.sample_noise import sample_keys as sample_keys
-from .lib.sample_noise import sample_noise as sample_noise
 from .lib.signals import Preempted as Preempted
-from .lib.stateless_dropout import StatelessDropout as StatelessDropout
-from .lib.stateless_dropout import stateless_dropout as stateless_dropout
 from .preemption import Preemption as Preemption
 from .rank_consistency import RankConsistency as RankConsistency
 from .run_progress import RunProgress as RunProgress
 from .seed_control import SeedControl as SeedControl
+from .seed_control import micro_batch_seed as micro_batch_seed
 from .seed_control import seed_generators as seed_generators
 from .sync_bn import SyncBN as SyncBN
 from .train_loss import TrainLoss as TrainLoss

@@ -28,11 +28,11 @@ from callbacks.lib.accumulation import (
     samples_per_batch,
 )
 from callbacks.lib.batch_norm import exempt_from_broadcast, is_synchronised
-from callbacks.lib.batch_positions import refuse_dataloader_iter
 from callbacks.lib.global_batch import loader_batch_size, steps_for_samples
 from callbacks.lib.gradient_sum import GradientSum
 from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
 from callbacks.lib.lightning_internals import make_no_update, skips_backward, when_training_loader_is_made
+from callbacks.lib.micro_batches import refuse_dataloader_iter
 from callbacks.lib.running_statistics import OrderedStatistics
 from callbacks.lib.targets import count_targets, observe_steps, warn_of_ignored_targets
 from callbacks.lib.updates import AccumulationSchedule

@@ -1,11 +1,12 @@
-"""Random numbers that a rerun and a resumed run draw again, and that differ between ranks.
+"""Random numbers that a rerun, a resumed run and a run on another number of devices draw again.
 
 Lightning gives every rank the same generator state, so that dropout masks are equal on all of them, and stores no
 generator state in checkpoints. Here the state is an address: before each step the generators are seeded from
-``(seed, rank, update, micro-batch)``. Nothing has to be stored, and nothing drawn in between can shift what follows.
-Layers of `stateless_dropout` draw by sample, whatever the rank.
+``(seed, epoch, number of the micro-batch in the epoch)``. Nothing has to be stored, nothing drawn in between can shift
+what follows, and it does not matter which rank computes the micro-batch.
 """
 
+import functools
 import os
 import random
 import secrets
@@ -18,13 +19,12 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from callbacks.lib.batch_positions import batch_positions, refuse_dataloader_iter
 from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
-from callbacks.lib.sample_noise import begin_noise, end_noise, number_layers, repeat_noise, sample_keys
+from callbacks.lib.micro_batches import micro_batch_number, refuse_dataloader_iter
 from datamodules.errors import UserError
 from datamodules.loading.randomness import derive_seed, derive_seed_at
 
-__all__ = ["SeedControl", "draw_seed", "seed_generators"]
+__all__ = ["SeedControl", "draw_seed", "micro_batch_seed", "seed_generators"]
 
 
 def draw_seed() -> int:
@@ -51,6 +51,32 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
+@functools.cache
+def _key_of_steps(seed: int) -> int:
+    return derive_seed(seed, "step")
+
+
+def micro_batch_seed(seed: int, epoch: int, number: int) -> int:
+    """The seed from which `SeedControl` draws the noise of a micro-batch, for loops without a Trainer.
+
+    Args:
+        number: of the micro-batch in its epoch, counted over all ranks.
+
+    Example:
+        >>> seed_generators(micro_batch_seed(seed=1, epoch=0, number=3))
+        >>> mask = torch.nn.functional.dropout(torch.ones(8))
+        >>> seed_generators(micro_batch_seed(seed=1, epoch=0, number=3))
+        >>> bool((mask == torch.nn.functional.dropout(torch.ones(8))).all())
+        True
+    """
+    return derive_seed_at(_key_of_steps(seed), epoch, number)
+
+
+def _calls_closure_once(optimizer: Any) -> bool:
+    """Whether an optimiser is known to evaluate the loss once in a step."""
+    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
+
+
 def _set_environment(seed: int) -> Callable[[], None]:
     """Tells Lightning the seed for its `DistributedSampler` and to seed workers by rank; returns how to undo it."""
     settings = {"PL_GLOBAL_SEED": str(seed & 0xFFFFFFFF), "PL_SEED_WORKERS": "1"}
@@ -67,29 +93,30 @@ def _set_environment(seed: int) -> Callable[[], None]:
 
 
 class SeedControl(pl.Callback):
-    """Makes random numbers a function of the seed and the place in the run: equal on a rerun, different on each rank.
+    """Makes random numbers a function of the seed and the place in the run: equal on a rerun and on other devices.
 
     - Constructing it seeds all generators, as ``torch.manual_seed(seed)`` does. Build it before the module and the
       initial weights repeat. It does so again before ``setup`` and ``configure_model``, alike on all ranks; and DDP
       sends rank 0's weights to every rank in any case.
-    - Each training step draws from (seed, rank, update, micro-batch), the last counted within the epoch. What is
-      drawn between two steps has its own address. So a rerun, or a resume at any point, draws the same numbers.
-    - Layers of `stateless_dropout`, as in the networks of the recipes, draw from (seed, epoch, place of the sample in
-      the epoch's order, layer) in training. So their masks are the same on any number of ranks, in micro-batches of
-      any size and beside any padding. The loader has to tell the places: those of `datamodules` do, and they are known
-      of one `DataLoader` with a batch size, on several ranks with torch's `DistributedSampler`. Otherwise a warning
-      says so, and the layers draw as torch's. A closure that LBFGS calls again draws the same masks again.
+    - Each training step draws from (seed, epoch, number of the micro-batch in the epoch). What is drawn between two
+      steps has its own address. So a rerun, or a resume at any point, draws the same numbers, and so do other numbers
+      of devices and nodes where the loader says the numbers of its micro-batches, as those of `datamodules` do. That
+      holds for layers (dropout, recurrent ones, stochastic depth) and for functions, of torch, NumPy and Python.
+      Micro-batches of another size are other micro-batches, with other numbers.
+    - A closure that an optimiser calls again in the same step (LBFGS, SAM) draws the same numbers again. Under manual
+      optimisation, further forward passes of a step draw further numbers.
     - Each evaluation step draws from (seed, loader, number of the batch over all ranks). Training after a validation
       draws what it would have drawn without it.
     - Before each epoch the generators are seeded alike on all ranks, so that samplers whose indices Lightning deals to
       the ranks agree on the order, whatever hooks have drawn; workers of a `DataLoader` get a seed for each epoch, rank
       and worker, unless they persist.
 
-    It costs about 35 microseconds a step, 50 more where layers draw by sample, and never waits for the device.
+    It costs about 35 microseconds a step, and never waits for the device.
 
-    Three limits. A data set that draws from global generators depends on the number of workers. The order of a stock
-    `DataLoader` is repeated on a resume with `ExactCheckpoint` only. Data that are addressed by sample (`datamodules`)
-    have neither fault. In a batch transfer hook the first batch of an epoch draws alike on all ranks.
+    Three limits. A data set that draws from global generators depends on the numbers of devices and workers. The order
+    of a stock `DataLoader` is repeated on a resume with `ExactCheckpoint` only, and it deals its batches to the ranks
+    in turn, so that other devices draw other numbers. In a batch transfer hook its first batch of an epoch draws alike
+    on all ranks. Loaders of `datamodules` have none of these faults.
 
     Runs on: construction, `setup`, `on_fit_start`, `on_sanity_check_end`, `on_train_start`, `on_train_epoch_start`,
     `on_train_batch_start`, `on_after_backward`, `on_train_batch_end`, around validation, the start of each evaluation
@@ -112,8 +139,6 @@ class SeedControl(pl.Callback):
             raise UserError(f"seed={seed} is negative: pass 0 or greater")
         self.seed = seed
         self._device = torch.device("cpu")
-        self._steps = 0
-        self._addresses_noise = False
         self._undo: list[Callable[[], None]] = []
         self._seed_initial_weights()
 
@@ -128,7 +153,6 @@ class SeedControl(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._steps = derive_seed(self.seed, "step", trainer.global_rank)
         self._seed("epoch", trainer.current_epoch)
 
     @override
@@ -137,14 +161,17 @@ class SeedControl(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._addresses_noise = number_layers(pl_module) > 0
-        drop_idle_hooks(self, [] if self._addresses_noise else [SeedControl.on_after_backward])
+        once = all(_calls_closure_once(optimizer) for optimizer in trainer.optimizers)
+        drop_idle_hooks(self, [SeedControl.on_after_backward] if once or not pl_module.automatic_optimization else [])
         loop: Any = trainer.fit_loop.epoch_loop
         start = loop.on_run_start
 
         def on_run_start(data_fetcher: Any) -> None:
             # Here the loader's iterator is made, and drawn from. The module's hook before may have drawn, too.
-            (self.seed_between_steps if trainer.fit_loop.restarted_mid_epoch else self.seed_epoch)(trainer)
+            resumed = trainer.fit_loop.restarted_mid_epoch
+            # A loader that numbers its micro-batches draws no order from the generators.
+            numbered = hasattr(trainer.train_dataloader, "micro_batch_number")
+            (self.seed_between_steps if resumed or numbered else self.seed_epoch)(trainer)
             start(data_fetcher)
 
         loop.on_run_start = on_run_start
@@ -159,39 +186,18 @@ class SeedControl(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         seed_generators(self._seed_of_step(trainer, batch_idx), self._device)
-        if self._addresses_noise:
-            self._address_noise(trainer, batch_idx)
-
-    def _address_noise(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        """Let the layers of `stateless_dropout` draw by sample in this step."""
-        positions = batch_positions(trainer.train_dataloader, batch_idx, trainer.global_rank, trainer.world_size)
-        if positions is None:
-            self._addresses_noise = False
-            rank_zero_warn(
-                "it is not known which samples a batch holds, so dropout depends on the number of devices and "
-                "micro-batches; pass one loader of datamodules, or one DataLoader with a batch_size over a data set "
-                "with a length, and leave its sampler to Lightning"
-            )
-            return
-        places = torch.arange(positions.start, positions.stop, positions.step, device=self._device)
-        begin_noise(sample_keys(self.seed, trainer.current_epoch, places))
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._addresses_noise and pl_module.automatic_optimization:
-            # LBFGS calls its closure again, and evaluates the same function.
-            repeat_noise()
+        # The optimiser may call its closure again, and has to evaluate the same function.
+        if pl_module.automatic_optimization:
+            seed_generators(self._seed_of_step(trainer, trainer.fit_loop.batch_idx), self._device)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        end_noise()
         self.seed_between_steps(trainer)
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        end_noise()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -220,12 +226,10 @@ class SeedControl(pl.Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        end_noise()
         self._restore_settings()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        end_noise()
         self._restore_settings()
 
     def seed_epoch(self, trainer: pl.Trainer) -> None:
@@ -241,7 +245,8 @@ class SeedControl(pl.Callback):
         seed_generators(derive_seed(self.seed, *address), self._device)
 
     def _seed_of_step(self, trainer: pl.Trainer, batch_idx: int) -> int:
-        return derive_seed_at(self._steps, trainer.global_step, batch_idx)
+        number = micro_batch_number(trainer.train_dataloader, batch_idx, trainer.global_rank, trainer.world_size)
+        return micro_batch_seed(self.seed, trainer.current_epoch, number)
 
     def _seed_initial_weights(self) -> None:
         seed_generators(self.seed)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from callbacks.lib.sample_noise import noise_keys
 from datamodules.errors import UserError
 
 __all__ = ["CompileMode", "check_compile_mode", "check_compiler", "compile_network", "restore_network"]
@@ -69,7 +68,7 @@ def compile_network(
     when another size comes, would give a resumed run other kernels than the run that it continues. Another graph is
     compiled for validation, when layers are unfrozen, and for a batch, or sentences, of length one.
 
-    torch ends a graph at each recurrent layer, and runs the layer as it is.
+    torch ends a graph at each recurrent layer, and runs the layer as it is. Noise is drawn as without compilation.
 
     Args:
         mode: of torch.compile; True is its default.
@@ -88,10 +87,11 @@ def compile_network(
     slot: Any = network
     compiled, config = slot._compiled_call_impl, torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
+    # Without it Inductor draws other noise than the same network does eagerly.
+    torch._inductor.config.fallback_random = True
 
     def call(*args: Any, **kwargs: Any) -> Any:
         _mark(tree_leaves((args, kwargs)), varying_dims)
-        _mark([noise_keys()], 1)
         return compiled(*args, **kwargs)
 
     slot._compiled_call_impl = call

@@ -32,7 +32,6 @@ from callbacks.checkpointing.stopping_points import (
     update_is_whole,
     validation_is_next,
 )
-from callbacks.lib.batch_positions import refuse_dataloader_iter
 from callbacks.lib.exchange import broadcast, gather
 from callbacks.lib.lightning_internals import (
     PlateauSteps,
@@ -46,6 +45,7 @@ from callbacks.lib.lightning_internals import (
     saves_within_epochs,
     validation_scores,
 )
+from callbacks.lib.micro_batches import refuse_dataloader_iter
 from callbacks.lib.trainer_attributes import callbacks_of, set_callbacks
 from datamodules.errors import UserError
 

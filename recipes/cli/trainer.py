@@ -53,8 +53,9 @@ def _global_batch_text(settings: Settings) -> str:
         # A resumed run keeps its updates, on other devices too.
         each = "" if run.resume else f", {run.accumulate} on each device"
         return f"micro-batches of {size}{' tokens' * limited}{each} {on}"
-    parts = f"{_counted(settings.micro_batches, 'micro-batch', 'es')} of {size}{' tokens' * limited} {on}"
     total = (None if limited else settings.update_items) or settings.micro_batches * size
+    short = f", the last of {total % size}," if total % size else ""
+    parts = f"{_counted(settings.micro_batches, 'micro-batch', 'es')} of {size}{' tokens' * limited}{short} {on}"
     return f"global batch {total}{' tokens' * limited} = {parts}"
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from callbacks.lib.stateless_dropout import StatelessDropout
+from recipes.dropout import Dropout
 
 __all__ = ["NETWORKS", "ClassicNet", "MNISTNet", "NetworkName", "TutorialNet"]
 
@@ -73,13 +73,13 @@ class ClassicNet(nn.Module):
             nn.Conv2d(32, 64, 3),
             nn.ReLU(inplace=True),
             nn.MaxPool2d(2),  # (batch, 64, 12, 12)
-            StatelessDropout(0.25),
+            Dropout(0.25),
         )
         self.classifier = nn.Sequential(
             nn.Flatten(),
             nn.Linear(9216, 128),
             nn.ReLU(inplace=True),
-            StatelessDropout(0.5),
+            Dropout(0.5),
             nn.Linear(128, num_classes),
         )
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from callbacks.lib.stateless_dropout import StatelessDropout
-from callbacks.lib.stateless_rnn import StatelessGRU
+from recipes.dropout import Dropout
 
 __all__ = ["Encoder", "reversed_positions"]
 
@@ -41,9 +40,9 @@ class Encoder(nn.Module):
     def __init__(self, input_size: int, hidden_size: int, num_layers: int, dropout: float) -> None:
         super().__init__()
         sizes = [input_size] + [hidden_size] * (num_layers - 1)
-        self.forward_layers = nn.ModuleList(StatelessGRU(size, hidden_size // 2, batch_first=True) for size in sizes)
-        self.backward_layers = nn.ModuleList(StatelessGRU(size, hidden_size // 2, batch_first=True) for size in sizes)
-        self.dropout = StatelessDropout(dropout)
+        self.forward_layers = nn.ModuleList(nn.GRU(size, hidden_size // 2, batch_first=True) for size in sizes)
+        self.backward_layers = nn.ModuleList(nn.GRU(size, hidden_size // 2, batch_first=True) for size in sizes)
+        self.dropout = Dropout(dropout)
 
     @override
     def forward(self, inputs: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from callbacks.lib.stateless_dropout import StatelessDropout
-from callbacks.lib.stateless_rnn import StatelessGRU
+from recipes.dropout import Dropout
 from recipes.seq2seq.encoder import Encoder
 from recipes.seq2seq.network import Encoded, TranslationNetwork, position_mask
 
@@ -91,13 +90,13 @@ class Seq2SeqNet(TranslationNetwork[State]):
         dropout: float = 0.3,
     ) -> None:
         super().__init__()
-        self.dropout = StatelessDropout(dropout)
+        self.dropout = Dropout(dropout)
         self.source_embedding = nn.Embedding(source_vocab_size, hidden_size)
         self.target_embedding = nn.Embedding(target_vocab_size, hidden_size)
         self.encoder = Encoder(hidden_size, hidden_size, num_layers, dropout)
         self.bridge = nn.Linear(hidden_size, hidden_size)
         between = dropout if num_layers > 1 else 0.0
-        self.decoder = StatelessGRU(hidden_size, hidden_size, num_layers, batch_first=True, dropout=between)
+        self.decoder = nn.GRU(hidden_size, hidden_size, num_layers, batch_first=True, dropout=between)
         self.combine = nn.Linear(2 * hidden_size, hidden_size)
         self.output = nn.Linear(hidden_size, target_vocab_size)
         for embedding in (self.source_embedding, self.target_embedding):
@@ -121,9 +120,9 @@ class Seq2SeqNet(TranslationNetwork[State]):
         contexts, weights = attend(outputs, encoded.keys, encoded.memory, encoded.mask)
         return torch.cat((outputs, contexts), 2), weights
 
-    def _read_out(self, attended: Tensor, rows: Tensor | None = None, time: int = 1) -> Tensor:
-        """Attentional vectors; `rows` and `time` as in `StatelessDropout`."""
-        readouts: Tensor = self.dropout(torch.tanh(self.combine(attended)), rows, time)
+    def _read_out(self, attended: Tensor) -> Tensor:
+        """Attentional vectors."""
+        readouts: Tensor = self.dropout(torch.tanh(self.combine(attended)))
         return readouts
 
     @override
@@ -136,5 +135,4 @@ class Seq2SeqNet(TranslationNetwork[State]):
     @override
     def decode(self, inputs: Tensor, state: State, encoded: Encoded, positions: Tensor) -> Tensor:
         outputs, _ = self._recur(self.dropout(self.target_embedding(inputs)), state)
-        attended = self._attend(outputs, encoded)[0].flatten(0, 1)[positions]
-        return self._read_out(attended, positions, inputs.shape[1])
+        return self._read_out(self._attend(outputs, encoded)[0].flatten(0, 1)[positions])

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from callbacks.lib.stateless_dropout import StatelessDropout
 from datamodules.errors import UserError
+from recipes.dropout import Dropout
 from recipes.seq2seq.network import Encoded, TranslationNetwork, position_mask
 
 __all__ = ["KeyValueCache", "TransformerNet"]
@@ -95,7 +95,7 @@ class _Layer(nn.Module):
     def __init__(self, width: int, heads: int, feedforward_size: int, dropout: float) -> None:
         super().__init__()
         self.heads = _Heads(heads)
-        self.dropout = StatelessDropout(dropout)
+        self.dropout = Dropout(dropout)
         self.self_norm = nn.LayerNorm(width)
         # Without biases: that of the keys would have a gradient of nothing but rounding, which Adam divides by itself.
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
@@ -186,7 +186,7 @@ class TransformerNet(TranslationNetwork[KeyValueCache]):
         if hidden_size % heads:
             raise UserError(f"hidden_size={hidden_size} cannot be split into heads={heads} of equal width")
         self.width, self.layers, self.heads = hidden_size, num_layers, _Heads(heads)
-        self.dropout = StatelessDropout(dropout)
+        self.dropout = Dropout(dropout)
         self.source_embedding = nn.Embedding(source_vocab_size, hidden_size)
         self.target_embedding = nn.Embedding(target_vocab_size, hidden_size)
 

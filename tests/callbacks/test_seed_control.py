@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
-from callbacks import LeanLoop, StatelessDropout
+from callbacks import LeanLoop
 from callbacks.seed_control import SeedControl, seed_generators
 from tests.support.ranks import run_ranks
 
@@ -204,25 +204,24 @@ def _on_two_ranks() -> dict[str, Any]:
     }
 
 
-def test_ranks_share_seed_weights_and_order_but_not_noise():
+def test_ranks_share_seed_weights_and_order_and_draw_what_one_device_draws():
     first, second = run_ranks(_on_two_ranks, 2)
     assert torch.equal(first["initial"], second["initial"])
-    assert not any(torch.equal(a, b) for a, b in zip(first["masks"], second["masks"], strict=True))
+    alone = [drawn[0] for drawn in _fit([SeedControl(1)], _loader()).drawn.values()]
+    masks = [mask for pair in zip(first["masks"], second["masks"], strict=True) for mask in pair]
+    assert torch.equal(torch.stack(masks), torch.stack(alone)), "in a stock loader the ranks' batches take turns"
+    assert len({str(mask.tolist()) for mask in masks}) == 12
     samples = torch.cat([first["samples"], second["samples"]], dim=1)
     assert samples.shape == (2, 12, 4), "epoch, sample on both ranks, (index, torch, Python, NumPy)"
     assert samples[..., 0].sort(1).values.tolist() == [list(range(12))] * 2, "the ranks share out each epoch's order"
     assert samples[0, :, 0].tolist() != samples[1, :, 0].tolist()
     assert all(len(column.unique()) == 24 for column in samples[..., 1:].reshape(24, 3).T), "by epoch, rank and worker"
     assert first["environment"] is None
-
-
-def test_an_evaluation_batch_draws_alike_on_any_number_of_ranks_and_each_batch_for_itself():
-    ranks = run_ranks(_on_two_ranks, 2)
     net = Noisy()
     trainer = pl.Trainer(callbacks=[SeedControl(seed=1)], logger=False, **QUIET)
     trainer.validate(net, DataLoader(torch.arange(12.0), 2), verbose=False)
     assert len(set(net.validated)) == 6
-    assert [number for pair in zip(*(rank["validated"] for rank in ranks)) for number in pair] == net.validated
+    assert [number for pair in zip(first["validated"], second["validated"]) for number in pair] == net.validated
 
 
 def test_two_workers_draw_differently_and_alike_on_a_rerun():
@@ -238,80 +237,53 @@ def test_a_checkpoint_of_another_seed_is_named(tmp_path: Path):
         _fit([SeedControl(5)], StatefulLoader(), ckpt=tmp_path / "a.ckpt", max_epochs=1)
 
 
-class Dropping(pl.LightningModule):
-    """Remembers what its dropout made of ones in each call of `training_step`."""
+class CallsTwice(torch.optim.SGD):
+    """Evaluates the loss twice in a step, as SAM does."""
 
-    def __init__(self, optimizer: Callable[..., Any] = torch.optim.SGD) -> None:
+    def step(self, closure: Callable[[], float]) -> float:  # type: ignore[override]
+        closure()
+        return super().step(closure)  # type: ignore[return-value]
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": torch.optim.SGD,
+    "LBFGS": lambda parameters, lr: torch.optim.LBFGS(parameters, lr, max_iter=3),
+    "CallsTwice": CallsTwice,
+}
+
+
+class Dropping(pl.LightningModule):
+    """Remembers the mask of each call of `training_step`, and whether `SeedControl` runs after a backward pass."""
+
+    def __init__(self, optimizer: str) -> None:
         super().__init__()
-        self.layer, self.optimizer = nn.Sequential(nn.Linear(4, 1), StatelessDropout(0.5)), optimizer
+        self.layer, self.optimizer = nn.Linear(16, 1), optimizer
         self.masks: list[Tensor] = []
+        self.hooked: set[bool] = set()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.masks.append(self.layer[1](torch.ones(len(batch), 16)))
-        return (self.layer[0](self.masks[-1][:, :4] * batch) ** 2).mean()
+        self.masks.append(F.dropout(torch.ones(len(batch), 16)))
+        self.hooked |= {c.on_after_backward is not None for c in self.trainer.callbacks if isinstance(c, SeedControl)}
+        return (self.layer(self.masks[-1] * batch) ** 2).mean()
 
     def configure_optimizers(self) -> Any:
-        return self.optimizer(self.parameters(), lr=0.01)
-
-
-def _fit_dropping(net: Dropping, loader: Any, seed: int = 1, **settings: Any) -> list[Tensor]:
-    trainer = pl.Trainer(callbacks=[SeedControl(seed)], logger=False, max_epochs=2, **QUIET | settings)
-    trainer.fit(net, loader)
-    return net.masks
+        return OPTIMIZERS[self.optimizer](self.parameters(), lr=0.01)
 
 
 @pytest.mark.parametrize("lean", [True, False])
-def test_dropout_of_every_sample_is_drawn_anew_in_each_epoch_and_alike_in_each_closure(lean: bool):
-    data = torch.arange(24.0).view(12, 2, 1)[:, 0]
-    whole = torch.stack(_fit_dropping(Dropping(), DataLoader(data, 12)))
-    assert len({tuple(mask) for epoch in whole.tolist() for mask in epoch}) == 24
-    assert not torch.equal(whole, torch.stack(_fit_dropping(Dropping(), DataLoader(data, 12), seed=2)))
-    parts = _fit_dropping(Dropping(), DataLoader(data, 5), accumulate_grad_batches=2)
-    assert [len(part) for part in parts] == [5, 5, 2] * 2
-    assert torch.equal(torch.cat(parts).view_as(whole), whole)
-    net = Dropping(lambda parameters, lr: torch.optim.LBFGS(parameters, lr, max_iter=3))
-    trainer = pl.Trainer(callbacks=[SeedControl(1), *[LeanLoop()] * lean], logger=False, max_epochs=2, **QUIET)
-    trainer.fit(net, DataLoader(data, 12))
-    calls = len(net.masks) // 2
-    assert calls > 1
-    assert all(torch.equal(mask, whole[i // calls]) for i, mask in enumerate(net.masks))
-
-
-class DrawAtEpochEnd(pl.Callback):
-    """Calls the dropout outside of steps."""
-
-    def __init__(self) -> None:
-        self.found: list[bool] = []
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        ones = torch.ones(12, 16)
-        torch.manual_seed(1)
-        drawn = pl_module.layer[1](ones)
-        torch.manual_seed(1)
-        self.found.append(torch.equal(drawn, F.dropout(ones, 0.5)))
-
-
-def test_between_steps_dropout_is_torchs():
-    draw = DrawAtEpochEnd()
-    trainer = pl.Trainer(callbacks=[SeedControl(1), draw], logger=False, max_epochs=2, **QUIET)
-    trainer.fit(Dropping(), DataLoader(torch.arange(12.0).view(12, 1), 12))
-    assert draw.found == [True, True]
-
-
-class Stream(IterableDataset):
-    def __iter__(self) -> Iterator[Tensor]:
-        yield from torch.arange(12.0).view(12, 1)
-
-
-def test_a_loader_that_does_not_tell_its_samples_leaves_dropout_to_torch_and_says_so():
-    with pytest.warns(UserWarning, match="not known which samples a batch holds") as caught:
-        masks = _fit_dropping(Dropping(), DataLoader(Stream(), 4))
-    assert sum("which samples" in str(warning.message) for warning in caught) == 1
-    assert all(
-        torch.equal(a, b) for a, b in zip(masks, _fit_dropping(Dropping(), DataLoader(Stream(), 4)), strict=True)
-    )
-    other = _fit_dropping(Dropping(), DataLoader(Stream(), 6))
-    assert not torch.equal(torch.cat(masks), torch.cat(other)), "by micro-batch"
+def test_a_closure_that_is_called_again_draws_the_same_numbers(lean: bool):
+    found = {}
+    for name in OPTIMIZERS:
+        net, callbacks = Dropping(name), [SeedControl(1), *[LeanLoop()] * lean]
+        trainer = pl.Trainer(callbacks=callbacks, logger=False, max_epochs=2, **QUIET)
+        trainer.fit(net, DataLoader(torch.arange(12.0).view(12, 1), 6))
+        found[name] = net.masks
+        assert net.hooked == {name != "SGD"}, "a hook costs time in every step"
+    assert len({str(mask.tolist()) for mask in found["SGD"]}) == 4
+    for name in ("LBFGS", "CallsTwice"):
+        calls = len(found[name]) // 4
+        assert calls > 1
+        assert all(torch.equal(mask, found["SGD"][i // calls]) for i, mask in enumerate(found[name]))
 
 
 def test_the_environment_is_put_back_and_a_negative_seed_is_refused():

@@ -15,9 +15,9 @@ from typing_extensions import override
 from callbacks.finite_weights import FiniteWeights
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.batch_norm import sync_batchnorm
-from callbacks.lib.sample_noise import dropout_factors, sample_keys
 from callbacks.training_monitor import TrainingMonitor
 from callbacks.warmup_lr import WarmupLR
+from recipes.dropout import Dropout
 from tests.cuda.conftest import Device
 from tests.support.devices import on_device, precision_on, run_on
 from tests.support.tables import Tiny, image_network, noisy_images, silence
@@ -108,12 +108,9 @@ def test_an_overflow_in_one_micro_batch_skips_the_whole_update_and_the_warm_up_w
     assert warmed_up == [5], "the update that was skipped does not count"
 
 
-def test_masks_of_stateless_dropout_have_the_same_bits_on_every_device(device: Device) -> None:
-    positions = torch.arange(64)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        here, there = (
-            dropout_factors(sample_keys(1, 3, positions.to(place)), 100, 0.3, layer=2, dtype=dtype).cpu()
-            for place in (device, "cpu")
-        )
-        assert torch.equal(here, there)
-        assert 0.25 < float((here == 0).float().mean()) < 0.35
+def test_dropout_of_the_recipes_is_that_of_torch_on_a_gpu(device: Device) -> None:
+    drawn = []
+    for layer in (Dropout(0.3), nn.Dropout(0.3)):
+        torch.manual_seed(1)
+        drawn.append(layer(torch.ones(64, 100, device=device)))
+    assert torch.equal(*drawn)

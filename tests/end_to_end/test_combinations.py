@@ -27,9 +27,6 @@ WITHOUT_MEANING: list[tuple[Row, str]] = [
     *(({"stop": "to the end", "resumed": how}, "nothing is left to resume") for how in FACTORS["resumed"][1:]),
     *(({"stop": stop, "resumed": "no"}, "what stops is resumed") for stop in FACTORS["stop"][1:]),
     ({"stop": "SIGTERM to one rank", "Preemption": "off"}, "it ends the process"),
-    ({"noise": "dropout", "SeedControl": "off"}, "its noise has no seed"),
-    ({"noise": "dropout", "loader": "iterable data set"}, "its noise depends on the split, as a warning says"),
-    ({"noise": "dropout", "loader": "dict of TrainLoaders"}, "its noise depends on the split, as a warning says"),
     ({"network": "tokens", "SyncBN": "on"}, "there is no BatchNorm"),
     ({"network": "tokens", "BNRecalibration": "on"}, "there is no BatchNorm"),
 ]
@@ -122,7 +119,7 @@ def statement() -> str:
         "schedules": every("schedule"),
         "gradient clipping": every("clipping"),
         "loaders": every("loader"),
-        "networks": f"{every('network')}, dropout of `stateless_dropout`",
+        "networks": every("network"),
         "callbacks": f"{by}, {ours}",
         "Lightning's callbacks": every("Lightning's"),
         "**refused**": REFUSALS,

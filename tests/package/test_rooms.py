@@ -44,7 +44,8 @@ MAY_IMPORT = {
     "recipes.schedules": f"{_CALLBACKS} recipes.curves",
     "recipes.graphs": "",
     "recipes.text_scores": "datamodules.errors",
-    "recipes.compilation": "datamodules.errors callbacks.lib",
+    "recipes.compilation": "datamodules.errors",
+    "recipes.dropout": "datamodules.loading",
     "recipes.recipe": f"{_CALLBACKS} datamodules.loading recipes.compilation recipes.graphs "
     "recipes.optim recipes.parameter_groups recipes.schedules recipes.version recipes.weights",
     "recipes.tta": "datamodules.errors",
@@ -61,7 +62,7 @@ MAY_IMPORT = {
     "recipes.export recipes.graphs recipes.launch recipes.optim recipes.recipe recipes.results "
     "recipes.resume recipes.version recipes.weights",
     "recipes.NAME": f"{_CALLBACKS} callbacks.drawing datamodules.NAME datamodules.images datamodules.loading "
-    "datamodules.mnist datamodules.translation recipes.classification recipes.graphs recipes.optim "
+    "datamodules.mnist datamodules.translation recipes.classification recipes.dropout recipes.graphs recipes.optim "
     "recipes.parameter_groups recipes.pretrained recipes.recipe recipes.text_scores recipes.weights",
     "recipes.NAME.__main__": "datamodules recipes recipes.cli",
 }

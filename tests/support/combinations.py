@@ -40,7 +40,6 @@ from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lean_loop import LeanLoop
 from callbacks.lib.signals import Preempted
-from callbacks.lib.stateless_dropout import stateless_dropout
 from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.seed_control import SeedControl
@@ -86,7 +85,6 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "dict of TrainLoaders",
     ),
     "network": ("BatchNorm", "tokens"),
-    "noise": ("none", "dropout"),
     "accumulate": ("steps", "global_batch_size"),
     "Lightning's": (
         "none",
@@ -143,13 +141,12 @@ def cut_of(settings: Settings, resumed: bool = False) -> Cut:
 
 def layers(settings: Settings) -> tuple[nn.Module, nn.Module]:
     """A backbone and a head in float64. The convolution has no bias, since BatchNorm takes it out again."""
-    noise = [nn.Dropout(0.3)] if settings["noise"] == "dropout" else []
     torch.manual_seed(3)
     if settings["network"] == "BatchNorm":
-        backbone = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), *noise)
-        return stateless_dropout(backbone.double()), nn.Linear(4 * 3 * 3, CLASSES).double()
-    backbone = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), *noise)
-    return stateless_dropout(backbone.double()), nn.Linear(8, CLASSES).double()
+        backbone = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten())
+        return backbone.double(), nn.Linear(4 * 3 * 3, CLASSES).double()
+    backbone = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh())
+    return backbone.double(), nn.Linear(8, CLASSES).double()
 
 
 def samples(settings: Settings) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn
 
-from callbacks.lib.sample_noise import sample_noise
 from datamodules.loading.sampling import epoch_order
 from tests.support.combinations import (
     EPOCHS,
@@ -197,8 +196,6 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
             average.update_parameters(network)
         order = _order(settings, epoch, cut_at(len(rates)))
         updates = order.split(GLOBAL_BATCH)
-        places = torch.zeros(2 * SAMPLES, dtype=torch.int64)
-        places[order] = torch.arange(len(order))
         for number, rows in enumerate(updates):
             cut = cut_at(len(rates))
             passes = _forward_passes(settings, rows, cut)
@@ -207,14 +204,11 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
             def closure(
                 passes: list[tuple[int, Tensor]] = passes,
                 count: Tensor = count,
-                epoch: int = epoch,
-                places: Tensor = places,
             ) -> Tensor:
                 optimizer.zero_grad()
                 total = torch.zeros((), dtype=torch.float64)
                 for rank, part in passes:
-                    with sample_noise(1, epoch, places[part]):
-                        outputs = _forward(network, inputs[part], rank)
+                    outputs = _forward(network, inputs[part], rank)
                     total = total + loss_of(outputs, targets[part], reduction="sum")
                 (total / count).backward()
                 if settings["clipping"] == "norm":

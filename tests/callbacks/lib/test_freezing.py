@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from callbacks import freeze_layers
-from callbacks.lib.stateless_rnn import StatelessLSTM
 from datamodules.errors import UserError
 
 
@@ -94,7 +93,7 @@ def test_a_block_restores_flags_modes_and_hooks_at_its_end() -> None:
     assert state() == before
 
 
-@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU, StatelessLSTM])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
 def test_frozen_recurrent_layers_drop_nothing_and_stay_in_the_mode_in_which_cudnn_has_a_backward_pass(
     kind: Any,
 ) -> None:

@@ -139,7 +139,7 @@ def test_a_trial_of_a_finished_run_is_refused_as_the_run_is(tmp_path: Path) -> N
     ("items", "accumulate", "batch_size", "line"),
     [
         (((0, 64),), 1, 8, "global batch 64 = 8 micro-batches of 8 on 4 devices of 1 node, "),
-        (((0, 64),), 1, 20, "global batch 64 = 4 micro-batches of 20 on 4 devices of 1 node, "),
+        (((0, 64),), 1, 20, "global batch 64 = 4 micro-batches of 20, the last of 4, on 4 devices of 1 node, "),
         (((0, 64), (1, 32)), {0: 8, "1 epochs": 4}, 8, "micro-batches of 8 on 4 devices of 1 node, "),
     ],
 )
