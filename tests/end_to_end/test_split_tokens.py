@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from tests.recipes.test_seq2seq_recipe import corpus
 from tests.support.ranks import run_ranks
 
-ARGS = ["--max-tokens", "60", "--hidden-size", "8", "--dropout", "0", "--precision", "32", "--schedule", "constant"]
+ARGS = ["--max-tokens", "60", "--hidden-size", "8", "--precision", "32", "--schedule", "constant"]
 ARGS += ["--accelerator", "cpu", "--no-enable-progress-bar", "--data-file", "pairs.tsv"]
 LAST = Path("runs/seq2seq/run/checkpoints/last.ckpt")
 

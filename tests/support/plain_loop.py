@@ -1,8 +1,8 @@
 """The reference of the table of combinations: plain PyTorch, without Trainer and callbacks.
 
 One process; each update is one backward pass of the loss summed over the update's targets and divided by their number.
-Only the statistics of batch normalisation are those of a forward pass: the samples of one micro-batch on one process,
-or on all of them with `SyncBN`. So the update's forward pass is cut as the row's are.
+Only the statistics of batch normalisation are those of a forward pass: the samples of one micro-batch, or with `SyncBN`
+of those that all processes hold in one step. So the update's forward pass is cut as the row's are.
 """
 
 import copy
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn
 
-from datamodules.loading.sampling import epoch_order
+from datamodules.loading.sampling import epoch_order, range_of_rank
 from tests.support.combinations import (
     EPOCHS,
     EVEN_SAMPLES,
@@ -112,34 +112,26 @@ def _order(settings: Settings, epoch: int, cut: Cut) -> Tensor:
 
 
 def _forward_passes(settings: Settings, update: Tensor, cut: Cut) -> list[tuple[int, Tensor]]:
-    """The forward passes of an update, each with its process."""
-    found = []
+    """The forward passes of an update, each with its process, in the order in which running statistics follow them."""
     dealt = settings["loader"] in (
         "DataLoader with DistributedSampler",
         "DataLoader with Lightning's sampler",
         "iterable data set",
     )
-    for rows in update.split(GLOBAL_BATCH // cut.micro_batches):
-        if settings["SyncBN"] == "on":
-            parts = [rows]
-        elif dealt:
-            parts = [rows[rank :: cut.processes] for rank in range(cut.processes)]
-        else:
-            parts = list(rows.tensor_split(cut.processes))
-        for rank, part in enumerate(parts):
-            if settings["loader"] == "dict of TrainLoaders":
-                part = torch.cat((part, part + SAMPLES))
-            if len(part):
-                found.append((rank, part))
-    return found
-
-
-def _forward(network: nn.Module, inputs: Tensor, rank: int) -> Tensor:
-    """A forward pass; running statistics are those of process 0."""
-    if rank == 0:
-        return network(inputs)
-    buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
-    return torch.func.functional_call(network, buffers, (inputs,))
+    size, ranks = GLOBAL_BATCH // cut.micro_batches, range(cut.processes)
+    if dealt:
+        of_ranks = [[rows[rank :: cut.processes] for rows in update.split(size)] for rank in ranks]
+    else:
+        parts = update.split(size // cut.processes)
+        of_ranks = [list(parts[slice(*range_of_rank(len(parts), rank, cut.processes))]) for rank in ranks]
+    if settings["SyncBN"] == "on":
+        steps = range(max(map(len, of_ranks)))
+        passes = [(0, torch.cat([parts[step] for parts in of_ranks if step < len(parts)])) for step in steps]
+    else:
+        passes = [(rank, part) for rank, parts in enumerate(of_ranks) for part in parts]
+    if settings["loader"] == "dict of TrainLoaders":
+        passes = [(rank, torch.cat((part, part + SAMPLES))) for rank, part in passes]
+    return [(rank, part) for rank, part in passes if len(part)]
 
 
 @torch.no_grad()
@@ -207,9 +199,8 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
             ) -> Tensor:
                 optimizer.zero_grad()
                 total = torch.zeros((), dtype=torch.float64)
-                for rank, part in passes:
-                    outputs = _forward(network, inputs[part], rank)
-                    total = total + loss_of(outputs, targets[part], reduction="sum")
+                for _, part in passes:
+                    total = total + loss_of(network(inputs[part]), targets[part], reduction="sum")
                 (total / count).backward()
                 if settings["clipping"] == "norm":
                     nn.utils.clip_grad_norm_(network.parameters(), 0.3)
