@@ -34,7 +34,7 @@ from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
 from callbacks.lib.lightning_internals import make_no_update, skips_backward, when_training_loader_is_made
 from callbacks.lib.micro_batches import refuse_dataloader_iter
 from callbacks.lib.running_statistics import OrderedStatistics
-from callbacks.lib.targets import count_targets, observe_steps, warn_of_ignored_targets
+from callbacks.lib.targets import count_targets, is_empty, observe_steps, warn_of_ignored_targets
 from callbacks.lib.updates import AccumulationSchedule
 from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.resumable import ResumableLoader
@@ -254,7 +254,7 @@ class GradientAccumulation(pl.Callback):
                     f"{len(names)} {names[0]} layers are called more than once in a training_step: their"
                     " running statistics follow the last call"
                 )
-        if self._sum.leaf is not None:
+        if self._sum.leaf is not None and (self._loader is not None or not is_empty(batch)):
             self._statistics.collect()
         loss = output if isinstance(output, Tensor) else None if output is None else output["loss"]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -273,7 +273,7 @@ class GradientAccumulation(pl.Callback):
         self._sum.collect()
         self._statistics.restore()
         if self._sum.is_last:
-            self._statistics.finish(self._sum.micro_batches)
+            self._statistics.finish(self._sum.steps)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -5,20 +5,20 @@ and does not make the device wait.
 """
 
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks.lib.exchange import gather
-from callbacks.lib.targets import count_targets, sum_over_ranks
+from callbacks.lib.exact_sums import DIGITS, from_whole_numbers, to_whole_numbers
+from callbacks.lib.targets import count_targets, observe_steps
 from callbacks.lib.trainer_attributes import log_interval
 from datamodules.errors import RunFailedError
 
-__all__ = ["TrainLoss", "weighted_sum"]
+__all__ = ["TrainLoss", "sums_over_targets"]
 
 _FOLD = 64
 
@@ -26,19 +26,35 @@ _SUMS = "train_loss"
 """The entry of a checkpoint with what was summed up since the last log, by name."""
 
 
-def weighted_sum(means: list[Tensor], counts: list[int | Tensor]) -> Tensor:
-    """Sum over all targets, and their number, float32 of shape (2,). A mean over no target may be NaN and counts as 0.
+def sums_over_targets(
+    means: list[Tensor], counts: list[int | Tensor], correct: list[int | float | Tensor | None]
+) -> Tensor:
+    """The sum of the losses of all targets, the number of targets and that of the right ones, as whole numbers.
+
+    A mean over no target may be NaN and counts as 0.
+
+    Args:
+        means: the mean loss of each batch, as is its number of `counts` and of `correct`.
+
+    Returns:
+        int64 of shape (3, 17), see `callbacks.lib.exact_sums`.
 
     Example:
-        >>> weighted_sum([torch.tensor(1.0), torch.tensor(float("nan"))], [3, 0])
-        tensor([3., 3.])
+        >>> sums = sums_over_targets([torch.tensor(1.5), torch.tensor(float("nan"))], [3, 0], [2, None])
+        >>> [from_whole_numbers(row) for row in sums.tolist()]
+        [4.5, 3.0, 2.0]
     """
-    stacked = torch.stack(means).float()
-    if any(isinstance(count, Tensor) for count in counts):
-        weights = torch.stack([torch.as_tensor(count, device=stacked.device).float() for count in counts])
-    else:
-        weights = torch.tensor(counts, dtype=torch.float32).to(stacked.device, non_blocking=True)
-    return _sum(stacked, weights)
+    losses = torch.stack(means).float()
+    weights = _column(counts, losses.device)
+    right = _column([0 if number is None else number for number in correct], losses.device)
+    losses = torch.where(weights > 0, losses * weights, 0.0)
+    return to_whole_numbers(torch.stack((losses, weights, right))).sum(1)
+
+
+def _column(numbers: list[Any], device: torch.device) -> Tensor:
+    if any(isinstance(number, Tensor) for number in numbers):
+        return torch.stack([torch.as_tensor(number, device=device).float() for number in numbers])
+    return torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
 
 
 def _right(outputs: dict[str, Any]) -> int | float | Tensor | None:
@@ -55,10 +71,6 @@ def _beside(name: str, other: str) -> str:
     return f"{group}{slash}{other}"
 
 
-def _sum(means: Tensor, counts: Tensor) -> Tensor:
-    return torch.stack((torch.where(counts > 0, means * counts, 0.0).sum(), counts.sum()))
-
-
 class TrainLoss(pl.Callback):
     """Logs the mean loss over the targets of all ranks, once per ``log_every_n_steps`` updates and once per epoch.
 
@@ -67,9 +79,10 @@ class TrainLoss(pl.Callback):
     ``_epoch`` after their names, such as "train/loss_epoch".
 
     Runs on: every training batch, where it keeps references to the loss and the number of right targets;
-    `training_step` returns them, as ``loss`` and ``correct``, and may add the ``count`` of targets behind them. Logging
-    costs one reduction of three numbers, and waits for the device once. Checkpoints hold the sums since the last log
-    and of the epoch, so that a resumed run logs the same.
+    `training_step` returns them, as ``loss`` and ``correct``, and may add the ``count`` of targets behind them. Sums
+    are exact, so that equal batches log equal bits on any number of ranks. Logging costs one reduction of 51 integers,
+    and waits for the device once. Checkpoints hold the sums since the last log and of the epoch, so that a run resumed
+    on any number of ranks logs the same.
 
     Args:
         name: under which the loss is logged; the accuracy is beside it, as "train/accuracy".
@@ -85,46 +98,55 @@ class TrainLoss(pl.Callback):
     def __init__(self, name: str = "train/loss", targets: str = "samples") -> None:
         self.name, self.targets = name, targets
         self._saved: dict[str, Any] | None = None
-        self._start(0)
-        self._epoch = [0.0, 0.0, 0.0]
-
-    def _start(self, update: int) -> None:
-        self._update = update
+        self._loss: Tensor | None = None
+        self._release: Callable[[], None] | None = None
         self._means: list[Tensor] = []
         self._counts: list[int | Tensor] = []
         self._correct: list[int | float | Tensor | None] = []
-        self._folded: Tensor | float = 0.0
-        self._earlier: Tensor | float = 0.0
-        self._logged = False
+        self._start(0)
+        self._sums = torch.zeros(2, 3, DIGITS, dtype=torch.int64)
+        """Of this rank since the last log, and in this epoch."""
+
+    def _start(self, update: int) -> None:
+        self._update = update
+        self._logged = self._has_losses = False
         self._since = time.monotonic()
 
     def _fold(self) -> None:
         if self._means:
-            sums, tensors = weighted_sum(self._means, self._counts), [c for c in self._correct if isinstance(c, Tensor)]
-            hits = torch.stack(tensors).sum().float() if tensors else sums.new_zeros(())
-            hits = hits + sum(c for c in self._correct if isinstance(c, (int, float)))
-            self._folded = self._folded + torch.cat((sums, hits[None]))
+            self._sums += sums_over_targets(self._means, self._counts, self._correct)
             self._means, self._counts, self._correct = [], [], []
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start(trainer.global_step)
-        self._epoch = [0.0, 0.0, 0.0]
+        self._means, self._counts, self._correct = [], [], []
+        self._sums = torch.zeros(2, 3, DIGITS, dtype=torch.int64, device=trainer.strategy.root_device)
         if self._saved is not None:
-            self._load(trainer, self._saved["ranks"])
-            self._update, self._logged, self._epoch = (self._saved[name] for name in ("update", "logged", "epoch"))
+            if trainer.global_rank == 0:
+                self._sums += self._saved["sums"].to(self._sums.device)
+            self._update, self._logged = self._saved["update"], self._saved["logged"]
             self._saved = None
+        if log_interval(trainer):
+            self._release = observe_steps(pl_module, self._keep_loss)
 
-    def _load(self, trainer: pl.Trainer, ranks: list[Any]) -> None:
-        """Take this rank's sums and micro-batches, or those of all on rank 0 if the number of ranks differs."""
-        if len(ranks) == trainer.world_size:
-            ranks = [ranks[trainer.global_rank]]
-        elif trainer.global_rank > 0:
-            return
-        for earlier, folded, *rows in move_data_to_device(ranks, trainer.strategy.root_device):
-            self._earlier, self._folded = self._earlier + earlier, self._folded + folded
-            for kept, row in zip((self._means, self._counts, self._correct), rows, strict=True):
-                kept += row
+    def _keep_loss(self, output: Any, batch: Any) -> None:
+        # Lightning hands out the loss divided by the accumulation factor, which differs between splits.
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        self._loss = loss.detach() if isinstance(loss, Tensor) else None
+
+    def _release_module(self) -> None:
+        if self._release is not None:
+            self._release()
+            self._release = None
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._release_module()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._release_module()
 
     @override
     def on_save_checkpoint(
@@ -132,9 +154,7 @@ class TrainLoss(pl.Callback):
     ) -> None:
         if trainer.state.fn != "fit" or trainer.interrupted:
             return  # After an exception the other ranks may be gone.
-        mine = [self._earlier, self._folded, list(self._means), list(self._counts), list(self._correct)]
-        ranks = gather(trainer.strategy, mine)
-        saved = {"ranks": ranks, "update": self._update, "logged": self._logged, "epoch": list(self._epoch)}
+        saved = {"sums": self._totals(trainer).cpu(), "update": self._update, "logged": self._logged}
         checkpoint.setdefault(_SUMS, {})[self.name] = saved
 
     @override
@@ -163,12 +183,11 @@ class TrainLoss(pl.Callback):
         if not every:
             return
         correct = _right(outputs) if isinstance(outputs, dict) else None
-        if isinstance(outputs, dict) and outputs.get("loss") is not None:
-            # Lightning hands out the loss divided by the accumulation factor.
-            factor = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-            self._means.append(outputs["loss"] if factor == 1 else outputs["loss"] * factor)
+        if self._loss is not None:
+            self._means.append(self._loss)
             self._counts.append(count_targets(outputs, batch))
             self._correct.append(correct)
+            self._loss, self._has_losses = None, True
             if len(self._means) == _FOLD:
                 self._fold()
         interval_ends = trainer.global_step // every > self._update // every
@@ -177,21 +196,16 @@ class TrainLoss(pl.Callback):
         if trainer.is_last_batch:
             self._log_epoch(trainer, correct is not None)
 
-    def _totals(self, trainer: pl.Trainer) -> list[list[float]] | None:
-        """Loss, targets and right ones since the last log, of earlier epochs and of this one, summed over all ranks.
-
-        None without batches.
-        """
+    def _totals(self, trainer: pl.Trainer) -> Tensor:
+        """The sums of all ranks, without waiting for the device."""
         self._fold()
-        parts = (self._earlier, self._folded)
-        like = next((part for part in parts if isinstance(part, Tensor)), None)
-        if like is None:
-            return None
-        totals = torch.stack([part if isinstance(part, Tensor) else torch.zeros_like(like) for part in parts])
+        totals = self._sums.to(trainer.strategy.root_device, copy=True)
         if trainer.world_size > 1:
-            totals = sum_over_ranks(totals, totals.device, totals.dtype)
-        sums: list[list[float]] = totals.tolist()
-        return sums
+            torch.distributed.all_reduce(totals)  # `Strategy.reduce` would add a barrier.
+        return totals
+
+    def _values(self, trainer: pl.Trainer, part: int) -> list[float]:
+        return [from_whole_numbers(row) for row in self._totals(trainer)[part].tolist()]
 
     def _log(
         self, trainer: pl.Trainer, total: list[float], has_accuracy: bool, suffix: str = "", rate: float | None = None
@@ -209,25 +223,22 @@ class TrainLoss(pl.Callback):
 
     def _log_interval(self, trainer: pl.Trainer, has_accuracy: bool) -> None:
         logged = self._logged
-        if (totals := self._totals(trainer)) is not None:
-            total = [sum(parts) for parts in zip(*totals, strict=True)]
-            if total[1]:
-                self._log(trainer, total, has_accuracy, rate=total[1] / max(1e-9, time.monotonic() - self._since))
-                logged = True
-            elif trainer.is_last_batch and not logged:
-                raise RunFailedError(
-                    f"epoch {trainer.current_epoch} had no target: every `count` was 0, as where all labels are -100;"
-                    " correct the labels"
-                )
-            self._epoch = [sum(parts) for parts in zip(self._epoch, totals[1], strict=True)]
+        total = self._values(trainer, 0)
+        if total[1]:
+            self._log(trainer, total, has_accuracy, rate=total[1] / max(1e-9, time.monotonic() - self._since))
+            logged = True
+        elif trainer.is_last_batch and not logged and self._has_losses:
+            raise RunFailedError(
+                f"epoch {trainer.current_epoch} had no target: every `count` was 0, as where all labels are -100;"
+                " correct the labels"
+            )
+        self._sums[0] = 0
         self._start(trainer.global_step)
         self._logged = logged
 
     def _log_epoch(self, trainer: pl.Trainer, has_accuracy: bool) -> None:
         """Log the means of the epoch; what the next interval logs of it does not count for the next epoch."""
-        totals = self._totals(trainer) or [[0.0, 0.0, 0.0]] * 2
-        total = [sum(parts) for parts in zip(self._epoch, totals[1], strict=True)]
+        total = self._values(trainer, 1)
         if total[1]:
             self._log(trainer, total, has_accuracy, "_epoch")
-        self._epoch = [0.0, 0.0, 0.0]
-        self._earlier, self._folded = self._earlier + self._folded, 0.0
+        self._sums[1] = 0

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from typing_extensions import override
 
+from callbacks.lib.exact_sums import DIGITS, from_whole_numbers, to_whole_numbers
 from callbacks.lib.lightning_internals import attached_trainer
 from callbacks.lib.trainer_attributes import datamodule_of
 from callbacks.train_loss import TrainLoss
@@ -68,10 +69,10 @@ def _all_parameters(kind: type) -> inspect.Signature:
 
 
 class MeanOverTargets(Metric):
-    """The mean over all targets of all batches and ranks.
+    """The mean over all targets of all batches and ranks, equal to the bit on any number of ranks and in any order.
 
-    Sums are float64, except on a Mac, whose GPU has none: float32 batch sums add up without rounding there, so the
-    number of ranks does not show.
+    A batch's sum counts as whole numbers, whose sums are exact; see `callbacks.lib.exact_sums`. So batches have to be
+    the same on any number of ranks. The mean is NaN where a batch's sum was not finite.
     """
 
     full_state_update = False
@@ -80,10 +81,8 @@ class MeanOverTargets(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        dtype = torch.float32 if torch.backends.mps.is_available() else torch.float64
-        self.set_dtype(dtype)
-        self.add_state("total", torch.zeros((), dtype=dtype), dist_reduce_fx="sum")
-        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("total", torch.zeros(DIGITS, dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros(1, dtype=torch.int64), dist_reduce_fx="sum")
 
     @override
     def update(self, total: Tensor, count: int | Tensor) -> None:
@@ -93,12 +92,13 @@ class MeanOverTargets(Metric):
             total: the sum over the batch's targets, a scalar.
             count: how many targets it has.
         """
-        self.total += total.to(self.total.dtype)
+        self.total += to_whole_numbers(total)
         self.count += count
 
     @override
     def compute(self) -> Tensor:
-        return (self.total / self.count.clamp(min=1)).float()
+        *total, count = torch.cat((self.total, self.count)).tolist()
+        return torch.tensor(from_whole_numbers(total) / max(1, count), device=self.device)
 
 
 class RecipeParameters(AttributeDict):

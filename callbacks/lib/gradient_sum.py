@@ -125,9 +125,9 @@ class GradientSum:
         return (number, number + 1) if number in self._numbers else None
 
     @property
-    def micro_batches(self) -> int:
-        """Those of the update, on all ranks; after the last step."""
-        return self.count if self._is_counted else self.world_size * (self._step + 1)
+    def steps(self) -> int:
+        """Those of each rank in the update; after the last one."""
+        return self._step + 1
 
     def weigh(
         self, loss: Tensor | None, count: float | Tensor, scale: Tensor | None = None, last: bool | None = None

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from callbacks.lib.batch_norm import plain_layers, running_statistics
-from datamodules.loading.sampling import range_of_rank
 
 __all__ = ["OrderedStatistics"]
 
@@ -40,7 +39,7 @@ class OrderedStatistics:
         ...     outputs = layer(torch.tensor(values))
         ...     statistics.collect()
         ...     statistics.restore()
-        >>> statistics.finish(2)
+        >>> statistics.finish(steps=2)
         >>> layer.running_mean
         tensor([0.7800])
     """
@@ -91,25 +90,33 @@ class OrderedStatistics:
             torch._foreach_copy_(self._buffers, list(self._running.split(self._sizes)))
             torch._foreach_copy_(self._counters, self._counts)
 
-    def finish(self, count: int) -> None:
-        """Make the moving average over an update's `count` micro-batches, in the order of their numbers."""
+    def finish(self, steps: int) -> None:
+        """Make the moving average over the micro-batches of an update, in the order of ranks and of each one's steps.
+
+        Args:
+            steps: of each rank in the update.
+        """
         self._is_open = False
         if not self._buffers:
             return
         weights = None if None in self._momenta else self._weights()
-        for statistics in self._collected if self.world_size == 1 else self._of_all_ranks(count):
-            torch._foreach_add_(self._counts, 1)
-            self._running.lerp_(statistics, self._weights() if weights is None else weights)
+        for statistics, is_real in self._of_all_ranks(steps):
+            torch._foreach_add_(self._counts, is_real.long())
+            self._running.lerp_(statistics, (self._weights() if weights is None else weights) * is_real)
         self._collected = []
         self._write()
 
-    def _of_all_ranks(self, count: int) -> list[Tensor]:
-        steps = -(-count // self.world_size)
-        mine = torch.stack(self._collected + [self._running] * (steps - len(self._collected)))
-        by_rank = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(by_rank, mine, group=self.group)
-        ranges = [range_of_rank(count, rank, self.world_size) for rank in range(self.world_size)]
-        return [by_rank[rank][step] for rank, (first, stop) in enumerate(ranges) for step in range(stop - first)]
+    def _of_all_ranks(self, steps: int) -> list[tuple[Tensor, Tensor]]:
+        """The statistics of all micro-batches, and 1, or 0 for a step without samples."""
+        surplus = steps - len(self._collected)
+        mine = torch.stack(self._collected + [self._running] * surplus)
+        is_real = (torch.arange(steps, device=mine.device) < steps - surplus).to(mine.dtype)
+        mine = torch.cat((mine, is_real.unsqueeze(1)), 1)
+        by_rank = [mine]
+        if self.world_size > 1:
+            by_rank = [torch.empty_like(mine) for _ in range(self.world_size)]
+            dist.all_gather(by_rank, mine, group=self.group)
+        return [(row[:-1], row[-1]) for rows in by_rank for row in rows]
 
     def _weights(self) -> Tensor:
         """How much of the newest statistics each value takes: the momentum of its layer, or the mean of all so far."""

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-__all__ = ["count_targets", "observe_steps", "warn_of_ignored_targets"]
+__all__ = ["count_targets", "is_empty", "observe_steps", "warn_of_ignored_targets"]
 
 
 def count_targets(output: Any, batch: Any) -> int | Tensor:
@@ -38,6 +38,14 @@ def count_targets(output: Any, batch: Any) -> int | Tensor:
         ) from error
 
 
+def is_empty(batch: Any) -> bool:
+    """Whether a batch has no samples; False where their number is unknown."""
+    try:
+        return extract_batch_size(batch) == 0
+    except MisconfigurationException:
+        return False
+
+
 def warn_of_ignored_targets(output: Any, batch: Any) -> None:
     """Warn of a step without ``count`` whose batch holds labels of -100, which torch leaves out of the mean.
 
@@ -59,34 +67,45 @@ def observe_steps(
 ) -> Callable[[], None]:
     """Have each `training_step` observed until the function returned here is called.
 
-    The method is wrapped on the instance, because no hook sees its output before the backward pass.
+    The method is wrapped on the instance, because no hook sees its output before the backward pass, nor the loss before
+    Lightning divides it. Several may observe, and are released in any order.
 
     Args:
         after: called with its output and its batch.
         before: called before it.
     """
     module: Any = pl_module
-    original, inherited = pl_module.training_step, "training_step" not in vars(pl_module)
+    own: Any = vars(pl_module).get("training_step")
+    observer = (before, after)
+    if not hasattr(own, "observers"):
+        module.training_step = _observed(pl_module.training_step, own)
+    step = module.training_step
+    step.observers.append(observer)
+
+    def release() -> None:
+        step.observers.remove(observer)
+        if step.observers or vars(pl_module).get("training_step") is not step:
+            return
+        del module.training_step
+        if step.own is not None:
+            module.training_step = step.own
+
+    return release
+
+
+def _observed(original: Callable[..., Any], own: Any) -> Any:
+    """A `training_step` that calls its observers; `own` is the one that the instance had."""
+    observers: list[tuple[Callable[[], None], Callable[[Any, Any], None]]] = []
 
     @wraps(original)
     def training_step(*args: Any, **kwargs: Any) -> Any:
-        before()
+        for before, _ in observers:
+            before()
         output = original(*args, **kwargs)
-        after(output, args[0] if args else next(iter(kwargs.values())))
+        for _, after in observers:
+            after(output, args[0] if args else next(iter(kwargs.values())))
         return output
 
-    def restore() -> None:
-        if inherited:
-            del module.training_step
-        else:
-            module.training_step = original
-
-    module.training_step = training_step
-    return restore
-
-
-def sum_over_ranks(count: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The counts of all ranks added up, without waiting for the device; `Strategy.reduce` would add a barrier."""
-    total = count.clone() if isinstance(count, Tensor) else torch.full((), count, device=device, dtype=dtype)
-    torch.distributed.all_reduce(total)
-    return total
+    step: Any = training_step
+    step.observers, step.own = observers, own
+    return step

@@ -27,6 +27,7 @@ WITHOUT_MEANING: list[tuple[Row, str]] = [
     *(({"stop": "to the end", "resumed": how}, "nothing is left to resume") for how in FACTORS["resumed"][1:]),
     *(({"stop": stop, "resumed": "no"}, "what stops is resumed") for stop in FACTORS["stop"][1:]),
     ({"stop": "SIGTERM to one rank", "Preemption": "off"}, "it ends the process"),
+    ({"split": "1x1", "resumed": "on another split"}, "several processes cannot share its micro-batch"),
     ({"network": "tokens", "SyncBN": "on"}, "there is no BatchNorm"),
     ({"network": "tokens", "BNRecalibration": "on"}, "there is no BatchNorm"),
 ]
@@ -190,10 +191,8 @@ def judge(row: Row, lives: list[list[Life]]) -> Outcome:
     problems = []
     for ranks in lives:
         for life in ranks[1:]:
-            # Buffers of batch normalisation are each rank's own where nothing synchronises them.
-            parameters = [name for name in life.weights if "running" not in name and "num_batches" not in name]
-            if not all(torch.equal(life.weights[name], ranks[0].weights[name]) for name in parameters):
-                problems.append("the ranks hold different weights")
+            if not all(torch.equal(life.weights[name], value) for name, value in ranks[0].weights.items()):
+                problems.append("the ranks hold different weights or buffers")
     errors = [differences(last.weights, reference.end)]
     if len(lives) == 2:
         if not 0 < min(last.rates, default=0) <= first.updates < len(reference.rates):

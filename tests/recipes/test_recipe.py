@@ -22,9 +22,11 @@ from torch import nn
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.drawing.classification_images import ClassificationImages
 from callbacks.gradient_accumulation import GradientAccumulation
+from callbacks.lib.exact_sums import from_whole_numbers
 from callbacks.run_progress import RunProgress
 from callbacks.train_loss import TrainLoss
 from datamodules.errors import UserError
+from datamodules.loading.loaders import TrainLoader
 from datamodules.mnist.data_module import MNISTDataModule
 from recipes.launch.precision import resolve_precision
 from recipes.mnist import MNISTClassifier
@@ -196,25 +198,6 @@ def test_a_loss_that_is_not_finite_spoils_the_means_of_its_own_epoch_only(tmp_pa
     assert means[1] == pytest.approx(sum(k * (k + 1) for k in range(6)) / 21)
 
 
-def test_a_resumed_epoch_logs_the_same_means(tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    options: dict[str, Any] = {"max_epochs": 2, "log_every_n_steps": 5}
-    trainer(logger=CSVLogger(whole, name="", version=""), **options).fit(Guessing(), batches(n=48))
-
-    class Stop(pl.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.global_step == 7:
-                trainer.save_checkpoint(tmp_path / "cut.ckpt")
-
-    # The callback comes before the recipe's, as a checkpoint's comes after it.
-    module = Guessing()
-    module.configure_callbacks = lambda: [TrainLoss(), Stop()]
-    trainer(**options).fit(module, batches(n=48))
-    resumed = trainer(logger=CSVLogger(parts, name="", version=""), **options)
-    resumed.fit(Guessing(), batches(n=48), ckpt_path=tmp_path / "cut.ckpt", weights_only=True)
-    assert _rows(parts) == [row for row in _rows(whole) if int(row["step"]) >= 7]
-
-
 def test_many_steps_without_a_log_keep_a_bounded_number_of_losses(tmp_path):
     kept = Kept(tmp_path)
     module = Line()
@@ -223,24 +206,51 @@ def test_many_steps_without_a_log_keep_a_bounded_number_of_losses(tmp_path):
     # Stopped before the epoch's end, at which they would be logged.
     trainer(max_steps=250, logger=kept, log_every_n_steps=10**6).fit(module, batches(n=600, size=2))
     assert len(callback._means) < 64
-    assert callback._folded[1] + sum(callback._counts) == 500
+    assert from_whole_numbers(callback._sums[0, 1].tolist()) + sum(callback._counts) == 500
 
 
-def _losses_of_unequal_ranks() -> float:
-    import torch.distributed as dist
+class Shared(Line):
+    """Micro-batches of unequal sizes, whose losses float32 adds up to other bits in another order."""
 
-    class Unequal(Line):
-        def training_step(self, batch, batch_idx):
-            rank = dist.get_rank()
-            return {"loss": self.network.weight.sum() * 0 + float(rank), "count": 1 if rank else 3}
-
-    fit = trainer(devices=2, strategy="ddp", max_steps=1, log_every_n_steps=1, logger=CSVLogger(tempfile.mkdtemp()))
-    fit.fit(Unequal(), batches())
-    return float(fit.callback_metrics["train/loss"])
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)["loss"]
+        # A surplus micro-batch has no sample.
+        return {"loss": loss, "count": len(batch[0]), "correct": (batch[0] > 0.3).sum()}
 
 
-def test_ranks_weigh_in_the_training_loss_by_their_targets():
-    assert run_ranks(_losses_of_unequal_ranks, 2) == [0.25, 0.25]
+def _logged_by_ranks(save: Path | None, resume: Path | None = None) -> list[dict[str, str]]:
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            # Not within the next update.
+            if save and trainer.global_step == 3 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+                trainer.save_checkpoint(save)
+
+    world_size, folder = int(os.environ.get("WORLD_SIZE", "1")), tempfile.mkdtemp()
+    fit = trainer(
+        devices=world_size,
+        strategy="ddp" if world_size > 1 else "auto",
+        max_epochs=2,
+        log_every_n_steps=2,
+        logger=CSVLogger(folder, name="", version=""),
+        callbacks=[GradientAccumulation(global_batch_size=19)],
+    )
+    x = torch.linspace(-3, 3, 95).exp().unsqueeze(1)
+    loader = TrainLoader(x, 1e3 * x.sin(), torch.arange(95), 4, 1, fit.global_rank, world_size)
+    torch.manual_seed(1)
+    module = Shared(lr=0.01)
+    module.configure_callbacks = lambda: [TrainLoss(), Stop()]
+    fit.fit(module, loader, ckpt_path=resume, weights_only=True if resume else None)
+    return _rows(Path(folder)) if fit.is_global_zero else []
+
+
+def test_the_logged_losses_have_the_same_bits_on_any_number_of_ranks_and_after_a_resume_on_another(tmp_path):
+    rows = _logged_by_ranks(tmp_path / "one.ckpt")
+    assert len(rows) == 7
+    shared = run_ranks(_logged_by_ranks, 2, tmp_path / "two.ckpt")[0]
+    assert shared == rows
+    rest = [row for row in rows if int(row["step"]) >= 3]
+    assert _logged_by_ranks(None, tmp_path / "two.ckpt") == rest
+    assert run_ranks(_logged_by_ranks, 2, None, tmp_path / "one.ckpt")[0] == rest
 
 
 def test_a_run_extended_by_a_resume_takes_the_rates_of_the_longer_run(tmp_path):

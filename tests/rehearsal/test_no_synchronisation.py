@@ -119,7 +119,7 @@ def in_each(wait: Wait) -> bool:
 
 _TRAINING, _VALIDATION = "training step", "validation step"
 MEANT = {
-    "callbacks/train_loss.py:_totals": Meant(_TRAINING, at_logs, "the loss that is logged"),
+    "callbacks/train_loss.py:_values": Meant(_TRAINING, at_logs, "the loss that is logged"),
     "callbacks/training_monitor.py:on_train_batch_end": Meant(
         _TRAINING, functools.partial(at_logs, every=2), "the norms that are logged, every 2 updates in the table"
     ),

@@ -115,7 +115,7 @@ AVERAGES: dict[str, dict[str, Any]] = {
 """Of `WeightAveraging`."""
 
 PLAIN = {factor: values[0] for factor, values in FACTORS.items()}
-OTHER_SPLIT = {"1x1": "2x2", "1x4": "2x1", "2x1": "1x4", "2x2": "1x1"}
+OTHER_SPLIT = {"1x4": "2x2", "2x1": "1x2", "2x2": "1x4"}
 
 Settings = Mapping[str, str]
 
@@ -131,7 +131,7 @@ def cut_of(settings: Settings, resumed: bool = False) -> Cut:
     """The split of the first life of a run, or of the second."""
     split = settings["split"]
     if resumed and settings["resumed"] == "on another split":
-        split = OTHER_SPLIT[split]
+        split = OTHER_SPLIT.get(split, split)
     processes, micro_batches = map(int, split.split("x"))
     return Cut(processes, micro_batches)
 

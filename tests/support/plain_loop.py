@@ -1,13 +1,14 @@
 """The reference of the table of combinations: plain PyTorch, without Trainer and callbacks.
 
 One process; each update is one backward pass of the loss summed over the update's targets and divided by their number.
-Only the statistics of batch normalisation are those of a forward pass: the samples of one micro-batch, or with `SyncBN`
-of those that all processes hold in one step. So the update's forward pass is cut as the row's are.
+Only the statistics of batch normalisation are those of a forward pass: the samples of one micro-batch, or those that
+all processes see at once with `SyncBN`. So the update's forward pass is cut as the row's are.
 """
 
 import copy
 import math
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -112,26 +113,23 @@ def _order(settings: Settings, epoch: int, cut: Cut) -> Tensor:
 
 
 def _forward_passes(settings: Settings, update: Tensor, cut: Cut) -> list[tuple[int, Tensor]]:
-    """The forward passes of an update, each with its process, in the order in which running statistics follow them."""
-    dealt = settings["loader"] in (
+    """The forward passes of an update in the order of their numbers, each with its process."""
+    together, batch_size = GLOBAL_BATCH // cut.micro_batches, GLOBAL_BATCH // cut.micro_batches // cut.processes
+    if settings["loader"] in (
         "DataLoader with DistributedSampler",
         "DataLoader with Lightning's sampler",
         "iterable data set",
-    )
-    size, ranks = GLOBAL_BATCH // cut.micro_batches, range(cut.processes)
-    if dealt:
-        of_ranks = [[rows[rank :: cut.processes] for rows in update.split(size)] for rank in ranks]
+    ):
+        by_rank = [[rows[r :: cut.processes] for rows in update.split(together)] for r in range(cut.processes)]
     else:
-        parts = update.split(size // cut.processes)
-        of_ranks = [list(parts[slice(*range_of_rank(len(parts), rank, cut.processes))]) for rank in ranks]
-    if settings["SyncBN"] == "on":
-        steps = range(max(map(len, of_ranks)))
-        passes = [(0, torch.cat([parts[step] for parts in of_ranks if step < len(parts)])) for step in steps]
-    else:
-        passes = [(rank, part) for rank, parts in enumerate(of_ranks) for part in parts]
+        numbered = update.split(batch_size)
+        ranges = [range_of_rank(len(numbered), rank, cut.processes) for rank in range(cut.processes)]
+        by_rank = [list(numbered[first:stop]) for first, stop in ranges]
     if settings["loader"] == "dict of TrainLoaders":
-        passes = [(rank, torch.cat((part, part + SAMPLES))) for rank, part in passes]
-    return [(rank, part) for rank, part in passes if len(part)]
+        by_rank = [[torch.cat((part, part + SAMPLES)) for part in parts] for parts in by_rank]
+    if settings["SyncBN"] == "on":
+        return [(0, torch.cat([part for part in at_once if part is not None])) for at_once in zip_longest(*by_rank)]
+    return [(rank, part) for rank, parts in enumerate(by_rank) for part in parts if len(part)]
 
 
 @torch.no_grad()

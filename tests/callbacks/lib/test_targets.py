@@ -17,14 +17,24 @@ def test_labels_of_minus_100_without_a_count_are_warned_of(count: int | None, ex
     assert count_targets(output, sentences(4)) == (count or 4)
 
 
-def test_steps_are_observed_by_several_until_each_is_released():
+@pytest.mark.parametrize("earlier", [0, 1])
+@pytest.mark.parametrize("own", [False, True])
+def test_steps_are_observed_by_several_until_each_is_released_in_any_order(earlier: int, own: bool):
     module, told = Tiny(sentence_network(), torch.optim.SGD, lr=0.1), []
-    first = observe_steps(module, lambda *_: told.append("first"), lambda: told.append("before"))
-    second = observe_steps(module, lambda *_: told.append("second"))
+    if own:
+        module.training_step = lambda *step: step[1]
+    before = module.training_step
+    releases = [
+        observe_steps(module, lambda *_: told.append("first"), lambda: told.append("before")),
+        observe_steps(module, lambda *_: told.append("second")),
+    ]
     module.training_step(sentences(4), 0)
-    second()
+    assert told == ["before", "first", "second"]
+    releases[earlier]()
     module.training_step(sentences(4), 0)
-    first()
+    assert told[3:] == (["before", "first"] if earlier else ["second"])
+    releases[1 - earlier]()
     module.training_step(sentences(4), 0)
-    assert told == ["before", "first", "second", "before", "first"]
-    assert "training_step" not in vars(module)
+    assert len(told) == (5 if earlier else 4)
+    assert module.training_step == before
+    assert ("training_step" in vars(module)) == own
