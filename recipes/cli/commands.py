@@ -375,9 +375,8 @@ def _smaller_batches(settings: Settings, evaluates: bool) -> str:
     if evaluates:
         name = "eval_batch_size" if "eval_batch_size" in data else name
         return f"with {name}={data.get(name)}: pass a smaller `{name}`"
-    if run.global_batch_size is not None:
-        now = f"{name}={data.get(name)} and global_batch_size={run.global_batch_size}"
-        return f"with {now}: pass a smaller `{name}`, to which `accumulate` adapts"
+    if name == "batch_size" and (run.global_batch_size is not None or run.resume):
+        return f"with {name}={data.get(name)}: pass a smaller `{name}`; an update keeps its samples"
     factor = f"accumulate={run.accumulate}"
     return f"with {name}={data.get(name)} and {factor}: pass a smaller `{name}` with as many times the `accumulate`"
 

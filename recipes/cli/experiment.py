@@ -130,11 +130,15 @@ class Settings:
     interval: Interval | None = None
 
     @property
+    def update_items(self) -> int | None:
+        """Of an update, on all devices, where settings or checkpoint tell: samples, or batches limited by tokens."""
+        return (read_run(self.run.resume).update_items if self.run.resume else None) or self.run.global_batch_size
+
+    @property
     def micro_batches(self) -> int | None:
         """Of an update, on all devices; None where their number changes or is not known yet."""
-        saved, run = read_run(self.run.resume) if self.run.resume else None, self.run
-        sizes = run.accumulate, run.global_batch_size, self.data, self.launch.world_size, self.tokens_parameter
-        return micro_batches_of_update(*sizes, saved.update_items if saved else None)
+        sizes = self.run.accumulate, self.update_items, self.data, self.launch.world_size
+        return micro_batches_of_update(*sizes, self.tokens_parameter)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class RunSettings:
         swa: average the weights of the last part of the run (SWA).
         average_from: where the average begins, as in "500 steps", "2 epochs" or "10%"; by default after 75% of the run
             for swa, else with the first update.
-        sync_bn: synchronise BatchNorm over all devices.
+        sync_bn: synchronise BatchNorm over all devices; the bits of the run then depend on their number.
         callbacks: Lightning's callbacks by name, yours as module.Class; write --callbacks+=NAME for each, and after it
             --callbacks.PARAMETER=VALUE for its parameters.
         early_stopping: end the run when this score no longer improves; such as val/loss, see patience.

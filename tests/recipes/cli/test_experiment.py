@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import yaml
 from torch import nn
@@ -146,24 +147,31 @@ def test_a_trial_of_a_finished_run_is_refused_as_the_run_is(tmp_path: Path) -> N
     assert run_ranks(_typed, 1, trial, str(tmp_path))[0][0] == 2
 
 
-def test_the_global_batch_of_a_checkpoint_is_what_is_built_with_on_other_devices(tmp_path: Path) -> None:
-    from callbacks import GradientAccumulation
+@pytest.mark.parametrize(
+    ("items", "accumulate", "batch_size", "line"),
+    [
+        (((0, 64),), 1, 8, "global batch 64 = 8 micro-batches of 8 on 4 devices of 1 node, "),
+        (((0, 64),), 1, 20, "global batch 64 = 4 micro-batches of 20, the last of 4, on 4 devices of 1 node, "),
+        (((0, 64), (1, 32)), {0: 8, "1 epochs": 4}, 8, "micro-batches of 8 on 4 devices of 1 node, "),
+    ],
+)
+def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_printed(
+    items: Any, accumulate: Any, batch_size: int, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from recipes.cli.experiment import Classes, Settings, build_experiment
     from recipes.cli.settings import RunSettings
+    from recipes.cli.trainer import _global_batch_text
     from recipes.launch.plan import Launch
     from recipes.resume.resume_point import ResumePoint
     from tests.recipes.resume.test_resume import save
 
-    config = {"batch_size": 8, "accumulate": 1, "num_classes": 3, "shade": "grey"}
-    last = str(save(tmp_path / "last.ckpt", 3, 0, config))  # A global batch of 64, on one device.
-    run = RunSettings(resume=last, precision="32-true")
-    data = {"num_classes": 3, "shade": "grey", "batch_size": 8}
+    config = {"batch_size": batch_size, "accumulate": accumulate, "num_classes": 3, "shade": "grey"}
+    last = str(save(tmp_path / "last.ckpt", 3, 0, config, items))  # On one device.
+    run = RunSettings(resume=last, precision="32-true", accumulate=accumulate)
+    data = {"num_classes": 3, "shade": "grey", "batch_size": batch_size}
     point, launch = ResumePoint(checkpoint=last), Launch("local", 1, 4)
     more: tuple[Any, ...] = ((), None, launch, point, False, 60.0, {"precision": "", "memory": ""})
     settings = Settings("fit", run, data, {"num_classes": 3}, {}, config, *more)
     experiment = build_experiment(settings, Classes(Points3, Points, list), None)
-    accumulation = next(c for c in experiment.callbacks() if isinstance(c, GradientAccumulation))
-    assert (accumulation.global_batch_size, accumulation.steps) == (64, 1)
-    assert experiment.data.hparams["batch_size"] * launch.world_size <= 64
-    assert 64 % (experiment.data.hparams["batch_size"] * launch.world_size) == 0
-    assert experiment.settings.run.global_batch_size == 64
+    assert "devices: 1 before, 4 now; the updates and their order stay" in capsys.readouterr().out
+    assert _global_batch_text(experiment.settings) == line
