@@ -19,5 +19,6 @@ SECTIONS = {
     "decoding": "sentences a second that a beam search translates",
     "multi30k": "BLEU of translators after 40 minutes of training each",
     "scaling": "throughput of more processes on this machine",
+    "equal_bits": "an update with sums whose bits do not depend on the processes, compared with PyTorch's own",
 }
 """The sections in the order in which they run, and what each measures."""

@@ -35,7 +35,7 @@ from recipes.optim import build_optimizer
 from recipes.parameter_groups import parameter_groups
 from recipes.seq2seq.network import target_positions
 
-__all__ = ["WORKLOADS", "main"]
+__all__ = ["WORKLOADS", "Workload", "images", "main"]
 
 SETTLING = 5
 """Steps before the clock starts: the first choose kernels, allocate memory and, where asked to, compile."""
@@ -81,14 +81,15 @@ class Workload:
         return (first.contiguous(memory_format=torch.channels_last), *batch[1:]) if first.dim() == 4 else batch
 
 
-def _images(what: str, build: Callable[..., Any], count: int, channels: int, size: int, classes: int) -> Workload:
-    images = torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(1))
-    return Workload(f"{what}, {count} images of {size} px", build, (images, torch.arange(count) % classes), count)
+def images(what: str, build: Callable[..., Any], count: int, channels: int, size: int, classes: int) -> Workload:
+    """Random images of `size` pixels in so many classes."""
+    pixels = torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(1))
+    return Workload(f"{what}, {count} images of {size} px", build, (pixels, torch.arange(count) % classes), count)
 
 
 def mnist(quick: bool) -> Workload:
     """MNIST's default network."""
-    return _images("MNIST's default network", MNISTClassifier, 16 if quick else 256, 1, 28, 10)
+    return images("MNIST's default network", MNISTClassifier, 16 if quick else 256, 1, 28, 10)
 
 
 def resnet(quick: bool) -> Workload:
@@ -96,7 +97,7 @@ def resnet(quick: bool) -> Workload:
     size, count = (32, 4) if quick else (224, 128)
     options: dict[str, Any] = {"num_classes": 1000, "image_size": size, "weights": "none", "freeze_until": "none"}
     build = partial(ThinResNet, **options) if quick else partial(ResNetFineTuner, arch="resnet50", **options)
-    return _images("ThinResNet" if quick else "ResNet-50, all layers", build, count, 3, size, 1000)
+    return images("ThinResNet" if quick else "ResNet-50, all layers", build, count, 3, size, 1000)
 
 
 def translator(quick: bool) -> Workload:

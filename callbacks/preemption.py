@@ -203,9 +203,7 @@ class Preemption(pl.Callback):
         if self._over_ranks(trainer).maximum(self._signalled())[0]:
             self._stop(trainer, "epoch start", trained=True)
 
-    def _stop(
-        self, trainer: pl.Trainer, place: Place | None, trained: bool = False, validates: bool = False
-    ) -> None:
+    def _stop(self, trainer: pl.Trainer, place: Place | None, trained: bool = False, validates: bool = False) -> None:
         """Save where there is something to save, and end on every rank with the same signal."""
         self._stopping = True
         ranks = self._over_ranks(trainer)

@@ -69,6 +69,10 @@ class Job:
     precision: str
     cuda: bool
 
+    def measure(self, rank: int) -> Found:
+        """What a process of the world finds."""
+        return _measure(self, rank)
+
     def batches(self) -> Again:
         """The same images in each step."""
         return Again(image_batch(self.batch_size, self.image_size), SETTLING + self.steps)
@@ -173,7 +177,7 @@ def _rank(pipe: Connection, job: Job, rank: int, port: int) -> None:
         with suppress_output():
             backend = "nccl" if job.cuda else "gloo"
             dist.init_process_group(backend, rank=rank, world_size=job.world_size, timeout=_TIMEOUT)
-            pipe.send(_measure(job, rank))
+            pipe.send(job.measure(rank))
     except Exception as error:
         pipe.send(UserError(f"rank {rank} of {job.world_size}: {str(error).splitlines()[0]}"))
     pipe.close()

@@ -7,8 +7,9 @@ as soon as the backward pass has filled it. Each rank adds up one part of it, as
 hands the parts out; where ranks and micro-batches are powers of two that is the traffic of a ring's all-reduce.
 """
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from callbacks.lib.running_statistics import OrderedStatistics
 from callbacks.lib.tree_sum import Node, TreeSum, nodes_by_rank, total_over_ranks
 from datamodules.errors import UserError
 from datamodules.loading.sampling import range_of_rank
@@ -28,7 +30,7 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-def _in_memory_order(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+def _in_memory_order(gradient: Tensor, parameter: Tensor) -> Tensor:
     """The elements of a gradient in the order in which those of its parameter lie in memory, as in a bucket of DDP."""
     strides = parameter.stride()
     return gradient.permute(sorted(range(len(strides)), key=lambda dim: -strides[dim])).reshape(-1)
@@ -37,10 +39,12 @@ def _in_memory_order(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
 class GradientSum:
     """Makes the gradients of an update the mean over all its targets, over micro-batches and ranks.
 
-    Call `begin` at an update's start. For each micro-batch call `weigh` with its mean loss before the backward pass and
-    `collect` after it. After the last one ``.grad`` holds the mean. Each rank makes ``ceil(micro-batches / ranks)``
-    steps, the last of them with the DDP reduction and those before within ``no_sync()``; a rank that has a micro-batch
-    less makes a surplus step at the end, of any inputs, whose gradients count for nothing.
+    Compute each micro-batch within `micro_batch`, and call `weigh` with its mean loss before the backward pass. After
+    the last one ``.grad`` holds the mean. Each rank makes ``ceil(micro-batches / ranks)`` steps; a rank that has a
+    micro-batch less makes a surplus step at the end, of any inputs, whose gradients count for nothing.
+
+    A Trainer, whose steps are not written as a ``with`` statement, calls what `micro_batch` calls: `begin` at an
+    update's start and `collect` after each backward pass; those before the last step run within DDP's ``no_sync()``.
 
     It holds the gradients of log2(micro-batches) + 1 nodes at most, those of one micro-batch where there is one.
 
@@ -54,11 +58,11 @@ class GradientSum:
     Example:
         >>> model = nn.Linear(2, 1)
         >>> gradients = GradientSum(model)
-        >>> for number in gradients.begin(2):
-        ...     loss = model(torch.full((number + 1, 2), float(number))).mean()
-        ...     gradients.weigh(loss, count=number + 1)
-        ...     loss.backward()
-        ...     gradients.collect()
+        >>> for inputs in (torch.zeros(1, 2), torch.ones(2, 2)):
+        ...     with gradients.micro_batch(of=2):
+        ...         loss = model(inputs).mean()
+        ...         gradients.weigh(loss, count=len(inputs))
+        ...         loss.backward()
         >>> model.weight.grad
         tensor([[0.6667, 0.6667]])
     """
@@ -88,15 +92,39 @@ class GradientSum:
                 f"DDP has a communication hook already, which adds gradients in its own way ({error}): leave it out"
             ) from error
 
-    def begin(self, count: int | None) -> list[int | None]:
+    @contextlib.contextmanager
+    def micro_batch(self, of: int, statistics: OrderedStatistics | None = None) -> Iterator[None]:
+        """A step: forward pass, `weigh` and backward pass. In an update's last one DDP communicates.
+
+        After it `is_last` tells whether the update is complete.
+
+        Args:
+            of: micro-batches of the update, on all ranks.
+            statistics: of the model's BatchNorm layers.
+        """
+        if not self.is_open:
+            self.begin(of)
+        if statistics is not None:
+            statistics.begin()
+        context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if isinstance(self.model, DistributedDataParallel) and self._step < self._steps - 1:
+            context = self.model.no_sync()
+        with context:
+            yield
+        if statistics is not None:
+            if self.leaf is not None:
+                statistics.collect()
+            statistics.restore()
+        self.collect()
+        if statistics is not None and self.is_last:
+            statistics.finish(self._steps)
+
+    def begin(self, count: int | None) -> None:
         """Begin an update of `count` micro-batches.
 
         Args:
             count: on all ranks, which each take a range of them. None where it is not known: each rank adds up its own,
                 as many on each, and the sums of the ranks are added, in an order that follows from their number.
-
-        Returns:
-            The numbers of this rank's, one for each of its steps; None for a surplus step.
         """
         self.count = self.world_size if count is None else count
         self.nodes = nodes_by_rank(self.count, self.world_size)
@@ -105,16 +133,10 @@ class GradientSum:
         self._used: set[int] = set()
         self.scale = torch.ones(())
         self.buckets: list[_Bucket] = []
-        self._step, self._numbers, self._steps = (
-            0,
-            range(*range_of_rank(self.count, self.rank, self.world_size)),
-            -(-self.count // self.world_size),
-        )
+        self._numbers = range(*range_of_rank(self.count, self.rank, self.world_size))
+        self._step, self._steps = 0, -(-self.count // self.world_size)
         self._is_counted = count is not None
         self.is_open = False
-        return [
-            n if n in self._numbers else None for n in range(self._numbers.start, self._numbers.start + self._steps)
-        ]
 
     @property
     def leaf(self) -> Node | None:
@@ -196,7 +218,7 @@ class GradientSum:
         total = total_over_ranks(own, self.nodes, like, group=self.group)
         self.scale = torch.where(total > 0, 1 / total, 1.0)
 
-    def flat_sums(self, parameters: Sequence[nn.Parameter], buffer: Tensor) -> list[Tensor]:
+    def flat_sums(self, parameters: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
         """This rank's sums over the parameters of a bucket, each as flat as the bucket; the last step's are in them."""
         rows = {id(parameter): row for row, parameter in enumerate(self._parameters)}
         total = TreeSum(self.sums.count)
@@ -214,7 +236,7 @@ class _Bucket:
     def __init__(self, state: GradientSum, bucket: dist.GradBucket) -> None:
         buffer = bucket.buffer()
         self.state, self.size, self.dtype = state, buffer.numel(), buffer.dtype
-        devices = [] if buffer.device.type == "cpu" else [buffer.device]
+        devices: list[int | str | torch.device] = [] if buffer.device.type == "cpu" else [buffer.device]
         self.future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         flats = state.flat_sums(bucket.parameters(), buffer)
         self._part = -(-self.size // state.world_size)

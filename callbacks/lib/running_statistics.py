@@ -21,9 +21,10 @@ __all__ = ["OrderedStatistics"]
 class OrderedStatistics:
     """The running statistics of BatchNorm layers over an update.
 
-    Call `begin` before each forward pass of a micro-batch, `collect` after it, `restore` after its backward pass, and
-    `finish` after the last one of the update. In between the layers have the running statistics of the update before,
-    and within a micro-batch its own. A layer that is called several times within a micro-batch counts its last call.
+    `GradientSum.micro_batch` calls what follows: `begin` before each forward pass of a micro-batch, `collect` after it,
+    `restore` after its backward pass, and `finish` after the last one of the update. In between the layers have the
+    running statistics of the update before, and within a micro-batch its own. A layer that is called several times
+    within a micro-batch counts its last call.
     Synchronised layers and those that do not train are left alone.
 
     Args:

@@ -18,12 +18,12 @@ from benchmarks.contenders.loops import Job, Laps, bare_loop, fabric_loop, plain
 from benchmarks.contenders.peers import peer_loops
 from benchmarks.harness.bare_trainer import suppress_output
 from benchmarks.harness.terminal import unread_terminal
-from benchmarks.sections import scaling
+from benchmarks.sections import equal_bits, scaling
 from benchmarks.sections.callbacks_cost import BARE, CALLBACKS, Classifier, fit
 from benchmarks.sections.input_pipeline import our_loader, stock_loader, write_files
 from benchmarks.sections.seq2seq import make_data, tutorial_bleu
 
-PROCESSES = ("time_to_accuracy", "start_up", "multi30k", "scaling")
+PROCESSES = ("time_to_accuracy", "start_up", "multi30k", "scaling", "equal_bits")
 """What they measure takes processes of their own."""
 TOGETHER = [name for name in benchmarks.SECTIONS if name not in PROCESSES]
 
@@ -148,3 +148,9 @@ def test_the_scaling_figures_of_a_world_are_formed_within_a_round() -> None:
     found = dict(zip(forms, ([1.0, 2.0], [1.5, 3.0], [2.0, 4.0], [2.0, 2.0], [4.0, 2.5]), strict=True))
     row = scaling.world_row(job(world_size=2, batch_size=4), found)
     assert [spread and spread.values for spread in row] == [(4.0, 2.0), (50.0, 50.0), (75.0, 75.0), (50.0, 80.0)]
+
+
+def test_a_ratio_of_sums_in_order_is_the_median_of_a_rounds_pairs() -> None:
+    job = equal_bits.Job(2, 0, 0, steps=3, rounds=2, threads=1, precision="32-true", cuda=False)
+    found = {equal_bits.ORDERED: [2.0, 9.0, 3.0, 4.0, 4.0, 1.0], equal_bits.PLAIN: [2.0, 3.0, 2.0, 2.0, 2.0, 2.0]}
+    assert job.ratio(found).values == (1.5, 2.0)
