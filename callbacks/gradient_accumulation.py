@@ -121,7 +121,10 @@ class GradientAccumulation(pl.Callback):
 
     def _divide(self, trainer: pl.Trainer, loaders: Any) -> None:
         """Tell the loaders of `datamodules` what an update is in the present epoch."""
-        for loader in resumable_loaders(loaders):
+        dealing = resumable_loaders(loaders)
+        if len(dealing) > 1 and self.global_batch_size is not None:
+            loader_batch_size(loaders)  # Which raises.
+        for loader in dealing:
             if self._items is None:
                 self._items = self._items_of_update(loader)
             loader.divide_updates(self._items.wanted(trainer.current_epoch))
@@ -156,15 +159,15 @@ class GradientAccumulation(pl.Callback):
     def _steps_with(self, trainer: pl.Trainer, dealing: list[ResumableLoader[Any]]) -> AccumulationSchedule:
         """Steps of each device in an update, with these loaders."""
         if dealing and self._items is not None:
-            divisions = self._items.map(dealing[0].steps_in)
-            counts = {items: dealing[0].micro_batches_in(items) for _, items in self._items.entries}
-            uneven = [count for count in counts.values() if count % trainer.world_size]
-            if len(counts) > 1 and uneven:
+            # An epoch of other updates has to have as many steps: Lightning counts them once.
+            sizes, at_once = {items for _, items in self._items.entries}, dealing[0].items_of(trainer.world_size)
+            if len(sizes) > 1 and any(items % at_once for items in sizes):
                 raise UserError(
-                    f"updates change from {' to '.join(map(str, counts.values()))} micro-batches during the run, which"
-                    f" {trainer.world_size} devices do not divide: pass a number of devices that divides them all"
+                    f"updates change during the run and have {' or '.join(map(str, sorted(sizes)))} samples or token"
+                    f" batches, of which {trainer.world_size} devices take {at_once} at once: pass a number of devices"
+                    " and a `batch_size` that divide them all"
                 )
-            return divisions
+            return self._items.map(dealing[0].steps_in)
         at_once = samples_per_batch(trainer)
         if self.global_batch_size is not None:
             at_once = loader_batch_size(trainer.train_dataloader) * trainer.world_size

@@ -193,7 +193,7 @@ class Preemption(pl.Callback):
     def _end_evaluation_batch(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         self._common_batches -= 1
         if self._common_batches >= 0 and self._over_ranks(trainer).start(self._signalled()):
-            self._stop(trainer, evaluation_place(trainer))
+            self._stop(trainer, evaluation_place(trainer), validates=trainer.state.fn == "fit")
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _end_evaluation_batch
 
@@ -203,13 +203,13 @@ class Preemption(pl.Callback):
         if self._over_ranks(trainer).maximum(self._signalled())[0]:
             self._stop(trainer, "epoch start", trained=True)
 
-    def _stop(self, trainer: pl.Trainer, place: Place | None, trained: bool = False) -> None:
+    def _stop(self, trainer: pl.Trainer, place: Place | None, trained: bool = False, validates: bool = False) -> None:
         """Save where there is something to save, and end on every rank with the same signal."""
         self._stopping = True
         ranks = self._over_ranks(trainer)
         signum = int(ranks.maximum(self._flag.received)[0])
         self._place = place
-        path = save_now(trainer, place) if place is not None else None
+        path = save_now(trainer, place, validates) if place is not None else None
         self._place = None
         if trainer.is_global_zero:
             done = f"saved {path}" if path else "nothing was saved"

@@ -123,8 +123,11 @@ def checkpoint_callback(trainer: pl.Trainer) -> ModelCheckpoint | None:
     return next(iter(keeps_last + found), None)
 
 
-def save_now(trainer: pl.Trainer, place: Place) -> str | None:
+def save_now(trainer: pl.Trainer, place: Place, validates: bool = False) -> str | None:
     """Save the run as its `last.ckpt`, whatever moments its checkpoint callback keeps to; to be called on all ranks.
+
+    Args:
+        validates: batches are being validated: Lightning's `WeightAveraging` has put the average into the module.
 
     Returns:
         The file; None where the run keeps no checkpoints, or it could not be written.
@@ -132,10 +135,10 @@ def save_now(trainer: pl.Trainer, place: Place) -> str | None:
     checkpoint = checkpoint_callback(trainer)
     if checkpoint is None or is_fast_dev_run(trainer):
         return None
-    if place == "validation" and trainer.validating:
+    if validates:
         for callback in callbacks_of(trainer):
             if isinstance(callback, WeightAveraging):
-                # The averaged weights are in the module now, and the trained ones with the callback.
+                # The trained weights are with the callback.
                 callback.on_validation_epoch_end(trainer, trainer.lightning_module)
     last = Path(checkpoint.last_model_path)
     if trainer.is_global_zero and last.is_symlink():

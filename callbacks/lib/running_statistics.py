@@ -61,13 +61,16 @@ class OrderedStatistics:
             self._counters = [counter for _, _, counter in statistics]
             self._counts = [counter.clone() for counter in self._counters]
             self._sizes = [buffer.numel() for buffer in self._buffers]
+            wide = any(buffer.dtype == torch.float64 for buffer in self._buffers)
+            self._dtype = torch.float64 if wide else torch.float32
             self._running, self._collected, self._is_open = self._flat(), [], True
         self._momenta = [layer.momentum for layer in self._layers]
         for layer in self._layers:
             vars(layer)["momentum"] = 1.0  # After a forward pass the buffers hold the statistics of its micro-batch.
 
     def _flat(self) -> Tensor:
-        return torch.cat([buffer.float() for buffer in self._buffers]) if self._buffers else torch.zeros(0)
+        # In float32 at least, where layers are in half precision.
+        return torch.cat([buffer.to(self._dtype) for buffer in self._buffers]) if self._buffers else torch.zeros(0)
 
     def collect(self) -> None:
         """Take the statistics of a micro-batch, after its forward pass; not to be called for one without samples."""
@@ -120,8 +123,8 @@ class OrderedStatistics:
     def _weights(self) -> Tensor:
         """How much of the newest statistics each value takes: the momentum of its layer, or the mean of all so far."""
         weights = [
-            torch.full((), momentum) if momentum is not None else 1 / count.float().cpu()
+            torch.full((), momentum, dtype=torch.float64) if momentum is not None else 1 / count.double().cpu()
             for momentum, count in zip(self._momenta, self._counts, strict=True)
         ]
         each = torch.stack(weights).repeat_interleave(2)
-        return each.repeat_interleave(torch.tensor(self._sizes)).to(self._running.device)
+        return each.repeat_interleave(torch.tensor(self._sizes)).to(self._running)

@@ -69,10 +69,6 @@ class ResumableLoader(ABC, Generic[Batch]):
         """Of an epoch, on all ranks, at most."""
         return self.division.updates * self.division.micro_batches
 
-    def micro_batches_in(self, items: int) -> int:
-        """The micro-batches of an update of so many items, on all ranks."""
-        return replace(self.division, update_size=items).micro_batches
-
     def steps_in(self, items: int) -> int:
         """The steps of each rank in an update of so many items."""
         return replace(self.division, update_size=items).steps_per_update

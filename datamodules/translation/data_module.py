@@ -11,7 +11,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from datamodules.base import BaseDataModule
-from datamodules.contract import DataContract
 from datamodules.errors import UserError
 from datamodules.ranges import COUNT, Range, check_ranges
 from datamodules.translation.bundled_corpus import BUNDLED_TITLE, bundled_pairs
@@ -132,7 +131,6 @@ class TranslationDataModule(BaseDataModule):
         UserError: for files that are missing, damaged, faulty or leave nothing to train on.
     """
 
-    free_parameters = DataContract.free_parameters | {"max_tokens"}
     tokens_parameter = "max_tokens"
     place_parameter = "data_file"
     restored_before_setup = True

@@ -7,7 +7,6 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from recipes.cli.program import program_name
 from recipes.cli.report import check_output, shown
 from recipes.cli.run_folder import logger_names
 from recipes.cli.settings import RunSettings
-from recipes.cli.verify import find_interval
+from recipes.cli.verify import find_interval, settings_to_repeat
 from recipes.failures.fingerprint import fingerprint
 from recipes.failures.join import join_run
 from recipes.failures.monitor import RunConnection, monitored
@@ -73,7 +72,7 @@ _COMMON_TRAINER_PARAMETERS = """
     limit_train_batches
 """
 _COMMON_RUN_SETTINGS = """
-    name run_dir resume save_every ckpt output format seed precision global_batch_size accumulate warmup ema swa
+    name run_dir resume save_every ckpt output format seed threads precision global_batch_size accumulate warmup ema swa
     sync_bn callbacks early_stopping logger
 """
 _COMMON_LAUNCH_SETTINGS = "node_rank master_addr master_port"
@@ -90,7 +89,7 @@ _OF_ONE_CALL = {
 _SCORING = ("validate", "test")
 _OF_THE_MACHINE = {"devices", "num_nodes", "accelerator", "strategy"}
 # What verify takes beside what recipe and data declare to make no difference.
-_OF_VERIFY = {*_OF_ONE_CALL, "accelerator", "callbacks", "enable_progress_bar"}
+_OF_VERIFY = {*_OF_ONE_CALL, *_OF_THE_MACHINE, "callbacks", "enable_progress_bar"}
 
 
 def run(
@@ -264,20 +263,22 @@ class CommandLine:
                 f"{shown(folder)} is a run of the recipe {recipe}, and this is {self.classes.recipe.title}: pass it to"
                 " that recipe's command"
             )
-        config = interval.start.config | {n: interval.start.environment.get(n) for n in ("devices", "num_nodes")}
-        free = _OF_VERIFY | self.classes.free_parameters
-        typed = self.parser.typed(args).items()
-        if wrong := [flag_of(name) for name, value in typed if name not in free and value != config.get(name)]:
+        config, before = dict(interval.start.config), interval.start.environment
+        free, typed = _OF_VERIFY | self.classes.free_parameters, self.parser.typed(args)
+        if wrong := [flag_of(n) for n, value in typed.items() if n not in free and value != config.get(n)]:
             raise UserError(f"verify trains with the settings of the run: leave out {', '.join(wrong)}")
-        other = self._not_saved | {"callbacks"}
-        self.parser.set_known_defaults({name: value for name, value in config.items() if name not in other})
+        other = self._not_saved | {"callbacks", "devices", "num_nodes"}
+        # By default on as many devices as the run had.
+        chosen = "devices" in typed or "TORCHELASTIC_RUN_ID" in os.environ
+        split = {} if chosen else {name: before.get(name) for name in ("devices", "num_nodes")}
+        self.parser.set_known_defaults({n: value for n, value in config.items() if n not in other} | split)
         namespace = self.parser.parse(args)
         self._check_callbacks(f"the run in {shown(folder)}", config, namespace)
         self.parser.import_optimizer(namespace, args)
         namespace.max_time = None  # It is not to end by this machine's speed.
         point = ResumePoint(checkpoint=str(interval.checkpoint) if interval.checkpoint else None)
         settings, connection = self._settings("fit", namespace, point)
-        self._run(point.checkpoint, replace(settings, interval=interval), connection)
+        self._run(point.checkpoint, settings_to_repeat(settings, interval), connection)
 
     def after_loss(self) -> str:
         """What is done where a process of the run was lost, in words."""

@@ -156,8 +156,8 @@ def _run_callbacks(experiment: Experiment, folder: Path) -> list[Callback]:
         callbacks += checkpoint_callbacks(folder, monitor, recipe, settings.run)
         resume = settings.run.resume
         callbacks.append(CheckpointGuard(resume))
-        resumed_from = read_run(resume).updates if resume else None
-        callbacks.append(WeightsRecorder(folder, recipe.title, resumed_from, settings.config))
+        resumed = read_run(resume) if resume else None
+        callbacks.append(WeightsRecorder(folder, recipe.title, resumed, settings.config))
     return callbacks
 
 
@@ -375,9 +375,8 @@ def _smaller_batches(settings: Settings, evaluates: bool) -> str:
     if evaluates:
         name = "eval_batch_size" if "eval_batch_size" in data else name
         return f"with {name}={data.get(name)}: pass a smaller `{name}`"
-    if run.global_batch_size is not None:
-        now = f"{name}={data.get(name)} and global_batch_size={run.global_batch_size}"
-        return f"with {now}: pass a smaller `{name}`, to which `accumulate` adapts"
+    if name == "batch_size" and (run.global_batch_size is not None or run.resume):
+        return f"with {name}={data.get(name)}: pass a smaller `{name}`; an update keeps its samples"
     factor = f"accumulate={run.accumulate}"
     return f"with {name}={data.get(name)} and {factor}: pass a smaller `{name}` with as many times the `accumulate`"
 

@@ -5,6 +5,7 @@ resumed run, what the recipe needs to know of the data, the defaults that the re
 the data module finds out by itself, such as which data set "auto" is: rank 0 decides, and the others get its values.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -24,6 +26,7 @@ from recipes.cli.limits import micro_batches_of_update
 from recipes.cli.settings import RunSettings, run_callbacks
 from recipes.failures.monitor import RunConnection
 from recipes.failures.rendezvous import share
+from recipes.launch.host_tuning import default_threads
 from recipes.launch.plan import Launch
 from recipes.launch.rank_zero import rank_zero_print
 from recipes.optim import is_lbfgs
@@ -127,11 +130,15 @@ class Settings:
     interval: Interval | None = None
 
     @property
+    def update_items(self) -> int | None:
+        """Of an update, on all devices, where settings or checkpoint tell: samples, or batches limited by tokens."""
+        return (read_run(self.run.resume).update_items if self.run.resume else None) or self.run.global_batch_size
+
+    @property
     def micro_batches(self) -> int | None:
         """Of an update, on all devices; None where their number changes or is not known yet."""
-        saved, run = read_run(self.run.resume) if self.run.resume else None, self.run
-        sizes = run.accumulate, run.global_batch_size, self.data, self.launch.world_size, self.tokens_parameter
-        return micro_batches_of_update(*sizes, saved.update_items if saved else None)
+        sizes = self.run.accumulate, self.update_items, self.data, self.launch.world_size
+        return micro_batches_of_update(*sizes, self.tokens_parameter)
 
 
 @dataclass(frozen=True)
@@ -187,6 +194,20 @@ def _with_seed(settings: Settings, connection: RunConnection | None) -> tuple[Se
     data, recipe = ({**o, "seed": seed} if "seed" in o else o for o in (settings.data, settings.recipe))
     config, notes = {**settings.config, "seed": seed}, {**settings.notes, "seed": f", seed {seed}"}
     return replace(settings, run=replace(run, seed=seed), data=data, recipe=recipe, config=config, notes=notes), seed
+
+
+def _with_threads(settings: Settings, connection: RunConnection | None) -> Settings:
+    """Set the number of threads on every rank: that of the flag or the checkpoint, else the default of rank 0."""
+    threads, default = settings.run.threads, default_threads(os.environ, settings.launch.devices)
+    if threads is None and connection is not None:
+        threads = int(share(connection, "threads", lambda: default, settings.collective_timeout))
+    threads = threads or default
+    if threads > default and settings.command not in ("predict", "export"):
+        rank_zero_print(f"threads: {threads} in each process, and {default} would be the default here")
+    torch.set_num_threads(threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # Else Lightning's launcher sets another number.
+    config = {**settings.config, "threads": threads}
+    return replace(settings, run=replace(settings.run, threads=threads), config=config)
 
 
 def _is_open(value: Any) -> bool:
@@ -255,7 +276,7 @@ def build_experiment(settings: Settings, classes: Classes, connection: RunConnec
         UserError: a value is refused, the data cannot be read, or the devices cannot share the global batch.
     """
     _print_devices(settings)
-    settings, seed = _with_seed(settings, connection)
+    settings, seed = _with_seed(_with_threads(settings, connection), connection)
     with as_user_errors(MisconfigurationException):
         # First, because it seeds the initial weights.
         seeds = SeedControl(seed)

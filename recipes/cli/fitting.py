@@ -13,6 +13,7 @@ from signal import SIGINT
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
@@ -110,8 +111,8 @@ def _as_text(name: str, value: Any) -> str:
 
 @contextmanager
 def _one_run_of_a_program() -> Iterator[None]:
-    """Ctrl-C is a KeyboardInterrupt again, and a further run finds the environment that this one has found."""
-    variables = dict(os.environ)
+    """Ctrl-C is a KeyboardInterrupt again, and a further run finds the environment and threads of this one."""
+    variables, threads = dict(os.environ), torch.get_num_threads()
     try:
         with ending_on_signals(*SIGNALS):
             yield
@@ -124,6 +125,7 @@ def _one_run_of_a_program() -> Iterator[None]:
             raise KeyboardInterrupt from None
         raise
     finally:
+        torch.set_num_threads(threads)
         for name in os.environ.keys() - variables.keys():
             del os.environ[name]
         os.environ.update(variables)

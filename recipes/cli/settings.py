@@ -49,6 +49,8 @@ class RunSettings:
         format: format of the file that export writes.
         seed: seed of all random numbers; random draws one, which is recorded and kept by a resume.
         deterministic: stop at operations without a deterministic implementation.
+        threads: of PyTorch in each process; on a processor the bits of a run depend on them, so a resume keeps them.
+            By default OMP_NUM_THREADS, else the cores shared by the processes of a node. With a GPU, the host's.
         precision: floating-point precision; auto is bf16-mixed where the hardware has fast bf16, else 32-true.
         global_batch_size: samples per update on all devices; the number of micro-batches follows from it.
         accumulate: micro-batches per update on each device, or a schedule of them, as in '{0: 8, "2 epochs": 4}'.
@@ -58,7 +60,7 @@ class RunSettings:
         swa: average the weights of the last part of the run (SWA).
         average_from: where the average begins, as in "500 steps", "2 epochs" or "10%"; by default after 75% of the run
             for swa, else with the first update.
-        sync_bn: synchronise BatchNorm over all devices.
+        sync_bn: synchronise BatchNorm over all devices; the bits of the run then depend on their number.
         callbacks: Lightning's callbacks by name, yours as module.Class; write --callbacks+=NAME for each, and after it
             --callbacks.PARAMETER=VALUE for its parameters.
         early_stopping: end the run when this score no longer improves; such as val/loss, see patience.
@@ -77,6 +79,7 @@ class RunSettings:
     format: Literal["safetensors", "state-dict", "onnx"] | None = None
     seed: int | Literal["random"] = 1
     deterministic: bool = False
+    threads: int | None = None
     precision: Precision = "auto"
     global_batch_size: int | None = None
     accumulate: int | dict[int | str, int] = 1
@@ -95,6 +98,7 @@ class RunSettings:
         check_ranges(
             seed=(None if self.seed == "random" else self.seed, Range(0, 2**63 - 1, whole=True)),
             save_top_k=(self.save_top_k, Range(-1, 2**31 - 1, whole=True)),
+            threads=(self.threads, Range(1, 4096, whole=True)),
             global_batch_size=(self.global_batch_size, COUNT),
             patience=(self.patience, COUNT),
         )

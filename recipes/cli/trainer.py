@@ -50,8 +50,10 @@ def _global_batch_text(settings: Settings) -> str:
         return ""
     on = f"on {_counted(launch.world_size, 'device')} of {_counted(launch.num_nodes, 'node')}, "
     if settings.micro_batches is None:
-        return f"micro-batches of {size}{' tokens' * limited}, {run.accumulate} on each device {on}"
-    total = run.global_batch_size or settings.micro_batches * size
+        # A resumed run keeps its updates, on other devices too.
+        each = "" if run.resume else f", {run.accumulate} on each device"
+        return f"micro-batches of {size}{' tokens' * limited}{each} {on}"
+    total = (None if limited else settings.update_items) or settings.micro_batches * size
     short = f", the last of {total % size}," if total % size else ""
     parts = f"{_counted(settings.micro_batches, 'micro-batch', 'es')} of {size}{' tokens' * limited}{short} {on}"
     return f"global batch {total}{' tokens' * limited} = {parts}"

@@ -1,33 +1,30 @@
 """The command verify: trains again from one checkpoint of a run to the next save, and compares the weights' bits."""
 
-import os
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import override
 
-from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.stopping_points import update_is_whole
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.checkpointing.weights_hash import weights_hash
 from callbacks.lib.exchange import broadcast
 from datamodules.errors import RunFailedError, UserError
-from recipes.cli.experiment import Experiment
+from recipes.cli.experiment import Experiment, Settings
 from recipes.cli.report import print_pairs, shown
 from recipes.cli.settings import checkpoint_callbacks
 from recipes.cli.trainer import build_trainer
 from recipes.failures.monitor import ExpectedEnd
-from recipes.results.origin import environment
+from recipes.results.origin import differences, environment
 from recipes.results.weights_record import Interval, interval_to_repeat
 from recipes.resume.saved_run import read_run
 
-__all__ = ["find_interval", "verify"]
+__all__ = ["find_interval", "settings_to_repeat", "verify"]
 
 
 def _checkpoints(folder: Path) -> dict[int, Path]:
@@ -100,34 +97,23 @@ class _EndOfInterval(pl.Callback):
             raise ExpectedEnd
 
 
-def _changed(interval: Interval, here: Mapping[str, Any]) -> str:
-    """What differs between where the run was trained and here, in words."""
-    before = interval.start.environment
-    return "; ".join(
-        f"{name.replace('_', ' ')} {value}, and {before[name]} in the run"
-        for name, value in here.items()
-        if name in before and before[name] != value
-    )
+def settings_to_repeat(settings: Settings, interval: Interval) -> Settings:
+    """The settings for an interval, whose updates have the same micro-batches on any number of devices.
 
-
-def _check_beginning(interval: Interval) -> None:
-    """Compare a checkpoint with what the run has recorded of it.
+    A checkpoint holds how many they are; from the beginning of a run they follow from its number of devices.
 
     Raises:
-        RunFailedError: it holds other weights.
+        UserError: the devices cannot share them.
     """
-    if interval.checkpoint is not None:
-        found = weights_hash(load_plain(interval.checkpoint)["state_dict"])
-        if found not in interval.from_hashes:
-            raise RunFailedError(
-                f"NOT EQUAL: the weights in {shown(interval.checkpoint)} are not those that the run has saved after"
-                f" {interval.from_step:,} updates: their SHA-256 is {found}, and {_text(interval.from_hashes)} in the"
-                " record"
+    run, before, here = settings.run, interval.start.world_size, settings.launch.world_size
+    if interval.checkpoint is None and run.global_batch_size is None and here != before:
+        if not isinstance(run.accumulate, int) or run.accumulate * before % here:
+            raise UserError(
+                f"the run began on {before} devices with --accumulate {run.accumulate}, and {here} devices cannot share"
+                f" its micro-batches: pass --devices {before}"
             )
-
-
-def _text(hashes: frozenset[str]) -> str:
-    return " or ".join(sorted(hashes))
+        run = replace(run, accumulate=run.accumulate * before // here)
+    return replace(settings, run=run, interval=interval)
 
 
 def verify(experiment: Experiment, interval: Interval) -> None:
@@ -137,9 +123,6 @@ def verify(experiment: Experiment, interval: Interval) -> None:
         RunFailedError: the weights differ.
     """
     recipe, settings = experiment.recipe, experiment.settings
-    _check_beginning(interval)
-    threads = interval.start.environment.get("threads", torch.get_num_threads())
-    torch.set_num_threads(max(1, min(threads, os.cpu_count() or 1)))
     io = _Repeats(interval)
     with tempfile.TemporaryDirectory() as empty:
         monitor = recipe.monitor if experiment.validates else None
@@ -151,7 +134,7 @@ def verify(experiment: Experiment, interval: Interval) -> None:
             trainer.fit(recipe, experiment.data, ckpt_path=settings.run.resume, weights_only=True)
     if not trainer.is_global_zero:
         return
-    changed = _changed(interval, here)
+    changed = differences(interval.start.environment, here)
     begin = shown(interval.checkpoint) if interval.checkpoint else "the beginning"
     trained = f"{begin}, {interval.from_step:,} updates, to {interval.step:,} updates (epoch {interval.epoch})"
     if io.equal:
@@ -160,10 +143,10 @@ def verify(experiment: Experiment, interval: Interval) -> None:
         return
     if io.sha256 is None:
         raise UserError(f"training again from {trained} did not come to that update: no weights to compare")
-    why = f"here it has {changed}" if changed else "hardware, versions, devices and threads are those of the run"
+    why = f"here it has {changed}" if changed else "processor, versions, threads and precision are those of the run"
     if trainer.strategy.root_device.type == "cuda" and not settings.run.deterministic:
         why += "; on a GPU only a run with --deterministic repeats its bits for sure"
     raise RunFailedError(
         f"NOT EQUAL: trained again from {trained}, the weights have SHA-256 {io.sha256}, and"
-        f" {_text(interval.hashes)} in the run; {why}"
+        f" {' or '.join(sorted(interval.hashes))} in the run; {why}"
     )

@@ -1,14 +1,28 @@
-"""Settings of the process that make training faster and change nothing that it computes."""
+"""Settings of the process: some make it faster and change no result; by the number of threads, CPU kernels round."""
 
 import ctypes
 import os
 import sys
+from collections.abc import Mapping
 
 import torch
 
-__all__ = ["stop_gpu_search", "tune_allocator"]
+__all__ = ["default_threads", "stop_gpu_search", "tune_allocator"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def default_threads(env: Mapping[str, str], processes: int) -> int:
+    """The threads of one process: OMP_NUM_THREADS, or the cores that PyTorch finds, shared by the processes of a node.
+
+    PyTorch finds the physical cores of the process's affinity. torchrun sets OMP_NUM_THREADS to 1 for several processes
+    where it is not set. Slurm may bind each task to cores of its own, as many as SLURM_CPUS_PER_TASK.
+    """
+    cores = torch.get_num_threads()
+    if "OMP_NUM_THREADS" in env:
+        return cores
+    of_task = env.get("SLURM_CPUS_PER_TASK", "")
+    return min(cores, int(of_task)) if of_task.isdigit() else max(1, cores // processes)
 
 
 def tune_allocator() -> bool:

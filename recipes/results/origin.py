@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,20 @@ import torch
 
 from recipes.version import __version__
 
-__all__ = ["environment", "hardware", "versions"]
+__all__ = ["differences", "environment", "hardware", "versions"]
+
+
+def _device(trainer: pl.Trainer) -> str:
+    """The kind of the devices."""
+    device = trainer.strategy.root_device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} {device.type}"
 
 
 def hardware(trainer: pl.Trainer) -> str:
-    """The kind and number of the devices."""
-    device = trainer.strategy.root_device
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        threads = torch.get_num_threads()
-        name = f"{platform.machine()} {device.type} with {threads} thread{'s' if threads > 1 else ''}"
-    return f"{trainer.world_size} x {name}"
+    """The kind and number of the devices, and the threads of each process where they compute."""
+    threads = torch.get_num_threads()
+    on_cpu = f" with {threads} thread{'s' if threads > 1 else ''}"
+    return f"{trainer.world_size} x {_device(trainer)}{on_cpu if trainer.strategy.root_device.type != 'cuda' else ''}"
 
 
 def _processor() -> str:
@@ -36,16 +39,25 @@ def _processor() -> str:
 
 
 def environment(trainer: pl.Trainer) -> dict[str, Any]:
-    """What may change the bits of a run that is trained again."""
-    used = versions()
+    """What may change the bits of a run that is trained again or resumed, and how it was split, which does not."""
     return {
-        "hardware": hardware(trainer),
+        "device": _device(trainer),
         "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "precision": str(trainer.precision),
+        **{name: version for name, version in versions().items() if name != "python"},
         "devices": trainer.num_devices,
         "num_nodes": trainer.num_nodes,
-        "threads": torch.get_num_threads(),
-        **{name: used[name] for name in ("lightning-recipes", "torch", "lightning")},
     }
+
+
+def differences(before: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """What may change the bits and differs between two values of `environment`, in words; empty where nothing does."""
+    return "; ".join(
+        f"{name} {value}, and {before[name]} in the run"
+        for name, value in here.items()
+        if name not in ("devices", "num_nodes") and before.get(name, value) != value
+    )
 
 
 def versions() -> dict[str, str]:

@@ -26,7 +26,7 @@ class Start:
     Args:
         recipe: its title.
         resumed_from: the updates behind the checkpoint that it was resumed from; None where it began anew.
-        environment: what may change the bits: "hardware", "devices", "num_nodes", "threads" and versions.
+        environment: what may change the bits, and the numbers of devices and nodes: see `recipes.results.origin`.
         config: the settings.
     """
 
@@ -34,6 +34,15 @@ class Start:
     resumed_from: int | None
     environment: dict[str, Any]
     config: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.world_size  # noqa: B018 - A file may hold anything.
+
+    @property
+    def world_size(self) -> int:
+        """Devices of all nodes."""
+        found = dict(self.environment)
+        return int(found.get("devices", 1)) * int(found.get("num_nodes", 1))
 
 
 @dataclass(frozen=True)
@@ -119,7 +128,6 @@ class Interval:
         hashes: of the weights that were saved then; several, where a callback has put others in their place.
         checkpoint: at its beginning; None for the beginning of the run.
         from_step: the updates behind that checkpoint.
-        from_hashes: of its weights.
     """
 
     folder: Path
@@ -129,7 +137,6 @@ class Interval:
     hashes: frozenset[str]
     checkpoint: Path | None = None
     from_step: int = 0
-    from_hashes: frozenset[str] = frozenset()
 
 
 def interval_to_repeat(folder: Path, checkpoints: Mapping[int, Path]) -> Interval | None:
@@ -154,7 +161,7 @@ def interval_to_repeat(folder: Path, checkpoints: Mapping[int, Path]) -> Interva
                 saved[save.step] = Interval(folder, start, save.step, save.epoch, known | {save.sha256})
     steps = sorted(saved)
     found = [
-        replace(saved[step], checkpoint=checkpoints[before], from_step=before, from_hashes=saved[before].hashes)
+        replace(saved[step], checkpoint=checkpoints[before], from_step=before)
         for before, step in pairwise(steps)
         if before in checkpoints and (saved[step].start.resumed_from or 0) <= before
     ]

@@ -1,4 +1,4 @@
-"""Records a hash of a run's weights whenever they are saved."""
+"""Records a hash of a run's weights whenever they are saved, and what may change their bits."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,8 +9,10 @@ from typing_extensions import override
 
 from callbacks.checkpointing.weights_hash import weights_hash
 from callbacks.lib.best_effort import best_effort
-from recipes.results.origin import environment
+from recipes.launch.rank_zero import rank_zero_print
+from recipes.results.origin import differences, environment
 from recipes.results.weights_record import Save, Start, WeightsRecord
+from recipes.resume.saved_run import SavedRun
 
 __all__ = ["WeightsRecorder"]
 
@@ -18,24 +20,34 @@ __all__ = ["WeightsRecorder"]
 class WeightsRecorder(pl.Callback):
     """Appends to ``weights.jsonl``; `saved` is to be called with each checkpoint that was written.
 
-    Runs on: `setup`, where it finds out on what the run trains.
+    Runs on: `setup`, where it finds out on what the run trains, and says what differs from before a resume.
 
     Args:
         folder: of the run.
         recipe: its title.
-        resumed_from: the updates behind the checkpoint that is resumed; None where the run begins anew.
+        resumed: the checkpoint that is resumed; None where the run begins anew.
         config: the settings.
     """
 
-    def __init__(self, folder: Path, recipe: str, resumed_from: int | None, config: Mapping[str, Any]) -> None:
-        self.folder, self.recipe, self.resumed_from, self.config = folder, recipe, resumed_from, dict(config)
+    def __init__(self, folder: Path, recipe: str, resumed: SavedRun | None, config: Mapping[str, Any]) -> None:
+        self.folder, self.recipe, self.resumed, self.config = folder, recipe, resumed, dict(config)
+        self._here: dict[str, Any] = {}
         self._record: WeightsRecord | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            start = Start(self.recipe, self.resumed_from, environment(trainer), self.config)
+            before, self._here = self.resumed, environment(trainer)
+            start = Start(self.recipe, before.updates if before else None, self._here, self.config)
             self._record = WeightsRecord(self.folder, start)
+            if before and (changed := differences(before.environment, self._here)):
+                rank_zero_print(f"bits may differ from here on: {changed}")
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint["environment"] = self._here
 
     def saved(self, checkpoint: Mapping[str, Any]) -> None:
         """Append the hash of the weights in a checkpoint."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class SavedRun:
             or is not known.
         epoch: in which it was saved, from 1.
         recipes: titles of the recipe and of those that it is derived from; empty where they are not known.
+        environment: what may have changed the bits: see `recipes.results.origin`; empty where it is not known.
     """
 
     config: dict[str, Any]
@@ -51,6 +52,7 @@ class SavedRun:
     update_items: int | None = None
     epoch: int = 1
     recipes: tuple[str, ...] = ()
+    environment: dict[str, Any] = field(default_factory=dict)
 
     def is_finished(self, max_epochs: int | None, max_steps: int = -1) -> bool:
         """Whether the run has reached these bounds; -1 and None are no bound."""
@@ -109,6 +111,7 @@ def _saved_run(checkpoint: Mapping[str, Any]) -> SavedRun:
         _count("items", sizes[0][1]) if len(sizes) == 1 else None,
         1 + _count("epoch", checkpoint.get("epoch", 0)),
         tuple(map(str, checkpoint.get("recipes", ()))),
+        dict(checkpoint.get("environment", {})),
     )
 
 

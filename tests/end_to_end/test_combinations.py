@@ -28,6 +28,7 @@ WITHOUT_MEANING: list[tuple[Row, str]] = [
     *(({"stop": stop, "resumed": "no"}, "what stops is resumed") for stop in FACTORS["stop"][1:]),
     ({"stop": "SIGTERM to one rank", "Preemption": "off"}, "it ends the process"),
     ({"split": "1x1", "resumed": "on another split"}, "several processes cannot share its micro-batch"),
+    ({"optimizer": "LBFGS", "resumed": "on another split"}, "it takes one micro-batch"),
     ({"network": "tokens", "SyncBN": "on"}, "there is no BatchNorm"),
     ({"network": "tokens", "BNRecalibration": "on"}, "there is no BatchNorm"),
 ]
@@ -41,7 +42,6 @@ REFUSED: list[tuple[Row, Row | None, str]] = [
             ({"split": "1x4"}, {}),
             ({"split": "2x1"}, {}),
             ({"split": "2x2"}, {}),
-            ({"resumed": "on another split"}, {"stop": "an exception"}),
         )
     ),
     *(
@@ -52,7 +52,7 @@ REFUSED: list[tuple[Row, Row | None, str]] = [
         )
         for stop in FACTORS["stop"][1:]
         if stop != "max_steps at an epoch's end"
-        for shown in ({} if stop == "an exception" else None,)
+        for shown in ({"split": "2x1"} if stop == "an exception" else None,)
     ),
     *(
         ({"loader": "iterable data set", "stop": stop}, shown, WITHIN_EPOCH)

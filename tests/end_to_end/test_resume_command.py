@@ -168,27 +168,16 @@ def test_a_requeued_job_does_not_go_back_to_the_file_it_began_with_nor_to_what_w
 
 
 @pytest.mark.slow
-def test_a_run_on_two_devices_goes_on_after_kill_9_and_ends_with_the_same_bits(tmp_path):
-    folders = [tmp_path / "whole", tmp_path / "killed"]
-    for folder in folders:
-        folder.mkdir()
-    for dies in (("on_train_batch_start", 1, 3), ("on_validation_end", 1, 0)):
+@pytest.mark.parametrize(
+    ("size", "devices"),
+    [([], (1, 2, 1)), (["--accumulate", "1", "--global-batch-size", "256"], (2, 1, 2))],
+    ids=["accumulated", "global batch"],
+)
+def test_a_run_goes_on_after_kill_9_on_other_devices_and_ends_with_the_same_bits(size, devices, whole, tmp_path):
+    for number, dies in zip(devices, (("on_train_batch_start", 1, 3), ("on_train_batch_start", 2, 1)), strict=False):
         with pytest.raises(AssertionError, match="died with exit status -9"):
-            run_ranks(live, 2, ranked(2), str(folders[1]), dies)
-    for folder in folders:
-        run_ranks(live, 2, ranked(2), str(folder))
-    assert last_weights(folders[0]) == last_weights(folders[1])
-
-
-@pytest.mark.slow
-def test_another_number_of_devices_keeps_the_global_batch_and_says_so(tmp_path):
-    """Two ranks with one micro-batch of 128 resume where one rank stopped that had two of them."""
-    with pytest.raises(AssertionError, match="died with exit status -9"):
-        run_ranks(live, 1, ranked(1), str(tmp_path), ("on_train_batch_start", 1, 7))
-    args = [arg for arg in ranked(2) if arg not in ("--batch-size", "128")]
-    out, _ = run_ranks(live, 2, args, str(tmp_path))
-    assert "devices: 1 before, 2 now; the global batch stays 256 (2 x 128 samples x 1 micro-batches)" in out
-    path = tmp_path / "runs" / "plain" / "run" / "checkpoints" / "last.ckpt"
-    saved = torch.load(path, weights_only=True)
-    assert saved["global_step"] == 18
-    assert saved["split"] == {"devices": 2, "global_batch_size": 256}
+            run_ranks(live, number, [*ranked(number), *size], str(tmp_path), dies)
+    out = run_ranks(live, devices[2], [*ranked(devices[2]), *size], str(tmp_path))[0]
+    assert f"devices: {devices[1]} before, {devices[2]} now; the updates and their order stay" in out
+    assert f"global batch 256 = 2 micro-batches of 128 on {devices[2]} device" in out
+    assert last_weights(tmp_path) == whole

@@ -20,11 +20,13 @@ from recipes.classification_scores import ClassificationScores
 from tests.support.ranks import run_ranks
 
 GLOBAL_BATCH = 12
-# One that divides, one that does not, and two whose last step is smaller than the number of ranks.
-TRAIN_SIZES = (36, 31, 25, 26)
-TEST_SIZES = (50, 7, 2, 1)
-# World size -> micro-batches per update: each makes a global batch of 12.
-SPLITS = {1: (1, 2, 3), 2: (1, 2, 3), 3: (1, 2)}
+# The last update is smaller than the others, and has a single sample.
+TRAIN_SIZES = (31, 25)
+TEST_SIZES = (50, 1)
+# World size -> micro-batches per update on each: each makes a global batch of 12.
+SPLITS = {1: (1, 3), 2: (1, 3), 3: (1, 2)}
+SAVED = (2, 3, 4)
+"""In the middle of an epoch of three updates, at its end, and behind it."""
 
 
 def _write(folder: Path, train: int, test: int) -> Path:
@@ -130,7 +132,7 @@ def _interrupted(world_size: int, root: Path) -> dict[str, Any]:
     trainer = _trainer(world_size, callbacks=[_each_step_saved(str(saved))], **options)
     trainer.fit(module, datamodule=_data(data, batch_size))
     answer: dict[str, Any] = {"whole": module.steps}
-    for step in range(1, 7):
+    for step in SAVED:
         module = Recorder()
         checkpoint = saved / f"step={step}.ckpt"
         trainer = _trainer(world_size, **options)
@@ -191,16 +193,9 @@ def test_a_sample_is_augmented_to_the_same_bits_however_the_run_is_split(runs, n
         assert pictures(*split) == expected
 
 
-def test_ranks_make_equally_many_steps_also_when_some_have_no_sample_left(runs):
-    for n in TRAIN_SIZES:
-        for world_size, accumulation in _splits():
-            counts = [[len(step.numbers) for step in rank["train", n, accumulation][0]] for rank in runs[world_size]]
-            assert len({len(count) for count in counts}) == 1
+def test_ranks_keep_the_same_finite_weights_also_where_some_have_no_sample_left(runs):
     # 25 = 2 x 12 + 1: one sample for three ranks, whose mean over nothing must neither crash nor spoil the weights.
     assert [rank["train", 25, 1][0][2].numbers == [] for rank in runs[3]] == [False, True, True]
-
-
-def test_ranks_keep_the_same_finite_weights(runs):
     for n in TRAIN_SIZES:
         for world_size, accumulation in _splits():
             weights = [rank["train", n, accumulation][1] for rank in runs[world_size]]
@@ -229,9 +224,8 @@ def test_limited_epochs_take_the_first_slices_of_their_own_order(runs):
         assert _updates([rank["limited"] for rank in runs[world_size]]) == expected
 
 
-@pytest.mark.parametrize("step", range(1, 7))
+@pytest.mark.parametrize("step", SAVED)
 def test_a_resumed_run_sees_exactly_what_was_left_in_the_order_it_would_have_been(runs, step: int):
-    # Three updates per epoch: after 3 and 6 an epoch has just ended, else it is in its middle.
     for world_size in SPLITS:
         for rank in runs[world_size]:
             assert rank["resumed", step] == rank["whole"][step:]

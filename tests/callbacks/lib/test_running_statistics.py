@@ -1,5 +1,7 @@
+import copy
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -120,3 +122,24 @@ def test_a_layer_that_is_used_twice_counts_its_last_call_and_is_told() -> None:
     assert all(
         torch.equal(*pair) for pair in zip(layer.buffers(), state_after(nn.BatchNorm1d(3), [second], 1), strict=True)
     )
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_the_statistics_of_updates_are_those_of_their_micro_batches_in_turn(
+    momentum: float | None, dtype: torch.dtype, bound: float
+) -> None:
+    torch.manual_seed(1)
+    layer = nn.BatchNorm1d(3, momentum=momentum, dtype=dtype)
+    plain, statistics = copy.deepcopy(layer), OrderedStatistics(layer)
+    for _ in range(2):
+        before = copy.deepcopy(layer.state_dict())
+        for samples in (4, 4, 2):
+            inputs = torch.randn(samples, 3, dtype=dtype)
+            statistics.begin()
+            assert torch.equal(layer(inputs), plain(inputs))
+            statistics.collect()
+            statistics.restore()
+            assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+        statistics.finish(3)
+        torch.testing.assert_close(layer.state_dict(), plain.state_dict(), rtol=bound, atol=bound)

@@ -1,4 +1,6 @@
 import pickle
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -39,15 +41,95 @@ def test_without_shuffling_each_epoch_keeps_the_rows_order():
     assert [sum(batches, []) for batches in _epochs(2, shuffle=False)] == [ROWS.tolist()] * 2
 
 
-@given(world_size=st.integers(1, 9), batch_size=st.integers(1, 12))
-def test_a_step_of_all_ranks_is_one_slice_of_the_order(world_size, batch_size):
-    loaders = [_loader(batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
-    for epoch in range(2):
-        order = ROWS[epoch_order(N, 1, epoch)].tolist()
-        size = world_size * batch_size
-        steps = [sum(parts, []) for parts in zip(*map(_targets, loaders), strict=True)]
-        assert steps == [order[start : min(start + size, N)] for start in range(0, N, size)]
-        assert {len(loader) for loader in loaders} == {len(steps)}
+def _numbered(loader, read=_targets) -> dict[int, Any]:
+    """What the loader's next epoch gives, or the rest of the present one, by number; surplus batches are left out."""
+    first = loader.steps_done
+    return {loader.micro_batch_number(step): batch for step, batch in enumerate(read(loader), first) if batch}
+
+
+def _on_ranks(make, world_size: int, update_size: int, state: dict | None = None) -> list:
+    """Loaders of all ranks, from a state on.
+
+    Args:
+        make: gets rank and world size.
+    """
+    loaders = [make(rank=rank, world_size=world_size) for rank in range(world_size)]
+    for loader in loaders:
+        loader.divide_updates(update_size)
+        if state is not None:
+            loader.load_state_dict(pickle.loads(pickle.dumps(state)))
+    return loaders
+
+
+def _merged(parts: list[dict[int, Any]]) -> dict[int, Any]:
+    merged = {number: batch for part in parts for number, batch in part.items()}
+    assert len(merged) == sum(map(len, parts))
+    return dict(sorted(merged.items()))
+
+
+cuts = st.tuples(st.integers(1, 7), st.integers(1, 30), st.integers(1, 5), st.integers(1, 5)).filter(
+    lambda cut: -(-cut[1] // cut[0]) >= max(cut[2:])
+)
+"""Samples of a micro-batch and of an update, which need not be a multiple, and two numbers of ranks to share it."""
+
+
+@given(cut=cuts, weighted=st.booleans())
+def test_micro_batches_and_their_numbers_are_those_of_one_device(cut, weighted):
+    batch_size, update_size, *worlds = cut
+    make = partial(_weighted if weighted else _loader, batch_size)
+    read = _numbers if weighted else _targets
+    for world_size in worlds:
+        loaders, (alone,) = (_on_ranks(make, ranks, update_size) for ranks in (world_size, 1))
+        for epoch in range(2):
+            order = alone.order_of_epoch(epoch).tolist()
+            assert weighted or order == ROWS[epoch_order(N, 1, epoch)].tolist()
+            expected = _numbered(alone, read)
+            assert _merged([_numbered(loader, read) for loader in loaders]) == expected
+            if weighted:
+                expected = {number: [draw for _, draw in batch] for number, batch in expected.items()}
+            updates = [order[i : min(i + update_size, N)] for i in range(0, N, update_size)]
+            batches = [update[i : i + batch_size] for update in updates for i in range(0, len(update), batch_size)]
+            assert [*expected.values()] == batches
+        assert len({len(loader) for loader in loaders}) == 1
+
+
+@given(cut=cuts, epoch=st.integers(0, 2), data=st.data())
+def test_a_resume_after_any_batch_on_other_ranks_makes_the_rest_again_from_the_updates_start(cut, epoch, data):
+    batch_size, update_size, before, after = cut
+    make = partial(_loader, batch_size)
+    (alone,) = _on_ranks(make, 1, update_size)
+    for _ in range(epoch):
+        list(alone)
+    expected = {of: _numbered(alone) for of in (epoch, epoch + 1)}
+    old = _on_ranks(make, before, update_size)[-1]
+    old.set_epoch(epoch)
+    steps = data.draw(st.integers(1, len(old)))
+    batches = iter(old)
+    for _ in range(steps):
+        next(batches)
+    state = old.state_dict()
+    done = steps // old.division.steps_per_update if steps < len(old) else 0
+    assert state.items() > {"epoch": epoch + (steps == len(old)), "consumed": done * update_size}.items()
+    new = _on_ranks(make, after, update_size, state)
+    first = done * alone.division.micro_batches
+    rest = {number: batch for number, batch in expected[state["epoch"]].items() if number >= first}
+    assert _merged([_numbered(loader) for loader in new]) == rest
+    if state["epoch"] == epoch:
+        assert _merged([_numbered(loader) for loader in new]) == expected[epoch + 1]
+
+
+def test_a_place_within_an_epoch_of_other_updates_is_refused_and_an_epochs_end_is_not():
+    loader = _loader(world_size=2)
+    loader.divide_updates(10)
+    with pytest.raises(
+        UserError, match="within an epoch, after 16 of 23, and updates now have 10: resume with the run"
+    ):
+        loader.load_state_dict(_loader().state_dict() | {"consumed": 16})
+    loader.load_state_dict(_loader().state_dict() | {"epoch": 3})
+    with pytest.raises(
+        UserError, match="has 1 micro-batches of 4, found 2 devices: pass fewer .* `batch_size` of 2 or"
+    ):
+        loader.divide_updates(4)
 
 
 RARE = (TARGETS % 10 == 0).long()  # 5 of the 23 rows.
@@ -80,16 +162,6 @@ def test_weights_draw_a_rare_class_as_often_and_repeats_have_other_numbers():
         assert torch.equal(RARE[[sample for sample, _ in pairs]], targets)
 
 
-@given(world_size=st.integers(1, 5), batch_size=st.integers(1, 7), consumed=st.integers(0, N - 1))
-def test_weighted_samples_are_the_same_on_any_number_of_ranks_and_after_a_resume(world_size, batch_size, consumed):
-    order = _weighted().order_of_epoch(1).tolist()
-    loaders = [_weighted(batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
-    for loader in loaders:
-        loader.load_state_dict({"epoch": 1, "consumed": consumed})
-    steps = zip(*map(_numbers, loaders), strict=True)
-    assert [number for step in steps for part in step for _, number in part] == order[consumed:]
-
-
 def test_overfitting_repeats_the_first_weighted_epoch():
     loader = _weighted(shuffle=False)
     first, second = _numbers(loader), _numbers(loader)
@@ -116,53 +188,6 @@ def test_a_rank_without_samples_gets_an_empty_batch_of_the_right_shape():
     assert inputs.shape == (0, 1)
     assert targets.shape == (0,)
     assert targets.dtype == torch.int64
-
-
-@given(stop=st.integers(1, 11), world_size=st.sampled_from([1, 2, 3]))
-def test_a_new_loader_continues_where_the_state_was_saved(stop, world_size):
-    steps_per_epoch = -(-N // (4 * world_size))
-    stop = min(stop, 2 * steps_per_epoch - 1)
-    whole = sum(_epochs(3, world_size=world_size), [])
-    old, seen = _loader(world_size=world_size), []
-    while len(seen) < stop:
-        for _, targets in old:
-            seen.append(targets.tolist())
-            if len(seen) == stop:
-                state = old.state_dict()
-                break
-    new = _loader(world_size=world_size)
-    new.load_state_dict(pickle.loads(pickle.dumps(state)))
-    epochs = 3 - stop // steps_per_epoch
-    assert seen + sum((_targets(new) for _ in range(epochs)), []) == whole
-
-
-def test_a_resume_on_other_ranks_trains_on_the_rest_exactly_once():
-    old = iter(loader := _loader(world_size=2))
-    seen = set(sum((next(old)[1].tolist() for _ in range(2)), []))
-    state = loader.state_dict()
-    assert state.items() > {"epoch": 0, "consumed": 16}.items()
-    order = ROWS[epoch_order(N, 1, 0)].tolist()
-    for world_size in (1, 3, 5):
-        rest: list[int] = []
-        for rank in range(world_size):
-            new = _loader(rank=rank, world_size=world_size)
-            new.load_state_dict(state)
-            rest += sum(_targets(new), [])
-        assert sorted(rest) == sorted(order[16:])
-    assert seen < set(order[:16])
-
-
-@given(world_size=st.integers(1, 4), batch_size=st.integers(1, 7), consumed=st.integers(0, N - 1), ahead=st.booleans())
-def test_batches_tell_the_positions_of_their_samples_also_in_a_resumed_epoch(world_size, batch_size, consumed, ahead):
-    for rank in range(world_size):
-        loader = _loader(batch_size, rank=rank, world_size=world_size)
-        loader.load_state_dict({"epoch": 0, "consumed": consumed})
-        for epoch, first in enumerate((consumed // (batch_size * world_size), 0)):
-            order = ROWS[epoch_order(N, 1, epoch)].tolist()
-            # A fetcher may be as far ahead as it likes within an epoch.
-            batches = enumerate(list(_targets(loader)) if ahead else (targets.tolist() for _, targets in loader), first)
-            for number, targets in batches:
-                assert [order[position] for position in loader.batch_positions(number)] == targets
 
 
 def test_only_the_resumed_epoch_starts_in_its_middle():

@@ -1,12 +1,15 @@
 """Lightning shuffles a stock DataLoader again under DDP, and leaves our loaders as they are."""
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import nn
 
-from datamodules import TrainLoader
+from callbacks import GradientAccumulation
+from datamodules import TrainLoader, UserError
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, silence
 
@@ -34,10 +37,13 @@ class MyData(pl.LightningDataModule):
         return TrainLoader(SAMPLES, SAMPLES, torch.arange(16), 4, 1, rank, world_size, shuffle=False)
 
 
+OPTIONS: dict[str, Any] = QUIET | {"enable_checkpointing": False, "enable_progress_bar": False}
+
+
 def _seen() -> list[list[float]]:
     silence()
-    module, options = Notes(), QUIET | {"use_distributed_sampler": True, "enable_checkpointing": False}
-    trainer = pl.Trainer(strategy="ddp", devices=2, max_epochs=1, enable_progress_bar=False, **options)
+    module, options = Notes(), OPTIONS | {"use_distributed_sampler": True}
+    trainer = pl.Trainer(strategy="ddp", devices=2, max_epochs=1, **options)
     trainer.fit(module, MyData())
     return module.seen
 
@@ -45,3 +51,22 @@ def _seen() -> list[list[float]]:
 def test_two_ranks_take_the_parts_of_each_update_in_the_given_order():
     first, second = run_ranks(_seen, 2)
     assert [a + b for a, b in zip(first, second, strict=True)] == SAMPLES.flatten().view(2, 8).tolist()
+
+
+def test_a_schedule_of_updates_keeps_them_in_a_resume_and_is_refused_where_epochs_would_have_unequal_steps(
+    tmp_path: Path,
+) -> None:
+    silence()
+
+    def fit(batch_size: int, epochs: int, ckpt_path: Path | None = None) -> pl.Trainer:
+        loader = TrainLoader(SAMPLES, SAMPLES, torch.arange(16), batch_size, 1)
+        schedule = GradientAccumulation({0: 4, "1 epochs": 2})
+        trainer = pl.Trainer(max_epochs=epochs, callbacks=[schedule], devices=1, **OPTIONS)
+        trainer.fit(Notes(), loader, ckpt_path=ckpt_path, weights_only=True)
+        return trainer
+
+    path = tmp_path / "first.ckpt"
+    fit(2, 1).save_checkpoint(path)
+    assert fit(4, 2, path).global_step == 16 // 8 + 16 // 4
+    with pytest.raises(UserError, match="have 4 or 8 samples .*, of which 1 devices take 3 at once: pass a number"):
+        fit(3, 2, path)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -5,67 +7,85 @@ from hypothesis import strategies as st
 
 from datamodules.errors import UserError
 from datamodules.loading.sampling import (
+    Division,
     epoch_order,
     evaluation_spans,
-    num_training_steps,
     split_indices,
     systematic_draws,
-    training_spans,
     weighted_order,
 )
 
-sizes = st.integers(1, 200)
 batch_sizes = st.integers(1, 40)
 worlds = st.integers(1, 9)
 
 
-def _steps(n, batch_size, world_size, **options):
-    """The samples of each step, by step and rank."""
-    ranks = [list(training_spans(n, batch_size, rank, world_size, **options)) for rank in range(world_size)]
-    return [[list(range(*span)) for span in step] for step in zip(*ranks, strict=True)]
+@st.composite
+def divisions(draw):
+    """An epoch on one rank, and the numbers of ranks that can share its updates."""
+    batch_size = draw(st.integers(1, 12))
+    items, update_size = draw(st.integers(1, 200)), draw(st.integers(1, 12 * batch_size))
+    alone = Division(items, batch_size, update_size, 1)
+    return alone, draw(st.lists(st.integers(1, min(9, alone.micro_batches)), min_size=2, max_size=2))
 
 
-def _joined(step):
-    return [sample for part in step for sample in part]
+def _micro_batches(division):
+    """The positions of each micro-batch, by update and place in it, from the definition."""
+    updates = [
+        range(start, min(start + division.update_size, division.items))
+        for start in range(0, division.items, division.update_size)
+    ]
+    cuts = [
+        [update[i : i + division.batch_size] for i in range(0, len(update), division.batch_size)] for update in updates
+    ]
+    return {
+        number * division.micro_batches + place: (part.start, part.stop)
+        for number, parts in enumerate(cuts)
+        for place, part in enumerate(parts)
+    }
 
 
-@given(n=sizes, batch_size=batch_sizes, world_size=worlds)
-def test_every_sample_is_trained_on_exactly_once(n, batch_size, world_size):
-    steps = _steps(n, batch_size, world_size)
-    assert [sample for step in steps for sample in _joined(step)] == list(range(n))
-    assert len(steps) == num_training_steps(n, batch_size, world_size)
+@given(cut=divisions())
+def test_any_number_of_ranks_computes_the_same_numbered_micro_batches_in_ranges(cut):
+    alone, ranks = cut
+    expected = _micro_batches(alone)
+    assert sum(stop - start for start, stop in expected.values()) == alone.items
+    for division in (replace(alone, world_size=world_size) for world_size in ranks):
+        steps = [list(division.steps(rank)) for rank in range(division.world_size)]
+        assert {len(of_rank) for of_rank in steps} == {len(division)}
+        computed = [step for of_rank in steps for step in of_rank if step.start < step.stop]
+        assert {step.number: (step.start, step.stop) for step in computed} == expected
+        assert len(computed) == len(expected)
+        surplus = [step.number for of_rank in steps for step in of_rank if step.start == step.stop]
+        assert len({*surplus} - {*range(division.updates * division.micro_batches)}) == len(surplus)
+        size = division.steps_per_update
+        for begin in range(0, len(division), size):
+            update = [of_rank[begin : begin + size] for of_rank in steps]
+            real = [[step.number for step in of_rank if step.start < step.stop] for of_rank in update]
+            dealt = [number for numbers in real for number in numbers]
+            assert dealt == [*range(dealt[0], dealt[0] + len(dealt))], (
+                "each rank has a range, in the order of the ranks"
+            )
+            counts = [len(numbers) for numbers in real]
+            assert counts == sorted(counts, reverse=True)
+            assert max(counts) - min(counts) <= 1
+            assert {len(of_rank) for of_rank in update} == {counts[0]}, "no more steps than rank 0 has micro-batches"
+            for of_rank, count in zip(update, counts, strict=True):
+                assert all(step.start == step.stop for step in of_rank[count:]), "surplus steps come last"
+                assert {step.in_update for step in of_rank} == {len(dealt)}
 
 
-@given(n=sizes, batch_size=batch_sizes, world_size=worlds)
-def test_only_the_last_step_is_shared_unevenly_and_then_by_one_sample_at_most(n, batch_size, world_size):
-    *full, last = _steps(n, batch_size, world_size)
-    assert all(len(part) == batch_size for step in full for part in step)
-    counts = [len(part) for part in last]
-    assert max(counts) - min(counts) <= 1
-    assert counts == sorted(counts, reverse=True)
-    assert max(counts) <= batch_size
-    assert counts[0] >= 1, "rank 0 is never empty: its buffers are what gets saved"
-
-
-@given(n=sizes, batch_size=st.integers(1, 12), splits=st.lists(st.tuples(worlds, st.integers(1, 6)), min_size=1))
-def test_an_update_consumes_the_same_slice_however_it_is_split(n, batch_size, splits):
-    for world_size, accumulation in splits:
-        steps = _steps(n, batch_size, world_size)
-        updates = [steps[i : i + accumulation] for i in range(0, len(steps), accumulation)]
-        update_size = batch_size * world_size * accumulation
-        expected = [list(range(start, min(n, start + update_size))) for start in range(0, n, update_size)]
-        assert [[sample for step in update for sample in _joined(step)] for update in updates] == expected
-
-
-@given(data=st.data(), n=sizes, before=st.tuples(batch_sizes, worlds), after=st.tuples(batch_sizes, worlds))
-def test_a_resume_sees_the_rest_exactly_once_on_any_number_of_ranks(data, n, before, after):
-    first = _steps(n, *before)
-    done = data.draw(st.integers(0, len(first) - 1))
-    seen = [sample for step in first[:done] for sample in _joined(step)]
-    rest = _steps(n, *after, consumed=done * before[0] * before[1])
-    assert seen + [sample for step in rest for sample in _joined(step)] == list(range(n))
-    if before == after:
-        assert rest == first[done:]
+@given(cut=divisions(), data=st.data())
+def test_a_resume_at_any_update_goes_on_with_the_rest_under_the_same_numbers(cut, data):
+    alone, ranks = cut
+    before, after = (replace(alone, world_size=world_size) for world_size in ranks)
+    update = data.draw(st.integers(0, alone.updates - 1))
+    position, first = update * alone.update_size, update * alone.micro_batches
+    assert before.steps_before(position) == update * before.steps_per_update
+    assert before.steps_before(alone.items) == len(before)
+    rest = [step for rank in range(after.world_size) for step in after.steps(rank, position)]
+    found = {step.number: (step.start, step.stop) for step in rest if step.start < step.stop}
+    assert found == {number: span for number, span in _micro_batches(alone).items() if number >= first}
+    assert len(rest) == after.world_size * (len(after) - after.steps_before(position))
 
 
 @given(n=st.integers(0, 200), batch_size=batch_sizes, world_size=worlds)

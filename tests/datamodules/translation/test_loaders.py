@@ -43,19 +43,26 @@ def _numbers(batches: Iterable[TranslationBatch]) -> list[list[int]]:
     return [batch.numbers.tolist() for batch in batches if batch.numbers is not None]
 
 
-def _updates(world_size: int, micro_batches: int, epochs: int = 2, **options) -> list[list[int]]:
-    """The sentences of each update, sorted, in real order of updates."""
-    loaders = [
-        _loader(rank=rank, world_size=world_size, micro_batches=lambda: micro_batches, **options)
-        for rank in range(world_size)
-    ]
-    found = []
-    for _ in range(epochs):
-        steps = [sum(parts, []) for parts in zip(*(_numbers(loader) for loader in loaders), strict=True)]
-        assert {len(loader) for loader in loaders} == {len(steps)}
-        assert sorted(sum(steps, [])) == ROWS.tolist()
-        found += [sorted(sum(steps[i : i + micro_batches], [])) for i in range(0, len(steps), micro_batches)]
-    return found
+def _on_ranks(world_size: int, items: int, state: dict | None = None, **options) -> list[SentenceTrainLoader]:
+    """Loaders of all ranks, with updates of so many items, from a state on."""
+    loaders = [_loader(rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+    for loader in loaders:
+        loader.divide_updates(items)
+        if state is not None:
+            loader.load_state_dict(pickle.loads(pickle.dumps(state)))
+    return loaders
+
+
+def _numbered(loaders: list[SentenceTrainLoader]) -> dict[int, list[int]]:
+    """The sentences of each micro-batch of the next epoch, or of the rest of the present one, by number."""
+    found: dict[int, list[int]] = {}
+    for loader in loaders:
+        first = loader.steps_done
+        for step, batch in enumerate(_numbers(loader), first):
+            if batch:
+                assert loader.micro_batch_number(step) not in found
+                found[loader.micro_batch_number(step)] = batch
+    return dict(sorted(found.items()))
 
 
 def test_sentences_are_packed_as_numbers_of_their_own_tokens() -> None:
@@ -111,22 +118,42 @@ def units_start(unit: list[int], short: list[int]) -> int:
     return unit[0] - sum(i < unit[0] for i in short)
 
 
-@given(
-    split=st.sampled_from([(24, 1, 1), (12, 2, 1), (12, 1, 2), (6, 2, 2), (3, 4, 2), (1, 3, 8), (8, 3, 1), (2, 1, 12)])
+CUTS = st.sampled_from(
+    [
+        (24, {"batch_size": 5}),
+        (24, {"batch_size": 4, "bucket": True}),
+        (10, {"batch_size": 3, "bucket": 3}),
+        (5, {"batch_size": 1, "bucket": False}),
+        (4, {"max_tokens": 90}),
+        (7, {"max_tokens": 40}),
+    ]
 )
-def test_any_split_of_a_global_batch_sees_the_same_sentences_per_update(split: tuple[int, int, int]) -> None:
-    batch_size, world_size, micro_batches = split
-    for bucket in (True, False, 1, 2, 100):
-        whole = _updates(1, 1, batch_size=24, bucket=bucket)
-        assert _updates(world_size, micro_batches, batch_size=batch_size, bucket=bucket) == whole
-        assert whole[: len(whole) // 2] != whole[len(whole) // 2 :]
+"""Sentences, or batches limited by tokens, of an update; and the options of the loader. Up to 4 ranks can share it."""
+RANKS = st.integers(1, 4)
 
 
-@given(split=st.sampled_from([(1, 6), (2, 3), (3, 2), (6, 1)]), max_tokens=st.integers(30, 200))
-def test_batches_by_tokens_see_the_same_sentences_per_update_on_any_split(
-    split: tuple[int, int], max_tokens: int
-) -> None:
-    assert _updates(*split, max_tokens=max_tokens) == _updates(1, 6, max_tokens=max_tokens)
+@given(cut=CUTS, world_size=RANKS)
+def test_micro_batches_and_their_numbers_are_those_of_one_device(cut: tuple[int, dict], world_size: int) -> None:
+    items, options = cut
+    loaders, alone = _on_ranks(world_size, items, **options), _on_ranks(1, items, **options)
+    epochs = [_numbered(alone) for _ in range(2)]
+    assert [_numbered(loaders) for _ in epochs] == epochs
+    assert len({len(loader) for loader in loaders}) == 1
+    for batches in epochs:
+        assert sorted(sum(batches.values(), [])) == ROWS.tolist()
+    assert epochs[0] != epochs[1]
+
+
+@given(batch_size=st.integers(1, 24), bucket=st.sampled_from([True, False, 1, 2, 100]))
+def test_an_update_has_the_same_sentences_in_micro_batches_of_any_size(batch_size: int, bucket: bool | int) -> None:
+    def updates(batch_size: int) -> list[list[int]]:
+        loaders = _on_ranks(1, 24, batch_size=batch_size, bucket=bucket)
+        found: dict[int, list[int]] = {}
+        for number, batch in _numbered(loaders).items():
+            found.setdefault(number // loaders[0].division.micro_batches, []).extend(batch)
+        return [*found.values()]
+
+    assert updates(batch_size) == updates(24)
 
 
 @given(max_tokens=st.integers(23, 300), world_size=st.integers(1, 4))
@@ -174,34 +201,26 @@ def test_a_pool_is_a_part_of_the_shuffled_epoch_and_its_updates_are_neighbours_b
         assert updates[-1] == order[whole:]
 
 
-OPTIONS = st.sampled_from(
-    [
-        {"batch_size": 4, "world_size": 1},
-        {"batch_size": 3, "world_size": 2, "micro_batches": lambda: 2},
-        {"batch_size": 4, "world_size": 1, "bucket": True},
-        {"batch_size": 2, "world_size": 2, "bucket": 3},
-        {"max_tokens": 90, "world_size": 1, "micro_batches": lambda: 3},
-        {"max_tokens": 90, "world_size": 2},
-        {"batch_size": 5, "world_size": 1, "bucket": False},
-    ]
-)
-
-
-@given(stop=st.integers(1, 30), options=OPTIONS)
-def test_a_fresh_loader_goes_on_where_the_state_was_saved(stop: int, options: dict) -> None:
-    old = _loader(**options)
-    stop = min(stop, 2 * len(old) - 1)
-    whole = sum((_numbers(_loader_at(epoch, options)) for epoch in range(3)), [])
-    seen: list[list[int]] = []
-    while len(seen) < stop:
-        for batch in old:
-            seen += _numbers([batch])
-            if len(seen) == stop:
-                state = old.state_dict()
-                break
-    new = _loader(**options)
-    new.load_state_dict(pickle.loads(pickle.dumps(state)))
-    assert seen + sum((_numbers(new) for _ in range(3 - stop // len(new))), []) == whole
+@given(cut=CUTS, before=RANKS, after=RANKS, epoch=st.integers(0, 1), data=st.data())
+def test_a_resume_after_any_batch_on_other_ranks_makes_the_rest_again_from_the_updates_start(
+    cut: tuple[int, dict], before: int, after: int, epoch: int, data: st.DataObject
+) -> None:
+    items, options = cut
+    alone = _on_ranks(1, items, **options)
+    epochs = [_numbered(alone) for _ in range(3)]
+    old = _on_ranks(before, items, **options)[-1]
+    old.set_epoch(epoch)
+    steps, batches = data.draw(st.integers(1, len(old))), iter(old)
+    for _ in range(steps):
+        next(batches)
+    state = old.state_dict()
+    new = _on_ranks(after, items, state, **options)
+    done = steps // old.division.steps_per_update if steps < len(old) else 0
+    first = done * old.division.micro_batches
+    rest = {number: batch for number, batch in epochs[state["epoch"]].items() if number >= first}
+    assert _numbered(new) == rest
+    if state["epoch"] == epoch:
+        assert _numbered(new) == epochs[epoch + 1]
 
 
 def _loader_at(epoch: int, options: dict) -> SentenceTrainLoader:
@@ -210,40 +229,11 @@ def _loader_at(epoch: int, options: dict) -> SentenceTrainLoader:
     return loader
 
 
-@given(world_size=st.integers(1, 5), options=st.sampled_from([{"batch_size": 4}, {"max_tokens": 70}]))
-def test_a_resume_on_other_ranks_trains_on_the_rest_exactly_once(world_size: int, options: dict) -> None:
-    loaders = [_loader(world_size=2, rank=rank, **options) for rank in (0, 1)]
-    iterators = [iter(loader) for loader in loaders]
-    seen = sum((sum(_numbers([next(iterator)]), []) for iterator in iterators for _ in range(2)), [])
-    state = loaders[0].state_dict()
-    rest: list[int] = []
-    for rank in range(world_size):
-        # Micro-batches may change; the epoch's units do not.
-        new = _loader(rank=rank, world_size=world_size, micro_batches=lambda: 7, **options)
-        new.load_state_dict(state)
-        new.set_epoch(0)
-        rest += sum(_numbers(new), [])
-    assert sorted(seen + rest) == ROWS.tolist()
-
-
-@given(options=OPTIONS, rank=st.integers(0, 1))
-def test_sentences_have_the_same_position_in_the_epoch_on_any_split(options: dict, rank: int) -> None:
-    micro_batches = options.get("micro_batches", lambda: 1)() * options["world_size"]
-    alone = _loader(**options | {"world_size": 1, "micro_batches": lambda: micro_batches})
-    split = _loader(**options | {"rank": rank % options["world_size"]})
-    for _ in range(2):
-        order = sum(_numbers(alone), [])
-        for number, sentences in enumerate(_numbers(split)):
-            assert [order[position] for position in split.batch_positions(number)] == sentences
-
-
-def test_the_epoch_and_the_micro_batches_may_be_set_after_the_iterator_is_created() -> None:
-    factor = [1]
-    loader = _loader(micro_batches=lambda: factor[0])
+def test_the_epoch_may_be_set_after_the_iterator_is_created() -> None:
+    loader = _loader()
     iterator = iter(loader)
     loader.set_epoch(2)
-    factor[0] = 3
-    assert _numbers(iterator) == _numbers(_loader_at(2, {"micro_batches": lambda: 3})) != _numbers(_loader_at(2, {}))
+    assert _numbers(iterator) == _numbers(_loader_at(2, {})) != _numbers(_loader_at(0, {}))
 
 
 def test_the_state_at_an_epochs_last_batch_is_the_next_epochs_start() -> None:
@@ -286,13 +276,13 @@ def test_what_cannot_be_trained_on_is_refused_with_what_to_type(make: Callable, 
         make()
 
 
-def test_the_batch_size_by_tokens_does_not_depend_on_the_split() -> None:
-    # Callbacks convert a position between numbers of devices with it.
-    sizes = {
-        _loader(max_tokens=100, world_size=w, micro_batches=lambda a=a: a).batch_size for w in (1, 2) for a in (1, 4)
-    }
+def test_the_size_of_an_update_by_tokens_is_known_on_the_mean_and_none_is_asked_for_in_sentences() -> None:
+    loader = _loader(max_tokens=100)
+    loader.divide_updates(loader.items_of(4))
     mean = float((PAIRS.source.lengths + PAIRS.target.lengths)[ROWS].double().mean())
-    assert sizes == {int(100 / mean)}
+    assert loader.samples_per_update == 4 * int(100 / mean)
+    with pytest.raises(UserError, match="global_batch_size=64 is a number of sentences, .* pass .* as in accumulate=4"):
+        loader.items_of_samples(64)
 
 
 @settings(max_examples=60)

@@ -148,7 +148,7 @@ def test_a_run_that_is_out_of_memory_says_in_one_line_what_to_pass(tmp_path: Pat
     assert line.endswith(
         "as many times the --accumulate (OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.)"
     )
-    assert "with --batch-size 5 and --global-batch-size 20: pass a smaller --batch-size, to which" in given.err
+    assert "with --batch-size 5: pass a smaller --batch-size; an update keeps its samples (" in given.err
 
 
 def test_a_name_in_another_encoding_is_printed_with_escapes(monkeypatch):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import yaml
 from torch import nn
@@ -84,6 +85,14 @@ def _typed(args: list[str], folder: str) -> tuple[int, int]:
     return status, Points.built
 
 
+def _typed_with(own: list[int], args: list[str], folder: str) -> tuple[int, int]:
+    """On ranks whose own numbers of threads are these; returns the status, and the number in the end."""
+    import os
+
+    torch.set_num_threads(own[int(os.environ.get("RANK", "0"))])
+    return _typed(args, folder)[0], torch.get_num_threads()
+
+
 def test_what_recipe_and_data_share_is_saved_as_it_was_found_and_later_commands_use_it(tmp_path: Path) -> None:
     assert run_ranks(_typed, 1, ["--name", "run"], str(tmp_path)) == [(0, 1)], "the data module is built once"
     settings = yaml.safe_load((tmp_path / "runs/points/run/config.yaml").read_text())
@@ -110,13 +119,17 @@ def test_the_rate_follows_the_length_of_the_run_unless_it_is_given_and_a_longer_
     assert rate("steps", "--max-epochs", "-1", "--max-steps", "2") == Classifier.default_lr
 
 
-def test_a_random_seed_is_drawn_once_for_all_ranks_and_a_resume_keeps_it(tmp_path: Path) -> None:
+def test_random_seed_and_threads_are_those_of_rank_0_on_all_ranks_and_a_resume_keeps_them(tmp_path: Path) -> None:
     line = ["--name", "run", "--seed", "random", "--resume", "auto"]
-    assert [status for status, _ in run_ranks(_typed, 2, line, str(tmp_path))] == [0, 0]
+    assert run_ranks(_typed_with, 2, [3, 2], line, str(tmp_path)) == [(0, 3), (0, 3)]
     run = tmp_path / "runs/points/run"
-    seed = yaml.safe_load((run / "config.yaml").read_text())["seed"]
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    seed = settings["seed"]
     assert isinstance(seed, int)
-    assert run_ranks(_typed, 1, [*line, "--max-epochs", "2"], str(tmp_path))[0][0] == 0
+    assert settings["threads"] == 3
+    assert run_ranks(_typed_with, 1, [2], [*line, "--max-epochs", "2"], str(tmp_path)) == [(0, 3)]
+    scored = ["validate", "--ckpt", str(run / "checkpoints/last.ckpt")]
+    assert run_ranks(_typed_with, 1, [4], scored, str(tmp_path)) == [(0, 3)]
     checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
     assert (checkpoint["epoch"], checkpoint["config"]["seed"], checkpoint["callbacks"]["SeedControl"]) == (
         1,
@@ -134,24 +147,31 @@ def test_a_trial_of_a_finished_run_is_refused_as_the_run_is(tmp_path: Path) -> N
     assert run_ranks(_typed, 1, trial, str(tmp_path))[0][0] == 2
 
 
-def test_the_global_batch_of_a_checkpoint_is_what_is_built_with_on_other_devices(tmp_path: Path) -> None:
-    from callbacks import GradientAccumulation
+@pytest.mark.parametrize(
+    ("items", "accumulate", "batch_size", "line"),
+    [
+        (((0, 64),), 1, 8, "global batch 64 = 8 micro-batches of 8 on 4 devices of 1 node, "),
+        (((0, 64),), 1, 20, "global batch 64 = 4 micro-batches of 20, the last of 4, on 4 devices of 1 node, "),
+        (((0, 64), (1, 32)), {0: 8, "1 epochs": 4}, 8, "micro-batches of 8 on 4 devices of 1 node, "),
+    ],
+)
+def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_printed(
+    items: Any, accumulate: Any, batch_size: int, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from recipes.cli.experiment import Classes, Settings, build_experiment
     from recipes.cli.settings import RunSettings
+    from recipes.cli.trainer import _global_batch_text
     from recipes.launch.plan import Launch
     from recipes.resume.resume_point import ResumePoint
     from tests.recipes.resume.test_resume import save
 
-    config = {"batch_size": 8, "accumulate": 1, "num_classes": 3, "shade": "grey"}
-    last = str(save(tmp_path / "last.ckpt", 3, 0, config))  # A global batch of 64, on one device.
-    run = RunSettings(resume=last, precision="32-true")
-    data = {"num_classes": 3, "shade": "grey", "batch_size": 8}
+    config = {"batch_size": batch_size, "accumulate": accumulate, "num_classes": 3, "shade": "grey"}
+    last = str(save(tmp_path / "last.ckpt", 3, 0, config, items))  # On one device.
+    run = RunSettings(resume=last, precision="32-true", accumulate=accumulate)
+    data = {"num_classes": 3, "shade": "grey", "batch_size": batch_size}
     point, launch = ResumePoint(checkpoint=last), Launch("local", 1, 4)
     more: tuple[Any, ...] = ((), None, launch, point, False, 60.0, {"precision": "", "memory": ""})
     settings = Settings("fit", run, data, {"num_classes": 3}, {}, config, *more)
     experiment = build_experiment(settings, Classes(Points3, Points, list), None)
-    accumulation = next(c for c in experiment.callbacks() if isinstance(c, GradientAccumulation))
-    assert (accumulation.global_batch_size, accumulation.steps) == (64, 1)
-    assert experiment.data.hparams["batch_size"] * launch.world_size <= 64
-    assert 64 % (experiment.data.hparams["batch_size"] * launch.world_size) == 0
-    assert experiment.settings.run.global_batch_size == 64
+    assert "devices: 1 before, 4 now; the updates and their order stay" in capsys.readouterr().out
+    assert _global_batch_text(experiment.settings) == line

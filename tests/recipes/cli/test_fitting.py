@@ -54,7 +54,8 @@ def _digits(folder: str) -> list[Fitted]:
     os.chdir(folder)
     digits = load_digits()
     images, labels = digits.images / 16, digits.target
-    whole = fit("mnist", (images, labels), **FEW)
+    whole = fit("mnist", (images, labels), **FEW, threads=2)
+    assert torch.get_num_threads() == 1, "as before"
     parts = {"train": (images[:1000], labels[:1000]), "val": (images[1000:1400], labels[1000:1400])}
     given = fit("mnist", parts | {"test": (images[1400:], labels[1400:])}, **FEW)
     module = MNISTDataModule.from_arrays(images, labels, batch_size=64)

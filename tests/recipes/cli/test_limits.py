@@ -13,16 +13,33 @@ from callbacks import ExactCheckpoint, GradientAccumulation
 from callbacks.checkpointing import stopping_points
 from callbacks.checkpointing.stopping_points import move_counters
 from datamodules import UserError
-from recipes.cli.limits import WholeUpdates, limits_per_device, micro_batches_per_update, seconds_of
+from recipes.cli.limits import WholeUpdates, limits_per_device, micro_batches_of_update, seconds_of
 from tests.support.minimal_recipe import Line
 from tests.support.tables import QUIET, silence
 
 
-@pytest.mark.parametrize(("devices", "batch_size", "limit"), [(1, 64, 40), (1, 16, 160), (2, 32, 40), (4, 8, 80)])
-def test_a_number_of_updates_is_the_same_on_any_split_of_a_global_batch(devices, batch_size, limit):
-    per_update = micro_batches_per_update(1, 64, {"batch_size": batch_size}, devices)
-    limits = limits_per_device({"limit_train_batches": 40, "overfit_batches": 10}, per_update, 0, devices)
+@pytest.mark.parametrize(
+    ("devices", "batch_size", "limit"), [(1, 64, 40), (1, 16, 160), (2, 32, 40), (4, 8, 80), (3, 16, 80), (2, 24, 80)]
+)
+def test_a_number_of_updates_is_counted_in_steps_of_a_device(devices, batch_size, limit):
+    micro_batches = micro_batches_of_update(1, 64, {"batch_size": batch_size}, devices)
+    limits = limits_per_device({"limit_train_batches": 40, "overfit_batches": 10}, micro_batches, 0, devices)
     assert limits == {"limit_train_batches": limit, "overfit_batches": limit // 4}
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "items", "data", "micro_batches"),
+    [
+        (3, None, {"batch_size": 16}, 6),
+        (3, 100, {"batch_size": 16}, 7),  # Saved with the run, on other devices.
+        (3, None, {"batch_size": 8, "max_tokens": 100}, 6),
+        (3, 4, {"batch_size": 8, "max_tokens": 100}, 4),
+        ({0: 2, "1 epochs": 1}, None, {"batch_size": 8}, None),
+        (1, 64, {}, None),
+    ],
+)
+def test_the_micro_batches_of_an_update_follow_from_what_is_known_of_it(accumulate, items, data, micro_batches):
+    assert micro_batches_of_update(accumulate, items, data, 2, "max_tokens") == micro_batches
 
 
 def test_batches_of_an_evaluation_are_dealt_to_the_devices():
@@ -44,15 +61,10 @@ def test_shares_and_what_was_not_given_stay_as_they_are():
     assert limits_per_device(options | {"limit_test_batches": None}, 4, 0, 2) == {}
 
 
-@pytest.mark.parametrize(
-    ("accumulate", "global_batch", "data"),
-    [({0: 2, "1 epochs": 1}, None, {"batch_size": 8}), (1, 64, {}), (1, 64, {"batch_size": 8, "max_tokens": 100})],
-)
-def test_a_number_of_updates_is_refused_where_their_size_is_not_known(accumulate, global_batch, data):
-    per_update = micro_batches_per_update(accumulate, global_batch, data, 1, "max_tokens")
-    assert limits_per_device({"limit_train_batches": 0.5}, per_update, 0, 1) == {}
+def test_a_number_of_updates_is_refused_where_their_size_is_not_known():
+    assert limits_per_device({"limit_train_batches": 0.5}, None, 0, 1) == {}
     with pytest.raises(UserError, match=r"limit_train_batches=4 counts updates.*limit_train_batches=0\.5"):
-        limits_per_device({"limit_train_batches": 4}, per_update, 0, 1)
+        limits_per_device({"limit_train_batches": 4}, None, 0, 1)
 
 
 class Scored(Line):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,16 @@ import pytest
 import torch
 
 from callbacks.checkpointing.verified_io import write_checkpoint
+from datamodules.errors import UserError
+from recipes.cli.experiment import Settings
+from recipes.cli.settings import RunSettings
+from recipes.cli.verify import settings_to_repeat
+from recipes.launch.plan import Launch
+from recipes.results.weights_record import Interval, Start
+from recipes.resume.resume_point import ResumePoint
 from tests.support.command_lines import contents, typed
 
-FIT = "--name one --max-epochs 2 --precision 32-true --logger none --lr 0.02 --optimizer adamw"
+FIT = "--name one --threads 2 --max-epochs 2 --precision 32-true --logger none --lr 0.02 --optimizer adamw"
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +40,10 @@ def test_a_run_is_equal_to_the_bit_and_a_flipped_bit_anywhere_is_found(trained: 
     before = contents(run)
     first, _ = sorted((run / "checkpoints").glob("best-*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
 
-    # In the weights of the checkpoint at which the interval begins, and in the optimiser's state there.
-    for name, place in (("weights", "state_dict"), ("state", "optimizer_states")):
-        other = _copy(trained, tmp_path, name)
-        saved = torch.load(other / "checkpoints" / first.name, weights_only=True)
-        tensor = saved["state_dict"]["network.0.weight"]
-        if place == "optimizer_states":
-            tensor = saved["optimizer_states"][0]["state"][0]["exp_avg"]
-        tensor.view(torch.int32)[0, 0] ^= 1 << 20
-        write_checkpoint(saved, other / "checkpoints" / first.name)
+    # In the optimiser's state of the checkpoint at which the interval begins.
+    saved = torch.load(first, weights_only=True)
+    saved["optimizer_states"][0]["state"][0]["exp_avg"].view(torch.int32)[0, 0] ^= 1 << 20
+    write_checkpoint(saved, _copy(trained, tmp_path, "state") / "checkpoints" / first.name)
     # In the record, as if the hardware had made a mistake after the checkpoint; and of other hardware.
     other = _copy(trained, tmp_path, "record")
     lines = [json.loads(line) for line in (other / "weights.jsonl").read_text().splitlines()]
@@ -52,22 +55,22 @@ def test_a_run_is_equal_to_the_bit_and_a_flipped_bit_anywhere_is_found(trained: 
 
     foreign = _copy(trained, tmp_path, "foreign") / "weights.jsonl"
     foreign.write_text(foreign.read_text().replace('"recipe": "quadrants"', '"recipe": "resnet"'))
-    equal, weights, state, record, scratch, missing, wrong, resnet = typed(
+    equal, state, record, scratch, missing, wrong, resnet = typed(
         tmp_path,
-        *(f"verify runs/quadrants/{name}" for name in ("run", "weights", "state", "record")),
+        *(f"verify runs/quadrants/{name}" for name in ("run", "state", "record")),
         f"verify {trained / 'runs' / 'quadrants' / 'one'} --batch-size 16",
         "verify runs/quadrants",
         "verify runs/quadrants/run --lr 0.5 --seed 3",
         "verify runs/quadrants/foreign",
     )
     assert (equal.status, equal.err) == (0, "")
+    assert "cpu with 2 threads" in equal.out
     assert "7 updates, to 8 updates (epoch 2)" in equal.out
     assert f"equal to the bit, SHA-256 {json.loads(_line(run, 8))['save']['sha256']}" in equal.out
     assert contents(run) == before
-    assert weights.status == state.status == record.status == 1
-    assert "NOT EQUAL: the weights in runs/quadrants/weights/checkpoints/best-step=7.ckpt are not those" in weights.err
+    assert state.status == record.status == 1
     assert "NOT EQUAL: trained again from" in state.err
-    assert "hardware, versions, devices and threads are those of the run" in state.err
+    assert "processor, versions, threads and precision are those of the run" in state.err
     assert "processor" in record.err
     assert "and abacus in the run" in record.err
     assert "and 1.0 in the run" in record.err
@@ -112,3 +115,31 @@ def test_a_run_of_which_one_checkpoint_is_left_is_trained_from_the_beginning(tmp
     fit, equal = typed(tmp_path, f"{FIT} --max-epochs 1", "verify runs/quadrants/one")
     assert fit.status == equal.status == 0
     assert "the beginning, 0 updates, to 7 updates (epoch 1)" in equal.out
+
+
+@pytest.mark.parametrize(("accumulate", "before", "here", "now"), [(6, 2, 3, 4), (3, 2, 1, 6), (1, 3, 3, 1)])
+def test_an_interval_from_the_beginning_has_the_micro_batches_of_the_run_on_other_devices(
+    tmp_path: Path, accumulate: int, before: int, here: int, now: int
+) -> None:
+    start = Start("mnist", None, {"devices": before, "num_nodes": 1}, {})
+    interval, run = Interval(tmp_path, start, 5, 1, frozenset()), RunSettings(accumulate=accumulate)
+    settings = Settings("fit", run, {}, {}, {}, {}, (), None, Launch("local", 1, here), ResumePoint(), False, 60.0, {})
+    assert settings_to_repeat(settings, interval).run.accumulate == now
+    assert settings_to_repeat(settings, replace(interval, checkpoint=tmp_path)).run == run, "the checkpoint holds them"
+    with pytest.raises(UserError, match=f"cannot share its micro-batches: pass --devices {before}"):
+        settings_to_repeat(replace(settings, launch=Launch("local", 1, 5)), interval)
+
+
+def test_a_resume_with_other_threads_is_refused_and_one_elsewhere_says_what_differs(
+    trained: Path, tmp_path: Path
+) -> None:
+    last = _copy(trained, tmp_path, "run") / "checkpoints" / "last.ckpt"
+    saved = torch.load(last, weights_only=True)
+    saved["environment"] |= {"torch": "1.0", "devices": 8}
+    write_checkpoint(saved, last)
+    other, same = typed(tmp_path, f"--resume {last} --threads 1", f"--resume {last} --max-epochs 3")
+    assert (other.status, same.status) == (2, 0), same.err
+    assert "is of another experiment: --threads is 1, and 2 in the checkpoint" in other.err
+    assert "cpu with 2 threads" in same.out
+    assert "threads: 2 in each process, and 1 would be the default here" in same.out
+    assert f"bits may differ from here on: torch {torch.__version__}, and 1.0 in the run\n" in same.out

@@ -1,4 +1,4 @@
-"""What is tuned on the host saves work and changes no result."""
+"""What is tuned on the host saves work and changes no result; and how many threads compute."""
 
 import os
 import subprocess
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from recipes.launch.host_tuning import default_threads
 
 ROOT = Path(__file__).parents[3]
 
@@ -27,3 +29,11 @@ def test_without_a_gpu_adam_no_longer_searches_for_one_in_each_step() -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     found = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True)
     assert found.stdout == "[] 0\n", found.stderr
+
+
+def test_processes_share_the_cores_unless_the_user_or_slurm_has_said_how() -> None:
+    before, cases = torch.get_num_threads(), [({}, 1), ({}, 3), ({}, 16), ({"OMP_NUM_THREADS": "8"}, 2)]
+    torch.set_num_threads(8)
+    found = [default_threads(*case) for case in (*cases, ({"SLURM_CPUS_PER_TASK": "3"}, 2))]
+    torch.set_num_threads(before)
+    assert found == [8, 2, 1, 8, 3]

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from, whether it is the same experiment, and how its global batch is divided."""
+"""Which checkpoint a run resumes from, and whether it is the same experiment."""
 
 import json
 import os
@@ -12,20 +12,19 @@ import torch
 from callbacks.checkpointing.verified_io import write_checkpoint
 from datamodules import UserError
 from recipes.launch.job_name import launch_name
-from recipes.resume.rebatch import Rebatch, rebatch_samples, rebatch_tokens
 from recipes.resume.resume_point import ResumePoint, find_resume_point, locked, start_from
-from recipes.resume.saved_run import SavedRun, describe_differences, newest_valid_checkpoint, read_run
+from recipes.resume.saved_run import describe_differences, newest_valid_checkpoint, read_run
 from tests.support.ranks import run_ranks
 
 CONFIG = {"seed": 1, "lr": 0.1, "dataset": "digits", "batch_size": 64, "accumulate": 1, "max_epochs": 4}
 
 
-def save(path: Path, updates: int, epochs: int = 0, config: dict = CONFIG) -> Path:
+def save(path: Path, updates: int, epochs: int = 0, config: dict = CONFIG, items: Any = ((0, 64),)) -> Path:
     """A file with what `read_run` looks at."""
     loops = {"fit_loop": {"epoch_progress": {"current": {"processed": epochs}}}}
     content = {"state_dict": {"w": torch.ones(500)}, "loops": loops, "global_step": updates, "config": config}
-    split = {"devices": 1, "global_batch_size": 64}
-    write_checkpoint(content | {"split": split, "pytorch-lightning_version": "2.6.6"}, path)
+    content |= {"devices": 1, "callbacks": {"GradientAccumulation": {"items": items}}}
+    write_checkpoint(content | {"pytorch-lightning_version": "2.6.6"}, path)
     return path
 
 
@@ -94,77 +93,14 @@ def test_differences_name_each_setting_and_leave_out_what_may_differ():
     assert describe_differences(CONFIG, config) == ["--seed is 2, and 1 in the checkpoint"]
     assert describe_differences({"sizes": (1, 2), "path": "data"}, {"sizes": [1, 2], "path": "./data/"}) == []
     assert len(describe_differences(CONFIG, CONFIG | {"lr": 0.2, "dataset": "mnist"})) == 2
+    assert describe_differences(CONFIG, CONFIG | {"accumulate": 2}) == ["--accumulate is 2, and 1 in the checkpoint"]
 
 
-@pytest.mark.parametrize(
-    ("config", "devices", "expected"),
-    [
-        ({}, 1, Rebatch(64, 1)),
-        ({"batch_size": 16}, 1, Rebatch(16, 4)),
-        ({"accumulate": 4}, 1, Rebatch(16, 4)),
-        ({"accumulate": 2, "batch_size": 16}, 2, Rebatch(16, 2)),
-        ({"global_batch_size": 64}, 8, Rebatch(8, 1)),
-    ],
-)
-def test_the_global_batch_is_divided_among_the_devices(config, devices, expected):
-    assert rebatch_samples(SavedRun(CONFIG, 0, 0, 1, 64), CONFIG | config, devices) == expected
-
-
-@pytest.mark.parametrize(
-    ("config", "devices", "message"),
-    [
-        ({"batch_size": 48}, 1, "--batch-size 48 on 1 devices does not divide the global batch of 64"),
-        ({"global_batch_size": 128}, 1, "--global-batch-size is 128, and 64 in the checkpoint"),
-        ({"accumulate": 4, "batch_size": 32}, 1, "are not the global batch of 64"),
-        ({}, 3, "3 devices cannot share the checkpoint's global batch of 64 equally: pass 2 or 4 devices"),
-        ({"accumulate": {0: 1, 5: 2}}, 2, "changes during the run"),
-    ],
-)
-def test_another_global_batch_is_refused(config, devices, message):
-    with pytest.raises(UserError, match=message):
-        rebatch_samples(SavedRun(CONFIG, 0, 0, 1, 64), CONFIG | config, devices)
-
-
-TOKENS = {"batch_size": 64, "max_tokens": 4096, "accumulate": 2, "global_batch_size": None}
-
-
-@pytest.mark.parametrize(
-    ("config", "devices", "expected"),
-    [
-        ({}, 2, None),
-        ({}, 1, Rebatch(4096, 4)),
-        ({}, 4, Rebatch(4096, 1)),
-        ({"max_tokens": 1024}, 8, Rebatch(1024, 2)),
-        ({"accumulate": 4}, 1, Rebatch(4096, 4)),
-    ],
-)
-def test_batches_of_tokens_are_divided_among_devices_unchanged(config, devices, expected):
-    assert rebatch_tokens(SavedRun(TOKENS, 0, 0, 2, 34 * 4), TOKENS | config, devices) == expected
-
-
-@pytest.mark.parametrize(
-    ("config", "devices", "message"),
-    [
-        ({}, 8, "checkpoint's 4 of 4096: pass --max-tokens 1024$"),
-        ({"accumulate": 1}, 3, "pass --max-tokens 5461$"),
-        ({"global_batch_size": 128}, 2, "--global-batch-size is 128, and None in the checkpoint"),
-    ],
-)
-def test_another_global_batch_of_tokens_is_refused_with_the_flag(config, devices, message):
-    with pytest.raises(UserError, match=message):
-        rebatch_tokens(SavedRun(TOKENS, 0, 0, 2, 34 * 4), TOKENS | config, devices)
-
-
-def test_a_restart_with_the_same_flags_keeps_the_batches_of_a_run_that_was_rebatched():
-    """Two micro-batches on each of two devices, of which one was lost and came back."""
-    shrunk = SavedRun(TOKENS | {"batches_per_update": 4}, 0, 0, 1, 34 * 4)
-    assert rebatch_tokens(shrunk, TOKENS, 1) == Rebatch(4096, 4)
-    assert rebatch_tokens(shrunk, TOKENS, 2) == Rebatch(4096, 2)
-
-
-def test_batches_of_tokens_are_refused_where_those_of_the_checkpoint_are_of_samples():
-    with pytest.raises(UserError, match="batches have 64 samples; leave it out"):
-        rebatch_tokens(SavedRun(TOKENS | {"max_tokens": None}, 0, 0, 1, 64), TOKENS, 1)
+def test_the_size_of_an_update_is_read_where_it_is_one_number(tmp_path):
+    assert read_run(save(tmp_path / "one.ckpt", 3)).update_items == 64
+    assert read_run(save(tmp_path / "one.ckpt", 3)).devices == 1
+    for sizes in (((0, 64), (1, 32)), None):
+        assert read_run(save(tmp_path / "other.ckpt", 3, items=sizes)).update_items is None
 
 
 def test_a_launch_that_restarts_has_a_name_of_its_own_and_others_have_none():
