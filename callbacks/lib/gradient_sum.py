@@ -235,7 +235,7 @@ class _Bucket:
 
     def __init__(self, state: GradientSum, bucket: dist.GradBucket) -> None:
         buffer = bucket.buffer()
-        self.state, self.size, self.dtype = state, buffer.numel(), buffer.dtype
+        self.state, self.size, self._buffer = state, buffer.numel(), buffer
         devices: list[int | str | torch.device] = [] if buffer.device.type == "cpu" else [buffer.device]
         self.future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         flats = state.flat_sums(bucket.parameters(), buffer)
@@ -262,9 +262,12 @@ class _Bucket:
         for node, part in zip(nodes, self._received.split(self._own) if self._own else [self._received] * len(nodes)):
             total.add(node, [part])
         (mean,) = total.total
-        own = mean.new_zeros(self._part, dtype=self.dtype)
-        own[: self._own] = mean.mul_(self.state.scale)
-        self._whole = own.new_empty(self._part * self.state.world_size)
+        own = mean.mul_(self.state.scale).to(self._buffer.dtype)
+        if self._part * self.state.world_size == self.size:
+            self._whole = self._buffer  # Its values were sent: DDP need not copy the mean from another tensor.
+        else:
+            own = torch.cat([own, own.new_zeros(self._part - self._own)])
+            self._whole = own.new_empty(self._part * self.state.world_size)
         parts = list(self._whole.split(self._part)) if self._part else [self._whole] * self.state.world_size
         self._work = dist.all_gather(parts, own, group=self.state.group, async_op=True)
 
