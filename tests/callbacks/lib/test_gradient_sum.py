@@ -22,10 +22,11 @@ Batch = tuple[Tensor, Tensor]
 
 
 def batch_of(number: int, count: int) -> Batch:
-    """A micro-batch; the last one is short, and the one behind it, of a surplus step, is empty."""
-    size = 4 if number < count - 1 else 2 if number == count - 1 else 0
+    """A micro-batch; the last one is short, and the one behind it, of a surplus step, is NaN."""
+    size = 2 if number == count - 1 else 4
     draws = torch.Generator().manual_seed(number)
-    return torch.randn(size, 3, 6, 6, generator=draws), torch.randint(3, (size,), generator=draws)
+    images = torch.randn(size, 3, 6, 6, generator=draws)
+    return images if number < count else images * torch.nan, torch.randint(3, (size,), generator=draws)
 
 
 class Choosing(nn.Module):
@@ -89,7 +90,6 @@ def loss_of(case: Case, model: nn.Module, number: int) -> tuple[Tensor, float | 
     if case.network is CASES["channels last"].network:
         inputs = inputs.to(memory_format=torch.channels_last)
     weights = case.weights if case.weights is None else case.weights.to(parameter.dtype)
-    # Of a surplus step it is NaN.
     return F.cross_entropy(model(inputs.to(parameter.dtype)), labels, weights), case.targets(labels)
 
 
