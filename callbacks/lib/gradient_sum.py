@@ -25,6 +25,10 @@ from datamodules.loading.sampling import range_of_rank
 __all__ = ["GradientSum"]
 
 
+# Its name since torch 2.13; into one tensor, since gloo copies what it gathers into a list.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 def _wide(tensor: Tensor) -> Tensor:
     """A tensor in which many can be added up: gradients in half precision lose what is small."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
@@ -268,8 +272,7 @@ class _Bucket:
         else:
             own = torch.cat([own, own.new_zeros(self._part - self._own)])
             self._whole = own.new_empty(self._part * self.state.world_size)
-        parts = list(self._whole.split(self._part)) if self._part else [self._whole] * self.state.world_size
-        self._work = dist.all_gather(parts, own, group=self.state.group, async_op=True)
+        self._work = _all_gather(self._whole, own, group=self.state.group, async_op=True)
 
     def end(self) -> None:
         """Hand the mean to DDP."""
