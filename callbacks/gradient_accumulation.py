@@ -160,12 +160,12 @@ class GradientAccumulation(pl.Callback):
         """Steps of each device in an update, with these loaders."""
         if dealing and self._items is not None:
             # An epoch of other updates has to have as many steps: Lightning counts them once.
-            sizes, at_once = {items for _, items in self._items.entries}, dealing[0].items_of(trainer.world_size)
-            if len(sizes) > 1 and any(items % at_once for items in sizes):
+            sizes, in_a_step = {items for _, items in self._items.entries}, dealing[0].items_of(trainer.world_size)
+            if len(sizes) > 1 and any(items % in_a_step for items in sizes):
                 raise UserError(
                     f"updates change during the run and have {' or '.join(map(str, sorted(sizes)))} samples or token"
-                    f" batches, of which {trainer.world_size} devices take {at_once} at once: pass a number of devices"
-                    " and a `batch_size` that divide them all"
+                    f" batches, of which {trainer.world_size} devices take {in_a_step} at once: pass a number of"
+                    " devices and a `batch_size` that divide them all"
                 )
             return self._items.map(dealing[0].steps_in)
         at_once = samples_per_batch(trainer)

@@ -45,7 +45,7 @@ def _global_batch_text(settings: Settings) -> str:
     """The global batch as micro-batches, their size and the devices that share them: a part of a run's first line."""
     data, run, launch, tokens = settings.data, settings.run, settings.launch, settings.tokens_parameter
     limited = bool(tokens and data.get(tokens))
-    size = data.get(tokens if limited else "batch_size")
+    size = data.get(tokens if tokens and limited else "batch_size")
     if not isinstance(size, int):
         return ""
     on = f"on {_counted(launch.world_size, 'device')} of {_counted(launch.num_nodes, 'node')}, "

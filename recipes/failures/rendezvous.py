@@ -4,6 +4,7 @@ Every rank connects to rank 0 at the master's address and sends its settings and
 publishes the result, and the port of the store that torch.distributed uses.
 """
 
+import json
 import socket
 import time
 from collections.abc import Callable
@@ -44,8 +45,9 @@ class Request:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What rank 0 compares."""
-        return {"nodes": self.launch.num_nodes, "devices": self.launch.devices, "settings": self.settings}
+        """What rank 0 compares, as it arrives there: the keys of mappings are text in JSON."""
+        record = {"nodes": self.launch.num_nodes, "devices": self.launch.devices, "settings": self.settings}
+        return dict(json.loads(json.dumps(record)))
 
 
 @dataclass(frozen=True)

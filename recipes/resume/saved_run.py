@@ -102,7 +102,7 @@ def _saved_run(checkpoint: Mapping[str, Any]) -> SavedRun:
     # A plain Trainer saves the constructors' arguments only.
     saved = {**checkpoint.get("datamodule_hyper_parameters", {}), **checkpoint.get("hyper_parameters", {})}
     devices = checkpoint.get("devices")
-    sizes = checkpoint.get("callbacks", {}).get("GradientAccumulation", {}).get("items") or ()
+    sizes: Any = checkpoint.get("callbacks", {}).get("GradientAccumulation", {}).get("items") or ()
     return SavedRun(
         dict(checkpoint.get("config") or saved),
         _count("global_step", checkpoint["global_step"]),

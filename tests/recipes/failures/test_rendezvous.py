@@ -33,7 +33,12 @@ def test_an_address_of_another_machine_is_refused_on_node_0_before_it_waits_for_
 def test_a_process_with_other_settings_is_named_on_both():
     port = free_port()
     requests = [
-        Request(Launch("manual", 2, 1, node, address="127.0.0.1", port=port), {"lr": lr}, 20.0, COMMAND)
+        Request(
+            Launch("manual", 2, 1, node, address="127.0.0.1", port=port),
+            {"lr": lr, "accumulate": {0: 4}},
+            20.0,
+            COMMAND,
+        )
         for node, lr in ((0, 0.1), (1, 0.2))
     ]
     with ThreadPoolExecutor() as pool:
