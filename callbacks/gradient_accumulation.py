@@ -263,6 +263,8 @@ class GradientAccumulation(pl.Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = None if scaler is None or loss is None else scaler.scale(torch.ones((), device=loss.device))
         self._sum.weigh(loss, 0 if loss is None else count_targets(output, batch), scale, ends_window(trainer))
+        if self._sum.is_last:
+            self._statistics.send(self._sum.steps)
         if loss is None:
             self._collect()  # There is no backward pass.
 

@@ -408,7 +408,7 @@ def recalibrate(
         moments.end(number)
     own = [flat for _, (flat,) in moments.nodes]
     nodes = nodes_by_rank(world_size if count is None else count, world_size)
-    whole = total_over_ranks(own or [nothing], nodes, nothing, join)
+    whole = total_over_ranks(own or [nothing], nodes, nothing, join)()
     for layer, part in zip(chosen, whole.split(sizes), strict=True):
         mean, variance, total = combine_moments(part.unsqueeze(0))
         if total > 0:

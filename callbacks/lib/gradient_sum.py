@@ -135,7 +135,6 @@ class GradientSum:
         self.sums, self._targets = TreeSum(count), TreeSum(count)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._used: set[int] = set()
-        self.scale = torch.ones(())
         self.buckets: list[_Bucket] = []
         self._numbers = range(*range_of_rank(self.count, self.rank, self.world_size))
         self._step, self._steps = 0, -(-self.count // self.world_size)
@@ -217,10 +216,18 @@ class GradientSum:
         return [tensors for _, tensors in sums.nodes]
 
     def _share_targets(self, like: Tensor) -> None:
-        """Sum the weights of all micro-batches up, in the order of the tree."""
+        """Begin to sum the weights of all micro-batches up, in the order of the tree."""
         own = [value for (value,) in self._of_rank(self._targets)]
-        total = total_over_ranks(own, self.nodes, like, group=self.group)
-        self.scale = torch.where(total > 0, 1 / total, 1.0)
+        self._total = total_over_ranks(own, self.nodes, like, group=self.group)
+        self._scale: Tensor | None = None
+
+    @property
+    def scale(self) -> Tensor:
+        """What makes the sum of the gradients their mean; from the update's last `weigh` on."""
+        if self._scale is None:
+            total = self._total()
+            self._scale = torch.where(total > 0, 1 / total, 1.0)
+        return self._scale
 
     def flat_sums(self, parameters: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
         """This rank's sums over the parameters of a bucket, each as flat as the bucket; the last step's are in them."""
@@ -246,32 +253,49 @@ class _Bucket:
         self._part = -(-self.size // state.world_size)
         bounds = [min(rank * self._part, self.size) for rank in range(state.world_size + 1)]
         parts = [stop - first for first, stop in itertools.pairwise(bounds)]
-        if len(flats) == 1:
-            self._sent = flats[0]
-        else:
-            cut = [flat[first:stop] for first, stop in itertools.pairwise(bounds) for flat in flats]
-            self._sent = torch.cat(cut) if cut else _wide(buffer[:0])
         self._own = parts[state.rank]
-        received = [len(nodes) * self._own for nodes in state.nodes]
-        self._received = self._sent.new_empty(sum(received))
+        self._mine = [flat[bounds[state.rank] : bounds[state.rank + 1]] for flat in flats]
+        # One tensor is sent: this rank's own part goes along where it lies between others.
+        self._sends_own = len(flats) == 1 and 0 < state.rank < state.world_size - 1
+        cut = [
+            flat[bounds[rank] : bounds[rank + 1]]
+            for rank in range(state.world_size)
+            if rank != state.rank
+            for flat in flats
+        ]
+        self._sent = flats[0] if self._sends_own else cut[0] if len(cut) == 1 else torch.cat([*cut, _wide(buffer[:0])])
         sent = [len(flats) * part for part in parts]
+        received = [len(nodes) * self._own for nodes in state.nodes]
+        if not self._sends_own:
+            sent[state.rank] = received[state.rank] = 0
+        self._received = self._sent.new_empty(sum(received))
         self._work: Any = dist.all_to_all_single(
             self._received, self._sent, received, sent, group=state.group, async_op=True
         )
+
+    def _arrived(self) -> list[Tensor]:
+        """This rank's part of each node, in the order of the nodes."""
+        counts = [len(nodes) for nodes in self.state.nodes]
+        if not self._sends_own:
+            counts[self.state.rank] = 0
+        parts = list(self._received.split(self._own)) if self._own else [self._received] * sum(counts)
+        if self._sends_own:
+            return parts
+        place = sum(counts[: self.state.rank])
+        return [*parts[:place], *self._mine, *parts[place:]]
 
     def add_up(self) -> None:
         """Add this rank's part up when it has come, and send it to all."""
         self._work.wait()
         total, nodes = TreeSum(self.state.count), [node for nodes in self.state.nodes for node in nodes]
-        for node, part in zip(nodes, self._received.split(self._own) if self._own else [self._received] * len(nodes)):
+        for node, part in zip(nodes, self._arrived(), strict=True):
             total.add(node, [part])
         (mean,) = total.total
-        own = mean.mul_(self.state.scale).to(self._buffer.dtype)
-        if self._part * self.state.world_size == self.size:
-            self._whole = self._buffer  # Its values were sent: DDP need not copy the mean from another tensor.
-        else:
-            own = torch.cat([own, own.new_zeros(self._part - self._own)])
-            self._whole = own.new_empty(self._part * self.state.world_size)
+        self._whole, size = self._buffer, self._part * self.state.world_size
+        if size != self.size:  # Otherwise DDP need not copy the mean from another tensor.
+            self._whole = self._buffer.new_empty(size)
+        own = self._whole[self.state.rank * self._part :][: self._part]
+        torch.mul(mean, self.state.scale, out=own[: self._own])
         self._work = _all_gather(self._whole, own, group=self.state.group, async_op=True)
 
     def end(self) -> None:

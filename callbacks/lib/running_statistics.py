@@ -6,6 +6,7 @@ micro-batch leaves its statistics as they are; at the update's end the ranks han
 moving average of all, in order.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ class OrderedStatistics:
         self._candidates = plain_layers(module)
         self._layers: list[_BatchNorm] = []
         self._collected: list[Tensor] = []
+        self._by_rank: list[Tensor] = []
+        self._work: Any = None
         self._is_open = False
 
     def begin(self) -> None:
@@ -92,6 +95,24 @@ class OrderedStatistics:
             torch._foreach_copy_(self._buffers, list(self._running.split(self._sizes)))
             torch._foreach_copy_(self._counters, self._counts)
 
+    def send(self, steps: int) -> None:
+        """Begin to hand an update's statistics round, after its last forward pass; `finish` does so otherwise.
+
+        Args:
+            steps: of each rank in the update.
+        """
+        if not self._buffers:
+            return
+        surplus = steps - len(self._collected)
+        mine = torch.stack(self._collected + [self._running] * surplus)
+        # Beside them 1, or 0 for a step without samples.
+        is_real = (torch.arange(steps, device=mine.device) < steps - surplus).to(mine.dtype)
+        mine = torch.cat((mine, is_real.unsqueeze(1)), 1)
+        self._by_rank, self._work = [mine], None
+        if self.world_size > 1:
+            self._by_rank = [torch.empty_like(mine) for _ in range(self.world_size)]
+            self._work = dist.all_gather(self._by_rank, mine, group=self.group, async_op=True)
+
     def finish(self, steps: int) -> None:
         """Make the moving average over the micro-batches of an update, in the order of ranks and of each one's steps.
 
@@ -101,30 +122,22 @@ class OrderedStatistics:
         self._is_open = False
         if not self._buffers:
             return
+        if not self._by_rank:
+            self.send(steps)
+        if self._work is not None:
+            self._work.wait()
         weights = None if None in self._momenta else self._weights()
-        for statistics, is_real in self._of_all_ranks(steps):
-            torch._foreach_add_(self._counts, is_real.long())
+        for row in itertools.chain(*self._by_rank):
+            statistics, is_real = row[:-1], row[-1]
+            torch._foreach_add_(self._counts, [is_real.long()] * len(self._counts))
             self._running.lerp_(statistics, (self._weights() if weights is None else weights) * is_real)
-        self._collected = []
+        self._collected, self._by_rank = [], []
         self._write()
-
-    def _of_all_ranks(self, steps: int) -> list[tuple[Tensor, Tensor]]:
-        """The statistics of all micro-batches, and 1, or 0 for a step without samples."""
-        surplus = steps - len(self._collected)
-        mine = torch.stack(self._collected + [self._running] * surplus)
-        is_real = (torch.arange(steps, device=mine.device) < steps - surplus).to(mine.dtype)
-        mine = torch.cat((mine, is_real.unsqueeze(1)), 1)
-        by_rank = [mine]
-        if self.world_size > 1:
-            by_rank = [torch.empty_like(mine) for _ in range(self.world_size)]
-            dist.all_gather(by_rank, mine, group=self.group)
-        return [(row[:-1], row[-1]) for rows in by_rank for row in rows]
 
     def _weights(self) -> Tensor:
         """How much of the newest statistics each value takes: the momentum of its layer, or the mean of all so far."""
-        weights = [
-            torch.full((), momentum, dtype=torch.float64) if momentum is not None else 1 / count.double().cpu()
-            for momentum, count in zip(self._momenta, self._counts, strict=True)
-        ]
-        each = torch.stack(weights).repeat_interleave(2)
-        return each.repeat_interleave(torch.tensor(self._sizes)).to(self._running)
+        shares = []
+        for layer, momentum, count in zip(self._layers, self._momenta, self._counts, strict=True):
+            share = 1 / count.to(self._dtype) if momentum is None else self._running.new_full((), momentum)
+            shares.append(share.expand(2 * layer.num_features))
+        return torch.cat(shares)

@@ -111,8 +111,11 @@ def total_over_ranks(
     like: Tensor,
     join: Join = torch._foreach_add_,
     group: Any = None,
-) -> Tensor:
-    """The sum over all micro-batches from those over the nodes of each rank; to be called on all ranks.
+) -> Callable[[], Tensor]:
+    """Gather the sums over the nodes of each rank; to be called on all ranks.
+
+    Returns:
+        A function that waits for them and adds them up to the sum over all micro-batches.
 
     Args:
         own: this rank's sums, one for each of its nodes.
@@ -122,15 +125,21 @@ def total_over_ranks(
     """
     count, most = max(stop for of_rank in nodes for _, stop in of_rank), max(map(len, nodes))
     total = TreeSum(count, join)
-    if len(nodes) == 1:
-        found: Any = [list(own)]
-    else:
+    found: Any = [list(own)]
+    work: Any = None
+    if len(nodes) > 1:
         mine = like.new_zeros((most, *like.shape))
         for place, value in enumerate(own):
             mine[place] = value
         found = [torch.empty_like(mine) for _ in nodes]
-        dist.all_gather(found, mine, group=group)
-    for of_rank, values in zip(nodes, found, strict=True):
-        for node, value in zip(of_rank, values):
-            total.add(node, [value])
-    return total.total[0]
+        work = dist.all_gather(found, mine, group=group, async_op=True)
+
+    def add_up() -> Tensor:
+        if work is not None:
+            work.wait()
+        for of_rank, values in zip(nodes, found, strict=True):
+            for node, value in zip(of_rank, values):
+                total.add(node, [value])
+        return total.total[0]
+
+    return add_up

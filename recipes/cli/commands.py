@@ -38,6 +38,7 @@ from recipes.cli.settings import checkpoint_callbacks
 from recipes.cli.stock_loaders import evaluate_each_sample_once
 from recipes.cli.trainer import build_trainer, renew_callbacks
 from recipes.cli.verify import verify
+from recipes.cli.weights_recorder import WeightsRecorder
 from recipes.export.exporter import export
 from recipes.failures.cause import first_line
 from recipes.failures.monitor import exit_run
@@ -47,7 +48,6 @@ from recipes.launch.settings import Command
 from recipes.recipe import Recipe
 from recipes.results.results_file import set_aside
 from recipes.results.stopwatch import Stopwatch, stopwatch_for
-from recipes.results.weights_recorder import WeightsRecorder
 from recipes.resume.resume_point import start_from
 from recipes.resume.saved_run import read_run
 from recipes.weights import some_names

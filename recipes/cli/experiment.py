@@ -165,12 +165,6 @@ class Experiment:
         return overridden and data_contract(self.data).validates
 
 
-def _refuse_unless(resume_anyway: bool, error: UserError) -> None:
-    if not resume_anyway:
-        raise UserError(f"{error}; or pass --resume-anyway") from error
-    rank_zero_print(f"resuming anyway: {error}")
-
-
 def _print_devices(settings: Settings) -> None:
     """Say where a run is resumed on another number of devices."""
     if settings.command != "fit" or not settings.run.resume:

@@ -232,7 +232,7 @@ def test_resuming_takes_the_number_of_devices_from_this_call_and_not_from_the_ch
     (tmp_path / "prepared-on-0-0").unlink()
     (one,) = start(tmp_path, [(resume, {})])
     assert one.status == 0, one
-    assert one.out.startswith("failing: 1 x ")
+    assert one.out.startswith("devices: 2 before, 1 now; the updates and their order stay\nfailing: 1 x ")
     assert "epoch 3/3" in one.out
 
 

@@ -38,7 +38,7 @@ def started(folder: Path, *args: str) -> Typed:
 def test_parameters_of_one_call_free_ones_and_the_printed_table_are_the_recipes_own(tmp_path: Path) -> None:
     begun = typed(tmp_path, "--name", "run", "--accumulate", "2")
     assert begun.status == 0, begun.err
-    assert "global batch 64 tokens = 1 device x 1 node x 32 tokens x 2 micro-batches, precision" in begun.out
+    assert "global batch 64 tokens = 2 micro-batches of 32 tokens on 1 device of 1 node, precision" in begun.out
     settings = yaml.safe_load((tmp_path / "runs/characters/run/config.yaml").read_text())
     assert settings["temperature"] == 1.0
     assert "histogram" not in settings
