@@ -164,6 +164,7 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         columns=[
             Column("ms, PyTorch's sums", ",.1f"),
             Column("times PyTorch's", ".3f"),
+            Column("processor time", ".3f"),
             Column("MiB of sums held", ".1f"),
         ],
         rows=rows,

@@ -278,7 +278,8 @@ class _Bucket:
         counts = [len(nodes) for nodes in self.state.nodes]
         if not self._sends_own:
             counts[self.state.rank] = 0
-        parts = list(self._received.split(self._own)) if self._own else [self._received] * sum(counts)
+        # An empty tensor has one part, too.
+        parts = list(self._received.split(self._own))[: sum(counts)] if self._own else [self._received] * sum(counts)
         if self._sends_own:
             return parts
         place = sum(counts[: self.state.rank])

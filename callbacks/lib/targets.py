@@ -79,16 +79,15 @@ def observe_steps(
     observer = (before, after)
     if not hasattr(own, "observers"):
         module.training_step = _observed(pl_module.training_step, own)
-    step = module.training_step
+    step: Any = module.training_step
     step.observers.append(observer)
 
     def release() -> None:
         step.observers.remove(observer)
-        if step.observers or vars(pl_module).get("training_step") is not step:
-            return
-        del module.training_step
-        if step.own is not None:
-            module.training_step = step.own
+        if not step.observers and vars(pl_module).get("training_step") is step:
+            del module.training_step
+            if before_all := step.own:
+                module.training_step = before_all
 
     return release
 
