@@ -75,19 +75,17 @@ def observe_steps(
         before: called before it.
     """
     module: Any = pl_module
-    own: Any = vars(pl_module).get("training_step")
-    observer = (before, after)
-    if not hasattr(own, "observers"):
-        module.training_step = _observed(pl_module.training_step, own)
-    step: Any = module.training_step
+    own, observer = vars(pl_module).get("training_step"), (before, after)
+    step: Any = own if hasattr(own, "observers") else _observed(pl_module.training_step, own)
+    module.training_step = step
     step.observers.append(observer)
 
     def release() -> None:
         step.observers.remove(observer)
         if not step.observers and vars(pl_module).get("training_step") is step:
             del module.training_step
-            if before_all := step.own:
-                module.training_step = before_all
+            if step.own is not None:
+                module.training_step = step.own
 
     return release
 

@@ -14,14 +14,14 @@ from recipes.cli.experiment import Classes
 ROOT = Path(__file__).parents[2]
 BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
-    "recipes": (13_500, 8_550),
-    "callbacks": (7_750, 4_670),
-    "datamodules": (8_950, 5_530),
-    "tests": (28_450, 21_730),
-    "benchmarks": (4_400, 3_230),
+    "recipes": (13_370, 8_450),
+    "callbacks": (7_880, 4_720),
+    "datamodules": (9_050, 5_590),
+    "tests": (28_580, 21_800),
+    "benchmarks": (4_550, 3_330),
 }
 RECIPES = {"mnist": MNISTClassifier, "resnet": ResNetFineTuner, "seq2seq": Seq2SeqTranslator}
-FLAGS = {"mnist": 60, "resnet": 70, "seq2seq": 80}
+FLAGS = {"mnist": 60, "resnet": 71, "seq2seq": 80}
 """Flags of a recipe's command line that are not the Trainer's."""
 
 _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
