@@ -38,7 +38,7 @@ from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.checkpointing.guard import LastCheckpoint
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.randomness import normal
-from datamodules.loading.sampling import Division, epoch_order
+from datamodules.loading.sampling import epoch_order
 from tests.support.ranks import run_ranks
 from tests.support.tables import CALLBACKS, QUIET, TOGETHER, Tiny, image_network, noisy_images, on_ranks, silence
 
@@ -90,17 +90,13 @@ class WorkerLoader:
             self.epoch, self.done = epoch, 0
 
     def __len__(self) -> int:
-        return len(self.division)
-
-    @property
-    def division(self) -> Division:
-        return Division(len(TRAIN[1]), BATCH_SIZE, BATCH_SIZE * self.world_size, self.world_size)
+        return -(-len(TRAIN[1]) // (BATCH_SIZE * self.world_size))
 
     def __iter__(self) -> Iterator[list[Tensor]]:
         epoch, done = self.epoch, self.done
-        order = epoch_order(len(TRAIN[1]), 1, epoch).tolist()
-        steps = list(self.division.steps(self.rank))[done:]
-        self.batches[:] = [[(epoch, number) for number in order[step.start : step.stop]] for step in steps]
+        parts = epoch_order(len(TRAIN[1]), 1, epoch).split(BATCH_SIZE * self.world_size)
+        mine = [part.tensor_split(self.world_size)[self.rank].tolist() for part in parts[done:]]
+        self.batches[:] = [[(epoch, number) for number in numbers] for numbers in mine]
         for number, batch in enumerate(self.loader, done + 1):
             self.epoch, self.done = (epoch, number) if number < len(self) else (epoch + 1, 0)
             yield batch
