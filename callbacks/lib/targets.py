@@ -76,16 +76,17 @@ def observe_steps(
     """
     module: Any = pl_module
     own, observer = vars(pl_module).get("training_step"), (before, after)
-    step: Any = own if hasattr(own, "observers") else _observed(pl_module.training_step, own)
+    step = own if own is not None and hasattr(own, "observers") else _observed(pl_module.training_step, own)
     module.training_step = step
     step.observers.append(observer)
 
     def release() -> None:
         step.observers.remove(observer)
-        if not step.observers and vars(pl_module).get("training_step") is step:
-            del module.training_step
-            if step.own is not None:
-                module.training_step = step.own
+        if step.observers or vars(pl_module).get("training_step") != step:
+            return
+        del module.training_step
+        if step.own is not None:
+            module.training_step = step.own
 
     return release
 
