@@ -220,13 +220,7 @@ class GradientAccumulation(pl.Callback):
             # Lightning would step at the epoch's end, with the gradients of the last update or with none.
             self._undo_no_update = self._undo_no_update or make_no_update(trainer)
             return
-        if self._sum is None:
-            return  # One device and one micro-batch, for the whole run.
         self._called = False
-        if batch_idx % trainer.accumulate_grad_batches == 0:
-            if trainer.strategy.model is not self._sum.model:
-                self._attach(trainer)
-            self._sum.begin(self._micro_batches(trainer, batch_idx))
 
     def _micro_batches(self, trainer: pl.Trainer, batch_idx: int) -> int | None:
         """Those of the update that begins, on all ranks; None where they have no numbers."""
@@ -236,18 +230,30 @@ class GradientAccumulation(pl.Callback):
         # A limit may cut the epoch within an update.
         return count if -(-count // trainer.world_size) <= trainer.num_training_batches - batch_idx else None
 
+    @staticmethod
+    def _sums(trainer: pl.Trainer) -> bool:
+        """Whether a step adds to an update: a module's `validation_step` may call its `training_step`, too."""
+        return bool(trainer.training) and not skips_backward(trainer)
+
     def _begin_step(self, trainer: pl.Trainer) -> None:
         """Before the forward pass of a micro-batch."""
-        if skips_backward(trainer):
+        if not self._sums(trainer):
             return
         if self._called:
             raise RunFailedError(describe_second_call(trainer.optimizers[0]))
         self._called = True
+        batch_idx = trainer.fit_loop.batch_idx
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            # Here every hook has been called in which layers are frozen, or unfrozen under another DDP.
+            if self._sum is None or trainer.strategy.model is not self._sum.model:
+                self._attach(trainer)
+            assert self._sum is not None
+            self._sum.begin(self._micro_batches(trainer, batch_idx))
         self._statistics.begin()
 
     def _weigh(self, trainer: pl.Trainer, output: Any, batch: Any) -> None:
         """After the forward pass of a micro-batch."""
-        if self._sum is None or skips_backward(trainer):
+        if self._sum is None or not self._sums(trainer):
             return
         if self._first:
             self._first = False
@@ -270,7 +276,7 @@ class GradientAccumulation(pl.Callback):
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._sum is not None and not skips_backward(trainer):
+        if self._sum is not None and self._sums(trainer):
             self._collect()
 
     def _collect(self) -> None:

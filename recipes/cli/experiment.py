@@ -137,6 +137,9 @@ class Settings:
     @property
     def micro_batches(self) -> int | None:
         """Of an update, on all devices; None where their number changes or is not known yet."""
+        saved = read_run(self.run.resume) if self.run.resume else None
+        if saved and not self.update_items and saved.devices != self.launch.world_size:
+            return None  # A loader without numbers keeps the samples of an update, and they are not known here.
         sizes = self.run.accumulate, self.update_items, self.data, self.launch.world_size
         return micro_batches_of_update(*sizes, self.tokens_parameter)
 

@@ -38,7 +38,7 @@ BATCH_SIZE, EPOCHS, SAMPLES, WORLDS = 4, 2, 90, (1, 2, 3, 4)
 UPDATES = {4: 16, 5: 18, 12: 48}
 """Samples of an update by the number of its micro-batches: the last one has 2 of 4 samples where there are 5."""
 STOP = 3
-"""Updates before a run is stopped, within its second epoch."""
+"""Updates before a run is stopped, within an epoch."""
 
 
 class Row(NamedTuple):
@@ -122,7 +122,7 @@ def train(row: Row, world_size: int, *more: pl.Callback, ours: bool = True, ckpt
     if ours:
         callbacks += [GradientAccumulation(global_batch_size=size), WarmupLR("5 steps"), TrainLoss()]
         if row.task == "images":
-            callbacks += [FreezeLayers("network.1", unfreeze={"network.0": "1 epochs"}), WeightAveraging(ema=0.9)]
+            callbacks += [FreezeLayers("network.1", unfreeze={"network.0": "4 steps"}), WeightAveraging(ema=0.9)]
     else:
         options["accumulate_grad_batches"] = -(-row.micro_batches // world_size)
     model = Images() if row.task == "images" else Sentences()
