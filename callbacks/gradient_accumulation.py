@@ -4,6 +4,7 @@ Lightning divides every loss by the full factor and gives micro-batches and rank
 updated too weakly (#19987) and a sentence in a short batch counts more than one in a long batch (#20350).
 """
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -40,6 +41,14 @@ from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.resumable import ResumableLoader
 
 __all__ = ["GradientAccumulation"]
+
+log = logging.getLogger("lightning_recipes")
+
+
+@rank_zero_only
+def _note(text: str) -> None:
+    """Say something that is no mistake, in a Trainer and on the command line."""
+    log.warning("note: %s", text)
 
 
 class GradientAccumulation(pl.Callback):
@@ -187,12 +196,12 @@ class GradientAccumulation(pl.Callback):
         self._undo.append(observe_steps(pl_module, partial(self._weigh, trainer), partial(self._begin_step, trainer)))
         if trainer.world_size > 1 and self._loader is None:
             kind = type(trainer.train_dataloader).__name__
-            rank_zero_info(
+            _note(
                 f"a {kind} does not deal micro-batches by their numbers: on another number of devices the run is equal"
                 " within rounding only; use a loader of datamodules for equal bits"
             )
         elif trainer.world_size > 1 and is_synchronised(pl_module):
-            rank_zero_info("SyncBN normalises over what the devices see in one step: the bits depend on their number")
+            _note("SyncBN normalises over what the devices see in one step: the bits depend on their number")
 
     def _attach(self, trainer: pl.Trainer) -> None:
         """Take the place of DDP's reduction; DDP is another one where layers were unfrozen."""
@@ -259,7 +268,7 @@ class GradientAccumulation(pl.Callback):
             self._first = False
             warn_of_ignored_targets(output, batch)
             if names := [type(layer).__name__ for layer in self._statistics.repeated()]:
-                rank_zero_info(
+                _note(
                     f"{len(names)} {names[0]} layers are called more than once in a training_step: their"
                     " running statistics follow the last call"
                 )

@@ -195,6 +195,19 @@ def test_a_micro_batch_that_returns_no_loss_is_left_out_even_as_the_last_of_its_
     assert error(weights(model), by_hand(kept)) < 1e-14
 
 
+def test_a_validation_step_may_call_the_training_step() -> None:
+    class Validated(Tagger):
+        def validation_step(self, batch: Batch, batch_idx: int) -> Any:
+            return self.training_step(batch, batch_idx)
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(BATCHES[:3], batch_size=None)  # type: ignore[arg-type]
+
+    model = Validated()
+    train(model, BATCHES, GradientAccumulation(4), val_check_interval=4)
+    assert error(weights(model), by_hand(windows(BATCHES, 4, 4, 2))) < 1e-14
+
+
 def test_the_factor_follows_epochs() -> None:
     steps: dict[int | str, int] = {0: 4, "1 epochs": 5, "3 epochs": 1}
     trainer = train(model := Tagger(), BATCHES, GradientAccumulation(steps), max_epochs=4)

@@ -122,7 +122,8 @@ def test_own_digits_train_alike_from_a_folder_an_archive_and_python_and_are_test
     for name, size, devices in (("one", "100", "1"), ("two", "50", "2")):
         cut = ("--batch-size", size, "--devices", devices, "--sync-bn", "--precision", "64-true", "--name", name)
         command = [sys.executable, "-m", "recipes.mnist", "--data-dir", "tree", *line, *cut]
-        subprocess.run(command, cwd=tmp_path, env=alone, check=True)
+        done = subprocess.run(command, cwd=tmp_path, env=alone, check=True, capture_output=True, text=True)
+        assert ("note: SyncBN normalises over what the devices see" in done.stdout + done.stderr) == (name == "two")
     one, two = weights(tmp_path, "mnist", "one"), weights(tmp_path, "mnist", "two")
     assert max(float((two[name].double() - one[name].double()).abs().max()) for name in one) < 1e-8
     found = results(tmp_path, "mnist", "tree")

@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[2]
 BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
     "recipes": (13_370, 8_450),
-    "callbacks": (7_880, 4_720),
+    "callbacks": (7_890, 4_730),
     "datamodules": (9_050, 5_590),
-    "tests": (28_580, 21_800),
+    "tests": (28_600, 21_820),
     "benchmarks": (4_550, 3_330),
 }
 RECIPES = {"mnist": MNISTClassifier, "resnet": ResNetFineTuner, "seq2seq": Seq2SeqTranslator}
