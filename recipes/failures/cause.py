@@ -106,7 +106,10 @@ def classify_exception(error: BaseException) -> tuple[str, str, int]:
         return "exit", "", 130
     if isinstance(error, SystemExit):
         return "exit", "", error.code if isinstance(error.code, int) else int(error.code is not None)
-    return ("consequence" if is_consequence(error) else "exception"), first_line(error), 1
+    line = first_line(error)
+    if "Application timeout caused pair closure" in line:  # As gloo says where another call found the time over.
+        line = f"Timed out: another rank did not answer within the collective timeout ({line})"
+    return ("consequence" if is_consequence(error) else "exception"), line, 1
 
 
 def failure_cause(reports: Sequence[RankReport], now: float) -> RankReport | None:
