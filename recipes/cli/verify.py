@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import override
 
+from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.stopping_points import update_is_whole
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.checkpointing.weights_hash import weights_hash
@@ -97,6 +98,26 @@ class _EndOfInterval(pl.Callback):
             raise ExpectedEnd
 
 
+def _check_beginning(interval: Interval) -> None:
+    """Compare a checkpoint with what the run has recorded of it.
+
+    Raises:
+        RunFailedError: it holds other weights.
+    """
+    if interval.checkpoint is not None:
+        found = weights_hash(load_plain(interval.checkpoint)["state_dict"])
+        if found not in interval.from_hashes:
+            raise RunFailedError(
+                f"NOT EQUAL: the weights in {shown(interval.checkpoint)} are not those that the run has saved after"
+                f" {interval.from_step:,} updates: their SHA-256 is {found}, and {_text(interval.from_hashes)} in the"
+                " record"
+            )
+
+
+def _text(hashes: frozenset[str]) -> str:
+    return " or ".join(sorted(hashes))
+
+
 def settings_to_repeat(settings: Settings, interval: Interval) -> Settings:
     """The settings for an interval, whose updates have the same micro-batches on any number of devices.
 
@@ -123,6 +144,7 @@ def verify(experiment: Experiment, interval: Interval) -> None:
         RunFailedError: the weights differ.
     """
     recipe, settings = experiment.recipe, experiment.settings
+    _check_beginning(interval)
     io = _Repeats(interval)
     with tempfile.TemporaryDirectory() as empty:
         monitor = recipe.monitor if experiment.validates else None
@@ -148,5 +170,5 @@ def verify(experiment: Experiment, interval: Interval) -> None:
         why += "; on a GPU only a run with --deterministic repeats its bits for sure"
     raise RunFailedError(
         f"NOT EQUAL: trained again from {trained}, the weights have SHA-256 {io.sha256}, and"
-        f" {' or '.join(sorted(interval.hashes))} in the run; {why}"
+        f" {_text(interval.hashes)} in the run; {why}"
     )

@@ -128,6 +128,7 @@ class Interval:
         hashes: of the weights that were saved then; several, where a callback has put others in their place.
         checkpoint: at its beginning; None for the beginning of the run.
         from_step: the updates behind that checkpoint.
+        from_hashes: of its weights.
     """
 
     folder: Path
@@ -137,6 +138,7 @@ class Interval:
     hashes: frozenset[str]
     checkpoint: Path | None = None
     from_step: int = 0
+    from_hashes: frozenset[str] = frozenset()
 
 
 def interval_to_repeat(folder: Path, checkpoints: Mapping[int, Path]) -> Interval | None:
@@ -161,7 +163,7 @@ def interval_to_repeat(folder: Path, checkpoints: Mapping[int, Path]) -> Interva
                 saved[save.step] = Interval(folder, start, save.step, save.epoch, known | {save.sha256})
     steps = sorted(saved)
     found = [
-        replace(saved[step], checkpoint=checkpoints[before], from_step=before)
+        replace(saved[step], checkpoint=checkpoints[before], from_step=before, from_hashes=saved[before].hashes)
         for before, step in pairwise(steps)
         if before in checkpoints and (saved[step].start.resumed_from or 0) <= before
     ]

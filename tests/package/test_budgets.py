@@ -14,10 +14,10 @@ from recipes.cli.experiment import Classes
 ROOT = Path(__file__).parents[2]
 BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
-    "recipes": (13_370, 8_450),
+    "recipes": (13_390, 8_460),
     "callbacks": (7_890, 4_730),
     "datamodules": (9_050, 5_590),
-    "tests": (28_600, 21_820),
+    "tests": (28_680, 21_880),
     "benchmarks": (4_550, 3_330),
 }
 RECIPES = {"mnist": MNISTClassifier, "resnet": ResNetFineTuner, "seq2seq": Seq2SeqTranslator}

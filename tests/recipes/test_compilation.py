@@ -238,8 +238,7 @@ def test_two_ranks_train_compiled_as_eager_and_each_layer_of_sync_bn_ends_a_grap
     for name, value in zero["weights"][0].items():
         torch.testing.assert_close(zero["weights"][1][name], value, rtol=1e-4, atol=1e-5, msg=name)
         assert torch.equal(one["weights"][1][name], zero["weights"][1][name]), name
+    # The compiler's check and the network; on rank 1 also for the batch without samples that ends an epoch.
+    assert (zero["graphs"], one["graphs"]) == (2, 3)
     for found in (zero, one):
-        assert found["graphs"] in (2, 3), (
-            "before and behind the layer that averages over ranks; the compiler's check, once"
-        )
         assert found["breaks"] == ["Skip inlining `torch.compiler.disable()`d function"]

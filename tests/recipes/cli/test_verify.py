@@ -40,10 +40,15 @@ def test_a_run_is_equal_to_the_bit_and_a_flipped_bit_anywhere_is_found(trained: 
     before = contents(run)
     first, _ = sorted((run / "checkpoints").glob("best-*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
 
-    # In the optimiser's state of the checkpoint at which the interval begins.
-    saved = torch.load(first, weights_only=True)
-    saved["optimizer_states"][0]["state"][0]["exp_avg"].view(torch.int32)[0, 0] ^= 1 << 20
-    write_checkpoint(saved, _copy(trained, tmp_path, "state") / "checkpoints" / first.name)
+    # In the weights of the checkpoint at which the interval begins, and in the optimiser's state there.
+    for name, place in (("weights", "state_dict"), ("state", "optimizer_states")):
+        other = _copy(trained, tmp_path, name)
+        saved = torch.load(other / "checkpoints" / first.name, weights_only=True)
+        tensor = saved["state_dict"]["network.0.weight"]
+        if place == "optimizer_states":
+            tensor = saved["optimizer_states"][0]["state"][0]["exp_avg"]
+        tensor.view(torch.int32)[0, 0] ^= 1 << 20
+        write_checkpoint(saved, other / "checkpoints" / first.name)
     # In the record, as if the hardware had made a mistake after the checkpoint; and of other hardware.
     other = _copy(trained, tmp_path, "record")
     lines = [json.loads(line) for line in (other / "weights.jsonl").read_text().splitlines()]
@@ -55,9 +60,9 @@ def test_a_run_is_equal_to_the_bit_and_a_flipped_bit_anywhere_is_found(trained: 
 
     foreign = _copy(trained, tmp_path, "foreign") / "weights.jsonl"
     foreign.write_text(foreign.read_text().replace('"recipe": "quadrants"', '"recipe": "resnet"'))
-    equal, state, record, scratch, missing, wrong, resnet = typed(
+    equal, weights, state, record, scratch, missing, wrong, resnet = typed(
         tmp_path,
-        *(f"verify runs/quadrants/{name}" for name in ("run", "state", "record")),
+        *(f"verify runs/quadrants/{name}" for name in ("run", "weights", "state", "record")),
         f"verify {trained / 'runs' / 'quadrants' / 'one'} --batch-size 16",
         "verify runs/quadrants",
         "verify runs/quadrants/run --lr 0.5 --seed 3",
@@ -68,7 +73,8 @@ def test_a_run_is_equal_to_the_bit_and_a_flipped_bit_anywhere_is_found(trained: 
     assert "7 updates, to 8 updates (epoch 2)" in equal.out
     assert f"equal to the bit, SHA-256 {json.loads(_line(run, 8))['save']['sha256']}" in equal.out
     assert contents(run) == before
-    assert state.status == record.status == 1
+    assert weights.status == state.status == record.status == 1
+    assert "NOT EQUAL: the weights in runs/quadrants/weights/checkpoints/best-step=7.ckpt are not those" in weights.err
     assert "NOT EQUAL: trained again from" in state.err
     assert "processor, versions, threads and precision are those of the run" in state.err
     assert "processor" in record.err

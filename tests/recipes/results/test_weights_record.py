@@ -38,7 +38,7 @@ def test_the_interval_begins_at_a_checkpoint_with_a_next_save_else_at_the_beginn
     assert ends(tmp_path, 5, 10, 12) == (10, 12, "None-12"), "the shortest"
     assert ends(tmp_path, 12) == ends(tmp_path) == (0, 5, "None-5")
     assert interval_to_repeat(tmp_path, {5: tmp_path / "best.ckpt"}) == Interval(
-        tmp_path, start, 10, 1, frozenset({"None-10"}), tmp_path / "best.ckpt", 5
+        tmp_path, start, 10, 1, frozenset({"None-10"}), tmp_path / "best.ckpt", 5, frozenset({"None-5"})
     )
 
 
