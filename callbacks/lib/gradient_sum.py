@@ -113,12 +113,14 @@ class GradientSum:
         context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if isinstance(self.model, DistributedDataParallel) and self._step < self._steps - 1:
             context = self.model.no_sync()
-        with context:
-            yield
-        if statistics is not None:
-            if self.leaf is not None:
+        try:
+            with context:
+                yield
+            if statistics is not None and self.leaf is not None:
                 statistics.collect()
-            statistics.restore()
+        finally:
+            if statistics is not None:
+                statistics.restore()
         self.collect()
         if statistics is not None and self.is_last:
             statistics.finish(self._steps)

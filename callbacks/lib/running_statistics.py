@@ -53,7 +53,7 @@ class OrderedStatistics:
         self._collected: list[Tensor] = []
         self._by_rank: list[Tensor] = []
         self._work: Any = None
-        self._is_open = False
+        self._is_open = self._is_within = False
 
     def begin(self) -> None:
         """Before the forward pass of a micro-batch; the layers that train in the first of an update count in all."""
@@ -67,7 +67,7 @@ class OrderedStatistics:
             wide = any(buffer.dtype == torch.float64 for buffer in self._buffers)
             self._dtype = torch.float64 if wide else torch.float32
             self._running, self._collected, self._is_open = self._flat(), [], True
-        self._momenta = [layer.momentum for layer in self._layers]
+        self._momenta, self._is_within = [layer.momentum for layer in self._layers], True
         for layer in self._layers:
             vars(layer)["momentum"] = 1.0  # After a forward pass the buffers hold the statistics of its micro-batch.
 
@@ -85,7 +85,10 @@ class OrderedStatistics:
         return [layer for layer, now, before in calls if int(now) > int(before) + 1]
 
     def restore(self) -> None:
-        """Give the layers back what they had before the micro-batch."""
+        """Give the layers back what they had before the micro-batch; outside of one, do nothing."""
+        if not self._is_within:
+            return
+        self._is_within = False
         for layer, momentum in zip(self._layers, self._momenta, strict=True):
             vars(layer)["momentum"] = momentum
         self._write()

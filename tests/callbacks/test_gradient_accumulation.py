@@ -208,6 +208,28 @@ def test_a_validation_step_may_call_the_training_step() -> None:
     assert error(weights(model), by_hand(windows(BATCHES, 4, 4, 2))) < 1e-14
 
 
+def test_a_training_step_that_raises_leaves_batch_normalisation_as_it_was_before_it() -> None:
+    class Failing(Tagger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            loss = self.norm(self.layer(batch[0]).mean(1)).square().mean()
+            if batch_idx == 5:
+                raise RuntimeError("stop")
+            return loss
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.before = self.norm.running_mean.clone()
+
+    model = Failing()
+    with pytest.raises(RuntimeError, match="stop"):
+        train(model, sentences([4] * 8), GradientAccumulation(4))
+    assert model.norm.momentum == 0.1
+    assert torch.equal(model.norm.running_mean, model.before)
+
+
 def test_the_factor_follows_epochs() -> None:
     steps: dict[int | str, int] = {0: 4, "1 epochs": 5, "3 epochs": 1}
     trainer = train(model := Tagger(), BATCHES, GradientAccumulation(steps), max_epochs=4)

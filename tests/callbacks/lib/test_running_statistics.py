@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from callbacks import sync_batchnorm
+from callbacks.lib.gradient_sum import GradientSum
 from callbacks.lib.running_statistics import OrderedStatistics
 
 
@@ -59,6 +60,17 @@ def test_a_layer_keeps_its_statistics_and_momentum_until_the_update_ends() -> No
         assert all(torch.equal(*pair) for pair in zip(layer.buffers(), before, strict=True))
     statistics.finish(2)
     assert layer.num_batches_tracked == 3
+
+
+def test_a_step_that_raises_leaves_the_layer_as_it_was() -> None:
+    layer, (batch, other) = nn.BatchNorm1d(3), micro_batches(2)
+    layer(batch)
+    before = [buffer.clone() for buffer in layer.buffers()]
+    with pytest.raises(KeyboardInterrupt), GradientSum(layer).micro_batch(2, OrderedStatistics(layer)):
+        layer(other)
+        raise KeyboardInterrupt
+    assert layer.momentum == 0.1
+    assert all(torch.equal(*pair) for pair in zip(layer.buffers(), before, strict=True))
 
 
 def test_a_micro_batch_that_is_not_collected_counts_for_nothing() -> None:
