@@ -152,8 +152,8 @@ class BNRecalibration(pl.Callback):
             wanted = math.inf
         if isinstance(loader, ResumableLoader):
             # One update of all of them, so that each rank has a range.
-            count = int(min(math.ceil(min(wanted, loader.num_micro_batches)), steps * trainer.world_size))
-            loader.divide_updates(loader.items_of(max(count, trainer.world_size)))
+            most = math.ceil(min(wanted, steps * trainer.world_size))
+            loader.divide_updates(loader.items_of(max(most, trainer.world_size)))
             count = loader.step(0).in_update
             return itertools.islice(loader, loader.division.steps_per_update), count
         limit = min(wanted / trainer.world_size, steps)

@@ -239,14 +239,9 @@ class GradientAccumulation(pl.Callback):
         # A limit may cut the epoch within an update.
         return count if -(-count // trainer.world_size) <= trainer.num_training_batches - batch_idx else None
 
-    @staticmethod
-    def _sums(trainer: pl.Trainer) -> bool:
-        """Whether a step adds to an update: a module's `validation_step` may call its `training_step`, too."""
-        return bool(trainer.training) and not skips_backward(trainer)
-
     def _begin_step(self, trainer: pl.Trainer) -> None:
         """Before the forward pass of a micro-batch."""
-        if not self._sums(trainer):
+        if skips_backward(trainer):
             return
         if self._called:
             raise RunFailedError(describe_second_call(trainer.optimizers[0]))
@@ -262,7 +257,7 @@ class GradientAccumulation(pl.Callback):
 
     def _weigh(self, trainer: pl.Trainer, output: Any, batch: Any) -> None:
         """After the forward pass of a micro-batch."""
-        if self._sum is None or not self._sums(trainer):
+        if self._sum is None or skips_backward(trainer):
             return
         if self._first:
             self._first = False
@@ -285,7 +280,7 @@ class GradientAccumulation(pl.Callback):
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._sum is not None and self._sums(trainer):
+        if self._sum is not None and not skips_backward(trainer):
             self._collect()
 
     def _collect(self) -> None:
@@ -313,6 +308,7 @@ class GradientAccumulation(pl.Callback):
 
     def _release(self, trainer: pl.Trainer) -> None:
         restore_hooks(self)
+        self._statistics.restore()  # Where a training_step has raised.
         while self._undo:
             self._undo.pop()()
         if self._undo_no_update is not None:

@@ -11,6 +11,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from callbacks.lib.lightning_internals import attached_trainer
+
 __all__ = ["count_targets", "is_empty", "observe_steps", "warn_of_ignored_targets"]
 
 
@@ -65,10 +67,11 @@ def warn_of_ignored_targets(output: Any, batch: Any) -> None:
 def observe_steps(
     pl_module: pl.LightningModule, after: Callable[[Any, Any], None], before: Callable[[], None] = lambda: None
 ) -> Callable[[], None]:
-    """Have each `training_step` observed until the function returned here is called.
+    """Have each `training_step` of training observed until the function returned here is called.
 
     The method is wrapped on the instance, because no hook sees its output before the backward pass, nor the loss before
-    Lightning divides it. Several may observe, and are released in any order.
+    Lightning divides it. Several may observe, and are released in any order. Where a `validation_step`
+    calls it, nothing is observed.
 
     Args:
         after: called with its output and its batch.
@@ -76,7 +79,7 @@ def observe_steps(
     """
     module: Any = pl_module
     own, observer = vars(pl_module).get("training_step"), (before, after)
-    step = own if own is not None and hasattr(own, "observers") else _observed(pl_module.training_step, own)
+    step = own if own is not None and hasattr(own, "observers") else _observed(pl_module, own)
     module.training_step = step
     step.observers.append(observer)
 
@@ -91,16 +94,19 @@ def observe_steps(
     return release
 
 
-def _observed(original: Callable[..., Any], own: Any) -> Any:
+def _observed(pl_module: pl.LightningModule, own: Any) -> Any:
     """A `training_step` that calls its observers; `own` is the one that the instance had."""
+    original = pl_module.training_step
     observers: list[tuple[Callable[[], None], Callable[[Any, Any], None]]] = []
 
     @wraps(original)
     def training_step(*args: Any, **kwargs: Any) -> Any:
-        for before, _ in observers:
+        trainer = attached_trainer(pl_module)
+        observing = observers if trainer is None or trainer.training else []
+        for before, _ in observing:
             before()
         output = original(*args, **kwargs)
-        for _, after in observers:
+        for _, after in observing:
             after(output, args[0] if args else next(iter(kwargs.values())))
         return output
 

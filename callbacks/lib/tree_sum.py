@@ -37,12 +37,10 @@ def tree_nodes(first: int, stop: int, count: int) -> list[Node]:
         >>> tree_nodes(2, 5, count=5)
         [(2, 4), (4, 5)]
     """
-    nodes: list[Node] = []
+    total = TreeSum(count, join=lambda *_: None)
     for number in range(first, stop):
-        nodes.append((number, number + 1))
-        while len(nodes) > 1 and _is_node(nodes[-2][0], nodes[-1][1], count):
-            nodes[-2:] = [(nodes[-2][0], nodes[-1][1])]
-    return nodes
+        total.add((number, number + 1), [])
+    return [node for node, _ in total.nodes]
 
 
 class TreeSum:

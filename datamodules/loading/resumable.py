@@ -64,11 +64,6 @@ class ResumableLoader(ABC, Generic[Batch]):
                 f" {max(1, items // self.world_size)} or less"
             )
 
-    @property
-    def num_micro_batches(self) -> int:
-        """Of an epoch, on all ranks, at most."""
-        return self.division.updates * self.division.micro_batches
-
     def steps_in(self, items: int) -> int:
         """The steps of each rank in an update of so many items."""
         return replace(self.division, update_size=items).steps_per_update
