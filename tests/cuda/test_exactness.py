@@ -18,6 +18,7 @@ from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.cuda.conftest import Device
+from tests.end_to_end import test_equal_bits as equal_bits
 from tests.end_to_end.test_split_table import BOUNDS, EPOCHS, GLOBAL_BATCH, SGD, TASKS, by_hand, data_of, error
 from tests.support.devices import on_device, precision_on, run_on
 from tests.support.tables import Tiny, image_network, noisy_images, silence
@@ -63,6 +64,18 @@ def test_a_run_cut_into_processes_and_micro_batches_equals_plain_torch(device: D
         print(f"{name:20}{dtype!s:16}{world_size} x {micro_batches}: {gap:.0e}")
         assert gap <= BOUNDS[dtype], row
         assert all(torch.equal(rank[row][key], value) for rank in ranks for key, value in found.items()), "ranks differ"
+
+
+def _hashes(device: str, world_size: int) -> dict[equal_bits.Row, str]:
+    silence()
+    options = on_device(device, world_size) | {"deterministic": "warn"}
+    return {row: equal_bits.train(row, world_size, on=options) for row in equal_bits.FEW}
+
+
+def test_one_and_two_processes_have_one_hash(device: Device) -> None:
+    alone, *shared = [found for size in (1, 2) for found in run_on(device, _hashes, size, device, size)]
+    print("\n".join(f"{row}: {found}" for row, found in alone.items()))
+    assert shared == [alone, alone]
 
 
 def _adamw(parameters: Any) -> dict[str, Any]:

@@ -6,12 +6,12 @@ it are the hashes of stock Lightning, which gives another one for each number of
 
 The tasks have what depends on a split elsewhere: BatchNorm, a user's `F.dropout` and `torch.randn`, layers that
 unfreeze, a moving average with BatchNorm statistics of its own, clipping, warm-up, parameters that some micro-batches
-do not use, sentences of unequal length, and an update whose last micro-batch is short.
+do not use, sentences of unequal length, a fused optimiser, and an update whose last micro-batch is short.
 """
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +67,7 @@ class Images(pl.LightningModule):
         inputs, targets = batch
         logits = self(F.dropout(inputs, 0.1) + 0.1 * torch.randn_like(inputs))
         if len(targets) and int(targets[0]) % 2:
-            logits = logits + self.sometimes(torch.ones(1))
+            logits = logits + self.sometimes(inputs.new_ones(1))
         loss = loss_of(logits, targets, reduction="sum") / max(len(targets), 1)
         return {"loss": loss, "count": len(targets), "correct": (logits.argmax(1) == targets).sum()}
 
@@ -93,7 +93,7 @@ class Sentences(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.02)
+        return torch.optim.AdamW(self.parameters(), lr=0.02, fused=True)
 
 
 class Stop(pl.Callback):
@@ -108,15 +108,22 @@ def sha256(module: nn.Module) -> str:
     """Of all weights and buffers."""
     digest = hashlib.sha256()
     for name, tensor in module.state_dict().items():
-        digest.update(name.encode() + tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(name.encode() + tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
-def train(row: Row, world_size: int, *more: pl.Callback, ours: bool = True, ckpt_path: Path | None = None) -> str:
-    """A run of a row: the hash of its end, and what it has logged."""
-    options: dict[str, Any] = on_ranks(world_size)
+def train(
+    row: Row,
+    world_size: int,
+    *more: pl.Callback,
+    ours: bool = True,
+    ckpt_path: Path | None = None,
+    on: Mapping[str, Any] | None = None,
+) -> str:
+    """A run of a row: the hash of its end, and what it has logged; `on` are the Trainer's arguments for a device."""
+    options: dict[str, Any] = QUIET | {"enable_progress_bar": False} | on_ranks(world_size) | dict(on or {})
     if world_size > 1:
-        options["strategy"] = DDPStrategy(find_unused_parameters=True)
+        options["strategy"] = DDPStrategy(find_unused_parameters=True, process_group_backend="gloo")
     size = UPDATES[row.micro_batches]
     callbacks: list[pl.Callback] = [SeedControl(1)]
     if ours:
@@ -130,11 +137,9 @@ def train(row: Row, world_size: int, *more: pl.Callback, ours: bool = True, ckpt
         max_epochs=EPOCHS,
         precision=row.precision,
         gradient_clip_val=0.5,
-        enable_progress_bar=False,
         enable_checkpointing=any(isinstance(callback, ExactCheckpoint) for callback in more),
         callbacks=[*callbacks, *more],
         **options,
-        **QUIET,
     )
     inputs, targets = noisy_images(SAMPLES) if row.task == "images" else sentences(SAMPLES)
     inputs = inputs.float() if inputs.is_floating_point() else inputs
