@@ -271,7 +271,8 @@ class _Workers:
         processes = batches._workers if batches is not None else []
         dead = [worker for worker, process in enumerate(processes) if not process.is_alive()]
         if not dead:
-            return error
+            # A worker that lives and has no file descriptor left for its tensors closes the connection.
+            return OSError(errno.EMFILE, os.strerror(errno.EMFILE)) if isinstance(error, EOFError) else error
         worker = number % self.num_workers if number % self.num_workers in dead else dead[0]
         code = processes[worker].exitcode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
