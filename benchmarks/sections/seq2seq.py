@@ -35,7 +35,7 @@ from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
 from recipes.launch.precision import resolve_precision
 from recipes.seq2seq.recipe import Seq2SeqTranslator
-from recipes.text_scores import token_scores
+from recipes.seq2seq.scores import token_scores
 
 __all__ = ["run"]
 

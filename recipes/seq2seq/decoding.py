@@ -4,16 +4,20 @@ Rows are hypotheses, of all sentences together. A hypothesis that ends with EOS 
 so that the work shrinks as hypotheses end, and a sentence whose last hypothesis has ended takes no more work.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from datamodules.translation.text import EOS, PAD, SOS, UNK
+from datamodules.translation.loaders import batches_within_memory
+from datamodules.translation.subwords import AnyVocabulary
+from datamodules.translation.text import EOS, PAD, SOS, UNK, Normalisation, normalise_lines
 from recipes.seq2seq.network import AnyNetwork
 
-__all__ = ["Translations", "attention_weights", "beam_search", "length_limits", "length_penalty"]
+__all__ = ["Translations", "attention_weights", "beam_search", "length_limits", "length_penalty", "translate_lines"]
 
+_SENTENCES_AT_ONCE = 256
 
 NEVER = PAD, SOS, UNK
 """Tokens that no translation has."""
@@ -165,3 +169,31 @@ def attention_weights(network: AnyNetwork, source: Tensor, lengths: Tensor, toke
         _, state, step_weights = network.step(column, state, encoded)
         weights.append(step_weights)
     return torch.stack(weights, 1)
+
+
+def translate_lines(
+    search: Callable[[Tensor], Tensor],
+    device: torch.device,
+    vocabularies: tuple[AnyVocabulary, AnyVocabulary],
+    normalisation: Normalisation,
+    sentences: Sequence[str],
+) -> list[str]:
+    """The translations of sentences as they are written; that of one without a word is empty.
+
+    Args:
+        search: finds the tokens of translations, of shape (batch, time), for sources of shape (batch, source).
+        device: of the sources.
+        vocabularies: of the source and of the target.
+    """
+    source, target = vocabularies
+    lines = normalise_lines([sentence.replace("\n", " ") for sentence in sentences], normalisation)
+    translations = [""] * len(lines)
+    by_length = sorted((i for i, line in enumerate(lines) if line), key=lambda i: lines[i].count(" "))
+    rows = [torch.tensor(source.encode(lines[i])) for i in by_length]
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    for places in batches_within_memory(lengths, _SENTENCES_AT_ONCE):
+        chosen = [rows[place] for place in places]
+        padded = nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=PAD)
+        for place, tokens in zip(places.tolist(), search(padded.to(device)).tolist(), strict=True):
+            translations[by_length[place]] = target.decode(tokens)
+    return translations

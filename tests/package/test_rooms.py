@@ -43,7 +43,6 @@ MAY_IMPORT = {
     "recipes.curves": "",
     "recipes.schedules": f"{_CALLBACKS} recipes.curves",
     "recipes.graphs": "",
-    "recipes.text_scores": "datamodules.errors",
     "recipes.compilation": "datamodules.errors",
     "recipes.dropout": "datamodules.loading",
     "recipes.recipe": f"{_CALLBACKS} datamodules.loading recipes.compilation recipes.graphs "
@@ -63,7 +62,7 @@ MAY_IMPORT = {
     "recipes.resume recipes.version recipes.weights",
     "recipes.NAME": f"{_CALLBACKS} callbacks.drawing datamodules.NAME datamodules.images datamodules.loading "
     "datamodules.mnist datamodules.translation recipes.classification recipes.dropout recipes.graphs recipes.optim "
-    "recipes.parameter_groups recipes.pretrained recipes.recipe recipes.text_scores recipes.weights",
+    "recipes.parameter_groups recipes.pretrained recipes.recipe recipes.schedules recipes.weights",
     "recipes.NAME.__main__": "datamodules recipes recipes.cli",
 }
 """``callbacks.*`` are the modules beside the rooms, which may import each other; ``recipes.NAME`` is a recipe, and
