@@ -18,8 +18,8 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from callbacks.lib.exact_sums import DIGITS, from_whole_numbers, to_whole_numbers
+from callbacks.lib.hooks import datamodule_of
 from callbacks.lib.lightning_internals import attached_trainer
-from callbacks.lib.trainer_attributes import datamodule_of
 from callbacks.train_loss import TrainLoss
 from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError

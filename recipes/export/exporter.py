@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from callbacks.checkpointing.plain_loading import load_plain
-from callbacks.lib.whole_files import whole_or_nothing
+from callbacks.lib.writing import whole_or_nothing
 from datamodules.errors import UserError
 from recipes.export.graph_files import write_graph
 from recipes.export.weight_files import check_weights, write_weights
