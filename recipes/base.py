@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.lib.lightning_internals import attached_trainer
-from callbacks.lib.trainer_attributes import datamodule_of
+from callbacks.lib.hooks import datamodule_of
 from callbacks.train_loss import TrainLoss
 from datamodules.contract import Free, Rare
 from datamodules.ranges import RATE, Range, check_ranges

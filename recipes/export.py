@@ -1,4 +1,4 @@
-"""Export of a checkpoint's network for other programs; each file is compared with the network before it gets its name."""
+"""Export of a checkpoint's network; each file is compared with the network before it gets its name."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from callbacks.checkpointing.plain_loading import load_plain
-from callbacks.lib.whole_files import whole_or_nothing
+from callbacks.lib.writing import whole_or_nothing
 from datamodules.contract import OneCall, marked_parameters
 from datamodules.errors import UserError
 from datamodules.loading.normalise import Normalise

@@ -33,6 +33,7 @@ from callbacks.checkpointing.stopping_points import (
     validation_is_next,
 )
 from callbacks.lib.exchange import broadcast, gather
+from callbacks.lib.hooks import callbacks_of, refuse_dataloader_iter, set_callbacks
 from callbacks.lib.lightning_internals import (
     PlateauSteps,
     continue_epoch_sums,
@@ -45,8 +46,6 @@ from callbacks.lib.lightning_internals import (
     saves_within_epochs,
     validation_scores,
 )
-from callbacks.lib.micro_batches import refuse_dataloader_iter
-from callbacks.lib.trainer_attributes import callbacks_of, set_callbacks
 from datamodules.errors import UserError
 
 __all__ = ["ExactCheckpoint"]

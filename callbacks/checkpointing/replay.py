@@ -29,8 +29,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.lightning_internals import iterate_anew, restart_training_loaders, unused_loader_states
-from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader
 

@@ -23,11 +23,11 @@ from callbacks.checkpointing.guard import CheckpointGuard
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.drawing.evaluation_samples import EvaluationSamples
-from callbacks.lib.best_effort import best_effort, forget_failures
+from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.lightning_internals import raised_by_restoring
 from callbacks.lib.signals import SIGNALS, Preempted
 from callbacks.lib.slurm_job import is_batch_job, requeue_on
-from callbacks.lib.trainer_attributes import callbacks_of
+from callbacks.lib.writing import best_effort, forget_failures
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError, is_out_of_memory
 from recipes.base import Recipe

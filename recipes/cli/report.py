@@ -13,8 +13,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from callbacks.lib.best_effort import best_effort, unsaved
-from callbacks.lib.memory import peak_memory
+from callbacks.lib.writing import best_effort, unsaved
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from recipes.base import Recipe
@@ -25,7 +24,7 @@ from recipes.launch.settings import Command
 from recipes.results.html_report import REPORT, write_report
 from recipes.results.origin import hardware, versions
 from recipes.results.results_file import RESULTS, Best, Results, write_results
-from recipes.results.stopwatch import Stopwatch, count_parameters, loader_sizes
+from recipes.results.stopwatch import Stopwatch, count_parameters, loader_sizes, peak_memory
 from recipes.results.texts import memory_text
 from recipes.resume.saved_run import read_run
 from recipes.tables import Table

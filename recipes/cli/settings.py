@@ -12,11 +12,10 @@ from callbacks.checkpointing.guard import LastCheckpoint
 from callbacks.finite_weights import FiniteWeights
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lean_loop import LeanLoop
-from callbacks.lib.batch_norm import check_batchnorm
 from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.seed_control import SeedControl
-from callbacks.sync_bn import SyncBN
+from callbacks.sync_bn import SyncBN, check_batchnorm
 from callbacks.training_monitor import TrainingMonitor
 from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from callbacks.checkpointing.weights_hash import weights_hash
-from callbacks.lib.best_effort import best_effort
+from callbacks.lib.writing import best_effort
 from recipes.launch.rank_zero import rank_zero_print
 from recipes.results.origin import differences, environment
 from recipes.results.weights_record import Save, Start, WeightsRecord
