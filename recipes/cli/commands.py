@@ -19,9 +19,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from callbacks.checkpointing.guard import CheckpointGuard
 from callbacks.checkpointing.plain_loading import load_plain
-from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
+from callbacks.checkpointing.verified_io import CheckpointGuard, VerifiedCheckpointIO
 from callbacks.drawing.evaluation_samples import EvaluationSamples
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.lightning_internals import raised_by_restoring
