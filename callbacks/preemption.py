@@ -22,12 +22,11 @@ from callbacks.checkpointing.stopping_points import (
     update_is_whole,
     validation_is_next,
 )
-from callbacks.lib.consensus import FlagAllReduce
+from callbacks.lib.exchange import FlagAllReduce
+from callbacks.lib.hooks import refuse_dataloader_iter, surround_callbacks
 from callbacks.lib.lightning_internals import collective_timeout, keep_signal_handlers
-from callbacks.lib.micro_batches import refuse_dataloader_iter
 from callbacks.lib.signals import SIGNALS, Preempted, SignalFlag, name_of
 from callbacks.lib.slurm_job import requeue_on
-from callbacks.lib.trainer_attributes import surround_callbacks
 
 __all__ = ["Preemption"]
 

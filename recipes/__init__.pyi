@@ -1,11 +1,12 @@
-from .classification import Classifier as Classifier
+from .base import Recipe as Recipe
+from .base import RecipeParameters as RecipeParameters
+from .classifier import Classifier as Classifier
 from .cli.command_line import run as run
 from .cli.fitting import Fitted as Fitted
 from .cli.fitting import fit as fit
 from .mnist.recipe import MNISTClassifier as MNISTClassifier
-from .recipe import MeanOverTargets as MeanOverTargets
-from .recipe import Recipe as Recipe
-from .recipe import RecipeParameters as RecipeParameters
+from .prediction import predict as predict
 from .resnet.recipe import ResNetFineTuner as ResNetFineTuner
+from .scores import MeanOverTargets as MeanOverTargets
 from .seq2seq.recipe import Seq2SeqTranslator as Seq2SeqTranslator
 from .version import __version__ as __version__

@@ -22,7 +22,7 @@ from benchmarks.gpu import Workload, images, mnist, translator
 from benchmarks.harness.measurements import Column, Goal, Options, Progress, Section, Spread, pin_threads
 from benchmarks.sections import scaling
 from callbacks import GradientSum, OrderedStatistics
-from callbacks.lib.tree_sum import tree_nodes
+from callbacks.lib.exact_sums import tree_nodes
 from datamodules.loading.sampling import range_of_rank
 from recipes import ResNetFineTuner
 from recipes.launch.precision import resolve_precision

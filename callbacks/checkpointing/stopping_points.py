@@ -15,8 +15,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
 from callbacks.lib.exchange import broadcast
+from callbacks.lib.hooks import callbacks_of, is_fast_dev_run
 from callbacks.lib.lightning_internals import hold_to_updates, save_last, uncount_update, validation_time_is_over
-from callbacks.lib.trainer_attributes import callbacks_of, is_fast_dev_run
 from callbacks.lib.updates import may_hold_gradients
 
 __all__ = [

@@ -9,7 +9,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import GradientAccumulation, SeedControl, SyncBN, WarmupLR
-from callbacks.lib.idle_hooks import drop_idle_hooks
+from callbacks.lib.hooks import drop_idle_hooks
 from tests.support.tables import QUIET, Tiny, image_network, noisy_images
 
 OF_A_STEP = {

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from callbacks.lib.best_effort import best_effort, forget_failures, skipping_failures, unsaved
+from callbacks.lib.writing import best_effort, forget_failures, skipping_failures, unsaved
 
 
 @pytest.fixture(autouse=True)

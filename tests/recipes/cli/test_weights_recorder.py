@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from callbacks.checkpointing.weights_hash import weights_hash
+from recipes.cli.weights_recorder import weights_hash
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64])

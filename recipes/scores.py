@@ -1,9 +1,7 @@
-"""What is known of a classifier after one pass over a set: scores, a row for each class, and the mistakes.
+"""Scores of one pass over a set.
 
 All but the loss come from integer counts, so they are the same on any number of ranks to the last digit.
 """
-
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,21 +9,47 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from recipes.recipe import MeanOverTargets, Table
+from callbacks.lib.exact_sums import DIGITS, from_whole_numbers, to_whole_numbers
 
-__all__ = [
-    "ClassificationScores",
-    "ScoredSamples",
-    "calibration_error",
-    "class_table",
-    "macro_f1",
-    "mistakes_table",
-]
+__all__ = ["ClassificationScores", "MeanOverTargets", "calibration_error", "macro_f1"]
 
 _BINS = 15
 # What float32 holds below 1. A sum of integers is the same in any order, and 2^39 samples fit.
 _FIXED_POINT = 2**24
 _MOST_CLASSES_LOGGED = 25
+
+
+class MeanOverTargets(Metric):
+    """The mean over all targets of all batches and ranks, equal to the bit on any number of ranks and in any order.
+
+    A batch's sum counts as whole numbers, whose sums are exact; see `callbacks.lib.exact_sums`. So batches have to be
+    the same on any number of ranks. The mean is NaN where a batch's sum was not finite.
+    """
+
+    full_state_update = False
+    total: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(DIGITS, dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros(1, dtype=torch.int64), dist_reduce_fx="sum")
+
+    @override
+    def update(self, total: Tensor, count: int | Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            total: the sum over the batch's targets, a scalar.
+            count: how many targets it has.
+        """
+        self.total += to_whole_numbers(total)
+        self.count += count
+
+    @override
+    def compute(self) -> Tensor:
+        *total, count = torch.cat((self.total, self.count)).tolist()
+        return torch.tensor(from_whole_numbers(total) / max(1, count), device=self.device)
 
 
 def macro_f1(confusion: Tensor) -> Tensor:
@@ -134,78 +158,3 @@ class ClassificationScores(torch.nn.Module):
         """Forget all batches."""
         self.loss.reset()
         self.counts.reset()
-
-
-class ScoredSamples:
-    """The true and the predicted class of each sample of this rank, and their probabilities."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def update(self, logits: Tensor, targets: Tensor) -> None:
-        """Add a batch, as `ClassificationScores` does."""
-        probabilities = logits.float().softmax(1)
-        probability, predicted = probabilities.max(1)
-        of_target = probabilities.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
-        # One tensor a batch; float32 holds the number of any class.
-        self._batches.append(torch.stack((targets.float(), predicted.float(), probability, of_target), 1))
-
-    def reset(self) -> None:
-        """Forget all batches."""
-        self._batches: list[Tensor] = []
-
-    def mistakes(self, numbers: Tensor) -> Tensor | None:
-        """Number, true and predicted class and their probabilities of each mistake, float64 of shape (m, 5).
-
-        Args:
-            numbers: of the samples in their order, int64 of shape (n,) or longer; None is returned for fewer.
-        """
-        found = torch.cat(self._batches).cpu().double() if self._batches else torch.empty(0, 4).double()
-        if len(numbers) < len(found):
-            return None
-        wrong = (found[:, 0] >= 0) & (found[:, 0] != found[:, 1])
-        return torch.cat((numbers[: len(found), None].double(), found), 1)[wrong].nan_to_num(0.0)
-
-
-def mistakes_table(mistakes: Tensor, class_names: Sequence[str], sample_names: Sequence[str] = ()) -> Table:
-    """A row for each mistake, the most confident first.
-
-    Args:
-        mistakes: those of all ranks, as `ScoredSamples.mistakes` gives them.
-        sample_names: of the samples by their numbers; by default the numbers stand for themselves.
-
-    Example:
-        >>> table = mistakes_table(torch.tensor([[7.0, 0.0, 1.0, 0.75, 0.25]]), ["cat", "dog"])
-        >>> list(table.rows[0].values())
-        [7, 'cat', 'dog', 0.75, 0.25]
-    """
-    columns = ("file" if sample_names else "sample", "true", "predicted", "probability_predicted", "probability_true")
-    order = sorted(mistakes.tolist(), key=lambda row: (-row[3], row[0]))
-    rows = []
-    for number, *classes, predicted, true in order:
-        name = sample_names[int(number)] if sample_names else int(number)
-        rows.append((name, *(class_names[int(index)] for index in classes), round(predicted, 6), round(true, 6)))
-    return Table(columns, [dict(zip(columns, row, strict=True)) for row in rows])
-
-
-def class_table(confusion: Tensor, class_names: Sequence[str]) -> Table:
-    """A row for each class: samples, precision, recall, F1, and which other class its samples are taken for most often.
-
-    What is not defined is None: the recall of a class without samples, the precision of one that is never predicted.
-
-    Args:
-        confusion: counts of shape (classes, classes): true class by predicted class.
-
-    Example:
-        >>> class_table(torch.tensor([[3, 1], [0, 2]]), ["cat", "dog"]).rows[0]
-        {'class': 'cat', 'samples': 4, 'precision': 1.0, 'recall': 0.75, 'f1': 0.857143, 'taken_for': 'dog', 'times': 1}
-    """
-    columns = ("class", "samples", "precision", "recall", "f1", "taken_for", "times")
-    counts = [part.tolist() for part in (confusion.diagonal(), confusion.sum(1), confusion.sum(0))]
-    times, other = (confusion - confusion.diagonal().diag()).max(1)
-    rows = []
-    for name, right, samples, predicted, most, taken in zip(class_names, *counts, times.tolist(), other.tolist()):
-        shares = ((right, predicted), (right, samples), (2 * right, samples + predicted))
-        scores = (round(part / whole, 6) if whole else None for part, whole in shares)
-        rows.append((name, samples, *scores, class_names[taken] if most else None, most))
-    return Table(columns, [dict(zip(columns, row, strict=True)) for row in rows])

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from callbacks import sync_batchnorm
+from callbacks.lib.batch_norm import OrderedStatistics
 from callbacks.lib.gradient_sum import GradientSum
-from callbacks.lib.running_statistics import OrderedStatistics
 
 
 def micro_batches(count: int) -> list[Tensor]:
