@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from recipes.parameter_groups import parameter_groups
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -27,7 +28,6 @@ from datamodules.loading.sampling import range_of_rank
 from recipes import ResNetFineTuner
 from recipes.launch.precision import resolve_precision
 from recipes.optim import build_optimizer
-from recipes.parameter_groups import parameter_groups
 
 __all__ = ["bytes_sent", "run"]
 

@@ -2,9 +2,11 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import lightning.pytorch as pl
 from torch import Tensor
+from typing_extensions import override
 
 from datamodules.errors import UserError
 from datamodules.ranges import COUNT, SHARE, SIZE, Range, check_ranges
@@ -13,12 +15,12 @@ from datamodules.translation.text import Normalisation
 from recipes.seq2seq.transformer import TransformerNet
 
 __all__ = [
+    "CheckVocabularies",
     "SentenceData",
     "Vocabularies",
     "VocabularyData",
     "check_network",
-    "check_translation",
-    "check_vocabularies",
+    "check_numbers",
     "known",
 ]
 
@@ -85,7 +87,7 @@ def check_network(
     )
 
 
-def check_translation(
+def check_numbers(
     source_vocab_size: int | None,
     target_vocab_size: int | None,
     label_smoothing: float,
@@ -113,20 +115,28 @@ def check_translation(
     )
 
 
-def check_vocabularies(vocabularies: Vocabularies | None, sizes: tuple[int, int]) -> None:
-    """Refuse vocabularies of other sizes than the network's; None fits.
+class CheckVocabularies(pl.Callback):
+    """Refuses data whose vocabularies have other sizes than the network's.
+
+    Runs on: the start of a fit, of a validation and of a test.
 
     Raises:
         UserError: says what to pass.
     """
-    if vocabularies is None:
-        return
-    for vocabulary, size, side in zip(vocabularies, sizes, ("source", "target"), strict=True):
-        if len(vocabulary) != size:
-            raise UserError(
-                f"the network has {size:,} {side} tokens, and the data has {len(vocabulary):,}; pass the data and "
-                f"the settings that it was trained with, or {side}_vocab_size={len(vocabulary)} for a new network"
-            )
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if pl_module.vocabularies is None:
+            return
+        sizes = pl_module.hparams.source_vocab_size, pl_module.hparams.target_vocab_size
+        for vocabulary, size, side in zip(pl_module.vocabularies, sizes, ("source", "target"), strict=True):
+            if len(vocabulary) != size:
+                raise UserError(
+                    f"the network has {size:,} {side} tokens, and the data has {len(vocabulary):,}; pass the data and "
+                    f"the settings that it was trained with, or {side}_vocab_size={len(vocabulary)} for a new network"
+                )
+
+    on_validation_start = on_test_start = on_fit_start
 
 
 def known(vocabularies: Vocabularies | None) -> Vocabularies:

@@ -5,17 +5,26 @@ so that the work shrinks as hypotheses end, and a sentence whose last hypothesis
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from datamodules.translation.loaders import batches_within_memory
-from datamodules.translation.subwords import AnyVocabulary
-from datamodules.translation.text import EOS, PAD, SOS, UNK, Normalisation, normalise_lines
+from datamodules.translation.packed_sentences import TranslationBatch
+from datamodules.translation.text import EOS, PAD, SOS, SPECIAL_TOKENS, UNK, Normalisation, normalise_lines
+from recipes.seq2seq.checks import SentenceData, Vocabularies
 from recipes.seq2seq.network import AnyNetwork
 
-__all__ = ["Translations", "attention_weights", "beam_search", "length_limits", "length_penalty", "translate_lines"]
+__all__ = [
+    "Translations",
+    "attention_weights",
+    "beam_search",
+    "length_limits",
+    "length_penalty",
+    "sentences_of",
+    "translate_lines",
+]
 
 _SENTENCES_AT_ONCE = 256
 
@@ -174,7 +183,7 @@ def attention_weights(network: AnyNetwork, source: Tensor, lengths: Tensor, toke
 def translate_lines(
     search: Callable[[Tensor], Tensor],
     device: torch.device,
-    vocabularies: tuple[AnyVocabulary, AnyVocabulary],
+    vocabularies: Vocabularies,
     normalisation: Normalisation,
     sentences: Sequence[str],
 ) -> list[str]:
@@ -183,7 +192,6 @@ def translate_lines(
     Args:
         search: finds the tokens of translations, of shape (batch, time), for sources of shape (batch, source).
         device: of the sources.
-        vocabularies: of the source and of the target.
     """
     source, target = vocabularies
     lines = normalise_lines([sentence.replace("\n", " ") for sentence in sentences], normalisation)
@@ -197,3 +205,13 @@ def translate_lines(
         for place, tokens in zip(places.tolist(), search(padded.to(device)).tolist(), strict=True):
             translations[by_length[place]] = target.decode(tokens)
     return translations
+
+
+def sentences_of(batch: TranslationBatch, vocabularies: Vocabularies, data: Any) -> tuple[list[str], list[str]]:
+    """The sources and the references of a batch as text, with unknown words where the data module has them."""
+    if batch.numbers is not None and isinstance(data, SentenceData):
+        return data.source_sentences(batch.numbers), data.target_sentences(batch.numbers)
+    sides = zip(vocabularies, (batch.source, batch.target), strict=True)
+    sources, references = ([vocabulary.decode(row) for row in side.tolist()] for vocabulary, side in sides)
+    # No translation matches a word outside the vocabulary, not even one with <unk>.
+    return sources, [text.replace(SPECIAL_TOKENS[UNK], "\ufffd") for text in references]

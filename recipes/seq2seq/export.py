@@ -4,6 +4,7 @@ The search between the steps is a loop of the program that runs them; `onnx_tran
 """
 
 import base64
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from recipes.graphs import Graph, GraphInput
 from recipes.seq2seq.checks import Vocabularies
 from recipes.seq2seq.network import AnyNetwork, DecoderState, Encoded
 
-__all__ = ["translation_graphs", "vocabulary_metadata"]
+__all__ = ["translation_graphs", "translation_script", "vocabulary_metadata"]
 
 
 class _Encoder(nn.Module):
@@ -97,3 +98,8 @@ def vocabulary_metadata(vocabularies: Vocabularies) -> dict[str, Any]:
         if isinstance(vocabulary, SubwordVocabulary):
             metadata[f"{side}_subwords"] = base64.b64encode(vocabulary.model).decode()
     return metadata
+
+
+def translation_script() -> str:
+    """A program that translates with the graphs and the metadata, which needs onnxruntime and numpy only."""
+    return Path(__file__).with_name("onnx_translate.py").read_text(encoding="utf-8")

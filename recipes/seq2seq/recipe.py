@@ -1,52 +1,57 @@
 """The translation recipe: cross-entropy on target tokens, translation by beam search, BLEU and chrF."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
 
 from callbacks.drawing.translation_samples import TranslationSamples
-from datamodules.contract import data_contract
+from datamodules.contract import Free, data_contract
 from datamodules.loading.randomness import uniform
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.subwords import SubwordVocabulary, vocabulary_from_state
-from datamodules.translation.text import PAD, SPECIAL_TOKENS, UNK, Normalisation
+from datamodules.translation.text import PAD, Normalisation
+from recipes.base import Recipe
 from recipes.graphs import Graph
-from recipes.recipe import Recipe, Table
-from recipes.schedules import ScheduleName
-from recipes.seq2seq.checks import (
-    SentenceData,
-    Vocabularies,
-    VocabularyData,
-    check_network,
-    check_translation,
-    check_vocabularies,
-    known,
-)
-from recipes.seq2seq.decoding import Translations, attention_weights, beam_search, translate_lines
-from recipes.seq2seq.export import translation_graphs, vocabulary_metadata
+from recipes.optim import build_optimizer, is_lbfgs, may_be_fused, parameter_groups
+from recipes.schedules import ScheduleName, build_schedule
+from recipes.seq2seq.checks import CheckVocabularies, Vocabularies, VocabularyData, check_network, check_numbers, known
+from recipes.seq2seq.decoding import attention_weights, beam_search, sentences_of, translate_lines
+from recipes.seq2seq.export import translation_graphs, translation_script, vocabulary_metadata
 from recipes.seq2seq.network import AnyNetwork, Seq2SeqNet, target_positions
-from recipes.seq2seq.scores import (
-    BleuTokenizer,
-    DetokenisedScores,
-    TranslationScores,
-    check_tokenizer,
-    headline,
-    tokenizer,
-)
+from recipes.seq2seq.scores import BleuTokenizer, DetokenisedScores, TranslationScores, check_tokenizer
 from recipes.seq2seq.transformer import TransformerNet
 
 __all__ = ["Seq2SeqTranslator"]
 
 NetworkName = Literal["rnn", "transformer"]
+
+
+def rate_of_run(network: str, samples: int, epochs: int) -> float:
+    """The peak learning rate where none is given: 0.001 for a Transformer, else by the length of the run.
+
+    That is 0.2 over the square root of the updates that it would make in batches of 64; 0.006 at most. Adam moves the
+    vectors of rare tokens at random, by the rate times the square root of the updates. Where that product was 0.2 to
+    0.3 on the tutorial's pairs, BLEU was best; at 0.4 and 0.5 it was 10 to 20 lower.
+
+    Args:
+        samples: the size of the training set.
+
+    Example:
+        >>> [rate_of_run("rnn", 9_724, epochs) for epochs in (1, 7, 24)]
+        [0.006, 0.006, 0.0033]
+    """
+    if network == "transformer":
+        return 0.001
+    return min(0.006, float(f"{0.2 / math.sqrt(samples * epochs / Seq2SeqTranslator.base_batch_size):.2g}"))
 
 
 class Seq2SeqTranslator(Recipe):
@@ -85,9 +90,7 @@ class Seq2SeqTranslator(Recipe):
     predict_example = '"SENTENCE"'
     targets = "tokens"
     varying_dims = 2
-    free_parameters: ClassVar[frozenset[str]] = Recipe.free_parameters | {
-        *("beam", "length_penalty", "val_sentences", "bleu_tokenize"),
-    }
+    prediction_columns: ClassVar[tuple[str, ...]] = ("sentence", "translation", "score")
     prediction_files: ClassVar[tuple[str, ...]] = (*Recipe.prediction_files, ".txt")
 
     network: AnyNetwork
@@ -103,10 +106,10 @@ class Seq2SeqTranslator(Recipe):
         source_vocab_size: int | None = None,
         target_vocab_size: int | None = None,
         label_smoothing: float = 0.1,
-        val_sentences: int = 2000,
-        beam: int = 5,
-        length_penalty: float = 0.6,
-        bleu_tokenize: BleuTokenizer = "13a",
+        val_sentences: Free[int] = 2000,
+        beam: Free[int] = 5,
+        length_penalty: Free[float] = 0.6,
+        bleu_tokenize: Free[BleuTokenizer] = "13a",
         lr: float | None = None,
         weight_decay: float = 0.0,
         optimizer: str = "adamw",
@@ -115,7 +118,7 @@ class Seq2SeqTranslator(Recipe):
     ) -> None:
         kwargs.pop("attention", None)  # Of older checkpoints.
         check_network(get_args(NetworkName), network, hidden_size, num_layers, heads, feedforward_size, dropout)
-        check_translation(source_vocab_size, target_vocab_size, label_smoothing, val_sentences, beam, length_penalty)
+        check_numbers(source_vocab_size, target_vocab_size, label_smoothing, val_sentences, beam, length_penalty)
         check_tokenizer(bleu_tokenize)
         super().__init__(lr=lr, weight_decay=weight_decay, optimizer=optimizer, schedule=schedule, **kwargs)
         self.val_scores, self.test_scores = TranslationScores(), TranslationScores()
@@ -131,8 +134,6 @@ class Seq2SeqTranslator(Recipe):
         if p.network == "rnn":
             return Seq2SeqNet(*sizes, p.num_layers or 1, p.dropout)
         return TransformerNet(*sizes, p.num_layers or 3, p.heads, p.feedforward_size, p.dropout)
-
-    # Training
 
     @override
     def training_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
@@ -152,26 +153,18 @@ class Seq2SeqTranslator(Recipe):
         """Zero that reaches every parameter: a rank without sentences takes part in the reduction of gradients."""
         return sum((p.sum() * 0 for p in self.network.parameters()), torch.zeros((), device=self.device))
 
-    @classmethod
     @override
-    def rate_of_run(cls, samples: int, epochs: int, settings: Mapping[str, Any]) -> float:
-        """0.2 over the square root of the updates that the run would make in batches of 64; 0.006 at most.
-
-        Adam moves the vectors of rare tokens at random, by the rate times the square root of the updates. Where that
-        product was 0.2 to 0.3 on the tutorial's pairs, BLEU was best; at 0.4 and 0.5 it was 10 to 20 lower. A
-        Transformer takes 0.001.
-
-        Example:
-            >>> [Seq2SeqTranslator.rate_of_run(9_724, epochs, {}) for epochs in (1, 7, 24)]
-            [0.006, 0.006, 0.0033]
-        """
-        if settings.get("network") == "transformer":
-            return 0.001
-        return min(0.006, float(f"{0.2 / math.sqrt(samples * epochs / cls.base_batch_size):.2g}"))
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        options = self.hparams
+        groups = parameter_groups(self.parameters(), options.weight_decay)
+        optimizer = build_optimizer(
+            options.optimizer, groups, options.lr, options.momentum, may_be_fused(self), options.optimizer_args
+        )
+        return build_schedule(optimizer, self)
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
-        return [*super().configure_callbacks(), TranslationSamples()]
+        return [CheckVocabularies(), *super().configure_callbacks(), TranslationSamples()]
 
     # Evaluation
 
@@ -186,14 +179,14 @@ class Seq2SeqTranslator(Recipe):
         batch = batch if chosen is None else batch.select(chosen)
         if not len(batch.source):
             return {}
-        found = self._search(batch.source, batch.source_lengths, beam)
+        found = beam_search(self.network, batch.source, batch.source_lengths, beam, alpha=self.hparams.length_penalty)
         source, target = known(self.vocabularies)
-        sources, references = self.sentences(batch)
+        sources, references = sentences_of(batch, (source, target), self.data_module())
         best = found.tokens[:, 0].tolist()
         translations = [*map(target.decode, best)]
         # Subwords are decoded to text, whose words and punctuation are not separated yet.
-        tokenise = tokenizer(self.hparams.bleu_tokenize) if isinstance(target, SubwordVocabulary) else str
-        scores.add([*map(tokenise, translations)], [*map(tokenise, references)])
+        tokenise = self.hparams.bleu_tokenize if isinstance(target, SubwordVocabulary) else None
+        scores.add(translations, references, tokenise)
 
         def attention(i: int) -> Tensor:
             one = slice(i, i + 1)
@@ -205,16 +198,6 @@ class Seq2SeqTranslator(Recipe):
 
         texts = {"sources": sources, "translations": translations, "references": references}
         return texts | {"attention": attention, "tokens": tokens}
-
-    def sentences(self, batch: TranslationBatch) -> tuple[list[str], list[str]]:
-        """The sources and the references of a batch as text, with unknown words where the data has them."""
-        data = self.data_module()
-        if batch.numbers is not None and isinstance(data, SentenceData):
-            return data.source_sentences(batch.numbers), data.target_sentences(batch.numbers)
-        sides = zip(known(self.vocabularies), (batch.source, batch.target), strict=True)
-        sources, references = ([vocabulary.decode(row) for row in side.tolist()] for vocabulary, side in sides)
-        # No translation matches a word outside the vocabulary, not even one with <unk>.
-        return sources, [text.replace(SPECIAL_TOKENS[UNK], "\ufffd") for text in references]
 
     def _log_scores(self, prefix: str, scores: TranslationScores) -> None:
         values = {f"{prefix}/{name}": value.float() for name, value in scores.compute(self.trainer.strategy).items()}
@@ -243,12 +226,7 @@ class Seq2SeqTranslator(Recipe):
     def test_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
         found = self._evaluation_step(self.test_scores, batch, self.hparams.beam)
         if found:
-            data, numbers = self.data_module(), batch.numbers
-            sources, references = found["sources"], found["references"]
-            if numbers is not None and isinstance(data, SentenceData):
-                sources, references = data.source_texts(numbers), data.target_texts(numbers)
-            places = None if numbers is None else numbers.tolist()
-            self.detokenised.add(places, sources, found["translations"], references)
+            self.detokenised.add(found, batch.numbers, self.data_module())
         return found
 
     @override
@@ -256,34 +234,28 @@ class Seq2SeqTranslator(Recipe):
         self._log_scores("test", self.test_scores)
         found = self.detokenised.compute(self.trainer.strategy, self.hparams.bleu_tokenize)
         self.log_dict({f"test/{name}": score for name, score in found.items()}, sync_dist=True, reduce_fx="max")
+        self.tables = self.detokenised.tables()
 
-    @override
     def headline(self, scores: dict[str, float]) -> dict[str, str]:
-        return headline(scores, self.hparams.beam) | self.detokenised.headline
-
-    @override
-    def result_tables(self) -> dict[str, Table]:
-        """The sources, translations and references of the last test."""
-        return self.detokenised.tables()
+        """The rows of the final table with the main scores."""
+        return self.detokenised.headline(scores, self.hparams.beam)
 
     # Translating
-
-    def _search(self, source: Tensor, lengths: Tensor, beam: int) -> Translations:
-        return beam_search(self.network, source, lengths, beam, alpha=self.hparams.length_penalty)
 
     @override
     def forward(self, source: Tensor) -> Tensor:
         """Tokens of shape (batch, time) for sources of shape (batch, source), by beam search."""
-        return self._search(source, (source != PAD).sum(1), self.hparams.beam).tokens[:, 0]
+        lengths, options = (source != PAD).sum(1), self.hparams
+        return beam_search(self.network, source, lengths, options.beam, alpha=options.length_penalty).tokens[:, 0]
 
     @override
     def predict_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
         """The sentences' numbers, and the best translation of each with its score."""
-        found = self._search(batch.source, batch.source_lengths, self.hparams.beam)
+        parts, options = (batch.source, batch.source_lengths), self.hparams
+        found = beam_search(self.network, *parts, options.beam, alpha=options.length_penalty)
         numbers = (torch.arange(len(batch.source)) if batch.numbers is None else batch.numbers).tolist()
         return {"numbers": numbers, "tokens": found.tokens[:, 0], "scores": found.scores[:, 0]}
 
-    @override
     def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
         """A row for each translation, in the order of the sentences, whatever the order of the batches.
 
@@ -291,23 +263,11 @@ class Seq2SeqTranslator(Recipe):
             names: the sentences, with words outside the vocabulary in brackets.
         """
         _, target = known(self.vocabularies)
-        columns = "sentence", "translation", "score", "note"
-        each = (
-            row for batch in outputs for row in zip(batch["numbers"], batch["tokens"], batch["scores"], strict=True)
-        )
+        each = [row for batch in outputs for row in zip(*batch.values(), strict=True)]
         return [
-            dict(zip(columns, (names[number], target.decode(tokens.tolist()), float(score), None), strict=True))
-            for number, tokens, score in sorted(each, key=itemgetter(0))
+            {"sentence": names[i], "translation": target.decode(tokens.tolist()), "score": float(score), "note": None}
+            for i, tokens, score in sorted(each, key=itemgetter(0))
         ]
-
-    @override
-    def prediction_lines(self, rows: Sequence[dict[str, Any]]) -> list[str]:
-        """The translation of each sentence, in their order; empty where there is none."""
-        return [row["translation"] or "" for row in rows]
-
-    @override
-    def no_prediction(self, name: str) -> dict[str, Any]:
-        return {"sentence": name, "translation": None, "score": None}
 
     @torch.no_grad()
     def translate(self, sentences: Sequence[str]) -> list[str]:
@@ -326,12 +286,16 @@ class Seq2SeqTranslator(Recipe):
 
     @classmethod
     @override
-    def settings_from_data(cls, data: pl.LightningDataModule) -> dict[str, Any]:
-        """The sizes of the vocabularies, where the data has them."""
-        if not isinstance(data, VocabularyData):
-            return {}
-        source, target = data.vocabularies()
-        return {"source_vocab_size": len(source), "target_vocab_size": len(target)}
+    def settings_from_data(cls, data: pl.LightningDataModule, **settings: Any) -> dict[str, Any]:
+        """The sizes of the vocabularies, where the data has them, and the rate of a run of a known length."""
+        found: dict[str, Any] = {}
+        if isinstance(data, VocabularyData):
+            source, target = data.vocabularies()
+            found = {"source_vocab_size": len(source), "target_vocab_size": len(target)}
+        samples, epochs = data_contract(data).sizes.get("train"), settings.get("max_epochs")
+        if samples and epochs and epochs > 0 and not is_lbfgs(settings.get("optimizer", "")):
+            found["lr"] = rate_of_run(settings.get("network", "rnn"), samples, epochs)
+        return found
 
     @override
     def setup(self, stage: str) -> None:
@@ -340,16 +304,6 @@ class Seq2SeqTranslator(Recipe):
         data = self.data_module()
         if (stage == "fit" or (stage != "predict" and self.vocabularies is None)) and isinstance(data, VocabularyData):
             self.vocabularies, self.normalisation = data.vocabularies(), data.normalisation
-
-    @override
-    def on_fit_start(self) -> None:
-        self._check_vocabularies()
-        super().on_fit_start()
-
-    def _check_vocabularies(self) -> None:
-        check_vocabularies(self.vocabularies, (self.hparams.source_vocab_size, self.hparams.target_vocab_size))
-
-    on_validation_start = on_test_start = _check_vocabularies
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -367,21 +321,16 @@ class Seq2SeqTranslator(Recipe):
 
     # Exports
 
-    @override
     def graphs(self) -> list[Graph]:
         """The encoder, and one step of the decoder."""
         return translation_graphs(self.network, self.hparams.source_vocab_size, self.hparams.target_vocab_size)
 
-    @override
     def export_metadata(self) -> dict[str, Any]:
-        metadata = super().export_metadata()
-        if self.vocabularies is None:
-            return metadata
-        return metadata | {"normalisation": self.normalisation, **vocabulary_metadata(self.vocabularies)}
-
-    @override
-    def export_files(self) -> dict[str, str]:
-        """A script that translates, which needs onnxruntime and numpy only."""
+        """The vocabularies and the normalisation, where they are known."""
         if self.vocabularies is None:
             return {}
-        return {"translate.py": Path(__file__).with_name("onnx_translate.py").read_text(encoding="utf-8")}
+        return {"normalisation": self.normalisation, **vocabulary_metadata(self.vocabularies)}
+
+    def export_files(self) -> dict[str, str]:
+        """A script that translates, which needs onnxruntime and numpy only."""
+        return {} if self.vocabularies is None else {"translate.py": translation_script()}

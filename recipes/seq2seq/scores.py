@@ -4,7 +4,7 @@ sacrebleu adds integer counts of sentences, so the scores do not depend on the o
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from callbacks.lib.exchange import gather
 from datamodules.errors import UserError
-from recipes.recipe import MeanOverTargets, Table
+from recipes.scores import MeanOverTargets
+from recipes.seq2seq.checks import SentenceData
+from recipes.tables import Table
 
 __all__ = [
     "BleuTokenizer",
@@ -22,7 +24,6 @@ __all__ = [
     "StandardScore",
     "TranslationScores",
     "check_tokenizer",
-    "headline",
     "standard_scores",
     "token_scores",
     "tokenizer",
@@ -137,9 +138,10 @@ class TranslationScores(nn.Module):
         self.loss = MeanOverTargets()
         self.texts: list[tuple[str, str]] = []
 
-    def add(self, translations: Sequence[str], references: Sequence[str]) -> None:
-        """Add sentences, whose words are separated by spaces."""
-        self.texts += zip(translations, references, strict=True)
+    def add(self, translations: Sequence[str], references: Sequence[str], tokenize: str | None = None) -> None:
+        """Add sentences whose words are separated by spaces, or by the tokeniser of this name."""
+        split = tokenizer(tokenize) if tokenize else str
+        self.texts += zip(map(split, translations), map(split, references), strict=True)
 
     def compute(self, strategy: Strategy) -> dict[str, Tensor]:
         """All scores by name, from the sentences of all ranks."""
@@ -164,25 +166,28 @@ class DetokenisedScores:
     def reset(self) -> None:
         """Forget all sentences."""
         self.sentences: list[tuple[int, str, str, str]] = []
-        self.headline: dict[str, str] = {}
+        self.found: dict[str, StandardScore] = {}
 
-    def add(
-        self, numbers: Sequence[int] | None, sources: list[str], translations: list[str], references: list[str]
-    ) -> None:
-        """Add sentences as text, with their numbers in the file; None continues those before."""
-        if numbers is None:
-            numbers = range(len(self.sentences), len(self.sentences) + len(sources))
-        self.sentences += zip(numbers, sources, translations, references, strict=True)
+    def add(self, found: Mapping[str, Any], numbers: Tensor | None, data: Any) -> None:
+        """Add what a step returned: its sources, translations and references, as they were written where known.
+
+        Args:
+            numbers: of the sentences, of shape (batch,); None continues those before.
+            data: the data module.
+        """
+        sources, references, last = found["sources"], found["references"], len(self.sentences)
+        if numbers is not None and isinstance(data, SentenceData):
+            sources, references = data.source_texts(numbers), data.target_texts(numbers)
+        places = range(last, last + len(sources)) if numbers is None else numbers.tolist()
+        self.sentences += zip(places, sources, found["translations"], references, strict=True)
 
     def compute(self, strategy: Strategy, tokenize: str) -> dict[str, float]:
         """The scores by name, which every rank computes from the sentences of all of them; none without sentences."""
         self.sentences = sorted(row for rows in gather(strategy, self.sentences) for row in rows)
-        if not self.sentences:
-            return {}
-        _, _, translations, references = zip(*self.sentences, strict=True)
-        found = standard_scores(translations, references, tokenize)
-        self.headline = {f"sacrebleu {each.title}": f"{each.score:.2f} ({each.signature})" for each in found.values()}
-        return {name: each.score for name, each in found.items()}
+        if self.sentences:
+            _, _, translations, references = zip(*self.sentences, strict=True)
+            self.found = standard_scores(translations, references, tokenize)
+        return {name: each.score for name, each in self.found.items()}
 
     def tables(self) -> dict[str, Table]:
         """The sources, translations and references, in the order of the file.
@@ -199,15 +204,15 @@ class DetokenisedScores:
             "test_references.txt": Table(columns[2:], rows),
         }
 
-
-def headline(scores: dict[str, float], beam: int) -> dict[str, str]:
-    """The rows of the final table, from all logged scores."""
-    rows = {}
-    for part, how in (("val", "greedy, of tokens"), ("test", f"beam {beam}, of tokens")):
-        if f"{part}/bleu" in scores:
-            rows[f"{part} BLEU"] = f"{scores[f'{part}/bleu']:.2f} ({how})"
-    shown = {"test chrF": "test/chrf", "test perplexity": "test/perplexity"}
-    rows |= {title: f"{scores[name]:.2f}" for title, name in shown.items() if name in scores}
-    if "test/exact_match" in scores:
-        rows["test exact match"] = f"{100 * scores['test/exact_match']:.1f} %"
-    return rows
+    def headline(self, scores: Mapping[str, float], beam: int) -> dict[str, str]:
+        """The rows of the final table, from all logged scores."""
+        rows = {}
+        for part, how in (("val", "greedy, of tokens"), ("test", f"beam {beam}, of tokens")):
+            if f"{part}/bleu" in scores:
+                rows[f"{part} BLEU"] = f"{scores[f'{part}/bleu']:.2f} ({how})"
+        shown = {"test chrF": "test/chrf", "test perplexity": "test/perplexity"}
+        rows |= {title: f"{scores[name]:.2f}" for title, name in shown.items() if name in scores}
+        if "test/exact_match" in scores:
+            rows["test exact match"] = f"{100 * scores['test/exact_match']:.1f} %"
+        standard = self.found.values()
+        return rows | {f"sacrebleu {each.title}": f"{each.score:.2f} ({each.signature})" for each in standard}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from recipes.pretrained import download_weights
 from safetensors.torch import save_file
 from torch import nn
 
@@ -18,7 +19,6 @@ from callbacks.freezing import freeze_layers
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from recipes.cli.settings import RunSettings, run_callbacks
-from recipes.pretrained import download_weights
 from recipes.resnet import network as networks
 from recipes.resnet.feature_cache import head_to_train
 from recipes.resnet.layers import last_block_of, layers_of
