@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks.seed_control import SeedControl
 from datamodules import ImageFolderDataModule, MNISTDataModule, TranslationDataModule
 from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator
-from recipes.classification import Classifier
+from recipes.classifier import Classifier
 from recipes.dropout import Dropout
 from tests.rehearsal.stand_in import DeviceTensor, StandInAccelerator, Wait, stand_in_device
 from tests.support.ranks import run_ranks
