@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from datamodules.errors import RunFailedError, UserError
-from datamodules.loading.labels import IGNORED, check_form, check_labels, labels_in_memory
+from datamodules.images.labels import IGNORED, check_form, check_labels, labels_in_memory
 
 __all__ = ["LabelCheck"]
 

@@ -23,7 +23,7 @@ from callbacks.lib.trainer_attributes import datamodule_of
 from callbacks.train_loss import TrainLoss
 from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError
-from datamodules.loading.normalise import Normalise
+from datamodules.images.augmentation import Normalise
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.compilation import CompileMode, check_compile_mode, check_compiler, compile_network, restore_network
 from recipes.graphs import Graph, network_graph
@@ -388,7 +388,7 @@ class Recipe(pl.LightningModule):
 
         Args:
             inputs: what the predict command takes, and objects in memory: images as files, folders, PIL images, arrays
-                or tensors, or a list of them (`datamodules.loading.given_images`); sentences as text.
+                or tensors, or a list of them (`datamodules.images.given_images`); sentences as text.
 
         Returns:
             The rows that the command writes into its ``--output``, one or more for each input.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from benchmarks.harness.bare_trainer import bare_trainer
-from datamodules.mnist.data_module import DATASETS
+from datamodules.images.known_sets import DATASETS
 from recipes.optim import build_optimizer
 from recipes.parameter_groups import parameter_groups
 

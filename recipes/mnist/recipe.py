@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from datamodules.mnist.data_module import MNISTDataModule
+from datamodules.images.mnist import MNISTDataModule
 from recipes.classification import Classifier, ClassifierParameters
 from recipes.mnist.network import NETWORKS, NetworkName
 

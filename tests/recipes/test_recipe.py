@@ -26,8 +26,8 @@ from callbacks.lib.exact_sums import from_whole_numbers
 from callbacks.run_progress import RunProgress
 from callbacks.train_loss import TrainLoss
 from datamodules.errors import UserError
+from datamodules.images.mnist import MNISTDataModule
 from datamodules.loading.loaders import TrainLoader
-from datamodules.mnist.data_module import MNISTDataModule
 from recipes.launch.precision import resolve_precision
 from recipes.mnist import MNISTClassifier
 from recipes.optim import build_optimizer, learning_rate_scale
