@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,14 +64,7 @@ class Normalise(nn.Module):
 
 
 def affine_matrices(
-    seed: int,
-    epoch: int,
-    index: Tensor,
-    shift: float,
-    rotation: float,
-    scale: float,
-    size: int,
-    flip: bool = False,
+    seed: int, epoch: int, index: Tensor, shift: float, rotation: float, scale: float, size: int, flip: bool = False
 ) -> Tensor:
     """The map of each sample, from output to input positions, both in [-1, 1] over the image.
 
@@ -98,20 +92,9 @@ def affine_matrices(
 
 
 @lru_cache(maxsize=2)
-def _epoch_matrices(
-    seed: int,
-    epoch: int,
-    count: int,
-    shift: float,
-    rotation: float,
-    scale: float,
-    size: int,
-    flip: bool,
-    device: torch.device,
-) -> Tensor:
+def _epoch_matrices(seed: int, epoch: int, count: int, device: torch.device, *how: Any) -> Tensor:
     """The maps of a whole set, in milliseconds; for each batch, dozens of small operations would cost more."""
-    index = torch.arange(count, device=device)
-    return affine_matrices(seed, epoch, index, shift, rotation, scale, size, flip)
+    return affine_matrices(seed, epoch, torch.arange(count, device=device), *how)
 
 
 @lru_cache(maxsize=8)
@@ -172,7 +155,7 @@ class RandomAffine:
         """Warp float images of shape (batch, channels, size, size), given their sample numbers of shape (batch,)."""
         how = (self.shift, self.rotation, self.scale, images.shape[-1], self.flip)
         if self.count:
-            matrices = _epoch_matrices(self.seed, epoch, self.count, *how, images.device).index_select(0, index)
+            matrices = _epoch_matrices(self.seed, epoch, self.count, images.device, *how).index_select(0, index)
         else:
             matrices = affine_matrices(self.seed, epoch, index, *how)
         return warp(images, matrices)

@@ -25,13 +25,7 @@ from datamodules.images.augmentation import AUGMENTATIONS, BatchAugmentation, Mi
 from datamodules.images.decoding import UnreadableImage, decoders, is_small
 from datamodules.images.file_table import FileTable
 from datamodules.images.image_data import ImageDataModule, warn
-from datamodules.images.known_sets import (
-    IMAGE_SETS,
-    IMAGENET_MEAN,
-    ImageSetInfo,
-    colour_digits,
-    read_torchvision,
-)
+from datamodules.images.known_sets import IMAGE_SETS, IMAGENET_MEAN, ImageSetInfo, colour_digits, read_torchvision
 from datamodules.images.lists import find_images
 from datamodules.images.pixel_cache import PixelCache, cache_folder, make_room
 from datamodules.images.reading import (

@@ -221,9 +221,7 @@ def list_files(place: Path) -> dict[str, Path]:
 
 
 def read_lists(
-    files: dict[str, Path],
-    on_faults: Literal["error", "skip"] | None = None,
-    columns: Sequence[str] | None = None,
+    files: dict[str, Path], on_faults: Literal["error", "skip"] | None = None, columns: Sequence[str] | None = None
 ) -> ImageTree:
     """The images of lists, with what is wrong in them by line.
 

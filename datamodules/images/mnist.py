@@ -14,30 +14,22 @@ from typing_extensions import override
 
 from datamodules.contract import DataContract
 from datamodules.errors import UserError
+from datamodules.images import known_sets
 from datamodules.images.arrays import holds_own_images, images_from_arrays, read_own_images
 from datamodules.images.augmentation import RandomAffine
 from datamodules.images.file_table import FileTable
 from datamodules.images.folders import ImageTree
 from datamodules.images.image_data import ImageDataModule, warn
-from datamodules.images.known_sets import (
-    DATASETS,
-    DatasetInfo,
-    check_images_and_labels,
-    describe_missing,
-    download_files,
-    file_names,
-    find_files,
-    holds_other_files,
-    known_set,
-    load_digits,
-    read_part,
-)
 from datamodules.images.mnist_form import read_digits, read_set
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.sampling import split_indices
 from datamodules.ranges import COUNT, Range, check_ranges
 
 __all__ = ["MNISTDataModule"]
+
+_Emnist = Literal[
+    "emnist-balanced", "emnist-bymerge", "emnist-byclass", "emnist-letters", "emnist-digits", "emnist-mnist"
+]
 
 
 class MNISTDataModule(ImageDataModule):
@@ -80,21 +72,7 @@ class MNISTDataModule(ImageDataModule):
 
     def __init__(
         self,
-        dataset: Literal[
-            "auto",
-            "mnist",
-            "fashion-mnist",
-            "kmnist",
-            "qmnist",
-            "emnist-balanced",
-            "emnist-bymerge",
-            "emnist-byclass",
-            "emnist-letters",
-            "emnist-digits",
-            "emnist-mnist",
-            "digits",
-            "custom",
-        ] = "auto",
+        dataset: Literal["auto", "mnist", "fashion-mnist", "kmnist", "qmnist", _Emnist, "digits", "custom"] = "auto",
         data_dir: str | None = None,
         batch_size: int = 256,
         eval_batch_size: int = 500,
@@ -119,7 +97,7 @@ class MNISTDataModule(ImageDataModule):
             rotation=(rotation, Range(0, 180)),
             scale=(scale, Range(0, 1, below=True)),
         )
-        data_dir = self._check(dataset, DATASETS, data_dir, balance, batch_size, eval_batch_size)
+        data_dir = self._check(dataset, known_sets.DATASETS, data_dir, balance, batch_size, eval_batch_size)
         # An open number is no hyper-parameter: Lightning refuses one that differs from the network's.
         self.save_hyperparameters(ignore=["num_classes"] if num_classes is None else [])
         self._num_classes = num_classes
@@ -196,13 +174,13 @@ class MNISTDataModule(ImageDataModule):
         if self.dataset != "auto":
             return self.dataset == "custom"
         given = self.hparams.data_dir is not None
-        return given and known_set(self._folder, given) is None and holds_own_images(self._folder)
+        return given and known_sets.known_set(self._folder, given) is None and holds_own_images(self._folder)
 
     @property
     @override
-    def info(self) -> DatasetInfo:
+    def info(self) -> known_sets.DatasetInfo:
         """Names and statistics of the data set; "auto" is MNIST until `setup`, `resolve` or a checkpoint decides."""
-        info = DATASETS["mnist" if self.dataset == "auto" else self.dataset]
+        info = known_sets.DATASETS["mnist" if self.dataset == "auto" else self.dataset]
         if self.dataset != "custom" or self._own is None:
             return replace(info, classes=self._classes) if self.dataset == "custom" else info
         return replace(info, title=self._own.title or self._folder.resolve().name, classes=self._own.classes)
@@ -246,20 +224,20 @@ class MNISTDataModule(ImageDataModule):
         A failure is raised in `setup`, which every process reaches: raised here, the other processes would wait.
         """
         name, folder = "mnist" if self.dataset == "auto" else self.dataset, self._folder
-        if DATASETS[name].torchvision_name is None or self._predicts or not self.hparams.download:
+        if known_sets.DATASETS[name].torchvision_name is None or self._predicts or not self.hparams.download:
             return
-        if find_files(name, folder):
+        if known_sets.find_files(name, folder):
             return
-        if self.dataset == "auto" and self.hparams.data_dir is not None and holds_other_files(folder):
+        if self.dataset == "auto" and self.hparams.data_dir is not None and known_sets.holds_other_files(folder):
             # Only an empty folder is one to download into without being asked by dataset="mnist".
             return
         try:
-            download_files(name, folder)
+            known_sets.download_files(name, folder)
         except (UserError, OSError) as error:
             self._no_download = error
 
     def _missing(self, name: str) -> str:
-        return describe_missing(name, self._folder) + (f"; {self._no_download}" if self._no_download else "")
+        return known_sets.describe_missing(name, self._folder) + (f"; {self._no_download}" if self._no_download else "")
 
     @override
     def resolve(self) -> dict[str, Any]:
@@ -285,9 +263,11 @@ class MNISTDataModule(ImageDataModule):
         """Replace "auto", the same on every rank; rank 0 decides, since nodes may see different folders."""
         if self.dataset != "auto":
             return
-        choices, given = (*DATASETS, "none"), self.hparams.data_dir is not None
+        choices, given = (*known_sets.DATASETS, "none"), self.hparams.data_dir is not None
         # Only the default folder is replaced by other data than it holds.
-        chosen = known_set(self._folder, given) or ("custom" if self._is_own() else "none" if given else "digits")
+        chosen = known_sets.known_set(self._folder, given) or (
+            "custom" if self._is_own() else "none" if given else "digits"
+        )
         if self.trainer is not None:
             number = choices.index(chosen) if self.trainer.is_global_zero else 0
             mine = torch.tensor(number, device=self.trainer.strategy.root_device)
@@ -319,15 +299,15 @@ class MNISTDataModule(ImageDataModule):
                 first = files[row] if isinstance(files, FileTable) else f"row {row} of {source[0]}{own.source}"
                 warn(f"note: {len(blank):,} of {len(images):,} {part} images are blank, such as {first}")
         elif self.dataset == "digits":
-            images, labels = load_digits()[part]
-        elif found := read_part(self.dataset, part, self._folder):
+            images, labels = known_sets.load_digits()[part]
+        elif found := known_sets.read_part(self.dataset, part, self._folder):
             images, labels, source = found
         else:
             raise UserError(
-                f"{self._missing(self.dataset)}; pass data_dir='FOLDER' with {file_names(self.dataset)['train'][0]}"
-                "[.gz] and the other three files, or dataset='digits'"
+                f"{self._missing(self.dataset)}; pass data_dir='FOLDER' with"
+                f" {known_sets.file_names(self.dataset)['train'][0]}[.gz] and the other three files, or dataset='digits'"
             )
-        check_images_and_labels(images, labels, self.num_classes, *source)
+        known_sets.check_images_and_labels(images, labels, self.num_classes, *source)
         images, labels = images.unsqueeze(1), labels.long()
         if self._device.type != "cuda" or images.nbytes <= torch.cuda.mem_get_info(self._device)[0] // 4:
             images, labels = images.to(self._device), labels.to(self._device)

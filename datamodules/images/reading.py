@@ -54,10 +54,7 @@ class ImageFiles:
     """
 
     def __init__(
-        self,
-        files: FileTable | Sequence[str | Image.Image],
-        short_side: int,
-        cache: PixelCache | None = None,
+        self, files: FileTable | Sequence[str | Image.Image], short_side: int, cache: PixelCache | None = None
     ) -> None:
         self.files, self.short_side, self.cache = files, short_side, cache
 

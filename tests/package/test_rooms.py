@@ -20,10 +20,9 @@ MAY_IMPORT = {
     "datamodules.errors": "",
     "datamodules.contract": "datamodules.errors",
     "datamodules.ranges": "datamodules.errors",
-    "datamodules.base": f"{_DATA} datamodules.loading",
+    "datamodules.base": _DATA,
     "datamodules.loading": _DATA,
-    "datamodules.mnist": _SET,
-    "datamodules.images": f"{_SET} datamodules.mnist",
+    "datamodules.images": _SET,
     "datamodules.translation": _SET,
     "datamodules.NAME": _SET,
     "callbacks": "callbacks.lib datamodules",
@@ -37,7 +36,7 @@ MAY_IMPORT = {
     "recipes.files": "callbacks.lib",
     "recipes.weights": "datamodules.errors callbacks.checkpointing callbacks.lib",
     "recipes.pretrained": "datamodules.errors datamodules.loading recipes.weights",
-    "recipes.labels": f"{_DATA} datamodules.loading",
+    "recipes.labels": f"{_DATA} datamodules.images",
     "recipes.optim": "datamodules.errors",
     "recipes.parameter_groups": "",
     "recipes.curves": "",
@@ -46,7 +45,7 @@ MAY_IMPORT = {
     "recipes.text_scores": "datamodules.errors",
     "recipes.compilation": "datamodules.errors",
     "recipes.dropout": "datamodules.loading",
-    "recipes.recipe": f"{_CALLBACKS} datamodules.loading recipes.compilation recipes.graphs "
+    "recipes.recipe": f"{_CALLBACKS} datamodules.images recipes.compilation recipes.graphs "
     "recipes.optim recipes.parameter_groups recipes.schedules recipes.version recipes.weights",
     "recipes.tta": "datamodules.errors",
     "recipes.classification_scores": "recipes.recipe",
@@ -62,7 +61,7 @@ MAY_IMPORT = {
     "recipes.export recipes.graphs recipes.launch recipes.optim recipes.recipe recipes.results "
     "recipes.resume recipes.version recipes.weights",
     "recipes.NAME": f"{_CALLBACKS} callbacks.drawing datamodules.NAME datamodules.images datamodules.loading "
-    "datamodules.mnist datamodules.translation recipes.classification recipes.dropout recipes.graphs recipes.optim "
+    "datamodules.translation recipes.classification recipes.dropout recipes.graphs recipes.optim "
     "recipes.parameter_groups recipes.pretrained recipes.recipe recipes.text_scores recipes.weights",
     "recipes.NAME.__main__": "datamodules recipes recipes.cli",
 }
