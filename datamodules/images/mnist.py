@@ -21,7 +21,7 @@ from datamodules.images.file_table import FileTable
 from datamodules.images.folders import ImageTree
 from datamodules.images.image_data import ImageDataModule, warn
 from datamodules.images.mnist_form import read_digits, read_set
-from datamodules.loading.loaders import EvaluationLoader, TrainLoader
+from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
 from datamodules.loading.sampling import split_indices
 from datamodules.ranges import COUNT, Range, check_ranges
 
@@ -303,9 +303,10 @@ class MNISTDataModule(ImageDataModule):
         elif found := known_sets.read_part(self.dataset, part, self._folder):
             images, labels, source = found
         else:
+            first = known_sets.file_names(self.dataset)["train"][0]
             raise UserError(
-                f"{self._missing(self.dataset)}; pass data_dir='FOLDER' with"
-                f" {known_sets.file_names(self.dataset)['train'][0]}[.gz] and the other three files, or dataset='digits'"
+                f"{self._missing(self.dataset)}; pass data_dir='FOLDER' with {first}[.gz] and the other three"
+                " files, or dataset='digits'"
             )
         known_sets.check_images_and_labels(images, labels, self.num_classes, *source)
         images, labels = images.unsqueeze(1), labels.long()
@@ -339,14 +340,9 @@ class MNISTDataModule(ImageDataModule):
                 held_out = max(round(count * fraction), 1 if fraction else 0)
                 self._rows["train"], self._rows["val"] = split_indices(count, held_out, self.hparams.seed)
 
-    @override
-    def train_dataloader(self) -> TrainLoader:
-        images, labels = self._parts["train"]
-        if int(images.min()) == int(images.max()):
-            shade = f"all pixels of the train images of {self.title} are {int(images.min())} of 255"
-            raise UserError(f"{shade}; expected light digits on dark, or dark ones on light")
+    def _training_transform(self) -> Transform:
         # Repeated samples have larger numbers, whose maps are made for each batch.
-        count = 0 if self.hparams.balance == "sampling" else len(labels)
+        count = 0 if self.hparams.balance == "sampling" else len(self._parts["train"][1])
         augment = RandomAffine(self.hparams.seed, self.hparams.shift, **self._augmentation, count=count)
         normalise = self.preprocessing()
 
@@ -357,6 +353,15 @@ class MNISTDataModule(ImageDataModule):
             normalised: Tensor = normalise(images)
             return normalised
 
+        return transform
+
+    @override
+    def train_dataloader(self) -> TrainLoader:
+        images, labels = self._parts["train"]
+        if int(images.min()) == int(images.max()):
+            shade = f"all pixels of the train images of {self.title} are {int(images.min())} of 255"
+            raise UserError(f"{shade}; expected light digits on dark, or dark ones on light")
+        transform = self._training_transform()
         loader = TrainLoader(images, labels, transform=transform, device=self._device, **self._training_order())
         # A loader that is refused is not described.
         self._note_classes()
