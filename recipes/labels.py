@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
-from datamodules.loading.labels import IGNORED, check_form, check_labels, labels_in_memory
+from datamodules.images.labels import IGNORED, check_form, check_labels, labels_in_memory
 
 __all__ = ["CheckLabels", "LabelCheck", "as_classes", "count_correct", "mean_cross_entropy"]
 

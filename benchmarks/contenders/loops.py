@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from benchmarks.harness.bare_trainer import bare_trainer
-from datamodules.mnist.data_module import DATASETS
+from datamodules.images.known_sets import DATASETS
 from recipes.optim import build_optimizer, parameter_groups
 
 __all__ = ["Job", "LapClock", "Laps", "bare_loop", "fabric_loop", "gpu_search", "loop_with", "plain_loop"]

@@ -106,7 +106,7 @@ def test_images_held_out_of_your_own_files_are_named_and_those_of_a_set_numbered
     images, labels = data._parts["train"]
     expected = {}
     for row in data._rows["val"].tolist():
-        name = data._own.images["train"].names[row]
+        name = data.sample_names("train")[row]
         assert Path(name).parent.name == ("dark", "light")[labels[row]]
         if (images[row].float().mean() / 255 > 0.1307) != labels[row]:
             expected[name] = Path(name).parent.name

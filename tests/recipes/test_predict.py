@@ -14,11 +14,11 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules import ImageFolderDataModule, MNISTDataModule, TranslationDataModule, UserError
-from datamodules.images.files import load_image
+from datamodules.images.decoding import load_image
+from datamodules.images.given_images import given_images
+from datamodules.images.known_sets import load_digits
+from datamodules.images.mnist_form import grey_image
 from datamodules.loading import heic
-from datamodules.loading.given_images import given_images
-from datamodules.mnist.data_module import load_digits
-from datamodules.mnist.user_images import grey_image
 from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator, predict
 from recipes.inputs import preprocessing
 from recipes.prediction import all_rows

@@ -27,8 +27,8 @@ from callbacks.run_progress import RunProgress
 from callbacks.train_loss import TrainLoss
 from datamodules.contract import Free, OneCall, Rare, marked_parameters
 from datamodules.errors import UserError
+from datamodules.images.mnist import MNISTDataModule
 from datamodules.loading.loaders import TrainLoader
-from datamodules.mnist.data_module import MNISTDataModule
 from recipes.base import Recipe
 from recipes.launch.precision import resolve_precision
 from recipes.mnist import MNISTClassifier

@@ -15,7 +15,7 @@ from PIL import Image
 
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
-from datamodules.images.data_module import ImageFolderDataModule
+from datamodules.images.image_folder import ImageFolderDataModule
 from recipes.resnet.feature_cache import what_moves
 from recipes.resnet.network import build_network, build_resnet
 from recipes.resnet.recipe import ResNetFineTuner

@@ -131,7 +131,7 @@ MEANT = {
     "callbacks/drawing/classification_images.py:on_train_batch_start": Meant(
         _TRAINING, in_the_first_batch, "the images that are drawn"
     ),
-    "datamodules/images/data_module.py:_normalise": Meant(
+    "datamodules/images/image_folder.py:_normalise": Meant(
         _TRAINING, in_the_first_batch, "mean and deviation go to the device"
     ),
     "recipes/seq2seq/decoding.py:beam_search": Meant(_VALIDATION, in_each, "a search ends when its sentences end"),

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from datamodules.contract import DataContract, Free, OneCall
-from recipes import Recipe, run
+from recipes import run
 from tests.support.own_training import TrainedRecipe
 
 ALPHABET = "abcdefgh"
