@@ -152,14 +152,15 @@ def test_probabilities_are_labels_in_training_alone():
             trainer().validate(Linear(), loader(soft, known), verbose=False)
 
 
-class OnDevice(LabelCheck):
-    """As on a GPU, whose labels are not read in each step."""
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels are not read in each step."""
+    monkeypatch.setattr("recipes.labels.is_at_hand", lambda _: False)
 
-    at_once = False
 
-
+@pytest.mark.usefixtures("on_a_gpu")
 def test_on_a_gpu_a_wrong_label_is_ignored_until_the_device_is_waited_for():
-    check = OnDevice(CLASSES, "training")
+    check = LabelCheck(CLASSES, "training")
     check.check_batch(PARTLY)
     check.raise_found()
     for labels in (with_label(11), with_label(-7), LABELS):
@@ -175,9 +176,9 @@ def test_on_a_gpu_a_wrong_label_is_ignored_until_the_device_is_waited_for():
             check.check_batch(with_label(11))
 
 
+@pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("when", ["a checkpoint", "the epoch's end", "a score"])
-def test_what_a_gpu_has_found_ends_the_run_before(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(LabelCheck, "at_once", False)
+def test_what_a_gpu_has_found_ends_the_run_before(when: str, tmp_path: Path):
     module = Linear()
     wrong = loader(with_label(11), known=False)
     with pytest.raises(RunFailedError, match="label"):
