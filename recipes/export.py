@@ -17,7 +17,7 @@ from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.lib.writing import whole_or_nothing
 from datamodules.contract import OneCall, marked_parameters
 from datamodules.errors import UserError
-from datamodules.loading.normalise import Normalise
+from datamodules.images.augmentation import Normalise
 from recipes.base import Recipe
 from recipes.graphs import Graph, network_graph
 from recipes.inputs import preprocessing

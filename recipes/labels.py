@@ -11,9 +11,9 @@ from typing_extensions import override
 
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
-from datamodules.loading.labels import IGNORED, check_form, check_labels, labels_in_memory
+from datamodules.images.labels import IGNORED, check_form, check_labels, labels_in_memory
 
-__all__ = ["CheckLabels", "LabelCheck", "as_classes", "count_correct", "mean_cross_entropy"]
+__all__ = ["CheckLabels", "LabelCheck", "as_classes", "count_correct", "is_at_hand", "mean_cross_entropy"]
 
 _BATCHES = 50  # On a GPU, between two looks at what was found there.
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -28,13 +28,18 @@ def _is_class(labels: Tensor, num_classes: int) -> Tensor:
     return (labels >= 0) & (labels < num_classes)
 
 
+def is_at_hand(labels: Tensor) -> bool:
+    """Whether reading labels costs nothing; on a GPU it waits for all that the device has to do."""
+    return labels.device.type == "cpu"
+
+
 def as_classes(labels: Tensor, num_classes: int) -> Tensor:
     """Labels as int64, or soft as they are; on a GPU those that are no class as -100, which is left out.
 
     An index out of range is an error of torch on a CPU, and on a GPU the end of the process: `CheckLabels` names it.
     """
     labels = _as_int64(labels)
-    if labels.is_floating_point() or labels.device.type == "cpu":
+    if labels.is_floating_point() or is_at_hand(labels):
         return labels
     return labels.masked_fill(~_is_class(labels, num_classes), IGNORED)
 
@@ -63,7 +68,7 @@ def mean_cross_entropy(
     count: int | Tensor = len(labels)
     if not labels.is_floating_point() and len(labels):
         counted = (labels != IGNORED).sum()
-        count = int(counted) if labels.device.type == "cpu" else counted
+        count = int(counted) if is_at_hand(labels) else counted
     if weight is not None:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         labels = labels.to(logits) if labels.is_floating_point() else labels
@@ -90,9 +95,6 @@ class LabelCheck:
         num_classes: labels are 0 to this less one, or -100, which leaves the sample out.
         part: of the data: "training", "validation" or "test".
     """
-
-    at_once: bool | None = None
-    """Whether labels are read in each batch; by default where they are on the CPU."""
 
     def __init__(self, num_classes: int, part: str) -> None:
         self.num_classes, self.part = num_classes, part
@@ -137,7 +139,7 @@ class LabelCheck:
         check_form(labels, self.num_classes, source, soft, RunFailedError)
         if soft:
             return
-        if labels.device.type == "cpu" if self.at_once is None else self.at_once:
+        if is_at_hand(labels):
             check_labels(labels, self.num_classes, source, error=RunFailedError)
             return
         # 0 is a class, so it stands for all that are in range.

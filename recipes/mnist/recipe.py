@@ -7,7 +7,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
-from datamodules.mnist.data_module import MNISTDataModule
+from datamodules.images.mnist import MNISTDataModule
 from recipes.classifier import Classifier, ClassifierParameters
 from recipes.labels import count_correct, mean_cross_entropy
 from recipes.mnist.network import NETWORKS, NetworkName

@@ -13,8 +13,9 @@ from typing_extensions import override
 from callbacks.freezing import FreezeLayers
 from datamodules.contract import Free, data_contract
 from datamodules.errors import UserError
-from datamodules.images.augmentation import is_small, share_kept
-from datamodules.images.data_module import ImageFolderDataModule
+from datamodules.images.decoding import is_small
+from datamodules.images.image_folder import ImageFolderDataModule
+from datamodules.images.reading import share_kept
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.classifier import Classifier, ClassifierParameters
 from recipes.inputs import in_dtype_of

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from datamodules import EvaluationLoader, ImageFolderDataModule, MNISTDataModule, TrainLoader, UserError
-from datamodules.loading.labels import check_labels, labels_in_memory
+from datamodules.images.labels import check_labels, labels_in_memory
 from datamodules.loading.worker_loaders import WorkerTrainLoader
 
 INPUTS, LABELS = torch.zeros(6, 2), torch.tensor([0, 2, -100, 1, 2, 0])

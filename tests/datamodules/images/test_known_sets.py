@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from datamodules.errors import UserError
-from datamodules.mnist.idx import check_images_and_labels, read_idx
+from datamodules.images.known_sets import check_images_and_labels, read_idx
 
 
 def _idx(rows: torch.Tensor, sizes: tuple[int, ...] | None = None) -> bytes:

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from datamodules.mnist.user_images import as_mnist, grey_image, read_digits
+from datamodules.images.mnist_form import as_mnist, grey_image, read_digits
 
 
 def _seven(height: int = 120, width: int = 90) -> np.ndarray:

@@ -17,11 +17,10 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.images.data_module import ImageFolderDataModule, _normalise
-from datamodules.images.files import load_image
-from datamodules.loading.image_tree import split_by_class
-from datamodules.loading.open_image import UnreadableImage
-from datamodules.mnist.user_images import grey_image
+from datamodules.images.decoding import UnreadableImage, load_image
+from datamodules.images.folders import split_by_class
+from datamodules.images.image_folder import ImageFolderDataModule, _normalise
+from datamodules.images.mnist_form import grey_image
 
 CLASSES = ("ant", "bee", "cow")
 
@@ -598,7 +597,7 @@ def test_small_images_in_memory_are_those_that_workers_read(tree, options, monke
     expected = _data(tree, image_size=32, **options)
     reader = expected.train_dataloader().reader
     assert reader.is_in_memory
-    monkeypatch.setattr("datamodules.images.data_module._MOST_IN_MEMORY", 0)
+    monkeypatch.setattr("datamodules.images.image_folder._MOST_IN_MEMORY", 0)
     for num_workers in (0, 2):
         data = _data(tree, image_size=32, num_workers=num_workers, **options)
         assert not data.train_dataloader().reader.is_in_memory

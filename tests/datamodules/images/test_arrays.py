@@ -11,9 +11,10 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules import MNISTDataModule, UserError
-from datamodules.mnist.data_module import load_digits
-from datamodules.mnist.own_images import images_from_arrays, read_own_images
-from datamodules.mnist.user_images import read_digits
+from datamodules.images.arrays import images_from_arrays, read_own_images
+from datamodules.images.folders import ImageTree
+from datamodules.images.known_sets import load_digits
+from datamodules.images.mnist_form import read_digits, read_set
 
 PLAIN: dict[str, Any] = {"shift": 0, "rotation": 0, "scale": 0, "batch_size": 32}
 
@@ -30,6 +31,12 @@ def write_tree(folder: Path, images: np.ndarray, labels: np.ndarray, suffix: str
         place = folder / str(label)
         place.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(place / f"{number:03}{suffix}")
+
+
+def _read(tree: ImageTree) -> tuple[Tensor, Tensor]:
+    """The images to train on in MNIST's form, and their labels."""
+    images, labels = tree.parts["train"]
+    return read_set(images), labels
 
 
 def _set_up(data: MNISTDataModule) -> dict[str, set[tuple[bytes, int]]]:
@@ -114,27 +121,27 @@ def test_images_of_any_size_and_polarity_take_mnists_form_as_in_predict(
     for number, image in enumerate(large):
         (tmp_path / str(number % 2)).mkdir(exist_ok=True)
         image.convert("RGB" if number % 3 else "L").save(tmp_path / str(number % 2) / f"{number:02}.png")
-    found, found_labels = read_own_images(tmp_path).read("train")
+    found, found_labels = _read(read_own_images(tmp_path))
     files = [number for parity in (0, 1) for number in range(parity, 20, 2)]
     assert torch.equal(found, read_digits([large[number] for number in files]).pixels[:, 0])
     assert found_labels.tolist() == [0] * 10 + [1] * 10
     assert found[:, 0].max() < 64
     # Dark on light at 28 x 28: the set is inverted.
-    dark, _ = images_from_arrays({"train": (255 - images, labels)}, "dark").read("train")
+    dark, _ = _read(images_from_arrays({"train": (255 - images, labels)}, "dark"))
     assert np.array_equal(dark.numpy(), images)
     # One image that touches the border does not change those of a set that is light on dark.
     bag = images.copy()
     bag[3] = 200
-    light, _ = images_from_arrays({"train": (bag, labels)}, "light").read("train")
+    light, _ = _read(images_from_arrays({"train": (bag, labels)}, "light"))
     assert np.array_equal(light.numpy(), bag)
-    channels, _ = images_from_arrays({"train": (np.stack([images] * 3, 1), labels)}, "colour").read("train")
+    channels, _ = _read(images_from_arrays({"train": (np.stack([images] * 3, 1), labels)}, "colour"))
     assert np.array_equal(channels.numpy(), images)
 
 
 def test_small_images_are_enlarged_light_on_dark(digits: tuple[np.ndarray, np.ndarray]):
     images = np.stack([np.array(Image.fromarray(pixels).crop((4, 4, 24, 24)).resize((8, 8))) for pixels in digits[0]])
     for given in (images, 255 - images):
-        found, _ = images_from_arrays({"train": (given, digits[1])}, "small").read("train")
+        found, _ = _read(images_from_arrays({"train": (given, digits[1])}, "small"))
         assert found[:, :4].max() == found[:, :, 24:].max() == 0
         assert (found.float() - torch.from_numpy(digits[0]).float()).abs().mean() < 20
         predicted = read_digits([Image.fromarray(pixels) for pixels in given])

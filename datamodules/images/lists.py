@@ -1,4 +1,7 @@
-"""Images by lists: text with a path and a label in each line, or a table (CSV, JSON lines) with columns for both."""
+"""Images by lists: text with a path and a label in each line, or a table (CSV, JSON lines) with columns for both.
+
+Parquet files, as Hugging Face's data sets are published, hold a file's bytes and a label in each row.
+"""
 
 import json
 import os
@@ -7,25 +10,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from datamodules.errors import UserError
-from datamodules.loading.file_table import FileTable
-from datamodules.loading.heic import HEIC
-from datamodules.loading.image_tree import (
+from datamodules.images.decoding import HEIC, is_image
+from datamodules.images.file_table import FileTable
+from datamodules.images.folders import (
     PARTS,
     ImageTree,
     find_parts,
     images_below,
     is_archive,
-    is_image,
     open_place,
     part_of,
     scan_tree,
 )
-from datamodules.loading.parquet_images import parquet_files, read_parquet
+from datamodules.loading.archives import Archive
 from datamodules.loading.text_files import NOT_UTF8, Faults, column_place, csv_rows, read_lines, text_suffix
 
 __all__ = ["class_order", "find_images", "holds_images", "list_files", "read_lists"]
@@ -40,6 +42,8 @@ _NAMES = {
     "part": {"split", "part", "set", "subset", "is valid"},
 }
 _IN_IS_VALID = {"true": "val", "1": "val", "false": "train", "0": "train"}
+_PARQUET = ({"image", "img"}, {"label", "labels", "fine_label"})
+"""The columns of image and label in Parquet files."""
 _HEIC = "in HEIC (pip install pillow-heif to read them)"
 
 
@@ -217,9 +221,7 @@ def list_files(place: Path) -> dict[str, Path]:
 
 
 def read_lists(
-    files: dict[str, Path],
-    on_faults: Literal["error", "skip"] | None = None,
-    columns: Sequence[str] | None = None,
+    files: dict[str, Path], on_faults: Literal["error", "skip"] | None = None, columns: Sequence[str] | None = None
 ) -> ImageTree:
     """The images of lists, with what is wrong in them by line.
 
@@ -280,6 +282,69 @@ def _as_tree(
     return ImageTree(classes, found, notes, left_out)
 
 
+class _ParquetImages(Archive):
+    """The bytes of images in memory, by number."""
+
+    def __init__(self, file: Path, images: Any) -> None:
+        super().__init__(str(file), torch.empty(0, 5), (0, file.stat().st_mtime_ns))
+        self._images = images
+
+    def size(self, row: int) -> int:
+        """Bytes that a file holds."""
+        return len(self.read(row))
+
+    def read(self, row: int) -> bytes:
+        """What a file holds."""
+        image = self._images[row].as_py()
+        return bytes(image["bytes"] if isinstance(image, dict) else image)
+
+
+def _parquet_files(place: Path) -> dict[str, list[Path]]:
+    """The files of each part, by their names, in a folder that has no other than data; or a file alone."""
+    if place.suffix == ".parquet":
+        return {"train": [place]}
+    found: dict[str, list[Path]] = {}
+    if any(inner.is_dir() and inner.name != "data" and inner.name[0] != "." for inner in place.glob("*")):
+        return found
+    for file in sorted([*place.glob("*.parquet"), *place.glob("data/*.parquet")]):
+        found.setdefault(part_of(file.name) or "train", []).append(file)
+    return found
+
+
+def _read_parquet(files: dict[str, list[Path]]) -> tuple[dict[str, tuple[FileTable, list[tuple[int, str]]]], int]:
+    """The images of each part, in memory, and the numbers and labels of their rows; and how many have no label.
+
+    Raises:
+        UserError: pyarrow is not installed, a file is damaged, or it has other columns.
+    """
+    parts = {part: (FileTable(), list[tuple[int, str]]()) for part in PARTS}
+    unlabelled = 0
+    for part, of_part in files.items():
+        try:
+            import pyarrow.parquet
+
+            table = pyarrow.concat_tables(map(pyarrow.parquet.read_table, of_part))
+        except ImportError as error:
+            raise UserError(f"pyarrow reads {of_part[0]}, and is not installed: pip install pyarrow") from error
+        except (OSError, ValueError) as error:
+            raise UserError(f"{' and '.join(map(str, of_part))} cannot be read: {error}") from error
+        image, label = ([name for name in table.column_names if name in known] for known in _PARQUET)
+        if len(image) != 1 or len(label) != 1:
+            found = ", ".join(table.column_names)
+            raise UserError(f"{of_part[0]} has the columns {found}; expected one called image, and one called label")
+        about = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {})
+        names = about.get("features", {}).get(label[0], {}).get("names")
+        labels = table[label[0]].to_pylist()
+        # -1 is how test sets are published without their labels.
+        rows = [(row, names[y] if names else str(y)) for row, y in enumerate(labels) if y not in (None, -1)]
+        unlabelled += len(labels) - len(rows)
+        every = FileTable(
+            map(str, range(len(labels))), f"{of_part[0].parent}/{part}/", _ParquetImages(of_part[0], table[image[0]])
+        )
+        parts[part] = (every.select(torch.tensor([row for row, _ in rows], dtype=torch.int64)), rows)
+    return parts, unlabelled
+
+
 def find_images(
     place: str | Path,
     on_faults: Literal["error", "skip"] | None = None,
@@ -299,8 +364,8 @@ def find_images(
     place = Path(place)
     if place.is_file() and not (is_archive(place) or label_pattern) and (files := list_files(place)):
         return read_lists(files, on_faults, columns)
-    if shards := parquet_files(place):
-        parts, unlabelled = read_parquet(shards)
+    if shards := _parquet_files(place):
+        parts, unlabelled = _read_parquet(shards)
         return _as_tree(str(place), parts, [], {"without a label": unlabelled} if unlabelled else {})
     opened = open_place(place)
     if place.is_dir() and not (label_pattern or find_parts(opened.folder)) and (files := list_files(place)):
@@ -316,4 +381,4 @@ def holds_images(place: Path) -> bool:
     """Whether this is a list of images, an archive, or a folder with such a list or with image files."""
     if place.is_file():
         return is_archive(place) or text_suffix(place) in (*_SUFFIXES, ".parquet")
-    return place.is_dir() and bool(list_files(place) or parquet_files(place) or images_below(place)[0])
+    return place.is_dir() and bool(list_files(place) or _parquet_files(place) or images_below(place)[0])

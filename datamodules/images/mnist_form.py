@@ -3,15 +3,18 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.loading.open_image import open_image, without_alpha
+from datamodules.images.decoding import open_image, without_alpha
+from datamodules.images.file_table import FileTable
 
-__all__ = ["ReadDigits", "as_mnist", "border_of", "grey_image", "read_digits"]
+__all__ = ["ReadDigits", "as_mnist", "grey_image", "read_digits", "read_set"]
 
 _SIDE = 28
 _READ_AT = 56  # Pixels of the short side: twice MNIST's.
@@ -35,7 +38,7 @@ def grey_image(source: str | bytes | Image.Image, name: str = "") -> Tensor:
     return torch.frombuffer(bytearray(grey.tobytes()), dtype=torch.uint8).view(grey.height, grey.width)
 
 
-def border_of(images: Tensor) -> Tensor:
+def _border_of(images: Tensor) -> Tensor:
     """The pixels along the border of images of shape (..., height, width)."""
     return torch.cat((images[..., 0, :], images[..., -1, :], images[..., 0], images[..., -1]), -1)
 
@@ -52,7 +55,7 @@ def as_mnist(grey: Tensor) -> Tensor:
     Returns:
         uint8 of shape (28, 28); all 0 where the image has one shade.
     """
-    light = 255 - grey if border_of(grey).median() > 127 else grey
+    light = 255 - grey if _border_of(grey).median() > 127 else grey
     if light.shape == (_SIDE, _SIDE):
         return light
     if light.max() < light.min() + 16:
@@ -63,6 +66,20 @@ def as_mnist(grey: Tensor) -> Tensor:
     digit = _resized(_ink(light.float()))
     digit = digit * (255 / digit.max())
     return _on_black(digit, [_begin(digit.sum(1 - axis)) for axis in (0, 1)])
+
+
+def _in_mnist_form(images: Sequence[Tensor]) -> Tensor:
+    """A set of images in MNIST's form, uint8 of shape (n, 28, 28).
+
+    Where those of 28 x 28 are light on dark, they stay as they are; all others are prepared by `as_mnist`.
+
+    Args:
+        images: uint8 of shape (height, width), of any sizes.
+    """
+    same = [image for image in images if image.shape == (28, 28)]
+    # Of the set and not of each image: a bag may touch the border where digits do not.
+    ready = bool(same) and bool(_border_of(torch.stack(same)).median() < 128)
+    return torch.stack([image if ready and image.shape == (28, 28) else as_mnist(image) for image in images])
 
 
 def _resized(image: Tensor) -> Tensor:
@@ -93,6 +110,36 @@ def _begin(along: Tensor) -> int:
     """Where an axis begins whose centre of mass is to be in the middle, as MNIST's are (LeCun et al., 1998)."""
     centre = float((along * torch.arange(len(along))).sum() / along.sum())
     return min(max(0, round(_SIDE / 2 - centre)), _SIDE - len(along))
+
+
+def read_set(images: FileTable | npt.NDArray[np.uint8]) -> Tensor:
+    """A set of images in MNIST's form, uint8 of shape (n, 28, 28).
+
+    Args:
+        images: files, or bytes of shape (n, height, width) or (n, height, width, channels).
+
+    Raises:
+        UserError: some cannot be read; the message names five of them.
+    """
+    if isinstance(images, np.ndarray):
+        ready = images.shape[1:] == (_SIDE, _SIDE)
+        return _in_mnist_form(
+            list(torch.tensor(images)) if ready else [grey_image(Image.fromarray(pixels)) for pixels in images]
+        )
+    found: list[Tensor] = []
+    faults: list[str] = []
+    for row, name in enumerate(images):
+        try:
+            found.append(grey_image(images.read(row), name))
+        except (UserError, OSError) as error:
+            faults.append(str(error))
+    if faults:
+        more = f"; and {len(faults) - 5:,} more" * (len(faults) > 5)
+        raise UserError(
+            f"{len(faults):,} of {len(images):,} images cannot be used: {'; '.join(faults[:5])}{more}; correct or"
+            " delete them"
+        )
+    return _in_mnist_form(found)
 
 
 class ReadDigits(NamedTuple):

@@ -5,62 +5,45 @@ workers or devices there are, on how often it was interrupted, or on whether dec
 """
 
 import hashlib
-import logging
 import os
 import re
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from datamodules.base import ClassificationDataModule
-from datamodules.contract import DataContract
+from datamodules.contract import Free, OneCall, Rare
 from datamodules.errors import UserError
-from datamodules.images.augmentation import (
-    AUGMENTATIONS,
-    BatchAugmentation,
+from datamodules.images.augmentation import AUGMENTATIONS, BatchAugmentation, Mixing, Normalise
+from datamodules.images.decoding import UnreadableImage, decoders, is_small
+from datamodules.images.file_table import FileTable
+from datamodules.images.image_data import ImageDataModule, warn
+from datamodules.images.known_sets import IMAGE_SETS, IMAGENET_MEAN, ImageSetInfo, colour_digits, read_torchvision
+from datamodules.images.lists import find_images
+from datamodules.images.pixel_cache import PixelCache, cache_folder, make_room
+from datamodules.images.reading import (
     BatchReader,
     Crop,
-    Mixing,
+    ImageFiles,
     centre_square,
+    check_variety,
     decoded_side,
-    is_small,
+    pixel_statistics,
+    usual_size,
 )
-from datamodules.images.files import ImageFiles, decoders
-from datamodules.images.known_sets import (
-    IMAGE_SETS,
-    IMAGENET_MEAN,
-    ImageSetInfo,
-    Samples,
-    read_digits,
-    read_torchvision,
-)
-from datamodules.images.pixel_cache import PixelCache, cache_folder, make_room
-from datamodules.images.statistics import check_variety, pixel_statistics, usual_size
-from datamodules.loading.file_table import FileTable
-from datamodules.loading.given_images import GivenImages, given_images
-from datamodules.loading.image_lists import find_images
-from datamodules.loading.image_tree import split_by_class
-from datamodules.loading.labels import BALANCE, describe_classes
-from datamodules.loading.normalise import Normalise
-from datamodules.loading.open_image import UnreadableImage
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
-from datamodules.ranges import COUNT, NOT_NEGATIVE, Range, check_choice, check_ranges
+from datamodules.ranges import NOT_NEGATIVE, Range, check_choice, check_ranges
 
 __all__ = ["ImageFolderDataModule"]
 
 _MOST_IN_MEMORY = 2**32  # Bytes of small images, on a machine.
-
-log = logging.getLogger("lightning_recipes")
-_warn = rank_zero_only(log.warning)
 
 
 def _cores() -> int:
@@ -94,7 +77,7 @@ def _all_in_memory(images: ImageFiles | Tensor, size: int) -> Tensor | None:
     return held
 
 
-class ImageFolderDataModule(ClassificationDataModule):
+class ImageFolderDataModule(ImageDataModule):
     """Images in class folders, or one of some known sets, exact on any number of devices and workers.
 
     Training batches are ``(images, labels)``: float32 of shape (batch, 3, size, size), normalised on the device, and
@@ -138,8 +121,7 @@ class ImageFolderDataModule(ClassificationDataModule):
         UserError: for invalid parameters, and at set-up for a folder that cannot be trained on.
     """
 
-    free_parameters = DataContract.free_parameters | {"cache_gb"}
-    rare_parameters = frozenset({"pixel_mean", "pixel_std"})
+    _colour: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -155,31 +137,24 @@ class ImageFolderDataModule(ClassificationDataModule):
         mixup: float = 0.0,
         cutmix: float = 0.0,
         num_workers: int | None = None,
-        cache_gb: float = 2.0,
-        pixel_mean: Sequence[float] | None = None,
-        pixel_std: Sequence[float] | None = None,
+        cache_gb: Free[float] = 2.0,
+        pixel_mean: Rare[Sequence[float] | None] = None,
+        pixel_std: Rare[Sequence[float] | None] = None,
         columns: list[str] | str | None = None,
         label_pattern: str | None = None,
         on_corrupt: Literal["error", "skip"] = "error",
         seed: int = 1,
-        predict_inputs: Sequence[str] | None = None,
+        predict_inputs: OneCall[Sequence[str] | None] = None,
     ) -> None:
         super().__init__()
-        for name, value, allowed in (
-            ("dataset", dataset, ("auto", *IMAGE_SETS)),
-            ("augment", augment, ("auto", *AUGMENTATIONS)),
-            ("on_corrupt", on_corrupt, ("error", "skip")),
-            ("balance", balance, BALANCE),
-        ):
-            check_choice(name, value, allowed)
+        check_choice("augment", augment, ("auto", *AUGMENTATIONS))
+        check_choice("on_corrupt", on_corrupt, ("error", "skip"))
         for name, share in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
             if not 0 <= share < 1:
                 raise UserError(f"{name}={share} is outside 0 to 1; pass {name}=0.1")
         if val_fraction + test_fraction >= 1:
             raise UserError("`val_fraction` and `test_fraction` leave nothing to train on; pass 0.1 for each")
         check_ranges(
-            batch_size=(batch_size, COUNT),
-            eval_batch_size=(eval_batch_size, COUNT),
             image_size=(image_size, Range(8, 2**14, whole=True)),
             mixup=(mixup, NOT_NEGATIVE),
             cutmix=(cutmix, NOT_NEGATIVE),
@@ -189,8 +164,6 @@ class ImageFolderDataModule(ClassificationDataModule):
         for name, numbers, least in (("pixel_mean", pixel_mean, 0), ("pixel_std", pixel_std, 1e-6)):
             if numbers is not None and (len(numbers) != 3 or not all(least <= number <= 1 for number in numbers)):
                 raise UserError(f"{name}={numbers}: expected three numbers from 0 to 1, such as [0.485, 0.456, 0.406]")
-        if dataset == "digits" and data_dir is not None:
-            raise UserError(f"dataset='digits' comes with scikit-learn, so data_dir={data_dir!s} would not be read")
         if columns is not None:
             columns = [str(column) for column in (columns.split(",") if isinstance(columns, str) else columns)]
             if len(columns) != 2:
@@ -203,35 +176,26 @@ class ImageFolderDataModule(ClassificationDataModule):
             raise UserError(
                 f"label_pattern={label_pattern!r}: expected a regular expression with one group, as '^(.+)_'"
             )
-        # A Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
-        data_dir = str(Path(data_dir).expanduser()) if data_dir is not None else None
+        data_dir = self._check(dataset, IMAGE_SETS, data_dir, balance, batch_size, eval_batch_size)
         pixel_mean, pixel_std = (list(numbers) if numbers is not None else None for numbers in (pixel_mean, pixel_std))
         predict_inputs = [str(name) for name in predict_inputs] if predict_inputs is not None else None
         self.save_hyperparameters()
         self.batch_size = batch_size
         self.dataset: str = ("folder" if data_dir else "digits") if dataset == "auto" else dataset
         self._info = IMAGE_SETS[self.dataset]
-        self._sources: dict[str, Samples] = {}
-        self._left_out: dict[str, int] = {}
-        self._parts: dict[str, tuple[ImageFiles | Tensor, Tensor]] = {}
-        self._files: dict[str, FileTable] = {}
+        self._sources: dict[str, tuple[FileTable | Tensor, Tensor]] = {}
+        self._names: dict[str, Sequence[str]] = {}
         self._caches: dict[Path, int] = {}
         self._predict_loader: WorkerEvaluationLoader | None = None
-        self._no_download: Exception | None = None
-        self._fallback_noted = False
         self._restored: dict[str, Any] = {}
         # Weak: a loader that is no longer used, as where each epoch makes a new one, ends its workers by itself.
         self._loaders: weakref.WeakSet[WorkerTrainLoader | WorkerEvaluationLoader] = weakref.WeakSet()
 
     @property
+    @override
     def info(self) -> ImageSetInfo:
         """Names and statistics of the set; its classes once it has been read."""
         return self._info
-
-    @property
-    @override
-    def title(self) -> str:
-        return self._info.title
 
     @property
     @override
@@ -243,31 +207,14 @@ class ImageFolderDataModule(ClassificationDataModule):
 
     @property
     @override
-    def class_names(self) -> Sequence[str]:
-        """The names of the classes, once the set has been read."""
-        return self._info.classes
-
-    @property
-    @override
     def photographs(self) -> bool:
         return self.dataset != "digits"
 
     @property
     @override
-    def may_flip(self) -> bool:
-        return self._info.flip
-
-    @property
-    @override
     def sizes(self) -> dict[str, int]:
         """Samples in each part that has been set up and is not empty: "train", "val", "test"."""
-        return {part: len(rows) for part, (_, rows) in self._parts.items() if part != "predict" and len(rows)}
-
-    @property
-    @override
-    def left_out(self) -> Mapping[str, int]:
-        """Files and rows of a folder that are not used, by reason."""
-        return self._left_out
+        return {part: size for part, size in super().sizes.items() if size}
 
     @property
     @override
@@ -281,7 +228,7 @@ class ImageFolderDataModule(ClassificationDataModule):
         """The size that follows from a folder's files; None where they are large, or the data set is known."""
         if self.dataset != "folder" or self.hparams.data_dir is None:
             return None
-        files = self._source("train").images
+        files = self._source("train")[0]
         return usual_size(files) if isinstance(files, FileTable) else None
 
     @property
@@ -290,13 +237,23 @@ class ImageFolderDataModule(ClassificationDataModule):
         name: str = self.hparams.augment
         return name if name != "auto" else "light" if is_small(self.image_size) else "standard"
 
+    @property
+    def augments(self) -> bool:
+        """Whether the images of an epoch differ from those of another."""
+        return self.augment != "none" or self._mixing
+
+    @property
+    def _mixing(self) -> bool:
+        return bool(self.hparams.mixup or self.hparams.cutmix)
+
     @cached_property
+    @override
     def pixel_statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The mean and the standard deviation of each channel that images are normalised with."""
         given = self.hparams.pixel_mean, self.hparams.pixel_std
         known = self._restored.get("statistics") or (self._info.mean, self._info.std)
         if None in given and not self._restored and self.dataset == "folder" and is_small(self.image_size):
-            files = self._source("train").images
+            files = self._source("train")[0]
             if isinstance(files, FileTable):
                 known = pixel_statistics(files, self.image_size)
         mean, std = (tuple(mine or found) for mine, found in zip(given, known))
@@ -306,29 +263,12 @@ class ImageFolderDataModule(ClassificationDataModule):
     @override
     def validates(self) -> bool:
         """Whether there is a part to validate on; a folder is scanned for it."""
-        if self.dataset == "folder" and not self._sources:
-            self._scan()
-        return "val" in self._sources or "val" in self._info.parts or bool(self.hparams.val_fraction)
+        return "val" in self._own_parts or bool(self.hparams.val_fraction)
 
     @override
     def sample_names(self, part: str) -> Sequence[str]:
         """The files of a part that has been set up; empty for sets in larger files."""
-        return self._files.get(part, ())
-
-    @override
-    def _training_labels(self) -> Tensor | None:
-        return self._parts["train"][1] if "train" in self._parts else None
-
-    @property
-    def augments(self) -> bool:
-        """Whether the images of an epoch differ from those of another."""
-        return self.augment != "none" or self._mixing
-
-    @property
-    @override
-    def prediction_names(self) -> list[str]:
-        """The files, or the places of images from Python; batches of `predict_dataloader` hold their numbers."""
-        return self._given.names
+        return self._names.get(part, ())
 
     @property
     @override
@@ -363,11 +303,11 @@ class ImageFolderDataModule(ClassificationDataModule):
 
     def _note_fallback(self) -> None:
         """Log once that the bundled digits are used."""
-        if self.dataset == "digits" and self.hparams.dataset == "auto" and not self._fallback_noted:
-            self._fallback_noted = True
-            _warn(
-                "no `data_dir`: using the 1,797 digits bundled with scikit-learn as small colour "
-                "images; pass data_dir='FOLDER' for your own",
+        if self.dataset == "digits" and self.hparams.dataset == "auto":
+            self._note(
+                "no `data_dir`: using the 1,797 digits bundled with scikit-learn as small colour images; pass"
+                " data_dir='FOLDER' for your own",
+                warn,
             )
 
     def _normaliser(self, device: torch.device) -> Normalise:
@@ -378,11 +318,6 @@ class ImageFolderDataModule(ClassificationDataModule):
         normalised: Tensor = self._normaliser(images.device)(images)
         return normalised
 
-    @override
-    def preprocessing(self) -> Normalise:
-        """Maps uint8 of shape (batch, 3, height, width) to floats of about mean 0 and standard deviation 1."""
-        return Normalise(*self.pixel_statistics)
-
     def numbered_batches(
         self, part: str, rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -390,7 +325,7 @@ class ImageFolderDataModule(ClassificationDataModule):
 
         Together the ranks get each sample once, in the numbering of the part's loader.
         """
-        loader = self._evaluation_loader(part, rank, world_size)
+        loader = self._evaluation_loader(part, rank=rank, world_size=world_size)
         try:
             for batch in loader.loaded_batches():
                 images = self.normalise(batch.inputs.to(self._device, non_blocking=True))
@@ -404,22 +339,13 @@ class ImageFolderDataModule(ClassificationDataModule):
     def _processes_here(self) -> int:
         return max(1, self.trainer.num_devices) if self.trainer else 1
 
-    @property
-    def _mixing(self) -> bool:
-        return bool(self.hparams.mixup or self.hparams.cutmix)
-
-    @property
-    def _folder(self) -> str:
-        return self.hparams.data_dir or "data"
-
     @override
     def prepare_data(self) -> None:
         """Download what is missing. Lightning calls this in one process per node.
 
         A failure is raised in `setup`, which every process reaches: raised here, the other processes would wait.
         """
-        predicting = self.trainer is not None and self.trainer.state.fn == "predict"
-        if self._info.torchvision_name is None or predicting:
+        if self._info.torchvision_name is None or self._predicts:
             return
         try:
             read_torchvision(self.dataset, "train", self._folder, download=True)
@@ -427,73 +353,57 @@ class ImageFolderDataModule(ClassificationDataModule):
         except Exception as error:
             self._no_download = error
 
-    def _read_torchvision(self, part: str) -> tuple[Samples, tuple[str, ...]]:
-        try:
-            return read_torchvision(self.dataset, part, self._folder, download=False)
-        except (RuntimeError, OSError) as error:
-            reason = f"could not be downloaded ({self._no_download})" if self._no_download else str(error)
-            title = self._info.title
-            raise UserError(
-                f"{title} is not in {self._folder}, and {reason}; pass the `data_dir` of torchvision's copy of "
-                f"it, or your own class folders with dataset='folder'"
-            ) from error
-
     def _scan(self) -> None:
         """List the images of a folder and its classes."""
-        if self.hparams.data_dir is None:
+        options = self.hparams
+        if options.data_dir is None:
             raise UserError(
                 "dataset='folder' needs `data_dir`, a folder with a folder of images for each class, a .zip or .tar of"
                 " it, or a list"
             )
-        options = self.hparams
-        tree = find_images(options.data_dir, options.on_corrupt, options.columns, options.label_pattern)
-        for note in tree.notes:
-            _warn(f"note: {note}")
-        title = Path(self.hparams.data_dir).resolve().name
+        tree = self._listed(find_images(options.data_dir, options.on_corrupt, options.columns, options.label_pattern))
+        title = self._folder.resolve().name
         self._info = replace(self._info, title=title, num_classes=len(tree.classes), classes=tree.classes)
-        self._left_out = tree.left_out
-        self._sources = {part: Samples(files, targets) for part, (files, targets) in tree.parts.items()}
+        self._sources = dict(tree.parts)
 
-    def _read(self, part: str) -> Samples:
+    @property
+    def _own_parts(self) -> Collection[str]:
+        """The parts that the set has as it is published; a folder is scanned for them."""
+        if self.dataset == "folder" and not self._sources:
+            self._scan()
+        return self._sources if self.dataset == "folder" else self._info.parts
+
+    def _source(self, part: str) -> tuple[FileTable | Tensor, Tensor]:
         """A part of the set as it is published."""
-        if part not in self._sources:
-            if self.dataset == "digits":
-                self._note_fallback()
-                self._sources[part] = read_digits(part)
-            else:
-                self._sources[part], classes = self._read_torchvision(part)
-                self._info = replace(self._info, classes=classes)
+        assert part in self._own_parts, part
+        if part not in self._sources and self.dataset == "digits":
+            self._note_fallback()
+            self._sources[part] = colour_digits(part)
+        elif part not in self._sources:
+            try:
+                images, targets, classes = read_torchvision(self.dataset, part, self._folder, download=False)
+            except (RuntimeError, OSError) as error:
+                reason = f"could not be downloaded ({self._no_download})" if self._no_download else str(error)
+                raise UserError(
+                    f"{self.title} is not in {self._folder}, and {reason}; pass the `data_dir` of torchvision's copy of"
+                    " it, or your own class folders with dataset='folder'"
+                ) from error
+            self._sources[part] = images, targets
+            self._info = replace(self._info, classes=tuple(classes))
         return self._sources[part]
 
-    def _samples(self, part: str) -> Samples:
+    def _samples(self, part: str) -> tuple[FileTable | Tensor, Tensor]:
         """A part that the set has, or one held out of its training part, or nothing."""
-        if self.dataset == "folder" and not self._sources:
-            self._scan()
-        own = self._sources if self.dataset == "folder" else self._info.parts
-        if part != "train" and part in own:
-            return self._read(part)
-        train = self._read("train")
-        fractions = {"test": self.hparams.test_fraction, "val": self.hparams.val_fraction}
-        fractions = {held_out: share for held_out, share in fractions.items() if held_out not in own and share}
-        rows = split_by_class(train.targets, self._info.classes, fractions, self.hparams.seed)
-        return train.select(rows[part]) if part in rows else train.select(torch.empty(0, dtype=torch.int64))
+        if part != "train" and part in self._own_parts:
+            return self._source(part)
+        images, targets = self._source("train")
+        rows = self._split(targets, self._info.classes, self._own_parts).get(part, torch.empty(0, dtype=torch.int64))
+        return images[rows] if isinstance(images, Tensor) else images.select(rows), targets[rows]
 
-    def _source(self, part: str) -> Samples:
-        """A part of the set as it is published."""
-        if self.dataset == "folder" and not self._sources:
-            self._scan()
-        return self._read(part)
-
-    def _add(self, part: str, samples: Samples) -> None:
-        images: ImageFiles | Tensor
-        if isinstance(samples.images, FileTable):
-            self._files[part] = samples.images
-        if isinstance(samples.images, Tensor):
-            images = samples.images
-        else:
-            side = decoded_side(self.augment if part == "train" else "none", self.image_size)
-            images = ImageFiles(samples.images, side, self._cache(samples.images, side))
-        self._parts[part] = (images, samples.targets)
+    def _add(self, part: str, images: FileTable | Sequence[Any] | Tensor, targets: Tensor) -> None:
+        side = decoded_side(self.augment if part == "train" else "none", self.image_size)
+        held = images if isinstance(images, Tensor) else ImageFiles(images, side, self._cache(images, side))
+        self._parts[part] = (held, targets)
 
     def _cache(self, files: Sequence[Any], side: int) -> PixelCache | None:
         """Decoded images on disk: of files, where they are too large for memory."""
@@ -516,10 +426,12 @@ class ImageFolderDataModule(ClassificationDataModule):
             return
         for part in {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}[stage]:
             if part not in self._parts:
-                self._add(part, self._samples(part))
+                images, targets = self._samples(part)
+                self._names[part] = images if isinstance(images, FileTable) else ()
+                self._add(part, images, targets)
+                self._rows[part] = torch.arange(len(targets))
         if stage == "fit":
-            counts = self._parts["train"][1].bincount(minlength=self.num_classes).tolist()
-            self._note(f"{self.title}: training on {describe_classes(self.class_names, counts)}")
+            self._note_classes()
         if self._size_of_files and self.hparams.image_size is None:
             self._note_choices()
 
@@ -533,15 +445,6 @@ class ImageFolderDataModule(ClassificationDataModule):
             images = held.to(self._device)
             self._parts[part] = (images, targets)
         return BatchReader(images, targets, crop)
-
-    @override
-    def take_inputs(self, inputs: Any) -> None:
-        """Images to predict, as `given_images` takes them."""
-        self._given = given_images(inputs, colour=True)
-
-    @cached_property
-    def _given(self) -> GivenImages:
-        return given_images(self.hparams.predict_inputs or [], colour=True)
 
     @property
     def _workers(self) -> int:
@@ -557,71 +460,49 @@ class ImageFolderDataModule(ClassificationDataModule):
         workers = 0 if reader.is_in_memory else self._workers
         return {"num_workers": workers, "pin_memory": self._device.type == "cuda", "device": self._device}
 
-    def _transform(self, name: str) -> BatchAugmentation:
+    def _augmentation(self, name: str) -> BatchAugmentation:
         return BatchAugmentation(name, self.image_size, self.hparams.seed, self._info.flip, self._normaliser)
 
     @override
     def train_dataloader(self) -> WorkerTrainLoader:
-        if "train" in self._files:
-            check_variety(self._files["train"], self.title)
-        options, reader = self.hparams, self._reader("train", self.augment)
+        options, files = self.hparams, self._names["train"]
+        if isinstance(files, FileTable):
+            check_variety(files, self.title)
+        reader = self._reader("train", self.augment)
         self._note_balance()
         loader = WorkerTrainLoader(
             reader,
-            torch.arange(len(reader.targets)),
-            self.batch_size,
-            options.seed,
-            self._rank,
-            self._world_size,
+            **self._training_order(),
             skip_unreadable=options.on_corrupt == "skip",
-            shuffle=self._shuffles,
-            weights=self._sampling_weights(reader.targets),
-            transform=self._transform(self.augment),
-            names=self._files.get("train", ()),
+            transform=self._augmentation(self.augment),
+            names=files,
             mix=Mixing(options.mixup, options.cutmix, self.num_classes, options.seed) if self._mixing else None,
             **self._options(reader),
         )
         self._loaders.add(loader)
         return loader
 
-    def _evaluation_loader(self, part: str, rank: int, world_size: int) -> WorkerEvaluationLoader:
-        reader = self._reader(part, "none")
+    @override
+    def _evaluation_loader(self, part: str, **ranks: Any) -> WorkerEvaluationLoader:
+        reader, predicts = self._reader(part, "none"), part == "predict"
         loader = WorkerEvaluationLoader(
             reader,
             torch.arange(len(reader.targets)),
             self.hparams.eval_batch_size,
-            rank,
-            world_size,
-            skip_unreadable=part == "predict" or self.hparams.on_corrupt == "skip",
-            transform=self._prediction_transform if part == "predict" else self._transform("none"),
+            skip_unreadable=predicts or self.hparams.on_corrupt == "skip",
+            transform=self._augmentation("none"),
             **self._options(reader),
+            **ranks,
         )
         self._loaders.add(loader)
         return loader
-
-    def _prediction_transform(self, images: Tensor, numbers: Tensor, epoch: int) -> Tensor:
-        return self.normalise(images)
-
-    def _part_loader(self, part: str) -> WorkerEvaluationLoader | list[WorkerEvaluationLoader]:
-        return self._evaluation_loader(part, self._rank, self._world_size) if len(self._parts[part][1]) else []
-
-    @override
-    def val_dataloader(self) -> WorkerEvaluationLoader | list[WorkerEvaluationLoader]:
-        """The folder val, or what is held out for validation; nothing where there is neither."""
-        return self._part_loader("val")
-
-    @override
-    def test_dataloader(self) -> WorkerEvaluationLoader | list[WorkerEvaluationLoader]:
-        """The folder test, or what is held out for testing; nothing where there is neither."""
-        return self._part_loader("test")
 
     @override
     def predict_dataloader(self) -> WorkerEvaluationLoader:
         """The images named by ``predict_inputs`` and their numbers, without those that cannot be read."""
         # Not at set-up: a checkpoint that is read later may hold the size of the images.
-        given = self._given
-        self._add("predict", Samples(given.contents, torch.arange(len(given))))
-        self._predict_loader = self._evaluation_loader("predict", self._rank, self._world_size)
+        self._add("predict", self._given.contents, torch.arange(len(self._given)))
+        self._predict_loader = self._evaluation_loader("predict", **self._ranks)
         # They get a row each.
         self._predict_loader.warn_unreadable = False
         return self._predict_loader
@@ -661,12 +542,4 @@ class ImageFolderDataModule(ClassificationDataModule):
         if saved != self.dataset:
             how = f"dataset={saved!r}" if saved != "folder" else "data_dir='FOLDER'"
             raise UserError(f"the checkpoint was trained on {saved}, found {self.dataset}; pass {how}")
-        if classes != self._info.classes:
-            raise UserError(
-                f"the checkpoint was trained on the classes {_named(classes)}, found {_named(self._info.classes)}; "
-                f"pass the `data_dir` that it was trained on"
-            )
-
-
-def _named(classes: Sequence[str]) -> str:
-    return ", ".join(classes[:8]) + f", ... ({len(classes)} in all)" * (len(classes) > 8)
+        self._refuse_other_classes(classes, self._info.classes)

@@ -4,7 +4,6 @@ A label out of range is an IndexError without a row on a CPU, and on a GPU an as
 the device any more.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,49 +14,10 @@ from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 
-__all__ = ["IGNORED", "balanced_class_weights", "check_form", "check_labels", "describe_classes", "labels_in_memory"]
-
-BALANCE = ("none", "sampling", "loss")
-"""What a data module can do about classes of unequal size."""
+__all__ = ["IGNORED", "check_form", "check_labels", "labels_in_memory"]
 
 IGNORED = -100
 """The label of samples that have none: `ignore_index` of `torch.nn.functional.cross_entropy`."""
-
-
-def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:
-    """Weights with which all classes that have labels weigh the same, float32 of shape (classes,).
-
-    A class with count_c of n labels gets n / (classes with labels * count_c), as scikit-learn's "balanced"; their mean
-    over the labels is 1. A class without labels gets 0.
-
-    Args:
-        labels: int64 of shape (n,); negative ones do not count.
-
-    Example:
-        >>> balanced_class_weights(torch.tensor([0, 0, 0, 2, -100]), num_classes=3)
-        tensor([0.6667, 0.0000, 2.0000])
-    """
-    counts = torch.bincount(labels[labels >= 0], minlength=num_classes).double()
-    present = (counts > 0).sum()
-    return torch.where(counts > 0, counts.sum() / (present * counts), 0.0).float()
-
-
-def describe_classes(names: Sequence[str], counts: Sequence[int], shown: int = 10) -> str:
-    """A line on the classes and how many samples each has, which a run prints before it trains.
-
-    Args:
-        names: of all classes.
-        counts: samples of each class.
-        shown: how many classes are named.
-
-    Example:
-        >>> describe_classes(["ants", "bees"], [1204, 121]), describe_classes(["a", "b", "c"], [5, 6, 7], shown=1)
-        ('2 classes: ants (1,204), bees (121)', '3 classes: a (5), and 2 more')
-    """
-    named = [f"{name} ({count:,})" for name, count in zip(names[:shown], counts)]
-    if len(names) > shown:
-        named.append(f"and {len(names) - shown:,} more")
-    return f"{len(names):,} classes: {', '.join(named)}"
 
 
 def check_form(

@@ -19,8 +19,8 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules import MNISTDataModule, UserError
+from datamodules.images.known_sets import DATASETS, find_files, load_digits
 from datamodules.loading.sampling import epoch_order, split_indices
-from datamodules.mnist.data_module import DATASETS, find_files, load_digits
 
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 

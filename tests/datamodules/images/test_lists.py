@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 
 from datamodules import ImageFolderDataModule, UserError
-from datamodules.images.files import load_image
-from datamodules.loading import image_tree
-from datamodules.loading.image_lists import class_order, find_images, holds_images
-from datamodules.loading.image_tree import scan_tree
+from datamodules.images import decoding
+from datamodules.images.decoding import load_image
+from datamodules.images.folders import scan_tree
+from datamodules.images.lists import class_order, find_images, holds_images
 
 NAMES = ("ant", "bee")
 
@@ -327,7 +327,7 @@ def test_parquet_without_pyarrow_is_refused_with_what_to_install(tmp_path: Path,
 
 
 def test_heic_and_unknown_endings_are_counted_and_named(pictures: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(image_tree, "reads_heic", lambda: False)
+    monkeypatch.setattr(decoding, "reads_heic", lambda: False)
     for name, endings in (("ant", (".HEIC", ".heic", ".heic", ".xyz", "")), ("cow", (".heic",)), ("bee", ())):
         (pictures / "tree" / name).mkdir(parents=True)
         for number, ending in enumerate(endings):

@@ -12,9 +12,10 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.loading.image_tree import describe_left_out, images_below
+from datamodules.images.arrays import as_bytes
+from datamodules.images.folders import describe_left_out, images_below
 
-__all__ = ["GivenImages", "as_bytes", "given_images"]
+__all__ = ["GivenImages", "given_images"]
 
 _COLOURS = (1, 3, 4)
 _warn = rank_zero_only(logging.getLogger("lightning_recipes").warning)
@@ -102,34 +103,3 @@ def _images_of(array: Any, colour: bool) -> Iterator[Image.Image]:
 
 def _channels_last(shape: tuple[int, ...]) -> bool:
     return shape[-1] in _COLOURS and shape[-3] not in _COLOURS
-
-
-def as_bytes(pixels: "np.ndarray[Any, Any]", source: str, least: float = 0.0) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    """Pixels as whole numbers from 0 to 255, of an array of any shape.
-
-    Args:
-        pixels: True and False, whole numbers from 0 to 255, or floats from 0 to 1.
-        source: what they are, for the message, such as "the train images".
-        least: share of the full range that the brightest pixel has at least; a set without one has another scale.
-
-    Raises:
-        UserError: their range is another one.
-    """
-    if pixels.dtype.kind == "b":
-        return pixels.astype(np.uint8) * np.uint8(255)
-    if not pixels.size:
-        return pixels.astype(np.uint8)
-    top, (low, high) = 1 if pixels.dtype.kind == "f" else 255, (pixels.min(), pixels.max())
-    # NaN fails each comparison.
-    if not (low >= 0 and least * top <= high <= top):
-        how = f": pass images / {high:g}" if 0 <= low <= high < np.inf and high > 0 else ""
-        raise UserError(
-            f"{source} are {pixels.dtype} from {low:g} to {high:g}, expected whole numbers from 0 to 255 or floats from"
-            f" 0 to 1{how}"
-        )
-    if top == 255:
-        return pixels.astype(np.uint8)
-    # By parts: in float64 a large set takes eight times its memory.
-    return np.concatenate(
-        [(pixels[start : start + 4096] * 255).round().astype(np.uint8) for start in range(0, len(pixels), 4096)]
-    )

@@ -6,16 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from datamodules.errors import UserError
+from datamodules.images.decoding import HEIC, ending, is_image
+from datamodules.images.file_table import FileTable, Folder, files_below, list_folder, open_archive
 from datamodules.loading.archives import ARCHIVES
-from datamodules.loading.file_table import FileTable
-from datamodules.loading.file_tree import Folder, files_below, list_folder, open_archive
-from datamodules.loading.heic import HEIC, reads_heic
 from datamodules.loading.randomness import permutation
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "find_parts",
     "images_below",
     "is_archive",
-    "is_image",
     "left_out_by_ending",
     "open_place",
     "part_of",
@@ -33,8 +31,6 @@ __all__ = [
     "split_by_class",
 ]
 
-_JPEG = (".jpg", ".jpeg", ".jpe", ".jfif")
-_SUFFIXES = (*_JPEG, *(".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm", ".tga", ".avif"))
 PARTS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 """The usual names of the parts of a set."""
 _NO_CLASSES = {"annotations", "fold", "folds", "images", "imgs", "labels", "masks", "split", "splits"}
@@ -66,36 +62,29 @@ class Opened(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageTree:
-    """Image files and their classes.
+    """Images and their classes.
 
     Attributes:
         classes: names of the classes that have images to train on, sorted.
-        parts: the files, sorted, and their classes' numbers, int64 of shape (n,): of "train", and of "val" and "test"
-            where they exist.
+        parts: the files, sorted, or bytes of shape (n, height, width, ...), and their classes' numbers, int64 of shape
+            (n,): of "train", and of "val" and "test" where they exist.
         notes: remarks for the user, a line each.
         left_out: how many files or rows are not used, by reason.
+        title: what the set is called, where it is not the name of its place.
+        source: " of" and the file that images in memory are from, for messages.
     """
 
     classes: tuple[str, ...]
-    parts: dict[str, tuple[FileTable, Tensor]]
-    notes: list[str]
+    parts: dict[str, tuple[Any, Tensor]]
+    notes: list[str] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
+    title: str = ""
+    source: str = ""
 
 
 def is_archive(file: str | Path) -> bool:
     """Whether a file is an archive that can be read in place, by its ending."""
-    return _ending(file) in ARCHIVES
-
-
-def _ending(file: str | Path) -> str:
-    # A pathlib.Path takes several times longer.
-    return os.path.splitext(file)[1].lower()  # noqa: PTH122
-
-
-def is_image(file: str | Path) -> bool:
-    """Whether a file is an image that can be read, by its ending."""
-    suffix = _ending(file)
-    return suffix in _SUFFIXES or (suffix in HEIC and reads_heic())
+    return ending(file) in ARCHIVES
 
 
 def left_out_by_ending(files: Sequence[str]) -> dict[str, int]:
@@ -105,7 +94,7 @@ def left_out_by_ending(files: Sequence[str]) -> dict[str, int]:
         >>> left_out_by_ending(["a/1.xyz", "a/2.XYZ", "notes"])
         {'.xyz': 2, 'no ending': 1}
     """
-    return dict(Counter(_ending(file) or "no ending" for file in files).most_common())
+    return dict(Counter(ending(file) or "no ending" for file in files).most_common())
 
 
 def describe_left_out(files: Sequence[str], shown: int = 6) -> str:
@@ -116,9 +105,9 @@ def describe_left_out(files: Sequence[str], shown: int = 6) -> str:
     """
     counts = left_out_by_ending(files)
     named = []
-    for ending, count in list(counts.items())[:shown]:
-        named.append(f"{count:,} {'without an ending' if ending == 'no ending' else ending}")
-        if ending in HEIC:
+    for suffix, count in list(counts.items())[:shown]:
+        named.append(f"{count:,} {'without an ending' if suffix == 'no ending' else suffix}")
+        if suffix in HEIC:
             named[-1] += " (pip install pillow-heif to read them)"
     if len(counts) > shown:
         named.append(f"{sum(list(counts.values())[shown:]):,} with other endings")
