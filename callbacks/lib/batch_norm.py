@@ -16,18 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = [
-    "OrderedStatistics",
-    "broadcast_tensors",
-    "combine_moments",
-    "exempt_from_broadcast",
-    "is_synchronised",
-    "local_moments",
-    "own_batch_layers",
-    "running_buffers",
-    "running_statistics",
-]
-
 
 def combine_moments(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, biased variance and count of a whole from those of its parts (Chan, Golub and LeVeque, 1979).
