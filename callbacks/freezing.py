@@ -148,17 +148,7 @@ class FreezeLayers(pl.Callback):
         }
         self._unfreeze(trainer, pl_module)
 
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._unfreeze(trainer, pl_module)
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._unfreeze(trainer, pl_module)
-
-    def _unfreeze(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _unfreeze(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         # Epoch and update change between windows only, so nothing unfreezes while gradients are being summed.
         unfrozen = {name for name, (written, start) in self._starts.items() if is_reached(start, trainer, written)}
         if unfrozen == self._unfrozen or self._frozen is None:
@@ -174,15 +164,11 @@ class FreezeLayers(pl.Callback):
         place = f"epoch {trainer.current_epoch + 1}, update {trainer.global_step}"
         rank_zero_only(log.info)("%s: %s of %s parameters train%s", place, f"{trains:,}", f"{total:,}", names)
 
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._release()
+    on_train_epoch_start = on_train_batch_start = _unfreeze
 
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._release()
-
-    def _release(self) -> None:
+    def _release(self, *args: Any, **kwargs: Any) -> None:
         if self._frozen is not None:
             self._frozen.restore()
         self._frozen, self._unfrozen, self._wrapped = None, None, set()
+
+    on_exception = teardown = _release

@@ -69,7 +69,7 @@ class _UpdateSums:
                 f"a {type(loader).__name__} does not deal micro-batches by their numbers: on another number of devices"
                 " the run is equal within rounding only; use a loader of datamodules for equal bits"
             )
-        elif trainer.world_size > 1 and is_synchronised(pl_module):
+        elif trainer.world_size > 1 and any(map(is_synchronised, pl_module.modules())):
             _note("SyncBN normalises over what the devices see in one step: the bits depend on their number")
 
     def _attached(self) -> GradientSum:
@@ -307,15 +307,7 @@ class GradientAccumulation(pl.Callback):
                 " gradients of the last ones would be lost: correct the length of its data set"
             )
 
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._release()
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._release()
-
-    def _release(self) -> None:
+    def _release(self, *args: Any, **kwargs: Any) -> None:
         restore_hooks(self)
         if self._sums is not None:
             self._sums.statistics.restore()  # Where a training_step has raised.
@@ -324,6 +316,8 @@ class GradientAccumulation(pl.Callback):
         if self._undo_no_update is not None:
             self._undo_no_update()
         self._sums = self._undo_no_update = None
+
+    on_exception = teardown = _release
 
     @override
     def state_dict(self) -> dict[str, Any]:

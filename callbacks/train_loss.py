@@ -140,14 +140,11 @@ class TrainLoss(pl.Callback):
         loss = output.get("loss") if isinstance(output, Mapping) else output
         self._loss = loss.detach() if isinstance(loss, Tensor) else None
 
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _release(self, *args: Any, **kwargs: Any) -> None:
         while self._undo:
             self._undo.pop()()
 
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self.on_train_end(trainer, pl_module)
+    on_train_end = on_exception = _release
 
     @override
     def on_save_checkpoint(
