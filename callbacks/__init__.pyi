@@ -1,7 +1,7 @@
 from .bn_recalibration import BNRecalibration as BNRecalibration
 from .bn_recalibration import recalibrate as recalibrate
 from .checkpointing.exact_checkpoint import ExactCheckpoint as ExactCheckpoint
-from .checkpointing.guard import CheckpointGuard as CheckpointGuard
+from .checkpointing.verified_io import CheckpointGuard as CheckpointGuard
 from .checkpointing.verified_io import VerifiedCheckpointIO as VerifiedCheckpointIO
 from .drawing.classification_images import ClassificationImages as ClassificationImages
 from .drawing.translation_samples import TranslationSamples as TranslationSamples

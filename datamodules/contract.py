@@ -5,15 +5,44 @@ LightningDataModule is asked through `data_contract`: its own attributes and hyp
 names are used, and defaults for the rest.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, ClassVar, Protocol, cast
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar, cast, get_type_hints
 
 from torch import Tensor, nn
 
 from datamodules.errors import UserError
 
-__all__ = ["DataContract", "data_contract"]
+__all__ = ["DataContract", "Free", "OneCall", "Rare", "data_contract", "marked_parameters"]
+
+_T = TypeVar("_T")
+
+Free = Annotated[_T, "free"]
+"""A parameter of a constructor that does not make the experiment: a run may be resumed with another value."""
+
+OneCall = Annotated[_T, "one call"]
+"""A parameter of a constructor that belongs to one call, such as a file to write, and is not saved with a run."""
+
+Rare = Annotated[_T, "rare"]
+"""A parameter of a constructor whose flag ``--help-all`` shows, and ``--help`` does not."""
+
+
+def marked_parameters(cls: type, mark: Any) -> frozenset[str]:
+    """The parameters of a constructor, and of those of its bases, that are annotated with `Free`, `OneCall` or `Rare`.
+
+    Example:
+        >>> class Mine:
+        ...     def __init__(self, bins: Rare[Free[int]] = 10, width: int = 4) -> None: ...
+        >>> marked_parameters(Mine, Free), marked_parameters(Mine, OneCall)
+        (frozenset({'bins'}), frozenset())
+    """
+    found = set()
+    for kind in cls.__mro__:
+        if "__init__" in vars(kind) and inspect.isfunction(vars(kind)["__init__"]):
+            hints = get_type_hints(vars(kind)["__init__"], include_extras=True)
+            found |= {name for name, hint in hints.items() if mark.__metadata__[0] in getattr(hint, "__metadata__", ())}
+    return frozenset(found)
 
 
 class DataContract(Protocol):

@@ -14,7 +14,10 @@ A folder of checkpoints that was moved is not recognised: a worse model then tak
 What Lightning leaves out where it resumes is done in `callbacks.checkpointing.replay`.
 """
 
+import re
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,14 +27,20 @@ from lightning.pytorch.plugins.precision import DoublePrecision
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks.checkpointing.received_state import files_in
-from callbacks.checkpointing.replay import raw_weights, refuse_torchmetrics, replay_epoch, was_stopped_early
+from callbacks.checkpointing.replay import (
+    files_in,
+    raw_weights,
+    refuse_torchmetrics,
+    replay_epoch,
+    was_stopped_early,
+)
 from callbacks.checkpointing.stopping_points import (
     hold_validations_and_stops,
     uncount_cut_epoch,
     update_is_whole,
     validation_is_next,
 )
+from callbacks.lib.durations import Duration
 from callbacks.lib.exchange import broadcast, gather
 from callbacks.lib.hooks import callbacks_of, refuse_dataloader_iter, set_callbacks
 from callbacks.lib.lightning_internals import (
@@ -42,13 +51,16 @@ from callbacks.lib.lightning_internals import (
     means_of_trained_epoch,
     resume_max_steps_at_epoch_end,
     save_after_validation,
+    save_now_unless_saved,
+    save_untrained,
     saves_after_validation,
     saves_within_epochs,
+    training_is_done,
     validation_scores,
 )
 from datamodules.errors import UserError
 
-__all__ = ["ExactCheckpoint"]
+__all__ = ["ExactCheckpoint", "LastCheckpoint", "save_interval"]
 
 _METRICS = "monitored_metrics"
 """The entry of a checkpoint with all scores, which callbacks and ReduceLROnPlateau read again later."""
@@ -66,6 +78,30 @@ def save_best_first(trainer: pl.Trainer) -> None:
     ours = (callback for callback in callbacks if isinstance(callback, ExactCheckpoint))
     ordered = iter(sorted(ours, key=lambda callback: callback.monitor is None))
     set_callbacks(trainer, [next(ordered) if isinstance(each, ExactCheckpoint) else each for each in callbacks])
+
+
+def save_interval(text: str) -> dict[str, Any]:
+    """The arguments of `ModelCheckpoint` for how often to save: by updates, epochs or time.
+
+    Raises:
+        UserError: it is none of these.
+
+    Example:
+        >>> save_interval("500 steps"), save_interval("10 minutes")
+        ({'every_n_train_steps': 500}, {'train_time_interval': datetime.timedelta(seconds=600)})
+    """
+    wanted = f'interval={text!r} is no interval; write "500 steps", "2 epochs" or "10 minutes"'
+    if time := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(second|minute|hour)s?", text.strip().lower()):
+        if not float(time[1]):
+            raise UserError(wanted)
+        return {"train_time_interval": timedelta(**{f"{time[2]}s": float(time[1])})}
+    try:
+        duration = Duration.parse(text)
+    except UserError as error:
+        raise UserError(wanted) from error
+    if duration.unit == "%" or duration.value != int(duration.value) or not duration.value:
+        raise UserError(wanted)
+    return {"every_n_train_steps" if duration.unit == "steps" else "every_n_epochs": int(duration.value)}
 
 
 class ExactCheckpoint(ModelCheckpoint):
@@ -263,3 +299,49 @@ class ExactCheckpoint(ModelCheckpoint):
         # The score is the same on every rank, so all of them decide alike.
         equal = current is not None and bool(self.best_k_models.get(self.kth_best_model_path) == current)
         return equal or super().check_monitor_top_k(trainer, current)
+
+
+class LastCheckpoint(ExactCheckpoint):
+    """Keeps the newest checkpoint in ``last.ckpt``, saved at an interval and when the run ends.
+
+    A run of no epochs or steps saves the initial weights.
+
+    Args:
+        folder: where it is written.
+        interval: as in "500 steps", "2 epochs" or "10 minutes". All ranks follow rank 0's clock.
+
+    Raises:
+        UserError: `interval` is none.
+
+    Example:
+        >>> LastCheckpoint("checkpoints", "500 steps").filename
+        'last'
+    """
+
+    def __init__(self, folder: str | Path, interval: str) -> None:
+        super().__init__(
+            folder,
+            filename="last",
+            enable_version_counter=False,
+            save_on_train_epoch_end=True,
+            **save_interval(interval),
+        )
+
+    @property
+    @override
+    def state_key(self) -> str:
+        # Of the other callback's, which has no monitor either where nothing is validated, and of any interval.
+        return "LastCheckpoint"
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        done = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
+        if done or trainer.should_stop or training_is_done(trainer):
+            save_now_unless_saved(self, trainer)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Lightning calls no hook of training then.
+        if 0 in (trainer.max_epochs, trainer.max_steps) and not trainer.global_step:
+            save_untrained(self, trainer)

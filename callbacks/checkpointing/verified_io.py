@@ -4,32 +4,134 @@ Lightning's own are staged in the system's folder for temporary files, so that o
 which a kill cuts short (#21253); a full disk ends the run; a bit that flips later is loaded without an error.
 """
 
+import dataclasses
+import enum
 import errno
 import logging
 import os
 import pickle
 import zipfile
+from argparse import Namespace
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
+import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import describe_excess, refuse_code
-from callbacks.checkpointing.plain_values import as_plain
+from callbacks.lib.exchange import broadcast
 from callbacks.lib.writing import whole_or_nothing
-from datamodules.errors import UserError
+from datamodules.errors import RunFailedError, UserError
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["VerifiedCheckpointIO", "describe_damage", "remove_leftovers", "whole_or_nothing", "write_checkpoint"]
+__all__ = [
+    "CheckpointGuard",
+    "VerifiedCheckpointIO",
+    "as_plain",
+    "describe_damage",
+    "remove_leftovers",
+    "write_checkpoint",
+]
 
 log = logging.getLogger("lightning_recipes.checkpoints")
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size)
+_TENSORS = (Tensor, nn.Parameter)
+_MAPPINGS = (dict, OrderedDict, Counter)
+_SEQUENCES = (list, tuple, set)
+_DEEPEST = 50
+
+
+def as_plain(value: Any, lost: list[str] | None = None, name: str = "") -> Any:
+    """A value made of tensors and plain Python; the very same object where it was that already.
+
+    Enum members become their values, paths text, dataclasses and namespaces dicts, NumPy's arrays tensors and its
+    scalars numbers. What has no such form becomes a text that names it.
+
+    Args:
+        lost: takes the places, such as ``"hyper_parameters.act"``, where only a text is left.
+        name: the place of `value` itself.
+
+    Example:
+        >>> as_plain({"folder": PurePath("data"), "sizes": np.arange(2), "act": max}, lost := [])
+        {'folder': 'data', 'sizes': tensor([0, 1]), 'act': '<built-in function max>'}
+        >>> lost
+        ['act']
+    """
+    lost = [] if lost is None else lost
+    if type(value) in _ATOMS or type(value) in _TENSORS:
+        return value
+    if name.count(".") > _DEEPEST:
+        # Such as a dict that holds itself.
+        return _named(value, lost, name)
+    if isinstance(value, Mapping):
+        return _plain_mapping(value, lost, name)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return _plain_sequence(value, lost, name)
+    return _plain_object(value, lost, name)
+
+
+def _plain_mapping(value: Mapping[Any, Any], lost: list[str], name: str) -> Any:
+    lead = f"{name}." if name else ""
+    pairs = [(as_plain(key, lost, f"{lead}key"), as_plain(item, lost, f"{lead}{key}")) for key, item in value.items()]
+    same = all(k is key and v is item for (k, v), (key, item) in zip(pairs, value.items(), strict=True))
+    # A state dict is an OrderedDict with an attribute, so it is kept rather than copied.
+    return value if same and type(value) in _MAPPINGS else dict(pairs)
+
+
+def _plain_sequence(value: Any, lost: list[str], name: str) -> Any:
+    lead = f"{name}." if name else ""
+    items = [as_plain(item, lost, f"{lead}{i}") for i, item in enumerate(value)]
+    if type(value) in _SEQUENCES and all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    if isinstance(value, (set, frozenset)):
+        try:
+            return set(items)
+        except TypeError:  # Its items were hashable, and their plain forms are not.
+            return items
+    return tuple(items) if isinstance(value, tuple) else items
+
+
+def _plain_object(value: Any, lost: list[str], name: str) -> Any:
+    """The plain form of what is no container."""
+    if isinstance(value, enum.Enum):
+        return as_plain(value.value, lost, name)
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, np.generic):
+        return as_plain(value.item(), lost, name)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return torch.from_numpy(value.copy())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return as_plain(fields, lost, name)
+    if isinstance(value, Namespace):
+        return as_plain(vars(value), lost, name)
+    if isinstance(value, Tensor):
+        return value.detach().as_subclass(Tensor)
+    kinds: tuple[Any, ...] = (int, float, str, bytes, bytearray)
+    for kind in kinds:
+        if isinstance(value, kind):
+            return kind(value)
+    return _named(value, lost, name)
+
+
+def _named(value: Any, lost: list[str], name: str) -> str:
+    lost.append(name)
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        module = getattr(value, "__module__", None)
+        return repr(value) if module == "builtins" and not isinstance(value, type) else f"{module}.{value.__qualname__}"
+    return repr(value)[:200]
 
 
 def describe_damage(path: str | Path) -> str | None:
@@ -127,7 +229,6 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         on_saved: called with each checkpoint that has been written, in the process that writes.
 
     Example:
-        >>> import lightning.pytorch as pl
         >>> trainer = pl.Trainer(plugins=[VerifiedCheckpointIO()], logger=False)
     """
 
@@ -188,3 +289,51 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         elif not self._last_failed:
             self.failures.pop(str(path), None)
             super().remove_checkpoint(path)
+
+
+class CheckpointGuard(pl.Callback):
+    """Refuses ranks that resume from different checkpoints, and ends a run whose last save failed with an error.
+
+    Runs on: `setup`, where all ranks must have found the same checkpoint; `on_train_end`. Each checkpoint gets the
+    number of devices it was trained with, under ``"devices"``.
+
+    Args:
+        resumed: the checkpoint that this rank resumes from.
+
+    Raises:
+        UserError: the ranks differ.
+        RunFailedError: the last checkpoint could not be written.
+    """
+
+    def __init__(self, resumed: str | None = None) -> None:
+        self.resumed = resumed
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit" or trainer.world_size == 1:
+            return
+        wanted = broadcast(trainer.strategy, self.resumed)
+        if not trainer.strategy.reduce_boolean_decision(wanted == self.resumed):
+            raise UserError(
+                f"rank 0 resumes from {wanted or 'nothing'}, rank {trainer.global_rank} found"
+                f" {self.resumed or 'nothing'}: pass a `run_dir` that all nodes share, or a file to `resume`"
+            )
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        io, problem = trainer.strategy.checkpoint_io, None
+        if isinstance(io, VerifiedCheckpointIO) and io.failures:
+            files = "; ".join(f"{path}: {reason}" for path, reason in io.failures.items())
+            problem = (
+                f"the training is done, and its checkpoints could not be saved ({files}); make room, and repeat from"
+                " the last one that was saved with `resume`"
+            )
+        # On all ranks: one rank that ends alone leaves the others waiting.
+        if problem := broadcast(trainer.strategy, problem):
+            raise RunFailedError(problem)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint["devices"] = trainer.world_size

@@ -17,8 +17,10 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from callbacks.lib.slurm_job import requeue_on
+from datamodules.contract import Rare, marked_parameters
 from datamodules.errors import RunFailedError, UserError, system_failure
 from datamodules.ranges import COUNT, NOT_NEGATIVE, check_ranges
+from recipes.base import Recipe
 from recipes.cli.commands import Trained, carry_out
 from recipes.cli.console import configure_logging, escape_output
 from recipes.cli.experiment import Classes, Settings, build_experiment, takes_inputs
@@ -43,7 +45,6 @@ from recipes.launch.precision import check_precision, resolve_precision
 from recipes.launch.rank_zero import is_rank_zero, print_error, rank_zero_print
 from recipes.launch.settings import Command, LaunchSettings, flag_of
 from recipes.launch.strategies import check_strategy
-from recipes.recipe import Recipe
 from recipes.results.stopwatch import process_age
 from recipes.resume.requeue import requeue_after_loss
 from recipes.resume.resume_point import ResumePoint, find_resume_point
@@ -157,7 +158,7 @@ def build_parser(classes: Classes, program: str) -> FlagParser:
         FlagGroup("Run", RunSettings, common=frozenset(_COMMON_RUN_SETTINGS.split())),
         FlagGroup("Launch", LaunchSettings, common=frozenset(_COMMON_LAUNCH_SETTINGS.split())),
         FlagGroup("Data", classes.data, frozenset({"predict_inputs"}), rare=classes.declared.rare_parameters),
-        FlagGroup("Recipe", classes.recipe, rare=classes.recipe.rare_parameters),
+        FlagGroup("Recipe", classes.recipe, rare=marked_parameters(classes.recipe, Rare)),
         FlagGroup("Trainer", pl.Trainer, trainer_skips, common=trainer_common, texts=_TRAINER_TEXTS),
     ]
     parser = FlagParser(groups, program)

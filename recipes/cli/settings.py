@@ -7,8 +7,7 @@ from typing import Literal
 
 from lightning.pytorch.callbacks import Callback
 
-from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.checkpointing.guard import LastCheckpoint
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint, LastCheckpoint
 from callbacks.finite_weights import FiniteWeights
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lean_loop import LeanLoop
@@ -20,11 +19,11 @@ from callbacks.training_monitor import TrainingMonitor
 from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging
 from datamodules.ranges import COUNT, Range, check_ranges
+from recipes.base import Recipe
 from recipes.cli.early_stopping import PatientStopping, score_mode
 from recipes.cli.limits import WholeUpdates
 from recipes.launch.precision import Precision
 from recipes.optim import learning_rate_scale
-from recipes.recipe import Recipe
 
 __all__ = ["RunSettings", "checkpoint_callbacks", "run_callbacks"]
 

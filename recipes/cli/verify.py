@@ -13,13 +13,13 @@ from typing_extensions import override
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.stopping_points import update_is_whole
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
-from callbacks.checkpointing.weights_hash import weights_hash
 from callbacks.lib.exchange import broadcast
 from datamodules.errors import RunFailedError, UserError
 from recipes.cli.experiment import Experiment, Settings
 from recipes.cli.report import print_pairs, shown
 from recipes.cli.settings import checkpoint_callbacks
 from recipes.cli.trainer import build_trainer
+from recipes.cli.weights_recorder import weights_hash
 from recipes.failures.monitor import ExpectedEnd
 from recipes.results.origin import differences, environment
 from recipes.results.weights_record import Interval, interval_to_repeat

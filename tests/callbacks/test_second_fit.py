@@ -7,8 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.checkpointing.guard import LastCheckpoint
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint, LastCheckpoint
 from callbacks.seed_control import SeedControl
 from callbacks.warmup_lr import WarmupLR
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from datamodules import ImageFolderDataModule, MNISTDataModule, TranslationDataModule
 from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError
-from recipes import Classifier, Recipe
+from tests.support.own_training import TrainedClassifier, TrainedRecipe
 
 MEMBERS = [name for name in vars(DataContract) if not name.startswith("_")]
 
@@ -40,14 +40,14 @@ class Telling(Stock):
         self.save_hyperparameters()
 
 
-class Linear(Classifier):
+class Linear(TrainedClassifier):
     """A linear network over images of 8 x 8."""
 
     def build_network(self) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, self.hparams.num_classes))
 
 
-class Mean(Recipe):
+class Mean(TrainedRecipe):
     """One step of regression on the labels, and no validation."""
 
     def build_network(self) -> nn.Module:

@@ -34,8 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 import callbacks
-from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.checkpointing.guard import LastCheckpoint
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint, LastCheckpoint
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from datamodules.loading.randomness import normal
 from datamodules.loading.sampling import epoch_order

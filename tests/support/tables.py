@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from callbacks.bn_recalibration import BNRecalibration
-from callbacks.checkpointing.guard import CheckpointGuard
+from callbacks.checkpointing.verified_io import CheckpointGuard
 from callbacks.drawing.classification_images import ClassificationImages
 from callbacks.drawing.translation_samples import TranslationSamples
 from callbacks.finite_weights import FiniteWeights

@@ -12,8 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.checkpointing.guard import LastCheckpoint
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint, LastCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lean_loop import LeanLoop
 from callbacks.seed_control import SeedControl

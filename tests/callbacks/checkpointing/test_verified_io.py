@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.checkpointing.guard import save_interval
-from callbacks.checkpointing.plain_values import as_plain
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint, save_interval
 from callbacks.checkpointing.verified_io import (
     VerifiedCheckpointIO,
+    as_plain,
     describe_damage,
     remove_leftovers,
     write_checkpoint,
