@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError
 
-__all__ = ["DataContract", "Free", "OneCall", "Rare", "data_contract", "marked_parameters"]
+__all__ = ["USUALLY_FREE", "DataContract", "Free", "OneCall", "Rare", "data_contract", "marked_parameters"]
 
 _T = TypeVar("_T")
 
@@ -26,6 +26,9 @@ OneCall = Annotated[_T, "one call"]
 
 Rare = Annotated[_T, "rare"]
 """A parameter of a constructor whose flag ``--help-all`` shows, and ``--help`` does not."""
+
+USUALLY_FREE = frozenset({"data_dir", "num_workers", "batch_size", "eval_batch_size"})
+"""Parameters of any data module that do not make the experiment; others are marked with `Free`."""
 
 
 def marked_parameters(cls: type, mark: Any) -> frozenset[str]:
@@ -47,18 +50,6 @@ def marked_parameters(cls: type, mark: Any) -> frozenset[str]:
 
 class DataContract(Protocol):
     """What may be asked of a data module, with defaults."""
-
-    free_parameters: ClassVar[frozenset[str]] = frozenset({"data_dir", "num_workers", "batch_size", "eval_batch_size"})
-    """Parameters of the constructor that do not make the experiment: a run may be resumed with other values."""
-
-    call_parameters: ClassVar[frozenset[str]] = frozenset({"predict_inputs"})
-    """Parameters of the constructor that belong to one call, and are not saved with a run.
-
-    ``predict_inputs`` takes the arguments of the predict command.
-    """
-
-    rare_parameters: ClassVar[frozenset[str]] = frozenset()
-    """Parameters of the constructor whose flags ``--help-all`` shows, and ``--help`` does not."""
 
     place_parameter: ClassVar[str] = "data_dir"
     """The parameter that says where the data are: `recipes.fit` passes the path that it is given."""
@@ -183,8 +174,6 @@ class _Defaults(DataContract):
 def _fits(name: str, value: object) -> bool:
     """Whether a foreign attribute means what the contract does by its name: an `image_size` may be a pair."""
     match name:
-        case "free_parameters" | "call_parameters" | "rare_parameters":
-            return isinstance(value, (frozenset, set))
         case "title" | "tokens_parameter" | "place_parameter":
             return isinstance(value, str)
         case "seed" | "num_classes" | "image_size":
@@ -223,8 +212,7 @@ class _Foreign:
 def data_contract(data: object) -> DataContract:
     """Ask a data module, which may be any LightningDataModule, or None.
 
-    Of a class, the class attributes can be read: ``free_parameters``, ``call_parameters``, ``rare_parameters``,
-    ``tokens_parameter``, ``place_parameter``.
+    Of a class, the class attributes can be read: ``tokens_parameter``, ``place_parameter``.
 
     Example:
         >>> class Mine:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from datamodules.contract import DataContract
+from datamodules.contract import Free, OneCall, Rare
 from datamodules.errors import UserError
 from datamodules.images.augmentation import AUGMENTATIONS, BatchAugmentation, Mixing, Normalise
 from datamodules.images.decoding import UnreadableImage, decoders, is_small
@@ -121,8 +121,6 @@ class ImageFolderDataModule(ImageDataModule):
         UserError: for invalid parameters, and at set-up for a folder that cannot be trained on.
     """
 
-    free_parameters = DataContract.free_parameters | {"cache_gb"}
-    rare_parameters = frozenset({"pixel_mean", "pixel_std"})
     _colour: ClassVar[bool] = True
 
     def __init__(
@@ -139,14 +137,14 @@ class ImageFolderDataModule(ImageDataModule):
         mixup: float = 0.0,
         cutmix: float = 0.0,
         num_workers: int | None = None,
-        cache_gb: float = 2.0,
-        pixel_mean: Sequence[float] | None = None,
-        pixel_std: Sequence[float] | None = None,
+        cache_gb: Free[float] = 2.0,
+        pixel_mean: Rare[Sequence[float] | None] = None,
+        pixel_std: Rare[Sequence[float] | None] = None,
         columns: list[str] | str | None = None,
         label_pattern: str | None = None,
         on_corrupt: Literal["error", "skip"] = "error",
         seed: int = 1,
-        predict_inputs: Sequence[str] | None = None,
+        predict_inputs: OneCall[Sequence[str] | None] = None,
     ) -> None:
         super().__init__()
         check_choice("augment", augment, ("auto", *AUGMENTATIONS))

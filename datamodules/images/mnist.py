@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from datamodules.contract import DataContract
+from datamodules.contract import Free, OneCall, Rare
 from datamodules.errors import UserError
 from datamodules.images import known_sets
 from datamodules.images.arrays import holds_own_images, images_from_arrays, read_own_images
@@ -64,8 +64,6 @@ class MNISTDataModule(ImageDataModule):
         UserError: at set-up, for a missing folder and for damaged, empty or contradicting files.
     """
 
-    free_parameters = DataContract.free_parameters | {"download"}
-    rare_parameters = frozenset({"download", "flip"})
     photographs = False
     image_size = 28
     _colour: ClassVar[bool] = False
@@ -83,10 +81,10 @@ class MNISTDataModule(ImageDataModule):
         shift: float = 2.0,
         rotation: float | None = None,
         scale: float | None = None,
-        flip: bool | None = None,
+        flip: Rare[bool | None] = None,
         seed: int = 1,
-        download: bool = True,
-        predict_inputs: list[str] | None = None,
+        download: Rare[Free[bool]] = True,
+        predict_inputs: OneCall[list[str] | None] = None,
     ) -> None:
         super().__init__()
         check_ranges(

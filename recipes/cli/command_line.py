@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from callbacks.lib.slurm_job import requeue_on
-from datamodules.contract import Rare, marked_parameters
+from datamodules.contract import Rare, data_contract, marked_parameters
 from datamodules.errors import RunFailedError, UserError, system_failure
 from datamodules.ranges import COUNT, NOT_NEGATIVE, check_ranges
 from recipes.base import Recipe
@@ -83,7 +83,8 @@ _TRAINER_TEXTS = LIMIT_TEXTS | {
 }
 # They belong to one call and not to the experiment, so they are not saved with a run.
 _OF_ONE_CALL = {
-    *("name", "run_dir", "resume", "resume_anyway", "ckpt", "output", "format", "config", "inputs", "profiler"),
+    *("name", "run_dir", "resume", "resume_anyway", "ckpt", "output", "format", "config", "profiler"),
+    *("inputs", "predict_inputs"),
     *LaunchSettings.__dataclass_fields__,
 }
 # They take weights alone, too.
@@ -157,7 +158,7 @@ def build_parser(classes: Classes, program: str) -> FlagParser:
     groups = [
         FlagGroup("Run", RunSettings, common=frozenset(_COMMON_RUN_SETTINGS.split())),
         FlagGroup("Launch", LaunchSettings, common=frozenset(_COMMON_LAUNCH_SETTINGS.split())),
-        FlagGroup("Data", classes.data, frozenset({"predict_inputs"}), rare=classes.declared.rare_parameters),
+        FlagGroup("Data", classes.data, frozenset({"predict_inputs"}), rare=marked_parameters(classes.data, Rare)),
         FlagGroup("Recipe", classes.recipe, rare=marked_parameters(classes.recipe, Rare)),
         FlagGroup("Trainer", pl.Trainer, trainer_skips, common=trainer_common, texts=_TRAINER_TEXTS),
     ]
@@ -493,7 +494,7 @@ class CommandLine:
             self.parser.select(values, "Trainer"),
             config,
             changed,
-            self.classes.declared.tokens_parameter,
+            data_contract(self.classes.data).tokens_parameter,
             launch,
             point,
             resumes_by_itself=asked != point.checkpoint,

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from callbacks.seed_control import SeedControl, draw_seed
-from datamodules.contract import DataContract, Free, OneCall, data_contract, marked_parameters
+from datamodules.contract import USUALLY_FREE, Free, OneCall, data_contract, marked_parameters
 from datamodules.errors import UserError
 from recipes.base import Recipe
 from recipes.cli.limits import micro_batches_of_update
@@ -85,19 +85,14 @@ class Classes:
         return data
 
     @property
-    def declared(self) -> DataContract:
-        """Where the data module's class declares its parameters; the defaults for a stock LightningDataModule."""
-        return data_contract(self.data)
-
-    @property
     def free_parameters(self) -> frozenset[str]:
         """Parameters of recipe and data that do not make the experiment."""
-        return marked_parameters(self.recipe, Free) | self.declared.free_parameters
+        return marked_parameters(self.recipe, Free) | marked_parameters(self.data, Free) | USUALLY_FREE
 
     @property
     def call_parameters(self) -> frozenset[str]:
         """Parameters of recipe and data that are not saved with a run."""
-        return marked_parameters(self.recipe, OneCall) | self.declared.call_parameters
+        return marked_parameters(self.recipe, OneCall) | marked_parameters(self.data, OneCall)
 
 
 @dataclass(frozen=True)

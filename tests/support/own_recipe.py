@@ -73,10 +73,11 @@ class Text(pl.LightningDataModule, DataContract):
         predict_inputs: texts to continue.
     """
 
-    free_parameters = DataContract.free_parameters | {"characters"}
     tokens_parameter = "characters"
 
-    def __init__(self, characters: int = 32, length: int = 8, predict_inputs: list[str] | None = None) -> None:
+    def __init__(
+        self, characters: Free[int] = 32, length: int = 8, predict_inputs: OneCall[list[str] | None] = None
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
 
