@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from recipes.pretrained import download_weights
 from safetensors.torch import save_file
 from torch import nn
 
