@@ -19,7 +19,7 @@ from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.subwords import SubwordVocabulary, vocabulary_from_state
 from datamodules.translation.text import PAD, Normalisation
-from recipes.base import Recipe
+from recipes.base import Recipe, RecipeParameters
 from recipes.graphs import Graph
 from recipes.optim import build_optimizer, is_lbfgs, may_be_fused, parameter_groups
 from recipes.schedules import ScheduleName, build_schedule
@@ -52,6 +52,24 @@ def rate_of_run(network: str, samples: int, epochs: int) -> float:
     if network == "transformer":
         return 0.001
     return min(0.006, float(f"{0.2 / math.sqrt(samples * epochs / Seq2SeqTranslator.base_batch_size):.2g}"))
+
+
+class TranslatorParameters(RecipeParameters):
+    """The parameters of `Seq2SeqTranslator`, as ``self.hparams`` holds them."""
+
+    network: NetworkName
+    hidden_size: int
+    num_layers: int | None
+    heads: int
+    feedforward_size: int
+    dropout: float
+    source_vocab_size: int
+    target_vocab_size: int
+    label_smoothing: float
+    val_sentences: int
+    beam: int
+    length_penalty: float
+    bleu_tokenize: BleuTokenizer
 
 
 class Seq2SeqTranslator(Recipe):
@@ -94,6 +112,7 @@ class Seq2SeqTranslator(Recipe):
     prediction_files: ClassVar[tuple[str, ...]] = (*Recipe.prediction_files, ".txt")
 
     network: AnyNetwork
+    hparams: TranslatorParameters
 
     def __init__(
         self,
@@ -126,14 +145,27 @@ class Seq2SeqTranslator(Recipe):
         self.vocabularies: Vocabularies | None = None
         self.normalisation: Normalisation = "unicode"
 
+    @classmethod
+    @override
+    def settings_from_data(cls, data: pl.LightningDataModule, **settings: Any) -> dict[str, Any]:
+        """The sizes of the vocabularies, where the data has them, and the rate of a run of a known length."""
+        found: dict[str, Any] = {}
+        if isinstance(data, VocabularyData):
+            source, target = data.vocabularies()
+            found = {"source_vocab_size": len(source), "target_vocab_size": len(target)}
+        samples, epochs = data_contract(data).sizes.get("train"), settings.get("max_epochs")
+        if samples and epochs and epochs > 0 and not is_lbfgs(settings.get("optimizer", "")):
+            found["lr"] = rate_of_run(settings.get("network", "rnn"), samples, epochs)
+        return found
+
     @override
     def build_network(self) -> AnyNetwork:
         """Returns the network, whose parameters are those of the recipe of the same names."""
-        p = self.hparams
-        sizes = p.source_vocab_size, p.target_vocab_size, p.hidden_size
-        if p.network == "rnn":
-            return Seq2SeqNet(*sizes, p.num_layers or 1, p.dropout)
-        return TransformerNet(*sizes, p.num_layers or 3, p.heads, p.feedforward_size, p.dropout)
+        options = self.hparams
+        sizes = options.source_vocab_size, options.target_vocab_size, options.hidden_size
+        if options.network == "rnn":
+            return Seq2SeqNet(*sizes, options.num_layers or 1, options.dropout)
+        return TransformerNet(*sizes, options.num_layers or 3, options.heads, options.feedforward_size, options.dropout)
 
     @override
     def training_step(self, batch: TranslationBatch, batch_idx: int) -> dict[str, Any]:
@@ -165,8 +197,6 @@ class Seq2SeqTranslator(Recipe):
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
         return [CheckVocabularies(), *super().configure_callbacks(), TranslationSamples()]
-
-    # Evaluation
 
     def _evaluation_step(
         self, scores: TranslationScores, batch: TranslationBatch, beam: int, chosen: Tensor | None = None
@@ -240,8 +270,6 @@ class Seq2SeqTranslator(Recipe):
         """The rows of the final table with the main scores."""
         return self.detokenised.headline(scores, self.hparams.beam)
 
-    # Translating
-
     @override
     def forward(self, source: Tensor) -> Tensor:
         """Tokens of shape (batch, time) for sources of shape (batch, source), by beam search."""
@@ -282,21 +310,6 @@ class Seq2SeqTranslator(Recipe):
         self.train(training)
         return translations
 
-    # Vocabularies
-
-    @classmethod
-    @override
-    def settings_from_data(cls, data: pl.LightningDataModule, **settings: Any) -> dict[str, Any]:
-        """The sizes of the vocabularies, where the data has them, and the rate of a run of a known length."""
-        found: dict[str, Any] = {}
-        if isinstance(data, VocabularyData):
-            source, target = data.vocabularies()
-            found = {"source_vocab_size": len(source), "target_vocab_size": len(target)}
-        samples, epochs = data_contract(data).sizes.get("train"), settings.get("max_epochs")
-        if samples and epochs and epochs > 0 and not is_lbfgs(settings.get("optimizer", "")):
-            found["lr"] = rate_of_run(settings.get("network", "rnn"), samples, epochs)
-        return found
-
     @override
     def setup(self, stage: str) -> None:
         """Take the vocabularies from the data; those of a checkpoint, which is read afterwards, replace them."""
@@ -318,8 +331,6 @@ class Seq2SeqTranslator(Recipe):
         if "vocabularies" in checkpoint:
             source, target = map(vocabulary_from_state, checkpoint["vocabularies"])
             self.vocabularies, self.normalisation = (source, target), checkpoint["normalisation"]
-
-    # Exports
 
     def graphs(self) -> list[Graph]:
         """The encoder, and one step of the decoder."""
