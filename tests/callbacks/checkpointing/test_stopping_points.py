@@ -1,3 +1,6 @@
+import math
+import subprocess
+import sys
 from typing import Any
 
 import lightning.pytorch as pl
@@ -5,7 +8,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks.checkpointing.stopping_points import move_counters, validation_is_next
+from callbacks.checkpointing.loop_place import validation_is_next
+from callbacks.checkpointing.stopping_points import (
+    RULES,
+    after_batch,
+    move_counters,
+    update_ends,
+    validation_is_due,
+    waits_for_validation,
+)
 from tests.support.tables import QUIET, Tiny, image_network, noisy_images, silence
 
 
@@ -43,3 +54,43 @@ def test_a_run_saved_before_a_validation_enters_it_again_from_its_first_batch():
     assert progress["total"] == {"ready": 1, "started": 1, "processed": 0, "completed": 0}
     assert progress["current"] == dict.fromkeys(counters, 0)
     assert not progress["is_last_batch"]
+
+
+def test_of_an_epoch_the_places_after_whole_updates_are_saved_and_those_before_a_validation_are_not():
+    places = []
+    for done in range(1, 11):
+        whole = update_ends(done, 3, done == 10, holds_gradients=False)
+        due = whole and validation_is_due(done, window=1 + (done - 1) % 3, every=4, is_last=done == 10)
+        places.append(after_batch(whole, due, done == 10))
+    half, due_next, end = "within update", "before validation", "before epoch end"
+    assert places == [half, half, "update", half, half, due_next, half, half, due_next, end]
+    assert [place for place in places if RULES[place].saves] == ["update"]
+    assert not update_ends(3, 3, False, holds_gradients=True)
+
+
+@pytest.mark.parametrize("per_update", [1, 2, 3, 4])
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+def test_a_validation_is_due_where_it_was_after_any_micro_batch_of_the_update(per_update: int, every: int):
+    for end in range(per_update, 25, per_update):
+        within = range(end - per_update + 1, end + 1)
+        assert validation_is_due(end, per_update, every, False) == any(done % every == 0 for done in within)
+    for every_epoch, is_last in ((math.inf, True), (math.inf, False), (None, True)):
+        assert validation_is_due(7, 1, every_epoch, is_last) == (every_epoch is not None and is_last)
+
+
+def test_only_a_place_that_may_be_saved_says_with_what_the_run_goes_on():
+    assert {place for place, rule in RULES.items() if not rule.goes_on_with} == {
+        place for place, rule in RULES.items() if not rule.saves
+    }
+
+
+def test_a_score_of_other_weights_waits_for_the_next_validation_and_one_of_training_does_not():
+    scored = (12, ["val_loss"])
+    assert [waits_for_validation("val_loss", scored, updates) for updates in (12, 13)] == [False, True]
+    assert not waits_for_validation("train_loss", scored, 13)
+    assert not waits_for_validation(None, scored, 13)
+
+
+def test_the_table_needs_no_lightning():
+    code = "import sys, callbacks.checkpointing.stopping_points; sys.exit('lightning' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
