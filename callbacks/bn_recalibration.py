@@ -11,27 +11,124 @@ worse in four.
 import copy
 import itertools
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from callbacks.lib.batch_norm import recalibrate
-from callbacks.lib.global_batch import loader_batch_size
+from callbacks.lib.batch_norm import combine_moments, local_moments, running_statistics
+from callbacks.lib.exact_sums import TreeSum, nodes_by_rank, total_over_ranks
+from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.lightning_internals import deal_to_ranks, original_training_loader
-from callbacks.lib.trainer_attributes import callbacks_of
+from callbacks.lib.updates import loader_batch_size
 from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader
+from datamodules.loading.sampling import range_of_rank
 
-__all__ = ["BNRecalibration"]
+__all__ = ["BNRecalibration", "recalibrate"]
+
+
+def _join_moments(sizes: Sequence[int], left: list[Tensor], right: list[Tensor]) -> None:
+    """Add the moments of layers, one after the other in a flat tensor, to others."""
+    for one, other in zip(left[0].split(list(sizes)), right[0].split(list(sizes)), strict=True):
+        mean, variance, total = combine_moments(torch.stack((one, other)))
+        one.copy_(torch.cat((mean, variance, total.view(1))))
+
+
+@torch.no_grad()
+def recalibrate(
+    module: nn.Module,
+    batches: Iterable[Any],
+    layers: Sequence[_BatchNorm] | None = None,
+    forward: Callable[[Any], Any] | None = None,
+    count: int | None = None,
+) -> None:
+    """Replaces the running statistics of batch normalisation layers by those of the given batches, in place.
+
+    Weights that are averaged over a run have the statistics of none of its moments (Izmailov et al., 2018); and a
+    running mean lags behind even the weights of now (Wu and Johnson, 2021). Here mean and variance are those of all
+    values that reach a layer, over all batches and processes. The layers normalise as in training, by their batch; all
+    else is in evaluation mode, so that no random number is drawn.
+
+    Every process must call it, with as many batches where layers are synchronised. A layer that nothing reaches keeps
+    its statistics. Modes, momenta and the counters of batches are afterwards as before.
+
+    Args:
+        batches: what `forward` is called with.
+        layers: by default those in training mode: frozen ones are left alone.
+        forward: by default the module.
+        count: batches of all processes, of which each has a range, as `range_of_rank` says: the result is then equal to
+            the bit on any number of processes. None where each has batches of its own.
+
+    Example:
+        >>> net = nn.Sequential(nn.BatchNorm1d(1))
+        >>> recalibrate(net, [torch.tensor([[1.0], [2.0]]), torch.tensor([[6.0]]).expand(2, 1)])
+        >>> net[0].running_mean, net[0].running_var
+        (tensor([3.7500]), tensor([6.9167]))
+    """
+    found = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training] if layers is None else layers
+    chosen = [layer for layer in found if layer.running_mean is not None]
+    if not chosen:
+        return
+    several = dist.is_available() and dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+    first, stop = (0, math.inf) if count is None else range_of_rank(count, rank, world_size)
+    sizes = [2 * layer.num_features + 1 for layer in chosen]
+    nothing = torch.zeros(sum(sizes), dtype=torch.float64, device=running_statistics(chosen[0])[0].device)
+    join = partial(_join_moments, sizes)
+    places = dict(zip(chosen, itertools.pairwise(itertools.accumulate(sizes, initial=0))))
+    of_batch = nothing
+
+    def add(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        start, end = places[cast("_BatchNorm", layer)]
+        new = local_moments(inputs[0], torch.promote_types(inputs[0].dtype, torch.float32))
+        _join_moments([end - start], [of_batch[start:end]], [new])
+
+    modes = [(m, m.training) for m in module.modules()]
+    before = [(layer, layer.momentum, layer.num_batches_tracked) for layer in chosen]
+    handles = [layer.register_forward_pre_hook(add) for layer in chosen]
+    moments, number = TreeSum(count, join), int(first)
+    try:
+        module.eval()
+        for layer in chosen:
+            # A momentum of 0 keeps the statistics until the end.
+            layer.training, layer.momentum = True, 0.0
+            layer.num_batches_tracked = running_statistics(layer)[2].clone()
+        for batch in batches:
+            of_batch = nothing.clone()
+            (forward or module)(batch)
+            if number < stop:
+                moments.add((number, number + 1), [of_batch])
+                number += 1
+    finally:
+        for handle in handles:
+            handle.remove()
+        for layer, momentum, tracked in before:
+            layer.momentum, layer.num_batches_tracked = momentum, tracked
+        for m, training in modes:
+            m.training = training
+    if count is None:
+        moments.end(number)
+    own = [flat for _, (flat,) in moments.nodes]
+    nodes = nodes_by_rank(world_size if count is None else count, world_size)
+    whole = total_over_ranks(own or [nothing], nodes, nothing, join)()
+    for layer, part in zip(chosen, whole.split(sizes), strict=True):
+        mean, variance, total = combine_moments(part.unsqueeze(0))
+        if total > 0:
+            running_mean, running_var, _ = running_statistics(layer)
+            running_mean.copy_(mean)
+            running_var.copy_(variance * total / (total - 1).clamp(min=1))
 
 
 def _another_loader(trainer: pl.Trainer) -> Any:

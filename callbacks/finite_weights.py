@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from callbacks.lib.trainer_attributes import log_interval
+from callbacks.lib.hooks import log_interval
 from datamodules.errors import RunFailedError
 
 __all__ = ["FiniteWeights", "first_not_finite"]

@@ -27,16 +27,14 @@ from callbacks.lib.accumulation import (
     move_place_in_epoch,
     resumable_loaders,
     samples_per_batch,
+    steps_for_samples,
 )
-from callbacks.lib.batch_norm import exempt_from_broadcast, is_synchronised
-from callbacks.lib.global_batch import loader_batch_size, steps_for_samples
+from callbacks.lib.batch_norm import OrderedStatistics, exempt_from_broadcast, is_synchronised
 from callbacks.lib.gradient_sum import GradientSum
-from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
+from callbacks.lib.hooks import drop_idle_hooks, refuse_dataloader_iter, restore_hooks
 from callbacks.lib.lightning_internals import make_no_update, skips_backward, when_training_loader_is_made
-from callbacks.lib.micro_batches import refuse_dataloader_iter
-from callbacks.lib.running_statistics import OrderedStatistics
 from callbacks.lib.targets import count_targets, is_empty, observe_steps, warn_of_ignored_targets
-from callbacks.lib.updates import AccumulationSchedule
+from callbacks.lib.updates import AccumulationSchedule, loader_batch_size
 from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.resumable import ResumableLoader
 

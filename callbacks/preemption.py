@@ -17,12 +17,11 @@ from typing_extensions import override
 
 from callbacks.checkpointing.loop_place import place_after_batch, trains, update_is_whole, validation_is_next
 from callbacks.checkpointing.stopping_points import RULES, Place, move_counters
-from callbacks.lib.consensus import FlagAllReduce
+from callbacks.lib.exchange import FlagAllReduce
+from callbacks.lib.hooks import callbacks_of, is_fast_dev_run, refuse_dataloader_iter, surround_callbacks
 from callbacks.lib.lightning_internals import collective_timeout, hold_to_updates, keep_signal_handlers, save_last
-from callbacks.lib.micro_batches import refuse_dataloader_iter
 from callbacks.lib.signals import SIGNALS, Preempted, SignalFlag, name_of
 from callbacks.lib.slurm_job import requeue_on
-from callbacks.lib.trainer_attributes import callbacks_of, is_fast_dev_run, surround_callbacks
 
 __all__ = ["Preemption"]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from callbacks.lib.trainer_attributes import callbacks_of
+from callbacks.lib.hooks import callbacks_of
 from datamodules.errors import RunFailedError, UserError
 
 __all__ = ["RankConsistency", "checksums", "describe_difference"]

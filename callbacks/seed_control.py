@@ -19,8 +19,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
-from callbacks.lib.micro_batches import micro_batch_number, refuse_dataloader_iter
+from callbacks.lib.hooks import drop_idle_hooks, refuse_dataloader_iter, restore_hooks
 from datamodules.errors import UserError
 from datamodules.loading.randomness import derive_seed, derive_seed_at
 
@@ -70,6 +69,26 @@ def micro_batch_seed(seed: int, epoch: int, number: int) -> int:
         True
     """
     return derive_seed_at(_key_of_steps(seed), epoch, number)
+
+
+def micro_batch_number(loader: Any, batch_idx: int, rank: int, world_size: int) -> int:
+    """The number of a rank's micro-batch in its epoch, counted over all ranks.
+
+    Loaders of `datamodules` say it themselves (``loader.micro_batch_number(batch_idx)``), so that a micro-batch has the
+    same number on any number of ranks. Others are taken to deal one batch to each rank in turn.
+
+    Args:
+        loader: the training loader, or several in a container.
+        batch_idx: number of the batch within its epoch, on this rank.
+
+    Example:
+        >>> [micro_batch_number([], batch_idx, rank=1, world_size=2) for batch_idx in range(3)]
+        [1, 3, 5]
+    """
+    if hasattr(loader, "micro_batch_number"):
+        number: int = loader.micro_batch_number(batch_idx)
+        return number
+    return batch_idx * world_size + rank
 
 
 def _calls_closure_once(optimizer: Any) -> bool:

@@ -4,17 +4,232 @@
 it was frozen. Without it each rank normalises alone and the statistics that are saved are those of rank 0 only.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from callbacks.lib.batch_norm import check_batchnorm, exempt_from_broadcast, restore_batchnorm, sync_batchnorm
-from callbacks.lib.idle_hooks import drop_idle_hooks, restore_hooks
+from callbacks.lib.batch_norm import (
+    combine_moments,
+    exempt_from_broadcast,
+    local_moments,
+    own_batch_layers,
+    running_statistics,
+)
+from callbacks.lib.hooks import drop_idle_hooks, restore_hooks
 from datamodules.errors import UserError
 
-__all__ = ["SyncBN"]
+__all__ = ["SyncBN", "check_batchnorm", "restore_batchnorm", "sync_batchnorm"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class _SynchronisedFunction(torch.autograd.Function):
+    """Normalises with the statistics of all processes: one all-gather forwards, one all-reduce backwards.
+
+    The gradients of weight and bias are this process's part, as everywhere under DDP, which averages them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running: tuple[Tensor, Tensor] | None,
+        momentum: float,
+        eps: float,
+    ) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        moments = local_moments(x, dtype)
+        parts = [torch.empty_like(moments) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, moments)
+        mean, variance, total = combine_moments(torch.stack(parts))
+        if total == 1:
+            raise ValueError(
+                "batch normalisation found 1 value per channel on all processes, expected 2 or more: "
+                "pass another batch size"
+            )
+        if running is not None and total > 0:
+            # By `data`, since torch's kernel counts no change either: within the same loss the layer may have computed
+            # with them in evaluation mode.
+            running[0].data.lerp_(mean.to(running[0].dtype), momentum)
+            running[1].data.lerp_((variance * (total / (total - 1))).to(running[1].dtype), momentum)
+        mean, variance = mean.to(dtype), variance.to(dtype)
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.eps, ctx.total = eps, max(total.item(), 1)
+        if x.numel() == 0:
+            return torch.empty_like(x)
+        weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
+        return F.batch_norm(x, mean, variance, weight, bias, eps=eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        settings = ctx.needs_input_grad, ctx.eps, ctx.total
+        return *_SynchronisedGradient.apply(grad_output, *ctx.saved_tensors, *settings), None, None, None
+
+
+class _SynchronisedGradient(torch.autograd.Function):
+    """The gradients of `_SynchronisedFunction`, which cannot be differentiated again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ARG004
+        grad_output: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        needed: tuple[bool, ...],
+        eps: float,
+        total: float,
+    ) -> tuple[Tensor | None, ...]:
+        grad_input = None
+        sums = torch.zeros(2, len(mean), dtype=torch.float64, device=x.device)
+        if x.numel() > 0:
+            # In evaluation mode the kernel yields sum(dy * x_hat) and sum(dy), in one pass over x and dy.
+            _, by_x_hat, plain = torch.ops.aten.native_batch_norm_backward(
+                grad_output, x, None, mean, variance, None, None, False, eps, [False, True, True]
+            )
+            sums = torch.stack([by_x_hat, plain]).double()
+        grad_weight = sums[0].to(weight.dtype) if weight is not None and needed[1] else None
+        grad_bias = sums[1].to(weight.dtype) if weight is not None and needed[2] else None
+        if needed[0]:
+            # A process without samples has nothing to add, but the others wait for it.
+            sums = sums.clone()
+            dist.all_reduce(sums)
+            scale = (variance + eps).rsqrt()
+            scale = scale if weight is None else scale * weight.to(scale.dtype)
+            slope, shift = (-scale * sums / total).to(scale.dtype)
+            grad_input = torch.empty_like(x)
+            if x.numel() > 0:
+                # dx = scale * (dy - mean(dy) - x_hat * mean(dy * x_hat)), in two calls of a kernel that is fast and
+                # accurate for half-precision activations too, where plain products are 5 times slower.
+                projection = F.batch_norm(x, mean, variance, slope, shift, eps=eps)
+                unit = torch.ones_like(mean)
+                # torch.batch_norm: the function in nn.functional of torch 2.11 refuses an eps of 0.
+                scaled = torch.batch_norm(grad_output, scale, None, unit - 1, unit, False, 0.0, 0.0, False)
+                grad_input = scaled.add_(projection)
+        return grad_input, grad_weight, grad_bias
+
+    @staticmethod
+    def backward(_: Any, *gradients: Any) -> Any:  # noqa: ARG004
+        raise UserError(
+            "SyncBN has no second derivative, which a gradient penalty (create_graph=True) asks for: remove SyncBN, put"
+            " the layers into evaluation mode for the penalty, or normalise with nn.GroupNorm"
+        )
+
+
+def _not_compiled(function: Function) -> Function:
+    disabled: Function = torch.compiler.disable(function)
+    return disabled
+
+
+class _Synchronised(_BatchNorm):
+    """The second base of the classes that `sync_batchnorm` makes."""
+
+    original: ClassVar[type[_BatchNorm]]
+    process_group: ClassVar[None] = None  # For torch's `forward`.
+    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
+
+    @override
+    @_not_compiled  # a collective inside an autograd function; the layers around it compile
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        if input.device.type != "cpu":
+            # torch's layer sends the statistics of an empty half-precision batch in half, the other ranks in float32.
+            empty = input.float() if input.numel() == 0 and input.dtype != torch.float64 else input
+            torchs_forward: Callable[[Any, Tensor], Tensor] = nn.SyncBatchNorm.forward
+            return torchs_forward(self, empty).to(input.dtype)
+        check: Callable[[Tensor], None] = self._check_input_dim
+        check(input)
+        momentum = self.momentum
+        running = None
+        if self.track_running_stats and self.running_mean is not None:
+            mean, variance, batches = running_statistics(self)
+            batches.add_(1)
+            momentum = 1.0 / batches.item() if momentum is None else momentum
+            running = (mean, variance)
+        apply: Callable[..., Tensor] = _SynchronisedFunction.apply
+        return apply(input, self.weight, self.bias, running, momentum, self.eps)
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy (a moving average of the weights, a pickled model) takes part in no collective: it is a plain layer.
+        reduced: Any = super().__reduce_ex__(protocol)
+        return object.__new__, (self.original,), *reduced[2:]
+
+
+def _normalise_drop_activate(layer: Any, inputs: Tensor) -> Tensor:
+    """The forward pass of timm's BatchNormAct2d, which repeats that of BatchNorm2d and does not call it."""
+    outputs: Tensor = layer.act(layer.drop(_Synchronised.forward(layer, inputs)))
+    return outputs
+
+
+def _synchronised_class(cls: type[_BatchNorm]) -> type[_BatchNorm]:
+    attributes: dict[str, Any] = {"original": cls}
+    forward = cls.forward
+    if (forward.__module__, forward.__qualname__) == ("timm.layers.norm_act", "BatchNormAct2d.forward"):
+        attributes["forward"] = _normalise_drop_activate
+    elif forward is not _BatchNorm.forward and "__class__" not in forward.__code__.co_freevars:
+        raise UserError(
+            f"{cls.__name__}.forward normalises by itself, so SyncBN cannot synchronise it: let it call"
+            " super().forward(input), use torch's class, or remove SyncBN"
+        )
+    # Ours comes behind the user's class and before _BatchNorm, where forward() and super().forward() end.
+    return type(f"Synchronised{cls.__name__}", (cls, _Synchronised), attributes)
+
+
+def check_batchnorm(module: nn.Module) -> None:
+    """Refuses layers that `sync_batchnorm` could not change.
+
+    Raises:
+        UserError: a subclass normalises in a `forward` of its own.
+    """
+    for layer in own_batch_layers(module):
+        _synchronised_class(type(layer))
+
+
+def sync_batchnorm(module: nn.Module) -> None:
+    """Makes every batch normalisation layer of a module normalise over all processes, in place.
+
+    `restore_batchnorm` undoes it. CUDA and other accelerators run torch's kernels, the CPU ours. Batch sizes may differ
+    between processes and be zero on some. Layers in evaluation mode keep using their running statistics. Each process
+    must call the layers in the same order. Layers with an activation inside, timm's BatchNormAct2d, are changed, too.
+
+    Raises:
+        UserError: a subclass normalises in a `forward` of its own.
+
+    Example:
+        >>> net = nn.Sequential(nn.BatchNorm2d(3))
+        >>> sync_batchnorm(net)
+        >>> type(net[0]).__name__, isinstance(net[0], nn.BatchNorm2d)
+        ('SynchronisedBatchNorm2d', True)
+        >>> restore_batchnorm(net)
+        >>> type(net[0]).__name__
+        'BatchNorm2d'
+    """
+    layers = own_batch_layers(module)
+    classes = {cls: _synchronised_class(cls) for cls in {type(layer) for layer in layers}}
+    for layer in layers:
+        untyped: Any = layer
+        untyped.__class__ = classes[type(layer)]
+
+
+def restore_batchnorm(module: nn.Module) -> None:
+    """Gives the layers that `sync_batchnorm` changed their classes back."""
+    for layer in module.modules():
+        if isinstance(layer, _Synchronised):
+            untyped: Any = layer
+            untyped.__class__ = layer.original
 
 
 class SyncBN(pl.Callback):

@@ -14,8 +14,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks.lib.exact_sums import DIGITS, from_whole_numbers, to_whole_numbers
+from callbacks.lib.hooks import log_interval
 from callbacks.lib.targets import count_targets, observe_steps
-from callbacks.lib.trainer_attributes import log_interval
 from datamodules.errors import RunFailedError
 
 __all__ = ["TrainLoss", "sums_over_targets"]

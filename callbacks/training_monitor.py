@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from callbacks.lib.trainer_attributes import log_interval
+from callbacks.lib.hooks import log_interval
 from callbacks.lib.updates import updates_made
 from datamodules.ranges import COUNT, check_ranges
 

@@ -22,7 +22,7 @@ from typing_extensions import override
 from callbacks.bn_recalibration import BNRecalibration
 from callbacks.checkpointing.replay import RAW_WEIGHTS, loaded_raw_weights
 from callbacks.lib.durations import Duration
-from callbacks.lib.trainer_attributes import callbacks_of, set_callbacks
+from callbacks.lib.hooks import callbacks_of, set_callbacks
 from callbacks.lib.updates import duration_to_updates, total_updates, updates_made
 from datamodules.errors import UserError
 from datamodules.ranges import Range, check_ranges

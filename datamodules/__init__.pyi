@@ -2,8 +2,8 @@ from .contract import DataContract as DataContract
 from .contract import data_contract as data_contract
 from .errors import RunFailedError as RunFailedError
 from .errors import UserError as UserError
-from .images.data_module import ImageFolderDataModule as ImageFolderDataModule
+from .images.image_folder import ImageFolderDataModule as ImageFolderDataModule
+from .images.mnist import MNISTDataModule as MNISTDataModule
 from .loading.loaders import EvaluationLoader as EvaluationLoader
 from .loading.loaders import TrainLoader as TrainLoader
-from .mnist.data_module import MNISTDataModule as MNISTDataModule
 from .translation.data_module import TranslationDataModule as TranslationDataModule

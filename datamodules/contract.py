@@ -5,31 +5,51 @@ LightningDataModule is asked through `data_contract`: its own attributes and hyp
 names are used, and defaults for the rest.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, ClassVar, Protocol, cast
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar, cast, get_type_hints
 
 from torch import Tensor, nn
 
 from datamodules.errors import UserError
 
-__all__ = ["DataContract", "data_contract"]
+__all__ = ["USUALLY_FREE", "DataContract", "Free", "OneCall", "Rare", "data_contract", "marked_parameters"]
+
+_T = TypeVar("_T")
+
+Free = Annotated[_T, "free"]
+"""A parameter of a constructor that does not make the experiment: a run may be resumed with another value."""
+
+OneCall = Annotated[_T, "one call"]
+"""A parameter of a constructor that belongs to one call, such as a file to write, and is not saved with a run."""
+
+Rare = Annotated[_T, "rare"]
+"""A parameter of a constructor whose flag ``--help-all`` shows, and ``--help`` does not."""
+
+USUALLY_FREE = frozenset({"data_dir", "num_workers", "batch_size", "eval_batch_size"})
+"""Parameters of any data module that do not make the experiment; others are marked with `Free`."""
+
+
+def marked_parameters(cls: type, mark: Any) -> frozenset[str]:
+    """The parameters of a constructor, and of those of its bases, that are annotated with `Free`, `OneCall` or `Rare`.
+
+    Example:
+        >>> class Mine:
+        ...     def __init__(self, bins: Rare[Free[int]] = 10, width: int = 4) -> None: ...
+        >>> marked_parameters(Mine, Free), marked_parameters(Mine, OneCall)
+        (frozenset({'bins'}), frozenset())
+    """
+    found = set()
+    for kind in cls.__mro__:
+        if "__init__" in vars(kind) and inspect.isfunction(vars(kind)["__init__"]):
+            hints = get_type_hints(vars(kind)["__init__"], include_extras=True)
+            found |= {name for name, hint in hints.items() if mark.__metadata__[0] in getattr(hint, "__metadata__", ())}
+    return frozenset(found)
 
 
 class DataContract(Protocol):
     """What may be asked of a data module, with defaults."""
-
-    free_parameters: ClassVar[frozenset[str]] = frozenset({"data_dir", "num_workers", "batch_size", "eval_batch_size"})
-    """Parameters of the constructor that do not make the experiment: a run may be resumed with other values."""
-
-    call_parameters: ClassVar[frozenset[str]] = frozenset({"predict_inputs"})
-    """Parameters of the constructor that belong to one call, and are not saved with a run.
-
-    ``predict_inputs`` takes the arguments of the predict command.
-    """
-
-    rare_parameters: ClassVar[frozenset[str]] = frozenset()
-    """Parameters of the constructor whose flags ``--help-all`` shows, and ``--help`` does not."""
 
     place_parameter: ClassVar[str] = "data_dir"
     """The parameter that says where the data are: `recipes.fit` passes the path that it is given."""
@@ -154,8 +174,6 @@ class _Defaults(DataContract):
 def _fits(name: str, value: object) -> bool:
     """Whether a foreign attribute means what the contract does by its name: an `image_size` may be a pair."""
     match name:
-        case "free_parameters" | "call_parameters" | "rare_parameters":
-            return isinstance(value, (frozenset, set))
         case "title" | "tokens_parameter" | "place_parameter":
             return isinstance(value, str)
         case "seed" | "num_classes" | "image_size":
@@ -194,8 +212,7 @@ class _Foreign:
 def data_contract(data: object) -> DataContract:
     """Ask a data module, which may be any LightningDataModule, or None.
 
-    Of a class, the class attributes can be read: ``free_parameters``, ``call_parameters``, ``rare_parameters``,
-    ``tokens_parameter``, ``place_parameter``.
+    Of a class, the class attributes can be read: ``tokens_parameter``, ``place_parameter``.
 
     Example:
         >>> class Mine:

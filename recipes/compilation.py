@@ -4,13 +4,22 @@ import logging
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from datamodules.errors import UserError
 
-__all__ = ["CompileMode", "check_compile_mode", "check_compiler", "compile_network", "restore_network"]
+__all__ = [
+    "CompileMode",
+    "CompileNetwork",
+    "check_compile_mode",
+    "check_compiler",
+    "compile_network",
+    "restore_network",
+]
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 """The modes of torch.compile."""
@@ -101,3 +110,21 @@ def restore_network(network: nn.Module) -> None:
     """Call a network as it is, not compiled."""
     slot: Any = network
     slot._compiled_call_impl = None
+
+
+class CompileNetwork(pl.Callback):
+    """Compiles the network of a recipe for a fit, where its ``compile`` says so.
+
+    Runs on: `on_fit_start`; `on_fit_end` leaves the network as it was.
+    """
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if mode := pl_module.hparams.compile:
+            check_compiler(trainer.strategy.root_device)
+            compile_network(pl_module.network, mode, pl_module.varying_dims)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if pl_module.hparams.compile:
+            restore_network(pl_module.network)

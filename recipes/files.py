@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from callbacks.lib.whole_files import whole_or_nothing
+from callbacks.lib.writing import whole_or_nothing
 
 __all__ = ["write_rows", "write_text"]
 

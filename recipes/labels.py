@@ -1,16 +1,22 @@
-"""The labels of a classifier's batches: which of them count, and which cannot be."""
+"""The labels of a classifier: the loss over those that count, and checks of those that cannot be."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
+from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
-from datamodules.loading.labels import IGNORED, check_form, check_labels, labels_in_memory
+from datamodules.images.labels import IGNORED, check_form, check_labels, labels_in_memory
 
-__all__ = ["LabelCheck"]
+__all__ = ["CheckLabels", "LabelCheck", "as_classes", "count_correct", "is_at_hand", "mean_cross_entropy"]
 
 _BATCHES = 50  # On a GPU, between two looks at what was found there.
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def _as_int64(labels: Tensor) -> Tensor:
@@ -18,19 +24,77 @@ def _as_int64(labels: Tensor) -> Tensor:
     return labels if labels.is_floating_point() else labels.long()
 
 
+def _is_class(labels: Tensor, num_classes: int) -> Tensor:
+    return (labels >= 0) & (labels < num_classes)
+
+
+def is_at_hand(labels: Tensor) -> bool:
+    """Whether reading labels costs nothing; on a GPU it waits for all that the device has to do."""
+    return labels.device.type == "cpu"
+
+
+def as_classes(labels: Tensor, num_classes: int) -> Tensor:
+    """Labels as int64, or soft as they are; on a GPU those that are no class as -100, which is left out.
+
+    An index out of range is an error of torch on a CPU, and on a GPU the end of the process: `CheckLabels` names it.
+    """
+    labels = _as_int64(labels)
+    if labels.is_floating_point() or is_at_hand(labels):
+        return labels
+    return labels.masked_fill(~_is_class(labels, num_classes), IGNORED)
+
+
+def mean_cross_entropy(
+    logits: Tensor, labels: Tensor, weight: Tensor | None = None, label_smoothing: float = 0.0
+) -> tuple[Tensor, int | Tensor]:
+    """The mean cross-entropy over the labels that are not -100, and how many these are; 0 where there are none.
+
+    With weights it is their weighted sum over the number of labels, so that it is equal on any split: torch's weighted
+    mean divides by the weights of the batch, and a batch cut in two has another mean. Half precision is then computed
+    in float32.
+
+    Args:
+        logits: of shape (batch, classes).
+        labels: whole numbers of shape (batch,), or probabilities of shape (batch, classes).
+        weight: of the classes, of shape (classes,).
+        label_smoothing: share of the target spread over all classes (Szegedy et al., 2016).
+
+    Example:
+        >>> logits, labels = torch.zeros(3, 2), torch.tensor([1, 0, -100])
+        >>> mean_cross_entropy(logits, labels)
+        (tensor(0.6931), 2)
+    """
+    labels = as_classes(labels, logits.shape[1])
+    count: int | Tensor = len(labels)
+    if not labels.is_floating_point() and len(labels):
+        counted = (labels != IGNORED).sum()
+        count = int(counted) if is_at_hand(labels) else counted
+    if weight is not None:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        labels = labels.to(logits) if labels.is_floating_point() else labels
+        total = F.cross_entropy(logits, labels, weight.to(logits), reduction="sum", label_smoothing=label_smoothing)
+        return total / (count.clamp(min=1) if isinstance(count, Tensor) else max(1, count)), count
+    loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+    if isinstance(count, Tensor) or not count:
+        # The mean over no label is NaN.
+        loss = torch.where(torch.as_tensor(count, device=loss.device) > 0, loss, 0.0)
+    return loss, count
+
+
+def count_correct(logits: Tensor, labels: Tensor) -> Tensor:
+    """How many predictions are right, a scalar: of soft labels the likeliest class."""
+    return (logits.argmax(1) == (labels.argmax(1) if labels.is_floating_point() else labels)).sum()
+
+
 class LabelCheck:
     """Checks the labels of one part of the data, before its batches where they are in memory, and else in each batch.
 
-    On a GPU a label out of range is ignored at first: the device is waited for once in 50 batches, and when
-    `raise_found` is called.
+    On a GPU the device is waited for once in 50 batches, and when `raise_found` is called.
 
     Args:
         num_classes: labels are 0 to this less one, or -100, which leaves the sample out.
         part: of the data: "training", "validation" or "test".
     """
-
-    at_once: bool | None = None
-    """Whether labels are read in each batch; by default where they are on the CPU."""
 
     def __init__(self, num_classes: int, part: str) -> None:
         self.num_classes, self.part = num_classes, part
@@ -62,35 +126,30 @@ class LabelCheck:
             raise UserError(f"all {ignored:,} labels of {source} are {IGNORED}, which leaves every sample out")
         return ignored
 
-    def __call__(self, labels: Tensor) -> tuple[Tensor, int | Tensor]:
-        """The labels of a batch without those that cannot be, int64 or soft, and how many of them count.
+    def check_batch(self, labels: Tensor) -> None:
+        """Check the labels of a batch, where those of the set are not known to be right.
 
         Raises:
             RunFailedError: one is out of range.
         """
-        labels = _as_int64(labels)
         if self.all_count or not len(labels):
-            return labels, len(labels)
-        source = f"a {self.part} batch"
+            return
+        labels, source = _as_int64(labels), f"a {self.part} batch"
         soft = self.part == "training" and labels.is_floating_point()
         check_form(labels, self.num_classes, source, soft, RunFailedError)
         if soft:
-            return labels, len(labels)
-        if labels.device.type == "cpu" if self.at_once is None else self.at_once:
-            return labels, len(labels) - check_labels(labels, self.num_classes, source, error=RunFailedError)
-        return self._without_waiting(labels)
-
-    def _without_waiting(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        classes = (labels >= 0) & (labels < self.num_classes)
+            return
+        if is_at_hand(labels):
+            check_labels(labels, self.num_classes, source, error=RunFailedError)
+            return
         # 0 is a class, so it stands for all that are in range.
-        low, high = labels.masked_fill(classes | (labels == IGNORED), 0).aminmax()
+        low, high = labels.masked_fill(_is_class(labels, self.num_classes) | (labels == IGNORED), 0).aminmax()
         if self._found is not None:
             low, high = torch.minimum(low, self._found[0]), torch.maximum(high, self._found[1])
         self._found = torch.stack((low, high))
         self._batches += 1
         if self._batches % _BATCHES == 0:
             self.raise_found()
-        return labels.masked_fill(~classes, IGNORED), classes.sum()
 
     def raise_found(self) -> None:
         """Wait for the device, where labels were checked on it.
@@ -107,3 +166,128 @@ class LabelCheck:
                 f"labels {low} to {high} of {self.part} batches were found, expected 0..{self.num_classes - 1};"
                 f" {how} the labels ({IGNORED} leaves a sample out)"
             )
+
+
+def _has_own_transfers(owner: pl.LightningModule | pl.LightningDataModule | None) -> bool:
+    """Whether batches go through a hook of the user, who may change labels there; those of this package do not."""
+    if owner is None:
+        return False
+    packages = {getattr(type(owner), name).__module__.partition(".")[0] for name in _TRANSFERS}
+    return not packages <= {"lightning", "datamodules"}
+
+
+def _classes_of(data: pl.LightningDataModule | None) -> tuple[int, Sequence[str]]:
+    """How many classes a data module has, and their names; 0 and none where they are not known."""
+    contract = data_contract(data)
+    names = contract.class_names
+    count = contract.num_classes or len(names)
+    return count, names if len(names) == count else ()
+
+
+class CheckLabels(pl.Callback):
+    """Refuses labels that are no class, and data with other classes than those that a classifier was trained on.
+
+    Labels are checked before training where they are in memory, else in each batch. The classifier takes the names of
+    the classes from the data.
+
+    Runs on: `setup`, the start of each part, each batch of labels that are not in memory, and the end of each part.
+
+    Args:
+        num_classes: labels are 0 to this less one, or -100, which leaves the sample out.
+
+    Raises:
+        UserError: the data have other classes, or a label in memory is out of range.
+        RunFailedError: a label in a batch is.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        parts = {"train": "training", "val": "validation", "test": "test"}
+        self.checks = {name: LabelCheck(num_classes, part) for name, part in parts.items()}
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        """Refuse data with another number of classes. Images to predict need no classes."""
+        if stage == "predict":
+            return
+        count, names = _classes_of(pl_module.data_module())
+        if count and count != len(pl_module.class_names):
+            listed = f" ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})" if names else ""
+            raise UserError(
+                f"the data has {count} classes{listed}, the network {len(pl_module.class_names)}; pass"
+                f" num_classes={count}, or data with the classes that the network was trained on"
+            )
+
+    def _name_classes(self, pl_module: Any) -> None:
+        """Take the names of the classes from the data, where it has them, unless the checkpoint has others.
+
+        Later than `setup`: the checkpoint may have settled which data set the data module reads.
+        """
+        _, names = _classes_of(pl_module.data_module())
+        for i, (old, new) in enumerate(zip(pl_module.names_in_checkpoint, names)):
+            if old != new:
+                raise UserError(
+                    f"class {i} is {old!r} in the checkpoint and {new!r} in the data; rename the data's classes to "
+                    "those of the checkpoint, or take only its weights to train on other classes"
+                )
+        pl_module.class_names = names or pl_module.class_names
+
+    def _check_set(self, pl_module: Any, part: str, loaders: Any) -> None:
+        """Check the labels of a part of the data, where they are in memory and no hook changes them later."""
+        changed = any(_has_own_transfers(owner) for owner in (pl_module, pl_module.data_module()))
+        self.checks[part].check_set(None if changed else loaders)
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._name_classes(pl_module)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        # A run that resumes within an epoch does not start it, and the first validation may be hours away.
+        self._check_set(pl_module, "train", trainer.train_dataloader)
+        self._check_set(pl_module, "val", trainer.val_dataloaders)
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._check_set(pl_module, "train", trainer.train_dataloader)
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.checks["train"].check_batch(batch[1])
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.checks["train"].raise_found()
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._name_classes(pl_module)
+        self._check_set(pl_module, "val", trainer.val_dataloaders)
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.checks["val"].check_batch(batch[1])
+
+    @override
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.checks["val"].raise_found()
+
+    @override
+    def on_test_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._name_classes(pl_module)
+        self._check_set(pl_module, "test", trainer.test_dataloaders)
+
+    @override
+    def on_test_batch_start(
+        self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.checks["test"].check_batch(batch[1])
+
+    @override
+    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.checks["test"].raise_found()
+
+    @override
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.checks["train"].raise_found()

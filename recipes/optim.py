@@ -1,4 +1,4 @@
-"""Optimisers by name: torch's, and those of any module that is imported."""
+"""Optimisers by name, torch's and those of any module that is imported; and the parameters in their groups."""
 
 import difflib
 import inspect
@@ -7,10 +7,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_only
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from callbacks.lib.lightning_internals import attached_trainer
 from datamodules.errors import UserError
 
 __all__ = [
@@ -18,8 +21,11 @@ __all__ = [
     "check_optimizer",
     "default_rate",
     "is_lbfgs",
+    "layer_groups",
     "learning_rate_scale",
+    "may_be_fused",
     "optimizer_class",
+    "parameter_groups",
 ]
 
 # Adaptive optimisers divide by the size of the gradient, so noise grows only with the square root.
@@ -116,6 +122,50 @@ def default_rate(name: str, lr: float) -> float:
     return 1.0 if is_lbfgs(name) else lr
 
 
+def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Two named groups: "decay" for weights, "no_decay" for the parameters of norms and for biases.
+
+    Norms and biases are the parameters of at most one dimension. Frozen parameters are in the groups as well, so that
+    the groups stay the same for the whole run. A group without parameters is left out.
+    """
+    parameters = list(dict.fromkeys(parameters))
+    decayed = [p for p in parameters if p.ndim > 1]
+    exempt = [p for p in parameters if p.ndim <= 1]
+    groups = [
+        {"name": "decay", "params": decayed, "weight_decay": weight_decay},
+        {"name": "no_decay", "params": exempt, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def layer_groups(
+    layers: Sequence[tuple[str, Sequence[nn.Parameter]]],
+    weight_decay: float,
+    lr: float,
+    layer_lr_decay: float = 1.0,
+    head_lr_factor: float = 1.0,
+) -> list[dict[str, Any]]:
+    """Groups per layer with learning rates of their own (Howard and Ruder, 2018), named "layer4.decay" and so on.
+
+    Args:
+        layers: name and parameters, from the input to the head, which is the last.
+        lr: of the layer below the head; that below it has `layer_lr_decay` times as much, and so on down.
+        head_lr_factor: how much faster the head learns.
+
+    Example:
+        >>> layers = [(name, [nn.Parameter(torch.ones(2, 2))]) for name in ("layer3", "layer4", "fc")]
+        >>> [(g["name"], g["lr"]) for g in layer_groups(layers, 0.01, lr=1.0, layer_lr_decay=0.5, head_lr_factor=10)]
+        [('layer3.decay', 0.5), ('layer4.decay', 1.0), ('fc.decay', 10.0)]
+    """
+    layers = [(name, parameters) for name, parameters in layers if parameters]
+    groups = []
+    for depth, (name, parameters) in enumerate(reversed(layers)):
+        rate = lr * head_lr_factor if depth == 0 else lr * layer_lr_decay ** (depth - 1)
+        part = parameter_groups(parameters, weight_decay)
+        groups.append([group | {"name": f"{name}.{group['name']}", "lr": rate} for group in part])
+    return [group for part in reversed(groups) for group in part]
+
+
 def _one_group(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """All parameters in the one group that LBFGS has."""
     if len({group.get("lr") for group in groups}) > 1:
@@ -181,6 +231,14 @@ def build_optimizer(
 
     optimizer.register_load_state_dict_post_hook(keep_settings)
     return optimizer
+
+
+def may_be_fused(module: pl.LightningModule) -> bool | None:
+    """What `build_optimizer` takes as ``fused`` for a module: False where its Trainer clips gradients, else None.
+
+    A fused optimiser under AMP with gradient clipping raises inside Lightning (Lightning-AI/pytorch-lightning#21435).
+    """
+    return False if getattr(attached_trainer(module), "gradient_clip_val", None) else None
 
 
 def learning_rate_scale(

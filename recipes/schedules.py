@@ -4,27 +4,46 @@
 """
 
 import difflib
+import logging
 import math
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from typing_extensions import override
 
 from callbacks.lib.durations import Duration
-from callbacks.lib.trainer_attributes import callbacks_of
+from callbacks.lib.hooks import callbacks_of
+from callbacks.lib.lightning_internals import attached_trainer
 from callbacks.lib.updates import duration_to_updates, total_updates
 from callbacks.warmup_lr import WarmupLR
 from datamodules.errors import UserError
 from datamodules.ranges import NATURAL, Range, check_ranges
-from recipes.curves import constant, cosine, inverse_sqrt, linear, multistep, one_cycle
 
-__all__ = ["Plateau", "Schedule", "ScheduleName", "ScheduleSettings"]
+__all__ = [
+    "CheckSchedule",
+    "Plateau",
+    "Schedule",
+    "ScheduleName",
+    "ScheduleSettings",
+    "build_schedule",
+    "constant",
+    "cosine",
+    "inverse_sqrt",
+    "linear",
+    "multistep",
+    "one_cycle",
+]
+
+log = logging.getLogger("lightning_recipes")
 
 ScheduleName = Literal["one_cycle", "constant", "linear", "cosine", "multistep", "inverse_sqrt", "plateau"]
 
@@ -37,6 +56,70 @@ _TAKES: dict[str, tuple[str, ...]] = {
     "plateau": ("gamma", "patience", "min_lr"),
 }
 """The arguments of each schedule."""
+
+
+def one_cycle(progress: float, rise: float = 0.25, start: float = 0.04) -> float:
+    """Linear rise from `start` to 1 over the share `rise` of the run, then linear to 0 (Smith and Topin, 2018).
+
+    Example:
+        >>> [one_cycle(progress) for progress in (0, 0.25, 1)]
+        [0.04, 1.0, 0.0]
+    """
+    if progress < rise:
+        return start + (1 - start) * progress / rise
+    return (1 - progress) / (1 - rise)
+
+
+def constant(progress: float) -> float:
+    """Always 1.
+
+    Example:
+        >>> [constant(progress) for progress in (0, 0.5, 1)]
+        [1.0, 1.0, 1.0]
+    """
+    return 1.0
+
+
+def linear(progress: float) -> float:
+    """A straight line from 1 to 0.
+
+    Example:
+        >>> [linear(progress) for progress in (0, 0.25, 1)]
+        [1, 0.75, 0]
+    """
+    return 1 - progress
+
+
+def cosine(progress: float) -> float:
+    """Half a cosine from 1 to 0 (Loshchilov and Hutter, 2017).
+
+    Example:
+        >>> [round(cosine(progress), 3) for progress in (0, 0.25, 0.5, 1)]
+        [1.0, 0.854, 0.5, 0.0]
+    """
+    return (1 + math.cos(math.pi * progress)) / 2
+
+
+def multistep(update: float, milestones: Sequence[float], gamma: float = 0.1) -> float:
+    """A factor of `gamma` from each milestone on.
+
+    Example:
+        >>> [multistep(update, [100, 200], gamma=0.5) for update in (99, 100, 199, 200)]
+        [1.0, 0.5, 0.5, 0.25]
+    """
+    return float(gamma ** bisect_right(sorted(milestones), update))
+
+
+def inverse_sqrt(update: float, start: float) -> float:
+    """1 up to the update `start`, then falling with the square root of the updates made (Raffel et al., 2020).
+
+    With a linear warm-up to `start` it is the schedule of the Transformer (Vaswani et al., 2017).
+
+    Example:
+        >>> [inverse_sqrt(update, start=100) for update in (0, 100, 400, 10_000)]
+        [1.0, 1.0, 0.5, 0.1]
+    """
+    return 1.0 if update <= start else math.sqrt(start / update)
 
 
 @dataclass(frozen=True)
@@ -225,3 +308,46 @@ class Plateau(ReduceLROnPlateau):
         for group, rate in zip(self.optimizer.param_groups, state_dict["_last_lr"], strict=True):
             group["lr"] = float(rate)
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+
+def _settings_of(recipe: Any) -> ScheduleSettings:
+    options = recipe.hparams
+    return ScheduleSettings(options.schedule, options.lr, options.schedule_args or {})
+
+
+def build_schedule(optimizer: Optimizer, recipe: Any) -> OptimizerLRScheduler:
+    """What `configure_optimizers` returns: an optimiser with the ``schedule`` of a recipe's parameters.
+
+    Args:
+        recipe: its ``hparams`` are those of `Recipe`; the plateau follows its ``monitor``.
+    """
+    settings = _settings_of(recipe)
+    if settings.schedule == "plateau":
+        plateau = Plateau(optimizer, settings, recipe.monitor_mode)
+        every = getattr(attached_trainer(recipe), "check_val_every_n_epoch", None) or 1
+        config: Any = {"scheduler": plateau, "monitor": recipe.monitor, "frequency": every}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+    # The length of the run is not known before its first update.
+    closed = Schedule(optimizer, lambda done: settings.factor(done, recipe.trainer) if done else settings.first)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": closed, "interval": "step"}}
+
+
+class CheckSchedule(pl.Callback):
+    """Logs what somebody may not expect of a recipe's schedule in this run.
+
+    Runs on: `on_train_start`.
+
+    Raises:
+        UserError: the schedule follows a score, and nothing is validated.
+    """
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        settings = _settings_of(pl_module)
+        followed = pl_module.monitor if settings.schedule == "plateau" else ""
+        if followed.startswith("val/") and not trainer.enable_validation:
+            raise UserError(
+                f"schedule='plateau' follows {followed}, and this run validates nothing; pass another schedule"
+            )
+        if note := settings.note(trainer):
+            rank_zero_only(log.warning)(note)

@@ -15,16 +15,20 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
+from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.lib.layers import inside, matching_names, module_names
 from datamodules.errors import UserError
 
 __all__ = [
+    "InitialWeights",
     "WeightsReport",
+    "load_initial_weights",
     "load_weights",
     "match_names",
     "read_settings_beside",
@@ -363,3 +367,35 @@ def load_weights(
     everything.update(fitting)
     module.load_state_dict(everything, strict=False)
     return report
+
+
+def load_initial_weights(recipe: Any, min_share: float = 0.5) -> WeightsReport | None:
+    """Load what a recipe's ``weights`` names into its network, and log which tensors were loaded; None for "none".
+
+    Args:
+        min_share: the least share of the network's tensors that has to match.
+
+    Raises:
+        UserError: as `read_weights` and `load_weights` do.
+    """
+    options = recipe.hparams
+    if options.weights is None or options.weights == "none":
+        return None
+    state, source = recipe.pretrained_weights(options.weights)
+    report = load_weights(recipe.network, state, source, min_share, options.weights_skip)
+    rank_zero_only(log.warning)(report.line())
+    return report
+
+
+class InitialWeights(pl.Callback):
+    """Loads a recipe's ``weights`` when it is first trained, unless it resumes from a checkpoint.
+
+    Runs on: `on_fit_start`.
+    """
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        # Some strategies load the checkpoint later.
+        if not pl_module.has_weights and trainer.ckpt_path is None:
+            load_initial_weights(pl_module)
+        pl_module.has_weights = True

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from benchmarks.harness.bare_trainer import bare_trainer
-from datamodules.mnist.data_module import DATASETS
-from recipes.optim import build_optimizer
-from recipes.parameter_groups import parameter_groups
+from datamodules.images.known_sets import DATASETS
+from recipes.optim import build_optimizer, parameter_groups
 
 __all__ = ["Job", "LapClock", "Laps", "bare_loop", "fabric_loop", "gpu_search", "loop_with", "plain_loop"]
 
@@ -96,7 +95,7 @@ class Job:
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """The recipe's: AdamW in one kernel."""
-        return build_optimizer("adamw", parameter_groups(module, WEIGHT_DECAY), LR)
+        return build_optimizer("adamw", parameter_groups(module.parameters(), WEIGHT_DECAY), LR)
 
     def autocast(self) -> Any:
         """What a plain loop does for the precision."""

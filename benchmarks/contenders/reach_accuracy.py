@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 from typing_extensions import override
 
+from datamodules.images.mnist import MNISTDataModule
 from datamodules.loading.loaders import EvaluationLoader
-from datamodules.mnist.data_module import MNISTDataModule
 from recipes.cli.command_line import run
 from recipes.mnist.network import ClassicNet
 from recipes.mnist.recipe import MNISTClassifier

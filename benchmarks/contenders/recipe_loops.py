@@ -15,7 +15,7 @@ from typing_extensions import override
 from benchmarks.contenders.loops import LR, WEIGHT_DECAY, Job, LapClock, Laps, gpu_search
 from benchmarks.harness.terminal import interruptible, unread_terminal
 from benchmarks.sections.input_pipeline import stock_loader
-from datamodules.mnist.data_module import MNISTDataModule
+from datamodules.images.mnist import MNISTDataModule
 from recipes.cli.command_line import run
 from recipes.mnist.recipe import MNISTClassifier
 

@@ -22,12 +22,11 @@ from benchmarks.gpu import Workload, images, mnist, translator
 from benchmarks.harness.measurements import Column, Goal, Options, Progress, Section, Spread, pin_threads
 from benchmarks.sections import scaling
 from callbacks import GradientSum, OrderedStatistics
-from callbacks.lib.tree_sum import tree_nodes
+from callbacks.lib.exact_sums import tree_nodes
 from datamodules.loading.sampling import range_of_rank
 from recipes import ResNetFineTuner
 from recipes.launch.precision import resolve_precision
-from recipes.optim import build_optimizer
-from recipes.parameter_groups import parameter_groups
+from recipes.optim import build_optimizer, parameter_groups
 
 __all__ = ["bytes_sent", "run"]
 
@@ -82,7 +81,7 @@ class _Way:
     def __init__(self, job: Job, workload: Workload, ordered: bool) -> None:
         torch.manual_seed(1)
         network: nn.Module = workload.build().network.to(memory_format=torch.channels_last)
-        self.optimizer = build_optimizer("adamw", parameter_groups(network, 0.01), 1e-3)
+        self.optimizer = build_optimizer("adamw", parameter_groups(network.parameters(), 0.01), 1e-3)
         self.workload, self.batch = workload, workload.on(torch.device("cpu"))
         self.count, self.steps = job.micro_batches, job.micro_batches // job.world_size
         self.low = torch.bfloat16 if job.precision == "bf16-mixed" else None

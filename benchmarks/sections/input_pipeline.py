@@ -31,8 +31,7 @@ from benchmarks.harness.measurements import (
     stopwatch,
 )
 from datamodules import MNISTDataModule
-from datamodules.mnist.data_module import DATASETS, find_files
-from datamodules.mnist.idx import read_idx
+from datamodules.images.known_sets import DATASETS, find_files, read_idx
 
 __all__ = ["run"]
 

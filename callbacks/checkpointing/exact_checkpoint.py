@@ -32,8 +32,7 @@ from callbacks.checkpointing.stopping_points import RULES, uncount_cut_epoch, wa
 from callbacks.lib import lightning_internals as internals
 from callbacks.lib.durations import Duration
 from callbacks.lib.exchange import broadcast, gather
-from callbacks.lib.micro_batches import refuse_dataloader_iter
-from callbacks.lib.trainer_attributes import callbacks_of, set_callbacks
+from callbacks.lib.hooks import callbacks_of, refuse_dataloader_iter, set_callbacks
 from datamodules.errors import UserError
 
 __all__ = ["ExactCheckpoint", "LastCheckpoint", "save_interval"]

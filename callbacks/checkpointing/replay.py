@@ -36,8 +36,8 @@ from torch.utils.data import (
 )
 
 from callbacks.checkpointing.stopping_points import RULES
+from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.lightning_internals import iterate_anew, restart_training_loaders, unused_loader_states
-from callbacks.lib.trainer_attributes import callbacks_of
 from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader
 
@@ -110,8 +110,8 @@ def _pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int) -> No
     loaders = CombinedLoader(trainer.train_dataloader).flattened
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     done = progress.processed
-    if not (place := RULES["update" if progress.ready == done else "within batch"]).saves:
-        raise UserError(f"the checkpoint was saved {place.reason}, as by OnExceptionCheckpoint: pass another one")
+    if not (rule := RULES["update" if progress.ready == done else "within batch"]).saves:
+        raise UserError(f"the checkpoint was saved {rule.reason}, as by OnExceptionCheckpoint: pass another one")
     without = _without_position(trainer)
     if not without or not done:
         return

@@ -1,8 +1,7 @@
 """When a run may be saved so that Lightning resumes it exactly: one table, and pure functions of plain numbers.
 
-`RULES` says for each place in the loop whether a save may happen there, and where the run goes on from it, which the
-counters of Lightning's loops in the checkpoint tell it. `callbacks.checkpointing.loop_place` finds the place of a
-Trainer; nothing here needs Lightning.
+`RULES` says for each place in the loop whether a save may happen there, and which counters of Lightning's loops are
+moved in the checkpoint. `callbacks.checkpointing.loop_place` finds the place of a Trainer; nothing here needs Lightning.
 """
 
 import math
@@ -38,10 +37,10 @@ Place = Literal[
 
 
 class Rule(NamedTuple):
-    """Whether a run may be saved at a place; with what it then goes on, "" where it may not; and why."""
+    """Whether a run may be saved at a place, which counters are moved so that it goes on there, and why."""
 
     saves: bool
-    goes_on_with: Literal["", "the next batch", "the validation", "the next epoch"]
+    moves: Literal["", "validation", "epoch"]
     reason: str
 
 
@@ -49,15 +48,15 @@ RULES: Mapping[Place, Rule] = {
     "run start": Rule(False, "", "nothing has been trained since"),
     "within batch": Rule(False, "", "in the midst of a batch"),
     "within update": Rule(False, "", "no checkpoint holds the gradients of half an update"),
-    "update": Rule(True, "the next batch", "the counters say so"),
+    "update": Rule(True, "", "it goes on with the next batch"),
     "before validation": Rule(False, "", "the resumed run would leave the validation out"),
-    "validation start": Rule(True, "the validation", "its counters, which say that it is done, are moved"),
-    "validation": Rule(True, "the validation", "its counters, which say that it is done, are moved"),
-    "after validation": Rule(True, "the next batch", "the counters say so"),
+    "validation start": Rule(True, "validation", "it validates from the start; the counters say that it is done"),
+    "validation": Rule(True, "validation", "it validates from the start; the counters say that it is done"),
+    "after validation": Rule(True, "", "it goes on with the next batch"),
     "before epoch end": Rule(False, "", "the resumed run would not count the epoch that it begins"),
-    "epoch end": Rule(True, "the next epoch", "an epoch that was cut is not counted, and goes on with its next batch"),
-    "epoch start": Rule(True, "the next epoch", "the counters, which give it the last one's batches, are moved"),
-    "run end": Rule(True, "the next epoch", "the counters, which leave none to begin, are moved"),
+    "epoch end": Rule(True, "", "it goes on with the next epoch; one that was cut, with its next batch"),
+    "epoch start": Rule(True, "epoch", "it begins the epoch; the counters give it the batches of the last one"),
+    "run end": Rule(True, "epoch", "it goes on with the next epoch; the counters say that it has begun"),
     "evaluation": Rule(False, "", "nothing is trained, as in a sanity check"),
 }
 """In the order in which a run comes by; an evaluation is one outside of training."""
@@ -106,16 +105,16 @@ def move_counters(loops: dict[str, Any], place: Place) -> None:
 
     Args:
         loops: the checkpoint's entry of that name; changed in place.
-        place: where it is being saved, other than at an epoch's end.
+        place: where it is being saved.
     """
-    fit, goes_on_with = loops["fit_loop"], RULES[place].goes_on_with
-    if goes_on_with == "the validation":
+    fit, moves = loops["fit_loop"], RULES[place].moves
+    if moves == "validation":
         # One batch begun and none done: Lightning enters the validation again, and starts it from the beginning.
         progress = fit["epoch_loop.val_loop.batch_progress"]
         progress["total"] |= {"ready": 1, "started": 1, "processed": 0, "completed": 0}
         progress["current"] |= {"ready": 0, "started": 0, "processed": 0, "completed": 0}
         progress["is_last_batch"] = False
-    elif goes_on_with == "the next epoch":
+    elif moves == "epoch":
         # As where ModelCheckpoint saves: the last epoch is processed and not completed, and the next not yet ready.
         for counters in (fit["epoch_progress"]["total"], fit["epoch_progress"]["current"]):
             counters |= {"ready": counters["processed"], "completed": counters["processed"] - 1}

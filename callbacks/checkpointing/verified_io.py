@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import describe_excess, refuse_code
 from callbacks.lib.exchange import broadcast
-from callbacks.lib.whole_files import whole_or_nothing
+from callbacks.lib.writing import whole_or_nothing
 from datamodules.errors import RunFailedError, UserError
 
 try:

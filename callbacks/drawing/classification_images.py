@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks.drawing.evaluation_samples import EvaluationSamples, first_training_batch, tensorboards
-from callbacks.lib.best_effort import best_effort
+from callbacks.lib.writing import best_effort
 from datamodules.ranges import NATURAL, check_ranges
 
 if TYPE_CHECKING:

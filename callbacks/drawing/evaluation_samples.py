@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from callbacks.lib.best_effort import best_effort
+from callbacks.lib.writing import best_effort
 
 __all__ = ["EvaluationSamples", "first_training_batch", "tensorboards"]
 

@@ -7,8 +7,8 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from callbacks.lib.global_batch import loader_batch_size
-from callbacks.lib.trainer_attributes import callbacks_of
+from callbacks.lib.hooks import callbacks_of
+from callbacks.lib.updates import loader_batch_size
 from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader
 
@@ -22,6 +22,7 @@ __all__ = [
     "move_place_in_epoch",
     "resumable_loaders",
     "samples_per_batch",
+    "steps_for_samples",
 ]
 
 
@@ -136,3 +137,27 @@ def ends_window(trainer: pl.Trainer) -> bool:
     done = trainer.fit_loop.batch_idx + 1
     ends_epoch = done == trainer.num_training_batches or trainer.is_last_batch
     return ends_epoch or done % trainer.accumulate_grad_batches == 0
+
+
+def steps_for_samples(samples: int, at_once: int, found: str) -> int:
+    """The steps of each device in an update of so many samples.
+
+    Args:
+        at_once: samples that all devices process in a step.
+        found: what asks for the samples, for the error.
+
+    Raises:
+        UserError: they do not divide.
+
+    Example:
+        >>> steps_for_samples(1024, at_once=256, found="global_batch_size=1024")
+        4
+    """
+    steps, rest = divmod(samples, at_once)
+    if steps and not rest:
+        return steps
+    sizes = " or ".join(f"{size}" for size in (steps * at_once, (steps + 1) * at_once) if size)
+    raise UserError(
+        f"{found}: {samples} samples of an update are no multiple of the {at_once} that all devices process at once;"
+        f" expected {sizes}, or another `batch_size` of the loader"
+    )

@@ -1,15 +1,33 @@
-"""Exact sums of floating-point numbers: equal to the bit in any order, so on any number of ranks.
+"""Sums of floating-point numbers that are equal to the bit on any number of ranks.
 
 A float32 is a whole number times a power of two. Written as the digits of a long whole number, in int64, numbers are
 added without rounding: with ``+``, ``sum``, an all-reduce, or the ``dist_reduce_fx="sum"`` of torchmetrics.
+
+That would make gradients 17 times as large. Their sum over micro-batches [a, b) is defined by the micro-batches'
+numbers: ``S(a, b) = S(a, m) + S(m, b)``, where m - a is the largest power of two below b - a. That is a binary tree. A
+rank holds a contiguous range of the micro-batches and adds up the largest nodes of the tree that lie within it, as a
+binary counter does; the ranks exchange these nodes and add them in the order of the tree.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["DIGITS", "from_whole_numbers", "to_whole_numbers"]
+from datamodules.loading.sampling import range_of_rank
+
+__all__ = [
+    "DIGITS",
+    "Node",
+    "TreeSum",
+    "from_whole_numbers",
+    "nodes_by_rank",
+    "to_whole_numbers",
+    "total_over_ranks",
+    "tree_nodes",
+]
 
 _BITS = 16
 DIGITS = 17
@@ -56,3 +74,130 @@ def from_whole_numbers(whole: Sequence[int]) -> float:
     *digits, not_finite = whole
     total = sum(digit << (_BITS * place) for place, digit in enumerate(digits))
     return float("nan") if not_finite else total / 2**149
+
+
+Node = tuple[int, int]
+"""Micro-batches ``[first, stop)`` of an update."""
+
+
+Join = Callable[[list[Tensor], list[Tensor]], None]
+"""Adds what the second list holds to the first, in place."""
+
+
+def _is_node(first: int, stop: int, count: int | None) -> bool:
+    """Whether the tree over [0, count) has a node [first, stop)."""
+    width = 1 << (stop - first - 1).bit_length()
+    return first % width == 0 and (stop - first == width or stop == count)
+
+
+def tree_nodes(first: int, stop: int, count: int) -> list[Node]:
+    """The largest nodes of the tree over [0, count) that lie within [first, stop), from left to right.
+
+    Example:
+        >>> tree_nodes(2, 5, count=5)
+        [(2, 4), (4, 5)]
+    """
+    total = TreeSum(count, join=lambda *_: None)
+    for number in range(first, stop):
+        total.add((number, number + 1), [])
+    return [node for node, _ in total.nodes]
+
+
+class TreeSum:
+    """Adds lists of tensors in the order of the tree. It holds log2(count) + 1 of them at most.
+
+    Args:
+        count: micro-batches of the update, on all ranks; None where it is known at the end only, see `end`.
+        join: adds a list of tensors to another one.
+
+    Example:
+        >>> total = TreeSum(3)
+        >>> for number in range(3):
+        ...     total.add((number, number + 1), [torch.tensor(float(number))])
+        >>> total.nodes
+        [((0, 3), [tensor(3.)])]
+    """
+
+    def __init__(self, count: int | None = None, join: Join = torch._foreach_add_) -> None:
+        self.count, self._add = count, join
+        self.nodes: list[tuple[Node, list[Tensor]]] = []
+        """What was added so far, in as few nodes as the tree allows."""
+
+    def add(self, node: Node, tensors: list[Tensor]) -> None:
+        """Add the sum over a node, which follows those added before; the tensors are changed in place."""
+        self.nodes.append((node, tensors))
+        self._join()
+
+    def end(self, count: int) -> None:
+        """Say how many micro-batches there were, where that was not known."""
+        self.count = count
+        self._join()
+
+    def _join(self) -> None:
+        while len(self.nodes) > 1:
+            ((first, _), left), ((_, stop), right) = self.nodes[-2:]
+            if not _is_node(first, stop, self.count):
+                return
+            self._add(left, right)
+            self.nodes[-2:] = [((first, stop), left)]
+
+    @property
+    def total(self) -> list[Tensor]:
+        """The sum over all micro-batches.
+
+        Raises:
+            ValueError: some are missing.
+        """
+        if len(self.nodes) != 1 or self.nodes[0][0] != (0, self.count):
+            raise ValueError(f"found {[node for node, _ in self.nodes]}, expected all of 0 to {self.count}")
+        return self.nodes[0][1]
+
+
+def nodes_by_rank(count: int, world_size: int) -> list[list[Node]]:
+    """The nodes that each rank adds up.
+
+    Example:
+        >>> nodes_by_rank(5, world_size=2)
+        [[(0, 2), (2, 3)], [(3, 4), (4, 5)]]
+    """
+    return [tree_nodes(*range_of_rank(count, rank, world_size), count) for rank in range(world_size)]
+
+
+def total_over_ranks(
+    own: Sequence[Tensor],
+    nodes: Sequence[Sequence[Node]],
+    like: Tensor,
+    join: Join = torch._foreach_add_,
+    group: Any = None,
+) -> Callable[[], Tensor]:
+    """Gather the sums over the nodes of each rank; to be called on all ranks.
+
+    Returns:
+        A function that waits for them and adds them up to the sum over all micro-batches.
+
+    Args:
+        own: this rank's sums, one for each of its nodes.
+        nodes: of all ranks.
+        like: a tensor of the shape, type and device of a sum.
+        group: the ranks' process group; by default all processes.
+    """
+    count, most = max(stop for of_rank in nodes for _, stop in of_rank), max(map(len, nodes))
+    total = TreeSum(count, join)
+    found: Any = [list(own)]
+    work: Any = None
+    if len(nodes) > 1:
+        mine = like.new_zeros((most, *like.shape))
+        for place, value in enumerate(own):
+            mine[place] = value
+        found = [torch.empty_like(mine) for _ in nodes]
+        work = dist.all_gather(found, mine, group=group, async_op=True)
+
+    def add_up() -> Tensor:
+        if work is not None:
+            work.wait()
+        for of_rank, values in zip(nodes, found, strict=True):
+            for node, value in zip(of_rank, values):
+                total.add(node, [value])
+        return total.total[0]
+
+    return add_up

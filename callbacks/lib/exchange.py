@@ -1,11 +1,15 @@
-"""Plain values and tensors between the ranks, as bytes that cannot run code.
+"""Values and flags between the ranks.
 
 Lightning's `Strategy.broadcast` and torch's ``all_gather_object`` unpickle what arrives, and whoever can reach a rank's
 ports may have sent it. Here a value is JSON in a uint8 tensor, over gloo and NCCL alike.
+
+A rank that acts on a flag of its own leaves the others waiting in the next collective. So every rank takes part in an
+all-reduce of the flag at the same moments, and all act on the result.
 """
 
 import base64
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-__all__ = ["broadcast", "decode", "encode", "gather", "without_pickles"]
+__all__ = ["FlagAllReduce", "broadcast", "decode", "encode", "gather", "without_pickles"]
 
 
 def _as_json(value: Any) -> Any:
@@ -118,3 +122,45 @@ def without_pickles(strategy: Strategy) -> None:
         return broadcast(strategy, obj, src) if _several_ranks() else stock(obj, src)
 
     strategy.broadcast = exchanged  # type: ignore[method-assign]
+
+
+class FlagAllReduce:
+    """Whether a flag is set on any rank, over gloo, so that no device is waited for.
+
+    The ranks have to call the same methods in the same order. On one process the flag is its own.
+
+    Args:
+        world_size: the number of ranks.
+        timeout: how long to wait for the others; by default half an hour.
+    """
+
+    def __init__(self, world_size: int, timeout: timedelta | None = None) -> None:
+        self._single = world_size == 1
+        # A group of its own: what others reduce, on devices or in another order, does not interfere.
+        self._group: Any = None if self._single else dist.new_group(backend="gloo", timeout=timeout)
+        self._flags = torch.zeros(1, dtype=torch.int64)
+        self._pending: dist.Work | None = None
+
+    def start(self, flag: bool) -> bool:
+        """Starts the all-reduce of a flag, and returns the result of the one before, which costs no waiting."""
+        if self._single:
+            return flag
+        result = self.wait()
+        self._flags.fill_(flag)
+        self._pending = dist.all_reduce(self._flags, group=self._group, async_op=True)
+        return result
+
+    def wait(self) -> bool:
+        """Whether any rank set the flag in the last all-reduce; False when called again."""
+        if self._pending is None:
+            return False
+        self._pending.wait()
+        self._pending = None
+        return bool(self._flags.item())
+
+    def maximum(self, *values: float) -> list[float]:
+        """The largest of each value over the ranks."""
+        found = torch.tensor(values, dtype=torch.float64)
+        if not self._single:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return list(found.tolist())

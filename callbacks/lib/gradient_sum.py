@@ -2,7 +2,7 @@
 
 `torch.nn.parallel.DistributedDataParallel` adds the gradients of all ranks in an order that follows from how many there
 are, and float32 keeps another rounding for each order. Here each micro-batch has its own gradient, and the order in
-which they are added is the tree of `callbacks.lib.tree_sum`. Under DDP that is a communication hook: a bucket is sent
+which they are added is the tree of `callbacks.lib.exact_sums`. Under DDP that is a communication hook: a bucket is sent
 as soon as the backward pass has filled it. Each rank adds up one part of it, as in a reduce-scatter, and an all-gather
 hands the parts out; where ranks and micro-batches are powers of two that is the traffic of a ring's all-reduce.
 """
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from callbacks.lib.running_statistics import OrderedStatistics
-from callbacks.lib.tree_sum import Node, TreeSum, nodes_by_rank, total_over_ranks
+from callbacks.lib.batch_norm import OrderedStatistics
+from callbacks.lib.exact_sums import Node, TreeSum, nodes_by_rank, total_over_ranks
 from datamodules.errors import UserError
 from datamodules.loading.sampling import range_of_rank
 

@@ -12,18 +12,7 @@ from torch import nn
 
 from datamodules.errors import UserError
 
-__all__ = [
-    "drop_nothing",
-    "evaluating",
-    "find_name",
-    "inside",
-    "matching_names",
-    "mode_of",
-    "module_names",
-    "names_before",
-    "parameter_names",
-    "set_mode",
-]
+__all__ = ["evaluating", "find_name", "inside", "matching_names", "module_names", "parameter_names"]
 
 
 def module_names(module: nn.Module) -> list[str]:
@@ -86,25 +75,6 @@ def matching_names(patterns: Iterable[str], names: Collection[str], argument: st
     return matched
 
 
-def names_before(module: nn.Module, until: str) -> set[str]:
-    """All that is defined before the submodule `until`.
-
-    That includes the earlier children and the own parameters of the modules around it, but not these modules.
-
-    Example:
-        >>> sorted(names_before(nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1)), "2"))
-        ['0', '0.bias', '0.weight', '1']
-    """
-    before: set[str] = set()
-    for name, submodule in module.named_modules(remove_duplicate=False):
-        if name == until:
-            break
-        before.update(n for n, _ in submodule.named_parameters(name, recurse=False, remove_duplicate=False))
-        if name and not until.startswith(f"{name}."):
-            before.add(name)
-    return before
-
-
 def inside(name: str, outers: Collection[str]) -> bool:
     """Whether a name, or one that it lies in, is among `outers`; everything lies in ``"*"``.
 
@@ -114,30 +84,6 @@ def inside(name: str, outers: Collection[str]) -> bool:
     """
     ends = [i for i, letter in enumerate(name) if letter == "."]
     return "*" in outers or name in outers or any(name[:end] in outers for end in ends)
-
-
-def drop_nothing(layer: nn.Module) -> None:
-    """Evaluation mode for one layer; of a recurrent one no dropout, which computes the same.
-
-    cuDNN computes no backward pass through an RNN, GRU or LSTM in evaluation mode, and a frozen one may stand between
-    layers that train.
-    """
-    if isinstance(layer, nn.RNNBase):
-        layer.dropout = 0.0
-    elif layer.training:
-        layer.training = False
-
-
-def mode_of(layer: nn.Module) -> tuple[bool, float | None]:
-    """What `drop_nothing` changes: the mode, and the dropout of a recurrent layer."""
-    return layer.training, layer.dropout if isinstance(layer, nn.RNNBase) else None
-
-
-def set_mode(layer: nn.Module, mode: tuple[bool, float | None]) -> None:
-    """Puts back what `mode_of` returned."""
-    layer.training, dropout = mode
-    if dropout is not None:
-        layer.dropout = dropout  # type: ignore[assignment]
 
 
 @contextmanager

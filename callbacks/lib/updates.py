@@ -1,4 +1,4 @@
-"""How many updates a run makes: exact under a schedule of accumulation factors, and safe to ask for.
+"""How many updates a run makes, exact under a schedule of accumulation factors and safe to ask for, and their samples.
 
 ``trainer.estimated_stepping_batches`` ignores such a schedule, and reading it before training builds the loaders too
 early, which drops the position of a resumed one (Lightning #20550). The functions here read, and change nothing.
@@ -14,13 +14,16 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from callbacks.lib.durations import Duration
-from callbacks.lib.trainer_attributes import callbacks_of
+from callbacks.lib.hooks import callbacks_of
 from datamodules.errors import UserError
+from datamodules.loading.resumable import ResumableLoader
 
 __all__ = [
     "AccumulationSchedule",
     "count_updates",
     "duration_to_updates",
+    "global_batch_size",
+    "loader_batch_size",
     "may_hold_gradients",
     "total_updates",
     "updates_made",
@@ -189,3 +192,26 @@ def duration_to_updates(duration: Duration, trainer: pl.Trainer) -> int:
         return duration.to_steps(math.inf, total_updates(trainer))
     updates = _updates_of_epochs(trainer, duration.value)
     return duration.to_steps(updates / duration.value if duration.value else 0, math.inf)
+
+
+def loader_batch_size(loader: Any) -> int:
+    """Samples that a loader puts into one batch.
+
+    Raises:
+        UserError: the loader does not say.
+    """
+    for source in (loader, getattr(loader, "batch_sampler", None)):
+        if isinstance(size := getattr(source, "batch_size", None), int):
+            return size
+    raise UserError(
+        f"cannot tell the batch size of the training loader, a {type(loader).__name__}, which `global_batch_size`"
+        " needs: give it an attribute `batch_size`"
+    )
+
+
+def global_batch_size(trainer: pl.Trainer) -> int:
+    """Samples per update at present; works from `on_train_start` on."""
+    loader = trainer.train_dataloader
+    if isinstance(loader, ResumableLoader):
+        return loader.samples_per_update
+    return loader_batch_size(loader) * trainer.world_size * trainer.accumulate_grad_batches

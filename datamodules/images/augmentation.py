@@ -1,169 +1,164 @@
-"""Augmentation by name, and MixUp and CutMix, as functions of (seed, epoch, sample) and of nothing else.
+"""Augmentation of batches, MixUp and CutMix, as functions of (seed, epoch, sample) and of nothing else; normalisation.
 
-The crop of an image is made where it is read: afterwards all images have one size. Flips, shifts, colours and mixtures
-then take a whole batch at a time, on the device. No step depends on which other samples share the batch.
+They take a whole batch at a time, on the device. No step depends on which other samples share the batch.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from datamodules.errors import UserError
-from datamodules.images.files import resized
-from datamodules.loading.normalise import Normalise
-from datamodules.loading.open_image import UnreadableImage
+from datamodules.images.decoding import is_small
 from datamodules.loading.randomness import alternating_flips, uniform
-from datamodules.loading.worker_loaders import BatchRequest, LoadedBatch
 
 __all__ = [
     "AUGMENTATIONS",
     "BatchAugmentation",
-    "BatchReader",
-    "Crop",
     "Mixing",
+    "Normalise",
+    "RandomAffine",
     "adjust_colours",
-    "centre_square",
-    "crop_box",
-    "decoded_side",
-    "is_small",
-    "share_kept",
+    "affine_matrices",
     "shift_and_flip",
+    "warp",
 ]
 
 AUGMENTATIONS = ("none", "light", "standard")
-
-# Where every pixel counts, evaluation keeps the whole short side, and crops are mild.
-_SMALL = 64
-_KEPT = 7 / 8
-# The least share of the area that a random crop takes: the usual 0.08 is for runs of a hundred epochs.
-_LEAST_AREA, _LEAST_AREA_SMALL = 0.25, 0.64
 _COLOUR = 0.2
-_TRIES = 10
 
 
-def is_small(size: int) -> bool:
-    """Whether images of `size` pixels are augmented as CIFAR's are, by shifts, and not by crops of photographs."""
-    return size < _SMALL
+class Normalise(nn.Module):
+    """Maps uint8 images of shape (batch, channels, height, width) to floats of about mean 0 and standard deviation 1.
 
-
-def share_kept(size: int) -> float:
-    """The share of an image's short side that evaluation keeps, for images of `size` pixels."""
-    return 1.0 if is_small(size) else _KEPT
-
-
-def decoded_side(name: str, size: int) -> int:
-    """The short side, in pixels, to which larger images are reduced while they are decoded.
-
-    Evaluation and shifts take a fixed share of it, without scaling again; a random crop of a quarter of the area still
-    has a pixel for each of the network's.
-    """
-    return 2 * size if name == "standard" else round(size / share_kept(size))
-
-
-def _resized(image: Tensor, top: int, left: int, height: int, width: int, size: int) -> Tensor:
-    """A part of an image, scaled to a square: uint8 of shape (3, size, size)."""
-    part = image[:, top : top + height, left : left + width]
-    if part.shape[1:] == (size, size):
-        return part
-    return resized(part, size, size)
-
-
-def _side_kept(height: int, width: int, size: int) -> int:
-    return max(1, round(min(height, width) * share_kept(size)))
-
-
-def centre_square(image: Tensor, size: int) -> Tensor:
-    """The middle of an image as evaluation sees it, small images scaled up.
-
-    It is what resizing the short side to 8/7 of `size` and cropping the centre keep, in one step; below 64 pixels the
-    whole short side is kept.
+    It has no parameters and nothing to save. It does not resize: the images have the size of the network's inputs.
 
     Args:
-        image: uint8 of shape (3, height, width).
+        mean: of the pixels of each channel, which are from 0 to 1; one number for each channel.
+        std: their standard deviations.
 
-    Returns:
-        uint8 of shape (3, size, size).
+    Example:
+        >>> Normalise([0.5], [0.25])(torch.tensor([[[[0, 255]]]], dtype=torch.uint8)).round()
+        tensor([[[[-2.,  2.]]]])
     """
-    height, width = image.shape[-2:]
-    side = _side_kept(height, width, size)
-    return _resized(image, (height - side) // 2, (width - side) // 2, side, side, size)
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.mean, self.std = tuple(mean), tuple(std)
+        means, stds = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
+        self.register_buffer("scale", 1 / (255 * stds), persistent=False)
+        self.register_buffer("shift", -means / stds, persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if len(self.mean) == 1:
+            # x / (255 std) - mean / std in one pass over the memory.
+            return torch.add(torch.tensor(-self.mean[0] / self.std[0]), images, alpha=1 / (255 * self.std[0]))
+        return (images * self.scale).add_(self.shift)
 
 
-def _placed(draw: float, length: int, part: int) -> int:
-    return min(int(draw * (length - part + 1)), length - part)
-
-
-def crop_box(height: int, width: int, least_area: float, draws: Sequence[float]) -> tuple[int, int, int, int]:
-    """A random crop as torchvision's RandomResizedCrop draws it (Szegedy et al., 2015).
+def affine_matrices(
+    seed: int, epoch: int, index: Tensor, shift: float, rotation: float, scale: float, size: int, flip: bool = False
+) -> Tensor:
+    """The map of each sample, from output to input positions, both in [-1, 1] over the image.
 
     Args:
-        height: of the image, in pixels, as `width`.
-        least_area: the least share of the image's area; the greatest is 1.
-        draws: 22 numbers from 0 to 1: the place, and ten tries of area and ratio of the sides, 3/4 to 4/3.
+        index: sample numbers, int64 of shape (n,).
+        shift: pixels at most, each way.
+        rotation: degrees at most, each way.
+        scale: change of scale at most, as in 0.1 for 0.9 to 1.1.
+        size: the image's side in pixels.
+        flip: mirror half of the samples in the even epochs, and the others in the odd ones.
 
     Returns:
-        Top, left, height and width. Where no try fits, the largest part in the middle with a ratio in these limits.
+        float32 of shape (n, 6): the rows (a, b, c, d, e, f) of x' = ax + by + c and y' = dx + ey + f.
     """
-    least_ratio, greatest_ratio = math.log(3 / 4), math.log(4 / 3)
-    for i in range(2, 2 + 2 * _TRIES, 2):
-        area = height * width * (least_area + draws[i] * (1 - least_area))
-        ratio = math.exp(least_ratio + draws[i + 1] * (greatest_ratio - least_ratio))
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < w <= width and 0 < h <= height:
-            return _placed(draws[0], height, h), _placed(draws[1], width, w), h, w
-    w, h = min(width, max(1, round(height * 4 / 3))), min(height, max(1, round(width * 4 / 3)))
-    return (height - h) // 2, (width - w) // 2, h, w
+    signed = uniform(seed, "affine", epoch, index, draws=4) * 2 - 1
+    angle = signed[:, 0] * math.radians(rotation)
+    zoom = 1 / (1 + signed[:, 1] * scale)
+    cos, sin = torch.cos(angle) * zoom, torch.sin(angle) * zoom
+    dx, dy = (signed[:, 2:] * (2 * shift / size)).unbind(1)
+    maps = torch.stack((cos, -sin, dx, sin, cos, dy), dim=1)
+    if flip:
+        # Positions in the output are mirrored first.
+        maps[:, 0::3] *= 1 - 2 * alternating_flips(seed, epoch, index).unsqueeze(1).float()
+    return maps
+
+
+@lru_cache(maxsize=2)
+def _epoch_matrices(seed: int, epoch: int, count: int, device: torch.device, *how: Any) -> Tensor:
+    """The maps of a whole set, in milliseconds; for each batch, dozens of small operations would cost more."""
+    return affine_matrices(seed, epoch, torch.arange(count, device=device), *how)
+
+
+@lru_cache(maxsize=8)
+def _pixel_centres(height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    x = (torch.arange(width, device=device, dtype=torch.float32) * 2 + 1) / width - 1
+    y = (torch.arange(height, device=device, dtype=torch.float32) * 2 + 1) / height - 1
+    return x.repeat(height), y.repeat_interleave(width)
+
+
+def warp(images: Tensor, matrices: Tensor) -> Tensor:
+    """Images resampled bilinearly at the mapped positions; outside is zero.
+
+    Args:
+        images: float32 of shape (batch, channels, height, width).
+        matrices: of shape (batch, 6), see `affine_matrices`.
+    """
+    batch, _, height, width = images.shape
+    x, y = _pixel_centres(height, width, images.device)
+    a, b, c, d, e, f = matrices.unsqueeze(2).unbind(1)
+    # Two planes, then a view with them innermost: F.affine_grid and a stack along the last dimension, whose inner
+    # size of 2 does not vectorise, take 4 and 2 times longer.
+    planes = torch.stack((torch.addcmul(c, a, x).addcmul_(b, y), torch.addcmul(f, d, x).addcmul_(e, y)), dim=1)
+    positions = planes.view(batch, 2, height, width).permute(0, 2, 3, 1)
+    return F.grid_sample(images, positions, mode="bilinear", align_corners=False)
 
 
 @dataclass(frozen=True)
-class Crop:
-    """The first part of a named augmentation: from a decoded image of any shape to the size of the network's inputs.
+class RandomAffine:
+    """A random affine map per sample and epoch, the same on every device, rank and worker.
 
     Args:
-        name: "none", and "light" for small images: the centre, as in evaluation. "light" otherwise: a square as large
-            as evaluation's, anywhere. "standard": a random part, scaled (`crop_box`).
-        size: of the square, in pixels.
-        seed: the run's.
+        seed: the run's seed.
+        shift: pixels at most, each way.
+        rotation: degrees at most, each way.
+        scale: change of scale at most, as in 0.1 for 0.9 to 1.1.
+        flip: mirror half of the samples in the even epochs, and the others in the odd ones.
+        count: samples in the set, whose maps are then made once per epoch; 0 makes those of each batch.
+
+    Example:
+        >>> images, rows = torch.rand(3, 1, 28, 28), torch.tensor([5, 9, 2])
+        >>> augment = RandomAffine(seed=1, shift=2, rotation=10, scale=0.1)
+        >>> together, alone = augment(images, rows, epoch=0), augment(images[1:2], rows[1:2], epoch=0)
+        >>> torch.equal(together[1:2], alone)
+        True
     """
 
-    name: str
-    size: int
     seed: int
+    shift: float
+    rotation: float
+    scale: float
+    flip: bool = False
+    count: int = 0
 
-    def __post_init__(self) -> None:
-        if self.name not in AUGMENTATIONS:
-            raise UserError(f"augment={self.name!r}: expected one of {', '.join(AUGMENTATIONS)}")
+    def __bool__(self) -> bool:
+        return bool(self.shift or self.rotation or self.scale or self.flip)
 
-    @property
-    def is_centre(self) -> bool:
-        """Whether the crop is that of evaluation, in every epoch."""
-        return self.name == "none" or (self.name == "light" and is_small(self.size))
-
-    def draws(self, numbers: Sequence[int], epoch: int) -> list[list[float]]:
-        """The random numbers of some samples."""
-        if self.is_centre or not numbers:
-            return [[] for _ in numbers]
-        index = torch.tensor(numbers, dtype=torch.int64)
-        found: list[list[float]] = uniform(self.seed, "crop", epoch, index, 2 + 2 * _TRIES).tolist()
-        return found
-
-    def __call__(self, image: Tensor, draws: Sequence[float]) -> Tensor:
-        """An image, given its random numbers: uint8 of shape (3, height, width) to (3, size, size)."""
-        if self.is_centre:
-            return centre_square(image, self.size)
-        height, width = image.shape[-2:]
-        if self.name == "light":
-            side = _side_kept(height, width, self.size)
-            top, left = _placed(draws[0], height, side), _placed(draws[1], width, side)
-            return _resized(image, top, left, side, side, self.size)
-        box = crop_box(height, width, _LEAST_AREA_SMALL if is_small(self.size) else _LEAST_AREA, draws)
-        return _resized(image, *box, self.size)
+    def __call__(self, images: Tensor, index: Tensor, epoch: int) -> Tensor:
+        """Warp float images of shape (batch, channels, size, size), given their sample numbers of shape (batch,)."""
+        how = (self.shift, self.rotation, self.scale, images.shape[-1], self.flip)
+        if self.count:
+            matrices = _epoch_matrices(self.seed, epoch, self.count, images.device, *how).index_select(0, index)
+        else:
+            matrices = affine_matrices(self.seed, epoch, index, *how)
+        return warp(images, matrices)
 
 
 def shift_and_flip(images: Tensor, shifts: Tensor | None, flips: Tensor | None, most: int = 0) -> Tensor:
@@ -345,59 +340,3 @@ class Mixing:
             share = torch.where(cut, 1 - inside.sum((1, 2)) / (images.shape[2] * images.shape[3]), share)
         own, other = (F.one_hot(labels, self.num_classes).float() for labels in (targets, partner_targets))
         return mixed, torch.lerp(other, own, share.unsqueeze(1))
-
-
-class Images(Protocol):
-    """Images by number: a tensor of all, or `ImageFiles`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int, /) -> Tensor: ...
-
-
-class BatchReader:
-    """Makes batches of images of one size: read and cropped.
-
-    Args:
-        images: uint8 of shape (3, height, width) by sample number. A tensor of images that need no crop is indexed, on
-            the device that it is on.
-        targets: int64 of shape (n,).
-        crop: applied to each image.
-    """
-
-    def __init__(self, images: Images, targets: Tensor, crop: Crop) -> None:
-        self.images, self.targets, self.crop = images, targets, crop
-
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether a batch is one indexing operation."""
-        ready = isinstance(self.images, Tensor) and self.images.shape[2:] == (self.crop.size, self.crop.size)
-        return ready and self.crop.is_centre
-
-    def __getitem__(self, request: BatchRequest) -> LoadedBatch:
-        epoch, rows = request
-        count, size = len(self.targets), self.crop.size
-        if self.is_in_memory and isinstance(self.images, Tensor):
-            numbers = torch.tensor(rows, dtype=torch.int64)
-            index = numbers % count
-            inputs = self.images.index_select(0, index.to(self.images.device, non_blocking=True))
-            return LoadedBatch(inputs, self.targets[index], numbers, [])
-        unreadable: list[tuple[int, str]] = []
-        kept: list[int] = []
-        # With the channels innermost, as decoders write them and scaling is fastest.
-        inputs = torch.empty((len(rows), size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
-        # One thread, as in a worker: an image is too small for more.
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            for row, draws in zip(rows, self.crop.draws(rows, epoch)):
-                try:
-                    inputs[len(kept)] = self.crop(self.images[row % count], draws)
-                except UnreadableImage as error:
-                    unreadable.append((row % count, str(error)))
-                else:
-                    kept.append(row)
-        finally:
-            torch.set_num_threads(threads)
-        numbers = torch.tensor(kept, dtype=torch.int64)
-        return LoadedBatch(inputs[: len(kept)], self.targets[numbers % count], numbers, unreadable)

@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from datamodules.base import BaseDataModule
+from datamodules.contract import OneCall
 from datamodules.errors import UserError
 from datamodules.ranges import COUNT, Range, check_ranges
 from datamodules.translation.bundled_corpus import BUNDLED_TITLE, bundled_pairs
@@ -161,7 +162,7 @@ class TranslationDataModule(BaseDataModule):
         bucket: bool | int = DEFAULT_BUCKET,
         on_bad_lines: Choice = "error",
         seed: int = 1,
-        predict_inputs: Sequence[str] | None = None,
+        predict_inputs: OneCall[Sequence[str] | None] = None,
     ) -> None:
         super().__init__()
         data_file, source_file, target_file = map(_paths, (data_file, source_file, target_file))

@@ -17,8 +17,10 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from callbacks.lib.slurm_job import requeue_on
+from datamodules.contract import Rare, data_contract, marked_parameters
 from datamodules.errors import RunFailedError, UserError, system_failure
 from datamodules.ranges import COUNT, NOT_NEGATIVE, check_ranges
+from recipes.base import Recipe
 from recipes.cli.commands import Trained, carry_out
 from recipes.cli.console import configure_logging, escape_output
 from recipes.cli.experiment import Classes, Settings, build_experiment, takes_inputs
@@ -43,7 +45,6 @@ from recipes.launch.precision import check_precision, resolve_precision
 from recipes.launch.rank_zero import is_rank_zero, print_error, rank_zero_print
 from recipes.launch.settings import Command, LaunchSettings, flag_of
 from recipes.launch.strategies import check_strategy
-from recipes.recipe import Recipe
 from recipes.results.stopwatch import process_age
 from recipes.resume.requeue import requeue_after_loss
 from recipes.resume.resume_point import ResumePoint, find_resume_point
@@ -82,7 +83,8 @@ _TRAINER_TEXTS = LIMIT_TEXTS | {
 }
 # They belong to one call and not to the experiment, so they are not saved with a run.
 _OF_ONE_CALL = {
-    *("name", "run_dir", "resume", "resume_anyway", "ckpt", "output", "format", "config", "inputs", "profiler"),
+    *("name", "run_dir", "resume", "resume_anyway", "ckpt", "output", "format", "config", "profiler"),
+    *("inputs", "predict_inputs"),
     *LaunchSettings.__dataclass_fields__,
 }
 # They take weights alone, too.
@@ -156,8 +158,8 @@ def build_parser(classes: Classes, program: str) -> FlagParser:
     groups = [
         FlagGroup("Run", RunSettings, common=frozenset(_COMMON_RUN_SETTINGS.split())),
         FlagGroup("Launch", LaunchSettings, common=frozenset(_COMMON_LAUNCH_SETTINGS.split())),
-        FlagGroup("Data", classes.data, frozenset({"predict_inputs"}), rare=classes.declared.rare_parameters),
-        FlagGroup("Recipe", classes.recipe, rare=classes.recipe.rare_parameters),
+        FlagGroup("Data", classes.data, frozenset({"predict_inputs"}), rare=marked_parameters(classes.data, Rare)),
+        FlagGroup("Recipe", classes.recipe, rare=marked_parameters(classes.recipe, Rare)),
         FlagGroup("Trainer", pl.Trainer, trainer_skips, common=trainer_common, texts=_TRAINER_TEXTS),
     ]
     parser = FlagParser(groups, program)
@@ -492,7 +494,7 @@ class CommandLine:
             self.parser.select(values, "Trainer"),
             config,
             changed,
-            self.classes.declared.tokens_parameter,
+            data_contract(self.classes.data).tokens_parameter,
             launch,
             point,
             resumes_by_itself=asked != point.checkpoint,

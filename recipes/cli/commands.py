@@ -22,13 +22,14 @@ from typing_extensions import override
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import CheckpointGuard, VerifiedCheckpointIO
 from callbacks.drawing.evaluation_samples import EvaluationSamples
-from callbacks.lib.best_effort import best_effort, forget_failures
+from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.lightning_internals import raised_by_restoring
 from callbacks.lib.signals import SIGNALS, Preempted
 from callbacks.lib.slurm_job import is_batch_job, requeue_on
-from callbacks.lib.trainer_attributes import callbacks_of
+from callbacks.lib.writing import best_effort, forget_failures
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError, is_out_of_memory
+from recipes.base import Recipe
 from recipes.cli.early_stopping import why_stopped
 from recipes.cli.experiment import Experiment, Settings, as_user_errors
 from recipes.cli.report import Outcome, print_pairs, print_rows, report, report_unsaved, shown
@@ -38,18 +39,18 @@ from recipes.cli.stock_loaders import evaluate_each_sample_once
 from recipes.cli.trainer import build_trainer, renew_callbacks
 from recipes.cli.verify import verify
 from recipes.cli.weights_recorder import WeightsRecorder
-from recipes.export.exporter import export
+from recipes.export import export
 from recipes.failures.cause import first_line
 from recipes.failures.monitor import exit_run
 from recipes.files import write_rows, write_text
 from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
 from recipes.launch.settings import Command
-from recipes.recipe import Recipe
+from recipes.prediction import all_rows, prediction_table
 from recipes.results.results_file import set_aside
 from recipes.results.stopwatch import Stopwatch, stopwatch_for
 from recipes.resume.resume_point import start_from
 from recipes.resume.saved_run import read_run
-from recipes.weights import some_names
+from recipes.weights import load_initial_weights, some_names
 
 __all__ = ["Trained", "carry_out"]
 
@@ -265,7 +266,7 @@ def _train_and_test(
 
 def _load_all(recipe: Recipe) -> None:
     """Load the weights to score: file and network have to hold the same tensors."""
-    report = recipe.load_weights(min_share=1.0)
+    report = load_initial_weights(recipe, min_share=1.0)
     if report and report.skipped:
         raise UserError(
             f"{report.source} is of another network: {some_names(list(report.skipped))} of the file is not in this one;"
@@ -285,7 +286,7 @@ def _evaluate(experiment: Experiment, program: str) -> None:
     with _interruptible(trainer, experiment, None, program), _restoring(run.ckpt), _within_memory(trainer, experiment):
         if command == "predict":
             outputs = trainer.predict(recipe, data, ckpt_path=run.ckpt, weights_only=True)
-            rows = recipe.all_rows(outputs or [], data_contract(data))
+            rows = all_rows(recipe, outputs or [], data_contract(data))
         else:
             if run.ckpt and data_contract(data).restored_before_setup:
                 state = load_plain(run.ckpt).get(type(data).__qualname__)
@@ -299,16 +300,18 @@ def _evaluate(experiment: Experiment, program: str) -> None:
         return
     problem = None
     if run.output and Path(run.output).suffix == ".txt":
-        problem = _written(write_text, Path(run.output), "".join(f"{line}\n" for line in recipe.prediction_lines(rows)))
+        problem = _written(
+            write_text, Path(run.output), "".join(f"{row[recipe.prediction_columns[1]] or ''}\n" for row in rows)
+        )
     elif run.output:
         problem = _written(write_rows, Path(run.output), list(rows) if command == "predict" else rows[0])
-    tables, files = recipe.result_tables(), {}
+    tables, files = recipe.tables, {}
     if run.output:
         files = {name: Path(run.output).with_name(f"{Path(run.output).stem}_{name}") for name in tables}
     for name, path in files.items():
         problem = problem or _written(partial(write_rows, columns=tables[name].columns), path, tables[name].rows)
     if command == "predict":
-        print_rows(recipe.prediction_table(rows))
+        print_rows(prediction_table(rows))
     else:
         _print_scores(recipe, rows[0], {} if problem else {name: shown(path) for name, path in files.items()})
     if problem:
@@ -322,9 +325,9 @@ def _print_scores(recipe: Recipe, scores: Mapping[str, Any], files: Mapping[str,
     """Print the scores of an evaluation but those of single classes, and where its tables are.
 
     Args:
-        files: that were written, by the names in `Recipe.result_tables`.
+        files: that were written, by the names in the recipe's `tables`.
     """
-    tables = recipe.result_tables()
+    tables = recipe.tables
     print_pairs({name: f"{value:.4f}" for name, value in scores.items() if "_class_" not in name})
     if tables:
         rank_zero_print("")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
@@ -20,8 +20,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from callbacks.seed_control import SeedControl, draw_seed
-from datamodules.contract import DataContract, data_contract
+from datamodules.contract import USUALLY_FREE, Free, OneCall, data_contract, marked_parameters
 from datamodules.errors import UserError
+from recipes.base import Recipe
 from recipes.cli.limits import micro_batches_of_update
 from recipes.cli.settings import RunSettings, run_callbacks
 from recipes.failures.monitor import RunConnection
@@ -29,13 +30,19 @@ from recipes.failures.rendezvous import share
 from recipes.launch.host_tuning import default_threads
 from recipes.launch.plan import Launch
 from recipes.launch.rank_zero import rank_zero_print
-from recipes.optim import is_lbfgs
-from recipes.recipe import Recipe
 from recipes.results.weights_record import Interval
 from recipes.resume.resume_point import ResumePoint
 from recipes.resume.saved_run import read_run
 
 __all__ = ["Classes", "Experiment", "Settings", "as_user_errors", "build_experiment", "takes_inputs"]
+
+
+@runtime_checkable
+class _PreparesData(Protocol):
+    """A recipe on which arguments of the data module depend, such as the statistics that its weights expect."""
+
+    def settings_for_data(self) -> dict[str, Any]:
+        """These arguments; they are taken where the user has given no value, and saved with the settings."""
 
 
 @contextmanager
@@ -78,19 +85,14 @@ class Classes:
         return data
 
     @property
-    def declared(self) -> DataContract:
-        """Where the data module's class declares its parameters; the defaults for a stock LightningDataModule."""
-        return data_contract(self.data)
-
-    @property
     def free_parameters(self) -> frozenset[str]:
         """Parameters of recipe and data that do not make the experiment."""
-        return self.recipe.free_parameters | self.declared.free_parameters
+        return marked_parameters(self.recipe, Free) | marked_parameters(self.data, Free) | USUALLY_FREE
 
     @property
     def call_parameters(self) -> frozenset[str]:
         """Parameters of recipe and data that are not saved with a run."""
-        return self.recipe.call_parameters | self.declared.call_parameters
+        return marked_parameters(self.recipe, OneCall) | marked_parameters(self.data, OneCall)
 
 
 @dataclass(frozen=True)
@@ -220,10 +222,8 @@ def _fill(options: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any
 def _build_recipe(settings: Settings, classes: Classes, data: pl.LightningDataModule) -> Recipe:
     options: Mapping[str, Any] = dict(settings.recipe)
     if not (settings.run.resume or settings.run.ckpt):
-        options = _fill(options, classes.recipe.settings_from_data(data))
-        samples, epochs = data_contract(data).sizes.get("train"), settings.trainer.get("max_epochs")
-        if samples and epochs and epochs > 0 and not is_lbfgs(options.get("optimizer", "")):
-            options = _fill(options, {"lr": classes.recipe.rate_of_run(samples, epochs, options)})
+        given = {**options, "max_epochs": settings.trainer.get("max_epochs")}
+        options = _fill(options, classes.recipe.settings_from_data(data, **given))
     return classes.recipe(**options)
 
 
@@ -243,7 +243,8 @@ def _resolved_data(
         found = {name: value for name, value in saved.items() if name not in classes.free_parameters}
         asked = False
     else:
-        settings = replace(settings, data=_fill(settings.data, recipe.settings_for_data()))
+        if isinstance(recipe, _PreparesData):
+            settings = replace(settings, data=_fill(settings.data, recipe.settings_for_data()))
         _set_arguments(data, settings.data)
         resolve, wait = data_contract(data).resolve, settings.collective_timeout
         found = resolve() if connection is None else share(connection, "settings of the data", resolve, wait)

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
+from recipes.base import Recipe
 from recipes.cli.command_line import CommandLine
 from recipes.cli.commands import Trained
 from recipes.cli.console import warnings_only
@@ -27,7 +28,6 @@ from recipes.cli.flags import nearest
 from recipes.cli.settings import RunSettings
 from recipes.failures.monitor import monitored
 from recipes.launch.settings import LaunchSettings
-from recipes.recipe import Recipe
 from recipes.results.results_file import read_results
 
 __all__ = ["Fitted", "find_recipe", "fit"]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import groupby, pairwise
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
@@ -161,6 +161,15 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {others.get(close[0], close[0])}?" if close else ""
 
 
+def _without_marks(annotation: Any) -> Any:
+    """The type without `Free`, `OneCall` and `Rare`."""
+    if get_origin(annotation) is Annotated:
+        return _without_marks(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return Union[tuple(map(_without_marks, get_args(annotation)))]  # noqa: UP007
+    return annotation
+
+
 def _whole_numbers_first(annotation: Any) -> Any:
     """The type with int before float, and float before text, in a union: jsonargparse takes the first that fits.
 
@@ -206,7 +215,7 @@ class FlagParser(ArgumentParser):
         self._flags = {action.dest: action for action in self._actions if action.option_strings}
         for action in self._flags.values():
             if (annotation := getattr(action, "_typehint", None)) is not None:
-                action._typehint = _whole_numbers_first(annotation)  # type: ignore[attr-defined]
+                action._typehint = _whole_numbers_first(_without_marks(annotation))  # type: ignore[attr-defined]
         for name, text in (pair for group in groups for pair in group.texts.items()):
             self._flags[name].help = text
 

@@ -6,27 +6,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from callbacks.lib.best_effort import best_effort, unsaved
-from callbacks.lib.memory import peak_memory
+from callbacks.lib.writing import best_effort, unsaved
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
+from recipes.base import Recipe
 from recipes.cli.experiment import Experiment, takes_inputs
 from recipes.files import write_rows
 from recipes.launch.rank_zero import print_error
 from recipes.launch.settings import Command
-from recipes.recipe import Table
 from recipes.results.html_report import REPORT, write_report
 from recipes.results.origin import hardware, versions
 from recipes.results.results_file import RESULTS, Best, Results, write_results
-from recipes.results.stopwatch import Stopwatch, count_parameters, loader_sizes
+from recipes.results.stopwatch import Stopwatch, count_parameters, loader_sizes, peak_memory
 from recipes.results.texts import memory_text
 from recipes.resume.saved_run import read_run
+from recipes.tables import Table
 
 __all__ = [
     "Outcome",
@@ -97,6 +98,21 @@ def _best(outcome: Outcome, monitor: str | None) -> Best | None:
     return Best(checkpoint=outcome.best, epoch=saved.epoch, step=saved.updates, monitor=monitored, value=value)
 
 
+@runtime_checkable
+class _HasHeadline(Protocol):
+    """A recipe that chooses the scores of the final table and their form."""
+
+    def headline(self, scores: dict[str, float]) -> dict[str, str]:
+        """The rows of the final table with the main scores, from all logged scores."""
+
+
+def _headline(recipe: Recipe, scores: dict[str, float]) -> dict[str, str]:
+    """The recipe's own rows, else all scores."""
+    if isinstance(recipe, _HasHeadline):
+        return recipe.headline(scores)
+    return {name: f"{value:.4f}" for name, value in scores.items()}
+
+
 def _results(
     trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, outcome: Outcome, command: Command
 ) -> Results:
@@ -114,7 +130,7 @@ def _results(
         num_nodes=trainer.num_nodes,
         versions=versions(),
         scores=outcome.scores,
-        headline=recipe.headline(outcome.scores),
+        headline=_headline(recipe, outcome.scores),
         best=_best(outcome, recipe.monitor),
         seconds=seconds,
         epochs=outcome.epochs,
@@ -192,7 +208,7 @@ def report(
         if outcome.best:
             rows |= _next_steps(trainer, experiment, outcome.best, command.program)
         # Before anything is printed: a terminal may have gone.
-        rows |= _write(folder, results, experiment.recipe.result_tables())
+        rows |= _write(folder, results, experiment.recipe.tables)
     print_pairs(rows)
 
 

@@ -17,8 +17,8 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from typing_extensions import override
 
-from callbacks.lib.best_effort import best_effort, forget_failures, skipping_failures
 from callbacks.lib.lightning_internals import set_writer
+from callbacks.lib.writing import best_effort, forget_failures, skipping_failures
 from datamodules.errors import UserError
 from recipes.cli.settings import RunSettings
 from recipes.files import write_rows

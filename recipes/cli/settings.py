@@ -11,20 +11,19 @@ from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint, LastCheckp
 from callbacks.finite_weights import FiniteWeights
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lean_loop import LeanLoop
-from callbacks.lib.batch_norm import check_batchnorm
 from callbacks.preemption import Preemption
 from callbacks.rank_consistency import RankConsistency
 from callbacks.seed_control import SeedControl
-from callbacks.sync_bn import SyncBN
+from callbacks.sync_bn import SyncBN, check_batchnorm
 from callbacks.training_monitor import TrainingMonitor
 from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging
 from datamodules.ranges import COUNT, Range, check_ranges
+from recipes.base import Recipe
 from recipes.cli.early_stopping import PatientStopping, score_mode
 from recipes.cli.limits import WholeUpdates
 from recipes.launch.precision import Precision
 from recipes.optim import learning_rate_scale
-from recipes.recipe import Recipe
 
 __all__ = ["RunSettings", "checkpoint_callbacks", "run_callbacks"]
 

@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.lib.exchange import without_pickles
+from callbacks.lib.hooks import set_callbacks
 from callbacks.lib.lightning_internals import set_collective_timeout
-from callbacks.lib.trainer_attributes import set_callbacks
 from callbacks.run_progress import RunProgress
 from datamodules.errors import UserError
 from recipes.cli.console import prints_progress

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from callbacks.lib.best_effort import best_effort
+from callbacks.lib.writing import best_effort
 from recipes.launch.rank_zero import rank_zero_print
 from recipes.results.origin import differences, environment
 from recipes.results.weights_record import Save, Start, WeightsRecord

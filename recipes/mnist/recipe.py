@@ -3,12 +3,16 @@
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
-from datamodules.mnist.data_module import MNISTDataModule
-from recipes.classification import Classifier, ClassifierParameters
+from datamodules.images.mnist import MNISTDataModule
+from recipes.classifier import Classifier, ClassifierParameters
+from recipes.labels import count_correct, mean_cross_entropy
 from recipes.mnist.network import NETWORKS, NetworkName
+from recipes.optim import build_optimizer, may_be_fused, parameter_groups
+from recipes.schedules import ScheduleName, build_schedule
 
 __all__ = ["MNISTClassifier"]
 
@@ -40,14 +44,44 @@ class MNISTClassifier(Classifier):
     def __init__(
         self,
         network: NetworkName = "default",
+        optimizer: str = "adamw",
         lr: float | None = None,
         weight_decay: float = 0.05,
+        schedule: ScheduleName = "one_cycle",
+        label_smoothing: float = 0.0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(lr=lr, weight_decay=weight_decay, **kwargs)
+        super().__init__(
+            optimizer=optimizer,
+            lr=lr,
+            weight_decay=weight_decay,
+            schedule=schedule,
+            label_smoothing=label_smoothing,
+            **kwargs,
+        )
         self.example_input_array = torch.zeros(1, 1, 28, 28)
 
     @override
     def build_network(self) -> nn.Module:
         """Maps floats of shape (batch, 1, 28, 28) to logits of shape (batch, num_classes)."""
         return NETWORKS[self.hparams.network](num_classes=self.hparams.num_classes)
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        images, targets = batch
+        logits = self(images)
+        loss, count = mean_cross_entropy(logits, targets, self.class_weights, self.label_smoothing)
+        return {"loss": loss, "count": count, "correct": count_correct(logits, targets)}
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        options = self.hparams
+        optimizer = build_optimizer(
+            options.optimizer,
+            parameter_groups(self.parameters(), options.weight_decay),
+            options.lr,
+            options.momentum,
+            may_be_fused(self),
+            options.optimizer_args,
+        )
+        return build_schedule(optimizer, self)

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from callbacks.freezing import FreezeLayers
 from callbacks.lib.durations import Duration
+from callbacks.lib.hooks import callbacks_of, datamodule_of
 from callbacks.lib.layers import evaluating
-from callbacks.lib.trainer_attributes import callbacks_of, datamodule_of
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from recipes.resnet.layers import layers_of, random_images

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from callbacks.lib.layers import evaluating
 from datamodules.errors import UserError
 
-__all__ = ["Layer", "last_block_of", "layers_line", "layers_of", "random_images"]
+__all__ = ["Layer", "last_block_of", "layers_line", "layers_of", "parameters_of_layers", "random_images"]
 
 Layer = tuple[str, Sequence[nn.Module]]
 """A name, and the modules that belong to it."""
@@ -78,6 +78,20 @@ def layers_of(network: nn.Module) -> list[Layer]:
     if len(names) > 1 and bounds[1] > 1:
         names[0] = "stem"
     return [(name, [module for _, module in parts[a:b]]) for name, (a, b) in zip(names, pairwise(bounds), strict=True)]
+
+
+def parameters_of_layers(module: nn.Module, layers: Sequence[Layer]) -> list[tuple[str, list[nn.Parameter]]]:
+    """The parameters of each layer; what several share is in the first of them, and what none has in the first of all.
+
+    Args:
+        module: holds the layers, and perhaps more.
+        layers: as `layers_of` finds them.
+    """
+    owners = dict.fromkeys(module.parameters(), layers[0][0])
+    owners |= {
+        p: name for name, modules in reversed(layers) for part in modules for p in part.parameters() if p in owners
+    }
+    return [(name, [p for p in owners if owners[p] == name]) for name, _ in layers]
 
 
 def layers_line(layers: Sequence[Layer]) -> str:

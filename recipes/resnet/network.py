@@ -1,4 +1,4 @@
-"""The networks that ``arch`` names: torchvision's, timm's, and small ones of our own; and their published weights."""
+"""The networks that ``arch`` names: torchvision's, timm's, and small ones of our own."""
 
 import difflib
 from collections.abc import Callable
@@ -7,24 +7,21 @@ from itertools import takewhile
 from typing import Any
 
 import torchvision.models
-from torch import Tensor, nn
+from torch import nn
 from torchvision.models import ResNet
-from torchvision.models.vision_transformer import interpolate_embeddings
 
 from datamodules.errors import UserError
-from recipes.pretrained import download_weights, imagenet_weights
-from recipes.resnet.cifar import CIFAR_DEPTHS, build_cifar_resnet
-from recipes.resnet.cifarnet import build_cifarnet
-from recipes.weights import read_weights
+from recipes.resnet.small_networks import CIFAR_DEPTHS, build_cifar_resnet, build_cifarnet
 
 __all__ = [
     "ARCHITECTURES",
     "RESNETS",
     "SMALL_NETWORKS",
+    "TIMM",
     "build_network",
     "build_resnet",
-    "published_weights",
-    "weights_statistics",
+    "build_timm",
+    "timm_config",
 ]
 
 SMALL_NETWORKS: dict[str, Callable[[int], nn.Module]] = {
@@ -36,7 +33,8 @@ SMALL_NETWORKS: dict[str, Callable[[int], nn.Module]] = {
 """Networks of our own for images of about 32 pixels, by name: each is built from the number of classes."""
 
 _TORCHVISION = torchvision.models.list_models(module=torchvision.models)
-_TIMM = "timm:"
+TIMM = "timm:"
+"""Begins the names of timm's models."""
 
 RESNETS = tuple(name for name in _TORCHVISION if name.startswith(("res", "wide")))
 """resnet18 to resnet152, resnext and wide_resnet."""
@@ -45,7 +43,7 @@ ARCHITECTURES = (*SMALL_NETWORKS, *_TORCHVISION)
 """What `build_network` takes, beside timm's."""
 
 
-def _timm_config(name: str) -> Any:
+def timm_config(name: str) -> Any:
     """What timm says of the weights that belong to a name.
 
     Raises:
@@ -57,7 +55,7 @@ def _timm_config(name: str) -> Any:
         raise UserError(f"arch='timm:{name}' needs timm; run pip install 'lightning-recipes[timm]'") from error
     names = {*timm.list_models(), *timm.list_pretrained()}
     if name not in names:
-        raise UserError(f"timm {timm.__version__} has no model {name!r}; {_did_you_mean(name, names, _TIMM)}")
+        raise UserError(f"timm {timm.__version__} has no model {name!r}; {_did_you_mean(name, names, TIMM)}")
     return timm.get_pretrained_cfg(name)
 
 
@@ -66,9 +64,9 @@ def _did_you_mean(name: str, names: Any, lead: str = "") -> str:
     return f"did you mean {', '.join(lead + each for each in close)}?"
 
 
-def _build_timm(name: str, image_size: int, **options: Any) -> nn.Module:
+def build_timm(name: str, image_size: int, **options: Any) -> nn.Module:
     """A model of timm's; those whose weights depend on the size of the images are built for it."""
-    if _timm_config(name).fixed_input_size:
+    if timm_config(name).fixed_input_size:
         options["img_size"] = image_size
     import timm
 
@@ -151,11 +149,11 @@ def build_network(arch: str, num_classes: int, image_size: int = 224, small_imag
             f"small_images=True changes the first layer of torchvision's ResNets, and {arch} is none of them; pass"
             " small_images=False, or arch='resnet20', which is made for small images"
         )
-    if not arch.startswith(_TIMM) and arch not in _TORCHVISION:
+    if not arch.startswith(TIMM) and arch not in _TORCHVISION:
         raise UserError(f"no architecture {arch!r}; {_did_you_mean(arch, ARCHITECTURES)} Those of timm are timm:NAME")
     try:
-        if arch.startswith(_TIMM):
-            network = _build_timm(arch.removeprefix(_TIMM), image_size, num_classes=num_classes)
+        if arch.startswith(TIMM):
+            network = build_timm(arch.removeprefix(TIMM), image_size, num_classes=num_classes)
         elif arch in RESNETS:
             network = build_resnet(arch, num_classes, small_images)
         else:
@@ -168,56 +166,3 @@ def build_network(arch: str, num_classes: int, image_size: int = 224, small_imag
             " another `image_size`"
         ) from error
     return _begin_heads(network, num_classes)
-
-
-def published_weights(arch: str, image_size: int = 224) -> dict[str, Tensor]:
-    """The ImageNet weights of an architecture, from the cache or the network, under the names of `build_network`.
-
-    Args:
-        image_size: embeddings of positions are interpolated to it.
-
-    Raises:
-        UserError: there are none, or they could not be downloaded.
-    """
-    if arch in SMALL_NETWORKS:
-        raise UserError(f"{arch} has no ImageNet weights; pass weights='FILE', or weights='none'")
-    if arch.startswith(_TIMM):
-        return _timm_weights(arch.removeprefix(_TIMM), image_size)
-    state = imagenet_weights(arch)
-    if arch.startswith("vit_"):
-        state = dict(interpolate_embeddings(image_size, int(arch.rpartition("_")[2]), state))
-    return state
-
-
-def _timm_weights(name: str, image_size: int) -> dict[str, Tensor]:
-    config = _timm_config(name)
-    if not config.has_weights:
-        raise UserError(f"timm has no weights for {name}; pass weights='FILE', or weights='none'")
-    url, path, file = config.url, None, None
-    if config.hf_hub_id:
-        from huggingface_hub import hf_hub_url, try_to_load_from_cache
-
-        hub = config.hf_hub_id, config.hf_hub_filename or "model.safetensors"
-        url, path = hf_hub_url(*hub), try_to_load_from_cache(*hub)
-        file = f"{config.hf_hub_id.replace('/', '--')}--{hub[1]}"
-    if not isinstance(path, str):
-        # timm's own download tries for a minute where there is no network, and in each process.
-        path = str(download_weights(url, name=file))
-    loaded = _build_timm(name, image_size, pretrained=True, pretrained_cfg_overlay={"state_dict": read_weights(path)})
-    return dict(loaded.state_dict())
-
-
-def weights_statistics(arch: str) -> dict[str, list[float]]:
-    """Mean and standard deviation of pixels from 0 to 1 by which the published weights of an architecture normalise.
-
-    Empty where torchvision has no such weights; timm has a configuration for every name.
-
-    >>> weights_statistics("resnet18")
-    {'pixel_mean': [0.485, 0.456, 0.406], 'pixel_std': [0.229, 0.224, 0.225]}
-    """
-    if arch.startswith(_TIMM):
-        known: Any = _timm_config(arch.removeprefix(_TIMM))
-    else:
-        weights = getattr(torchvision.models.get_model_weights(arch), "DEFAULT", None) if arch in _TORCHVISION else None
-        known = weights and weights.transforms()
-    return {"pixel_mean": list(known.mean), "pixel_std": list(known.std)} if known else {}

@@ -6,21 +6,26 @@ from typing import Any, ClassVar, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.freezing import FreezeLayers
-from datamodules.contract import data_contract
+from datamodules.contract import Free, data_contract
 from datamodules.errors import UserError
-from datamodules.images.augmentation import is_small, share_kept
-from datamodules.images.data_module import ImageFolderDataModule
+from datamodules.images.decoding import is_small
+from datamodules.images.image_folder import ImageFolderDataModule
+from datamodules.images.reading import share_kept
 from datamodules.ranges import RATE, Range, check_ranges
-from recipes.classification import Classifier, ClassifierParameters
-from recipes.optim import default_rate
-from recipes.parameter_groups import layer_groups
+from recipes.classifier import Classifier, ClassifierParameters
+from recipes.inputs import in_dtype_of
+from recipes.labels import count_correct, mean_cross_entropy
+from recipes.optim import build_optimizer, default_rate, layer_groups, may_be_fused
 from recipes.resnet.feature_cache import FeatureCache
-from recipes.resnet.layers import Layer, last_block_of, layers_line, layers_of
-from recipes.resnet.network import RESNETS, SMALL_NETWORKS, build_network, published_weights, weights_statistics
+from recipes.resnet.layers import Layer, last_block_of, layers_line, layers_of, parameters_of_layers
+from recipes.resnet.network import RESNETS, SMALL_NETWORKS, build_network
+from recipes.resnet.pretrained import published_weights, weights_statistics
+from recipes.schedules import ScheduleName, build_schedule
 from recipes.weights import read_settings_beside
 
 __all__ = ["ResNetFineTuner"]
@@ -79,7 +84,6 @@ class ResNetFineTuner(Classifier):
     trainer_defaults: ClassVar[dict[str, Any]] = {"max_epochs": 20}
     base_batch_size = 32
     predict_example = "IMAGE.jpg FOLDER"
-    free_parameters: ClassVar[frozenset[str]] = Classifier.free_parameters | {"cache_features"}
 
     last_block: str | None = None
     """The block that trains beside the head by default; by default found."""
@@ -101,7 +105,10 @@ class ResNetFineTuner(Classifier):
         lr: float | None = None,
         head_lr_factor: float | None = None,
         layer_lr_decay: float = 1.0,
-        cache_features: bool = False,
+        weight_decay: float = 0.01,
+        schedule: ScheduleName = "one_cycle",
+        label_smoothing: float = 0.0,
+        cache_features: Free[bool] = False,
         **kwargs: Any,
     ) -> None:
         # Resolved here, so that a checkpoint holds the values that were used.
@@ -124,7 +131,16 @@ class ResNetFineTuner(Classifier):
                 "compile=True: with cache_features=True the head trains alone, and the network is not called; pass"
                 " compile=False"
             )
-        super().__init__(num_classes=num_classes, optimizer=optimizer, lr=lr, weights=weights, **kwargs)
+        super().__init__(
+            num_classes=num_classes,
+            optimizer=optimizer,
+            lr=lr,
+            weight_decay=weight_decay,
+            schedule=schedule,
+            label_smoothing=label_smoothing,
+            weights=weights,
+            **kwargs,
+        )
         self.example_input_array = torch.zeros(1, 3, image_size, image_size)
         self.cached_head = ""
         self._block: str | None = None
@@ -138,17 +154,16 @@ class ResNetFineTuner(Classifier):
 
     @classmethod
     @override
-    def settings_from_data(cls, data: pl.LightningDataModule) -> dict[str, Any]:
+    def settings_from_data(cls, data: pl.LightningDataModule, **settings: Any) -> dict[str, Any]:
         """Beside the number of classes: the size of the images, and ImageNet's weights for large photographs only."""
         contract = data_contract(data)
         small = contract.image_size is not None and is_small(contract.image_size)
-        known = super().settings_from_data(data) | {"image_size": contract.image_size}
+        known = super().settings_from_data(data, **settings) | {"image_size": contract.image_size}
         if not contract.photographs:
             # What digits show is large.
             known["small_images"] = False
         return known if contract.photographs and not small else known | {"weights": "none"}
 
-    @override
     def settings_for_data(self) -> dict[str, Any]:
         """The mean and the standard deviation of pixels that the weights expect: their run's, or those of `arch`."""
         weights, names = self.hparams.weights, ("pixel_mean", "pixel_std")
@@ -179,30 +194,30 @@ class ResNetFineTuner(Classifier):
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits of images, or of the inputs of `cached_head`, the name of a layer, where it is set."""
         network = self.network.get_submodule(self.cached_head) if self.cached_head else self.network
-        logits: Tensor = network(inputs)
+        logits: Tensor = network(in_dtype_of(self, inputs))
         return logits
 
     @override
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        options, layers = self.hparams, self.layers()
-        # What several layers share is in the first of them, and what none has is in the first of all.
-        owners = dict.fromkeys(self.parameters(), layers[0][0])
-        owners |= {
-            p: name for name, modules in reversed(layers) for part in modules for p in part.parameters() if p in owners
-        }
-        return layer_groups(
-            [(name, [nn.ParameterList(p for p in owners if owners[p] == name)]) for name, _ in layers],
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        images, targets = batch
+        logits = self(images)
+        loss, count = mean_cross_entropy(logits, targets, self.class_weights, self.label_smoothing)
+        return {"loss": loss, "count": count, "correct": count_correct(logits, targets)}
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        options = self.hparams
+        groups = layer_groups(
+            parameters_of_layers(self, self.layers()),
             options.weight_decay,
             options.lr,
             options.layer_lr_decay,
             options.head_lr_factor,
         )
-
-    @override
-    def export_metadata(self) -> dict[str, Any]:
-        """How photographs come to the size of the inputs, too, under timm's names."""
-        crop = {"crop_pct": share_kept(self.hparams.image_size), "crop_mode": "center", "interpolation": "bilinear"}
-        return super().export_metadata() | crop
+        optimizer = build_optimizer(
+            options.optimizer, groups, options.lr, options.momentum, may_be_fused(self), options.optimizer_args
+        )
+        return build_schedule(optimizer, self)
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
@@ -217,8 +232,13 @@ class ResNetFineTuner(Classifier):
 
     @override
     def on_fit_start(self) -> None:
-        super().on_fit_start()
         rank_zero_only(log.info)(layers_line(self.layers()))
+
+    @override
+    def export_metadata(self) -> dict[str, Any]:
+        """How photographs come to the size of the inputs, too, under timm's names."""
+        crop = {"crop_pct": share_kept(self.hparams.image_size), "crop_mode": "center", "interpolation": "bilinear"}
+        return super().export_metadata() | crop
 
     @override
     def pretrained_weights(self, weights: str) -> tuple[dict[str, Tensor], str]:

@@ -1,8 +1,10 @@
 """What a run measures of itself while it trains: seconds, samples and parameters."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Sized
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,11 +17,17 @@ from typing_extensions import override
 
 from datamodules.contract import DataContract
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 __all__ = [
     "SampleCounter",
     "Stopwatch",
     "count_parameters",
     "loader_sizes",
+    "peak_memory",
     "process_age",
     "stopwatch_for",
 ]
@@ -52,6 +60,27 @@ def process_age() -> float:
     import psutil
 
     return max(0.0, time.time() - float(psutil.Process().create_time()))
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has held: of tensors on its GPU, or of the host's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if resource is None:
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    most = _peak_of_linux() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def _peak_of_linux() -> int | None:
+    """In kB. Linux starts the peak of `getrusage` at the memory of the process that started this one."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
 
 
 class Stopwatch(pl.Callback):

@@ -7,7 +7,7 @@ started, and its own newest checkpoint is where it resumes.
 import json
 from pathlib import Path
 
-from callbacks.lib.whole_files import whole_or_nothing
+from callbacks.lib.writing import whole_or_nothing
 from datamodules.errors import UserError
 from recipes.resume.saved_run import read_run
 

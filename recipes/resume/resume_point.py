@@ -11,7 +11,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from datamodules.contract import DataContract
+from datamodules.contract import USUALLY_FREE
 from datamodules.errors import UserError
 from recipes.launch.job_name import is_restarted, launch_name
 from recipes.launch.rank_zero import is_rank_zero
@@ -136,7 +136,7 @@ def find_resume_point(
     parent: Path,
     config: Mapping[str, Any],
     typed: Mapping[str, Any],
-    free: Collection[str] = DataContract.free_parameters,
+    free: Collection[str] = USUALLY_FREE,
 ) -> ResumePoint:
     """Decide where this command trains; the same on all ranks that share the folder.
 

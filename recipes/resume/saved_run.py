@@ -9,7 +9,7 @@ from typing import Any
 
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import describe_damage
-from datamodules.contract import DataContract
+from datamodules.contract import USUALLY_FREE
 from datamodules.errors import UserError
 from recipes.launch.settings import flag_of
 
@@ -18,7 +18,7 @@ __all__ = ["SavedRun", "describe_differences", "newest_valid_checkpoint", "read_
 log = logging.getLogger("lightning_recipes.resume")
 
 # Settings of the Trainer and the run that do not change what it learns, or only for how long. Recipes and data modules
-# declare theirs as `free_parameters`.
+# mark theirs with `Free`.
 _FREE = {
     *("accelerator", "strategy", "devices", "num_nodes", "precision", "deterministic", "benchmark"),
     *("use_distributed_sampler", "inference_mode", "barebones"),
@@ -171,7 +171,7 @@ def _same(old: Any, new: Any) -> bool:
 
 
 def describe_differences(
-    saved: Mapping[str, Any], config: Mapping[str, Any], free: Collection[str] = DataContract.free_parameters
+    saved: Mapping[str, Any], config: Mapping[str, Any], free: Collection[str] = USUALLY_FREE
 ) -> list[str]:
     """A line for each setting that asks for another experiment than the saved one.
 

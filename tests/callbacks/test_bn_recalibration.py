@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks.bn_recalibration import BNRecalibration
-from callbacks.lib.batch_norm import recalibrate, restore_batchnorm, sync_batchnorm
+from callbacks.bn_recalibration import BNRecalibration, recalibrate
+from callbacks.sync_bn import restore_batchnorm, sync_batchnorm
 from datamodules import UserError
 from datamodules.loading.loaders import TrainLoader
 from tests.support.ranks import run_ranks

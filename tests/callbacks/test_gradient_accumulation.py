@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset
 
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lib.global_batch import global_batch_size, steps_for_samples
-from callbacks.lib.updates import AccumulationSchedule, count_updates, total_updates
+from callbacks.lib.accumulation import steps_for_samples
+from callbacks.lib.updates import AccumulationSchedule, count_updates, global_batch_size, total_updates
 from datamodules.errors import RunFailedError, UserError
 from tests.support.ranks import run_ranks
 

@@ -13,13 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks.lib.batch_norm import (
-    check_batchnorm,
-    combine_moments,
-    restore_batchnorm,
-    sync_batchnorm,
-)
-from callbacks.sync_bn import SyncBN
+from callbacks.lib.batch_norm import combine_moments
+from callbacks.sync_bn import SyncBN, check_batchnorm, restore_batchnorm, sync_batchnorm
 from datamodules.errors import UserError
 from tests.support.ranks import run_ranks
 

@@ -19,8 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lib.rate_factor import Kind, batch_size_scale, warmup_factor
-from callbacks.warmup_lr import WarmupLR
+from callbacks.warmup_lr import Kind, WarmupLR, batch_size_scale, warmup_factor
 
 KINDS: list[Kind] = ["linear", "cosine", "exponential", "constant"]
 

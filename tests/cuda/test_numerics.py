@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from callbacks.finite_weights import FiniteWeights
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lib.batch_norm import sync_batchnorm
+from callbacks.sync_bn import sync_batchnorm
 from callbacks.training_monitor import TrainingMonitor
 from callbacks.warmup_lr import WarmupLR
 from recipes.dropout import Dropout

@@ -8,8 +8,8 @@ import pytest
 
 from callbacks.run_progress import RunProgress
 from datamodules.errors import UserError
-from datamodules.images.data_module import ImageFolderDataModule
-from datamodules.mnist.data_module import MNISTDataModule
+from datamodules.images.image_folder import ImageFolderDataModule
+from datamodules.images.mnist import MNISTDataModule
 from datamodules.ranges import COUNT, SHARE, Range, check_ranges
 from datamodules.translation.data_module import TranslationDataModule
 from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from typing_extensions import override
 
-from datamodules.mnist.data_module import load_digits
+from datamodules.images.known_sets import load_digits
 from recipes import fit
 from tests.support.command_lines import Typed, type_line, typed
 from tests.support.ranks import run_ranks

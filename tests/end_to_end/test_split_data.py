@@ -16,7 +16,7 @@ from torch import Tensor
 
 from datamodules import MNISTDataModule
 from datamodules.loading.sampling import epoch_order
-from recipes.classification_scores import ClassificationScores
+from recipes.scores import ClassificationScores
 from tests.support.ranks import run_ranks
 
 GLOBAL_BATCH = 12

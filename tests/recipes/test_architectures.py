@@ -14,16 +14,17 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from callbacks.lib.freezing import freeze_layers
+from callbacks.freezing import freeze_layers
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from recipes.cli.settings import RunSettings, run_callbacks
-from recipes.pretrained import download_weights
 from recipes.resnet import network as networks
 from recipes.resnet.feature_cache import head_to_train
 from recipes.resnet.layers import last_block_of, layers_of
-from recipes.resnet.network import build_network, published_weights, weights_statistics
+from recipes.resnet.network import build_network
+from recipes.resnet.pretrained import download_weights, published_weights, weights_statistics
 from recipes.resnet.recipe import ResNetFineTuner
+from recipes.weights import load_initial_weights
 from tests.recipes.export.test_readmes import program
 from tests.recipes.test_resnet import draw, type_in
 from tests.support.ranks import free_port
@@ -149,10 +150,10 @@ class _Own(ResNetFineTuner):
 def test_build_network_alone_is_enough_for_freezing_and_rates():
     recipe = _Own(num_classes=2, image_size=16, weights="some.pt", lr=1.0, layer_lr_decay=0.5)
     assert recipe.hparams.freeze_until == "shared"
-    groups = recipe.parameter_groups()
+    groups = recipe.configure_optimizers()["optimizer"].param_groups
     held = [id(p) for group in groups for p in group["params"]]
     assert sorted(held) == sorted(map(id, recipe.parameters()))
-    assert [group["lr"] for group in groups if group["name"].startswith("head")] == [10.0, 10.0]
+    assert [group["initial_lr"] for group in groups if group["name"].startswith("head")] == [10.0, 10.0]
 
 
 class _DropsOut(nn.Module):
@@ -237,7 +238,7 @@ def test_networks_with_further_outputs_give_logits_in_training_and_take_publishe
     published = torchvision.models.get_model(arch, aux_logits=True, init_weights=False).state_dict()
     torch.save(published, tmp_path / "published.pth")
     recipe = ResNetFineTuner(arch, 2, 96, weights=str(tmp_path / "published.pth"), freeze_until="none").train()
-    assert recipe.load_weights().new == ["fc.weight", "fc.bias"]
+    assert load_initial_weights(recipe).new == ["fc.weight", "fc.bias"]
     assert recipe(torch.randn(2, 3, 96, 96)).shape == (2, 2)
 
 

@@ -17,8 +17,11 @@ from callbacks.drawing.classification_images import (
 )
 from datamodules import UserError
 from datamodules.loading.sampling import evaluation_spans
-from recipes.classification import Classifier, _in_dtype_of, weighted_loss
-from recipes.classification_scores import ClassificationScores, calibration_error, macro_f1
+from recipes.inputs import in_dtype_of
+from recipes.labels import mean_cross_entropy
+from recipes.prediction import prediction_table
+from recipes.scores import ClassificationScores, calibration_error, macro_f1
+from tests.support.own_training import TrainedClassifier
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, silence
 
@@ -108,7 +111,7 @@ def test_one_and_three_ranks_agree_to_the_last_digit():
         assert found == one
 
 
-class Small(Classifier):
+class Small(TrainedClassifier):
     """A linear network over images of 8 x 8."""
 
     def __init__(self, num_classes: int | None = 3, **kwargs: Any) -> None:
@@ -197,7 +200,7 @@ def test_a_prediction_names_the_likeliest_classes_in_order(checkpoint: Path):
 def test_the_printed_table_has_the_likeliest_class():
     image = {"file": "a.png", "class": "cat", "probability": 0.5}
     shown = {"file": "a.png", "class": "cat", "probability": "0.5000"}
-    assert Small().prediction_table([image | {"class_2": "dog", "probability_2": 0.25}]) == [shown]
+    assert prediction_table([image | {"class_2": "dog", "probability_2": 0.25}]) == [shown]
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -209,9 +212,11 @@ def test_the_weighted_loss_is_the_sum_of_its_definition(smoothing: float, soft: 
     shares = targets if soft else F.one_hot(targets.clamp(min=0), CLASSES) * (targets >= 0)[:, None]
     smooth = shares.double() * (1 - smoothing) + smoothing / CLASSES * (shares.sum(1, keepdim=True) > 0)
     expected = -(weight.double() * smooth * logits.double().log_softmax(1)).sum()
-    assert weighted_loss(logits, targets, weight, smoothing).item() == pytest.approx(expected.item(), rel=1e-5)
-    assert weighted_loss(logits.bfloat16(), targets, weight, smoothing).dtype == torch.float32
-    assert weighted_loss(logits, torch.full_like(TARGETS, -100), weight) == 0
+    loss, count = mean_cross_entropy(logits, targets, weight, smoothing)
+    assert count == (len(targets) if soft else int((targets >= 0).sum()))
+    assert (loss * count).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert mean_cross_entropy(logits.bfloat16(), targets, weight, smoothing)[0].dtype == torch.float32
+    assert mean_cross_entropy(logits, torch.full_like(TARGETS, -100), weight) == (0, 0)
 
 
 def test_the_headline_is_of_the_test_where_there_is_one():
@@ -302,8 +307,8 @@ def test_other_types_of_images_and_labels_train_as_float32_and_int64(
 
 
 def test_tokens_stay_whole_numbers():
-    assert _in_dtype_of(nn.Linear(2, 2), torch.arange(6).view(2, 3)).dtype == torch.int64
-    assert _in_dtype_of(nn.Linear(2, 2).double(), torch.zeros(2, 3, dtype=torch.float64)).dtype == torch.float64
+    assert in_dtype_of(nn.Linear(2, 2), torch.arange(6).view(2, 3)).dtype == torch.int64
+    assert in_dtype_of(nn.Linear(2, 2).double(), torch.zeros(2, 3, dtype=torch.float64)).dtype == torch.float64
 
 
 def test_labels_above_images_are_words():

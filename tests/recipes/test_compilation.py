@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-import recipes.recipe
+import recipes.compilation
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
@@ -25,7 +25,6 @@ from callbacks.sync_bn import SyncBN
 from callbacks.weight_averaging import WeightAveraging
 from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
-from recipes.classification import Classifier
 from recipes.compilation import check_compiler, compile_network, restore_network
 from recipes.dropout import Dropout
 from recipes.launch.strategies import build_strategy
@@ -37,6 +36,7 @@ from recipes.seq2seq.network import target_positions
 from recipes.seq2seq.recurrent import Seq2SeqNet
 from recipes.seq2seq.transformer import TransformerNet
 from tests.support.command_lines import typed
+from tests.support.own_training import TrainedClassifier
 from tests.support.ranks import run_ranks
 from tests.support.tables import CLASSES, QUIET, noisy_images
 
@@ -99,7 +99,7 @@ def test_a_network_is_one_graph_for_all_sizes_and_draws_the_same_noise(name: str
     restore_network(network)
 
 
-class Noisy(Classifier):
+class Noisy(TrainedClassifier):
     """Convolution, BatchNorm, dropout and a head, for images of 5 x 5."""
 
     def build_network(self) -> nn.Module:
@@ -142,8 +142,8 @@ def train(
 @pytest.fixture
 def graphs_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs run operation by operation, and no compiler is asked for."""
-    monkeypatch.setattr(recipes.recipe, "compile_network", partial(compile_network, backend="eager"))
-    monkeypatch.setattr(recipes.recipe, "check_compiler", lambda _: None)
+    monkeypatch.setattr(recipes.compilation, "compile_network", partial(compile_network, backend="eager"))
+    monkeypatch.setattr(recipes.compilation, "check_compiler", lambda _: None)
     torch._dynamo.reset()
     counters.clear()
 

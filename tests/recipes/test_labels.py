@@ -14,9 +14,9 @@ from typing_extensions import override
 from callbacks import GradientAccumulation
 from callbacks.drawing.classification_images import most_confident_mistakes
 from datamodules import RunFailedError, TrainLoader, UserError
-from recipes.classification import Classifier
-from recipes.classification_scores import ClassificationScores
 from recipes.labels import LabelCheck
+from recipes.scores import ClassificationScores
+from tests.support.own_training import TrainedClassifier
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, on_ranks, silence
 
@@ -29,7 +29,7 @@ PARTLY = LABELS.clone()
 PARTLY[torch.tensor([0, 1, 2, 3, 5, 9, 13, 14, 15])] = IGNORED
 
 
-class Linear(Classifier):
+class Linear(TrainedClassifier):
     def __init__(self, num_classes: int = CLASSES, **kwargs: Any) -> None:
         torch.manual_seed(1)
         super().__init__(
@@ -152,38 +152,34 @@ def test_probabilities_are_labels_in_training_alone():
             trainer().validate(Linear(), loader(soft, known), verbose=False)
 
 
-class OnDevice(LabelCheck):
-    """As on a GPU, whose labels are not read in each step."""
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels are not read in each step."""
+    monkeypatch.setattr("recipes.labels.is_at_hand", lambda _: False)
 
-    at_once = False
 
-
+@pytest.mark.usefixtures("on_a_gpu")
 def test_on_a_gpu_a_wrong_label_is_ignored_until_the_device_is_waited_for():
-    check = OnDevice(CLASSES, "training")
-    good, count = check(PARTLY)
-    assert torch.equal(good, PARTLY)
-    assert int(count) == int((PARTLY != IGNORED).sum())
+    check = LabelCheck(CLASSES, "training")
+    check.check_batch(PARTLY)
     check.raise_found()
-    usable, count = check(with_label(11))
-    assert usable[17] == IGNORED
-    assert int(count) == 23
-    check(with_label(-7))
-    check(LABELS)
+    for labels in (with_label(11), with_label(-7), LABELS):
+        check.check_batch(labels)
     with pytest.raises(RunFailedError, match=r"labels -7 to 11 of training batches .*0\.\.2; pass num_classes=12"):
         check.raise_found()
     check.raise_found()
     for _ in range(49):
-        check(LABELS)
+        check.check_batch(LABELS)
         check._batches -= 1
     with pytest.raises(RunFailedError, match="label"):
         for _ in range(50):
-            check(with_label(11))
+            check.check_batch(with_label(11))
 
 
+@pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("when", ["a checkpoint", "the epoch's end", "a score"])
 def test_what_a_gpu_has_found_ends_the_run_before(when: str, tmp_path: Path):
     module = Linear()
-    module.label_checks = {name: OnDevice(CLASSES, check.part) for name, check in module.label_checks.items()}
     wrong = loader(with_label(11), known=False)
     with pytest.raises(RunFailedError, match="label"):
         if when == "a score":

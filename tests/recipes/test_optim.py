@@ -12,14 +12,13 @@ from torch import nn
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from datamodules.errors import UserError
 from recipes.mnist import MNISTClassifier
-from recipes.optim import build_optimizer, learning_rate_scale
-from recipes.parameter_groups import parameter_groups
+from recipes.optim import build_optimizer, learning_rate_scale, parameter_groups
 from tests.recipes.test_schedules import LR, STOP, TOTAL, Line, Stop, fit, weights
 from tests.support import optimizers
 
 
 def build(name: str, weight_decay: float = 0.0, **options: Any) -> torch.optim.Optimizer:
-    return build_optimizer(name, parameter_groups(nn.Linear(2, 2), weight_decay), lr=0.1, **options)
+    return build_optimizer(name, parameter_groups(nn.Linear(2, 2).parameters(), weight_decay), lr=0.1, **options)
 
 
 def test_arguments_go_to_an_optimiser_of_torch_or_of_an_imported_module() -> None:

@@ -14,12 +14,14 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules import ImageFolderDataModule, MNISTDataModule, TranslationDataModule, UserError
-from datamodules.images.files import load_image
+from datamodules.images.decoding import load_image
+from datamodules.images.given_images import given_images
+from datamodules.images.known_sets import load_digits
+from datamodules.images.mnist_form import grey_image
 from datamodules.loading import heic
-from datamodules.loading.given_images import given_images
-from datamodules.mnist.data_module import load_digits
-from datamodules.mnist.user_images import grey_image
-from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator
+from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator, predict
+from recipes.inputs import preprocessing
+from recipes.prediction import all_rows
 from tests.support.command_lines import typed
 from tests.support.tables import QUIET
 
@@ -49,25 +51,25 @@ def test_the_preprocessing_of_a_checkpoint_is_that_of_its_data_to_the_bit(digits
     data = MNISTDataModule(dataset="digits")
     data.setup("test")
     inputs = torch.cat([batch for batch, _ in data.test_dataloader()])
-    preprocessing = recipe.preprocessing()
-    assert preprocessing is not None
-    assert torch.equal(preprocessing(data._parts["test"][0]), inputs)
+    prepare = preprocessing(recipe)
+    assert prepare is not None
+    assert torch.equal(prepare(data._parts["test"][0]), inputs)
 
 
 def test_without_data_the_preprocessing_is_unknown_and_nothing_is_predicted():
-    assert MNISTClassifier().preprocessing() is None
+    assert preprocessing(MNISTClassifier()) is None
     with pytest.raises(UserError, match="MNISTClassifier.load_from_checkpoint"):
-        MNISTClassifier().predict(np.zeros((28, 28), np.uint8))
+        predict(MNISTClassifier(), np.zeros((28, 28), np.uint8))
 
 
 def test_arrays_of_the_test_set_are_predicted_as_accurately_as_test_says(digits):
     path, accuracy = digits
     images, labels = load_digits()["test"]
     recipe = MNISTClassifier.load_from_checkpoint(path)
-    rows = recipe.predict(images)
+    rows = predict(recipe, images)
     assert float((_classes(rows) == labels).double().mean()) == pytest.approx(accuracy, abs=1e-7)
     with torch.no_grad():
-        expected = recipe.eval()(recipe.preprocessing()(images[:, None])).softmax(1)
+        expected = recipe.eval()(preprocessing(recipe)(images[:, None])).softmax(1)
     assert torch.allclose(torch.tensor([row["probability"] for row in rows]), expected.max(1).values, atol=1e-5)
 
 
@@ -76,7 +78,7 @@ def test_images_are_taken_as_arrays_tensors_images_files_and_folders(digits, tmp
     for i, image in enumerate(images):
         Image.fromarray(image).save(tmp_path / f"{i}.png")
     recipe = MNISTClassifier.load_from_checkpoint(digits[0], top_k=2)
-    expected = recipe.predict(list(map(Image.fromarray, images)))
+    expected = predict(recipe, list(map(Image.fromarray, images)))
     assert list(expected[0]) == ["file", "class", "probability", "class_2", "probability_2", "note"]
     for given in (
         images,
@@ -88,7 +90,7 @@ def test_images_are_taken_as_arrays_tensors_images_files_and_folders(digits, tmp
         [tmp_path / f"{i}.png" for i in range(4)],
         [images[:1], Image.fromarray(images[1]), str(tmp_path / "2.png"), torch.from_numpy(images[3])],
     ):
-        rows = recipe.predict(given)
+        rows = predict(recipe, given)
         assert [row["class"] for row in rows] == [row["class"] for row in expected]
         assert [row["probability"] for row in rows] == pytest.approx([row["probability"] for row in expected], abs=1e-5)
 
@@ -130,9 +132,9 @@ def test_predicting_leaves_the_modes_of_all_modules_and_needs_no_checkpoint_afte
     recipe.network.block1.eval()
     modes = [module.training for module in recipe.modules()]
     images = load_digits()["test"][0][:8]
-    rows = recipe.double().predict(images)
+    rows = predict(recipe.double(), images)
     assert [module.training for module in recipe.modules()] == modes
-    loaded = MNISTClassifier.load_from_checkpoint(tmp_path / "a.ckpt").predict(images)
+    loaded = predict(MNISTClassifier.load_from_checkpoint(tmp_path / "a.ckpt"), images)
     assert [row["class"] for row in rows] == [row["class"] for row in loaded]
 
 
@@ -142,7 +144,7 @@ def test_an_input_without_a_prediction_costs_its_row_and_says_why(digits, tmp_pa
     Image.new("RGB", (90, 60), (240, 230, 220)).save(blank)
     Path(torn).write_text("no image")
     recipe = MNISTClassifier.load_from_checkpoint(digits[0], top_k=1)
-    rows = recipe.predict([torn, good, good, blank, "missing.png"])
+    rows = predict(recipe, [torn, good, good, blank, "missing.png"])
     assert [row["file"] for row in rows] == [torn, good, good, blank, "missing.png"]
     assert [row["class"] is None for row in rows] == [True, False, False, True, True]
     assert [row["note"] for row in rows] == [
@@ -152,9 +154,9 @@ def test_an_input_without_a_prediction_costs_its_row_and_says_why(digits, tmp_pa
         "unclear: the image is blank",
         "cannot be read as an image: No such file or directory",
     ]
-    assert [row["class"] for row in recipe.predict(blank)] == [None]
+    assert [row["class"] for row in predict(recipe, blank)] == [None]
     recipe.unclear_below = 1.1
-    assert recipe.predict(good)[0]["note"] == "unclear: low probability"
+    assert predict(recipe, good)[0]["note"] == "unclear: low probability"
 
 
 def test_the_command_names_what_it_cannot_read_and_ends_with_status_1_after_the_rows(digits, tmp_path: Path):
@@ -224,7 +226,7 @@ def test_a_resnet_predicts_images_of_any_form(tmp_path: Path):
     Image.fromarray(pixels).save(tmp_path / "a.png")
     (tmp_path / "torn.png").write_text("no image")
     recipe = ResNetFineTuner.load_from_checkpoint(tmp_path / "a.ckpt")
-    rows = recipe.predict([pixels, tmp_path / "torn.png", tmp_path / "a.png", pixels.transpose(2, 0, 1) / 255])
+    rows = predict(recipe, [pixels, tmp_path / "torn.png", tmp_path / "a.png", pixels.transpose(2, 0, 1) / 255])
     assert [row["class"] is None for row in rows] == [False, True, False, False]
     assert rows[1]["note"] == "cannot be read as an image: its content is not an image"
     assert rows[0]["probability"] == pytest.approx(rows[2]["probability"]) == pytest.approx(rows[3]["probability"])
@@ -235,11 +237,11 @@ def test_a_translator_predicts_sentences_and_reads_folders_of_text_files(tmp_pat
     recipe = Seq2SeqTranslator(**Seq2SeqTranslator.settings_from_data(data), hidden_size=16, beam=2)
     _trained(recipe, data, tmp_path / "a.ckpt", max_steps=1, limit_val_batches=0)
     recipe = Seq2SeqTranslator.load_from_checkpoint(tmp_path / "a.ckpt")
-    rows = recipe.predict(["je suis ici .", "  ", "tu es la ."])
+    rows = predict(recipe, ["je suis ici .", "  ", "tu es la ."])
     assert [row["translation"] for row in rows[::2]] == recipe.translate(["je suis ici .", "tu es la ."])
     assert rows[1]["translation"] is None
     assert rows[1]["note"] == "unclear: nothing is left in unicode normalisation"
-    assert recipe.predict("je suis ici .")[0] == pytest.approx(rows[0])
+    assert predict(recipe, "je suis ici .")[0] == pytest.approx(rows[0])
     texts = tmp_path / "texts"
     texts.mkdir()
     (texts / "a.txt").write_text("je suis ici .\n\ntu es la .\n")
@@ -247,7 +249,7 @@ def test_a_translator_predicts_sentences_and_reads_folders_of_text_files(tmp_pat
     data = TranslationDataModule(predict_inputs=[str(texts), "tu es la .", "missing.txt"])
     predictor = pl.Trainer(enable_progress_bar=False, **QUIET)
     outputs = predictor.predict(recipe, data, ckpt_path=str(tmp_path / "a.ckpt"), weights_only=True)
-    rows = recipe.all_rows(outputs, data)
+    rows = all_rows(recipe, outputs, data)
     assert [row["translation"] is None for row in rows] == [False, True, False, True, False, False, True]
     assert rows[1]["note"] == "blank line"
     assert rows[3]["sentence"] == f"line 1 of {texts / 'b.txt'}"

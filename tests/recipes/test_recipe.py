@@ -25,22 +25,23 @@ from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.exact_sums import from_whole_numbers
 from callbacks.run_progress import RunProgress
 from callbacks.train_loss import TrainLoss
+from datamodules.contract import Free, OneCall, Rare, marked_parameters
 from datamodules.errors import UserError
+from datamodules.images.mnist import MNISTDataModule
 from datamodules.loading.loaders import TrainLoader
-from datamodules.mnist.data_module import MNISTDataModule
+from recipes.base import Recipe
 from recipes.launch.precision import resolve_precision
 from recipes.mnist import MNISTClassifier
-from recipes.optim import build_optimizer, learning_rate_scale
-from recipes.parameter_groups import parameter_groups
-from recipes.recipe import Recipe
+from recipes.optim import build_optimizer, learning_rate_scale, parameter_groups
 from recipes.resnet import ResNetFineTuner
 from recipes.seq2seq import Seq2SeqTranslator
+from tests.support.own_training import TrainedRecipe
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 
 
-class Line(Recipe):
+class Line(TrainedRecipe):
     """y = 2x by least squares; batches are (x, y)."""
 
     def build_network(self) -> nn.Module:
@@ -60,10 +61,10 @@ def batches(n: int = 12, size: int = 4) -> torch.utils.data.DataLoader:
 @pytest.mark.parametrize("recipe", [MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator])
 def test_what_does_not_make_the_experiment_is_a_parameter_and_joins_that_of_the_base(recipe):
     parameters = {name for base in recipe.__mro__ for name in inspect.signature(base.__init__).parameters}
-    assert Recipe.free_parameters <= recipe.free_parameters <= parameters
-    assert recipe.call_parameters <= parameters
-    assert Recipe.rare_parameters <= recipe.rare_parameters <= parameters
-    assert not recipe.free_parameters & recipe.call_parameters
+    for mark in (Free, OneCall, Rare):
+        assert marked_parameters(Recipe, mark) <= marked_parameters(recipe, mark) <= parameters
+    assert not marked_parameters(recipe, Free) & marked_parameters(recipe, OneCall)
+    assert marked_parameters(Recipe, Free) == {"channels_last", "compile"}
 
 
 @pytest.mark.parametrize("recipe", [MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator])
@@ -78,7 +79,7 @@ def trainer(**options: Any) -> pl.Trainer:
 
 def test_norms_and_biases_are_not_decayed_and_every_parameter_is_in_one_group():
     module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.LayerNorm(3), nn.GRU(2, 2), nn.Linear(2, 2))
-    groups = {group["name"]: group for group in parameter_groups(module, weight_decay=0.1)}
+    groups = {group["name"]: group for group in parameter_groups(module.parameters(), weight_decay=0.1)}
     names = {id(p): name for name, p in module.named_parameters()}
     decayed = {names[id(p)] for p in groups["decay"]["params"]}
     exempt = {names[id(p)] for p in groups["no_decay"]["params"]}
@@ -89,7 +90,7 @@ def test_norms_and_biases_are_not_decayed_and_every_parameter_is_in_one_group():
 
 @pytest.mark.parametrize("name", ["sgd", "AdamW"])
 def test_optimisers_are_built_by_name_in_any_case(name):
-    optimizer = build_optimizer(name, parameter_groups(nn.Linear(2, 2), 0.0), lr=0.1)
+    optimizer = build_optimizer(name, parameter_groups(nn.Linear(2, 2).parameters(), 0.0), lr=0.1)
     assert type(optimizer).__name__.lower() == name.lower()
     assert all(group["lr"] == 0.1 for group in optimizer.param_groups)
     if name == "sgd":

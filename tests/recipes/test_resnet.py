@@ -15,7 +15,7 @@ from PIL import Image
 
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
-from datamodules.images.data_module import ImageFolderDataModule
+from datamodules.images.image_folder import ImageFolderDataModule
 from recipes.resnet.feature_cache import what_moves
 from recipes.resnet.network import build_network, build_resnet
 from recipes.resnet.recipe import ResNetFineTuner
@@ -189,10 +189,10 @@ def test_freezing_and_rates_follow_from_the_weights():
 
 def test_groups_hold_every_parameter_once_with_the_rate_of_their_layer():
     recipe = ResNetFineTuner(num_classes=2, weights="some.pt", lr=1.0, layer_lr_decay=0.5, head_lr_factor=10)
-    groups = recipe.parameter_groups()
+    groups = recipe.configure_optimizers()["optimizer"].param_groups
     held = [id(p) for group in groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in recipe.parameters())
-    rates = {group["name"].split(".")[0]: group["lr"] for group in groups}
+    rates = {group["name"].split(".")[0]: group["initial_lr"] for group in groups}
     assert rates == {"stem": 1 / 16, "layer1": 1 / 8, "layer2": 1 / 4, "layer3": 1 / 2, "layer4": 1.0, "fc": 10.0}
     assert {g["weight_decay"] for g in groups if g["name"].endswith(".no_decay")} == {0.0}
 

@@ -20,8 +20,8 @@ from callbacks.seed_control import SeedControl
 from callbacks.warmup_lr import WarmupLR
 from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
-from recipes.recipe import Recipe
 from recipes.schedules import Schedule, ScheduleName
+from tests.support.own_training import TrainedRecipe
 from tests.support.tables import QUIET, silence
 
 EPOCHS, UPDATES, LR = 4, 6, 0.1
@@ -39,7 +39,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-class Line(Recipe):
+class Line(TrainedRecipe):
     """Least squares in float64, whose score on the validation set is 1, 2, 3, 1 and so on, so it never gets better."""
 
     def __init__(self, schedule: Any, optimizer: str = "sgd", **kwargs: Any) -> None:
@@ -168,7 +168,7 @@ def test_min_lr_is_the_same_share_of_the_rate_of_every_group(lr: float) -> None:
     """Also where the batch size scales them: it is a rate as `lr` is, stated for the base batch."""
 
     class Two(Line):
-        def parameter_groups(self) -> list[dict[str, Any]]:
+        def groups(self) -> list[dict[str, Any]]:
             named = self.network.named_parameters()
             return [{"name": name, "params": [p], "lr": lr if name == "bias" else LR} for name, p in named]
 

@@ -22,6 +22,7 @@ from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.text import UNK, Vocabulary
 from recipes.files import write_rows
+from recipes.prediction import all_rows, predict
 from recipes.seq2seq.recipe import Seq2SeqTranslator
 from recipes.seq2seq.recurrent import Seq2SeqNet
 from recipes.seq2seq.transformer import TransformerNet
@@ -191,7 +192,7 @@ def test_standard_scores_compare_with_the_references_as_written(learned, tmp_pat
     module = data(str(cased), test_fraction=0.3)
     recipe = translator(data(file), hidden_size=32)
     scores = trainer().test(recipe, module, ckpt_path=str(folder / "a.ckpt"), weights_only=True, verbose=False)[0]
-    tables = recipe.result_tables()
+    tables = recipe.tables
     rows = tables["test_translations.csv"].rows
     for name, column in (("test_hypotheses.txt", "translation"), ("test_references.txt", "reference")):
         write_rows(tmp_path / name, tables[name].rows, tables[name].columns)
@@ -229,7 +230,7 @@ def test_predict_gives_translations_in_order_and_marks_unknown_words(learned, tm
     recipe = translator(data(file), hidden_size=32, beam=4)
     outputs = trainer().predict(recipe, module, ckpt_path=str(folder / "a.ckpt"), weights_only=True)
     assert [len(batch["numbers"]) for batch in outputs] == [2, 1, 2], "the long sentence is in a batch of its own"
-    rows = recipe.all_rows(outputs, module)
+    rows = all_rows(recipe, outputs, module)
     assert [row["sentence"] for row in rows[1:5]] == [sentences[1], "je vois le [chien]", *sentences[3:]]
     translations = [rows[i]["translation"] for i in (1, 3, 4)]
     assert translations == ["she eat black bread", "we eat the big house", "you want that"]
@@ -252,7 +253,7 @@ def test_subwords_translate_any_text_line_by_line_as_it_is_written(tmp_path):
     asked = data("missing.tsv", predict_inputs=[str(lines)], subwords="bpe")
     other = translator(module, hidden_size=32)
     outputs = trainer().predict(other, asked, ckpt_path=str(tmp_path / "a.ckpt"), weights_only=True)
-    rows = other.all_rows(outputs, asked)
+    rows = all_rows(other, outputs, asked)
     assert [row["sentence"] for row in rows][::3] == ["Zwei Hunde laufen, ja!", "Ein Hund läuft."]
     blank = {"sentence": f"line 2 of {lines}", "translation": None, "score": None, "note": "blank line"}
     assert rows[1] == blank
@@ -268,7 +269,7 @@ def test_unknown_words_are_never_written(learned):
     recipe.network.output.bias.data[UNK] += 30
     sentences = ["elle mange du pain bleu", "je vois le chien"]
     found = recipe.translate(sentences)
-    assert found == [row["translation"] for row in recipe.predict(sentences)]
+    assert found == [row["translation"] for row in predict(recipe, sentences)]
     assert all(found)
     assert "<unk>" not in " ".join(found)
 

@@ -11,15 +11,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from datamodules import ImageFolderDataModule, MNISTDataModule, UserError
 from recipes import MNISTClassifier
-from recipes.classification import Classifier
 from recipes.tta import mean_log_probabilities, views
+from tests.support.own_training import TrainedClassifier
 from tests.support.tables import QUIET, silence
 
 IMAGES = torch.randn(9, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.arange(9) % 4
 
 
-class Small(Classifier):
+class Small(TrainedClassifier):
     """Sees where in an image what is, so its views have other logits."""
 
     def build_network(self) -> nn.Module:

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from datamodules.errors import UserError
-from recipes.pretrained import download_weights
-from recipes.recipe import Recipe
 from recipes.resnet import ResNetFineTuner
-from recipes.weights import load_weights, read_weights
+from recipes.resnet.pretrained import download_weights
+from recipes.weights import load_initial_weights, load_weights, read_weights
+from tests.support.own_training import TrainedRecipe
 
 
 class Net(nn.Module):
@@ -349,7 +349,7 @@ def test_a_mask_of_infinities_that_the_module_has_too_is_no_mistake():
     assert "mask" in load_weights(linear, other.state_dict(), "a.pt").loaded
 
 
-class _NetRecipe(Recipe):
+class _NetRecipe(TrainedRecipe):
     """A recipe that trains `Net`."""
 
     def build_network(self) -> nn.Module:
@@ -359,12 +359,12 @@ class _NetRecipe(Recipe):
 def test_a_file_is_loaded_and_reported_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     torch.save({"state_dict": {f"network.{k}": v for k, v in _state(3).items()}}, tmp_path / "a.ckpt")
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
-        report = _NetRecipe(weights=str(tmp_path / "a.ckpt")).load_weights()
+        report = load_initial_weights(_NetRecipe(weights=str(tmp_path / "a.ckpt")))
     assert report is not None
     assert caplog.messages == [report.line()]
     assert report.line().startswith(f"weights from {tmp_path / 'a.ckpt'}: 5 loaded, 2 skipped (fc.weight (3, 4) ")
     with pytest.raises(UserError, match="at least 90%"):
-        _NetRecipe(weights=str(tmp_path / "a.ckpt")).load_weights(min_share=0.9)
+        load_initial_weights(_NetRecipe(weights=str(tmp_path / "a.ckpt")), min_share=0.9)
 
 
 def test_layers_that_are_skipped_by_name_keep_their_values():
@@ -425,7 +425,7 @@ def test_imagenet_is_torchvisions_newest_weights_of_the_architecture(
     monkeypatch.setattr(ResNet18_Weights.DEFAULT.value, "url", url)
     recipe = ResNetFineTuner(num_classes=2)
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
-        report = recipe.load_weights()
+        report = load_initial_weights(recipe)
     assert report is not None
     assert report.line() == (
         "weights from ImageNet (resnet18): 100 loaded, 2 skipped (fc.weight (1000, 512) instead of (2, 512), "

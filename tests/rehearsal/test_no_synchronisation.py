@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks.seed_control import SeedControl
 from datamodules import ImageFolderDataModule, MNISTDataModule, TranslationDataModule
 from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator
-from recipes.classification import Classifier
+from recipes.classifier import Classifier
 from recipes.dropout import Dropout
 from tests.rehearsal.stand_in import DeviceTensor, StandInAccelerator, Wait, stand_in_device
 from tests.support.ranks import run_ranks
@@ -131,7 +131,7 @@ MEANT = {
     "callbacks/drawing/classification_images.py:on_train_batch_start": Meant(
         _TRAINING, in_the_first_batch, "the images that are drawn"
     ),
-    "datamodules/images/data_module.py:_normalise": Meant(
+    "datamodules/images/image_folder.py:_normalise": Meant(
         _TRAINING, in_the_first_batch, "mean and deviation go to the device"
     ),
     "recipes/seq2seq/decoding.py:beam_search": Meant(_VALIDATION, in_each, "a search ends when its sentences end"),

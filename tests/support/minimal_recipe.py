@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from datamodules import UserError
-from recipes import Recipe, run
+from recipes import run
+from tests.support.own_training import TrainedRecipe
 
 
-class Line(Recipe):
+class Line(TrainedRecipe):
     """A straight line."""
 
     title = "line"

@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from datamodules.contract import DataContract
-from recipes import Recipe, run
+from datamodules.contract import DataContract, Free, OneCall
+from recipes import run
+from tests.support.own_training import TrainedRecipe
 
 ALPHABET = "abcdefgh"
 
 
-class NextCharacter(Recipe):
+class NextCharacter(TrainedRecipe):
     """Predicts the next character.
 
     Args:
@@ -29,10 +30,8 @@ class NextCharacter(Recipe):
     title = "characters"
     monitor = "val/loss"
     trainer_defaults: ClassVar[dict[str, Any]] = {"max_epochs": 2}
-    free_parameters = Recipe.free_parameters | {"temperature"}
-    call_parameters = Recipe.call_parameters | {"histogram"}
 
-    def __init__(self, temperature: float = 1.0, histogram: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, temperature: Free[float] = 1.0, histogram: OneCall[str | None] = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
 
     def build_network(self) -> nn.Module:
@@ -52,12 +51,9 @@ class NextCharacter(Recipe):
             Path(self.hparams.histogram).write_text(str(logits.tolist()))
         best = logits.softmax(1).max(1)
         return [
-            {"text": name, "next": ALPHABET[index], "probability": value}
+            {"continued": name + ALPHABET[index], "certainty": value}
             for name, index, value in zip(names, best.indices.tolist(), best.values.tolist(), strict=True)
         ]
-
-    def prediction_table(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-        return [{"continued": row["text"] + row["next"], "certainty": f"{row['probability']:.0%}"} for row in rows]
 
 
 class Batches(list[Tensor]):
@@ -77,10 +73,11 @@ class Text(pl.LightningDataModule, DataContract):
         predict_inputs: texts to continue.
     """
 
-    free_parameters = DataContract.free_parameters | {"characters"}
     tokens_parameter = "characters"
 
-    def __init__(self, characters: int = 32, length: int = 8, predict_inputs: list[str] | None = None) -> None:
+    def __init__(
+        self, characters: Free[int] = 32, length: int = 8, predict_inputs: OneCall[list[str] | None] = None
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
 

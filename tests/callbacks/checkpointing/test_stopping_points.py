@@ -1,22 +1,29 @@
 import math
 import subprocess
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
 
-from callbacks.checkpointing.loop_place import validation_is_next
+from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
+from callbacks.checkpointing.loop_place import place_after_batch, trains, validation_is_next
 from callbacks.checkpointing.stopping_points import (
     RULES,
+    Place,
     after_batch,
     move_counters,
     update_ends,
     validation_is_due,
     waits_for_validation,
 )
+from callbacks.seed_control import SeedControl
+from datamodules.errors import UserError
+from tests.end_to_end.test_exact_resume import hash_of
 from tests.support.tables import QUIET, Tiny, image_network, noisy_images, silence
 
 
@@ -78,10 +85,15 @@ def test_a_validation_is_due_where_it_was_after_any_micro_batch_of_the_update(pe
         assert validation_is_due(7, 1, every_epoch, is_last) == (every_epoch is not None and is_last)
 
 
-def test_only_a_place_that_may_be_saved_says_with_what_the_run_goes_on():
-    assert {place for place, rule in RULES.items() if not rule.goes_on_with} == {
-        place for place, rule in RULES.items() if not rule.saves
-    }
+def test_counters_are_moved_only_where_a_run_may_be_saved():
+    assert {rule.moves for rule in RULES.values() if not rule.saves} == {""}
+
+
+def test_counters_that_are_not_moved_stay():
+    for place, rule in RULES.items():
+        if not rule.moves:
+            move_counters(loops := {"fit_loop": {"untouched": 1}}, place)
+            assert loops == {"fit_loop": {"untouched": 1}}
 
 
 def test_a_score_of_other_weights_waits_for_the_next_validation_and_one_of_training_does_not():
@@ -94,3 +106,99 @@ def test_a_score_of_other_weights_waits_for_the_next_validation_and_one_of_train
 def test_the_table_needs_no_lightning():
     code = "import sys, callbacks.checkpointing.stopping_points; sys.exit('lightning' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+EPOCHS, BATCHES = 2, 7
+
+
+class Saves(pl.Callback):
+    """Saves a run at one place, whatever the table says of it, in the second update of its second epoch or later."""
+
+    def __init__(self, place: Place | None, folder: Path) -> None:
+        self.place, self.folder, self.updates = place, folder, -1
+        self.validated: list[int] = []
+        self.epochs: dict[str, int] = {}
+
+    def _at(self, trainer: pl.Trainer, place: Place, condition: bool = True) -> None:
+        # The updates of an epoch are of micro-batches 2, 2, 2 and 1, with a validation after the second.
+        if place == self.place and condition and self.updates < 0:
+            self.updates = trainer.global_step
+            trainer.save_checkpoint(self.folder / "saved.ckpt")
+
+    @override
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        move_counters(checkpoint["loops"], cast(Place, self.place))
+
+    @override
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._at(trainer, "evaluation")
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._at(trainer, "run start")
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._at(trainer, "epoch start", trainer.current_epoch == 1)
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._at(trainer, "within batch", trainer.global_step > 4)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        # An epoch before, so that a resumed run has another end of an epoch ahead.
+        place = place_after_batch(trainer)
+        self._at(trainer, place, place == "before epoch end" or trainer.global_step > 4)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trains(trainer):
+            self._at(trainer, "validation start")
+
+    @override
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trains(trainer):
+            self._at(trainer, "validation")
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trains(trainer):
+            self.validated.append(trainer.global_step)
+            self._at(trainer, "after validation")
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._at(trainer, "epoch end")
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._at(trainer, "run end")
+        progress: Any = trainer.fit_loop.epoch_progress
+        self.epochs = progress.total.state_dict()
+
+
+def saved_and_resumed(place: Place | None, folder: Path, resume: Path | None = None) -> tuple[Saves, list[Any]]:
+    """A run that is saved at a place, and how it ended: weights, updates, epochs, and after which it was validated."""
+    silence()
+    folder.mkdir()
+    model = Tiny(image_network(dropout=0.3).double(), torch.optim.SGD, lr=0.1)
+    options: dict[str, Any] = {"max_epochs": EPOCHS, "accumulate_grad_batches": 2, "val_check_interval": 4}
+    callbacks = [SeedControl(1), ExactCheckpoint(folder), saves := Saves(place, folder)]
+    trainer = pl.Trainer(callbacks=callbacks, **QUIET | options | {"enable_progress_bar": False})
+    data = TensorDataset(*noisy_images(2 * BATCHES))
+    trainer.fit(model, DataLoader(data, 2, shuffle=True), DataLoader(data, 8), ckpt_path=resume, weights_only=True)
+    return saves, [hash_of(model), trainer.global_step, saves.epochs, saves.validated]
+
+
+@pytest.mark.parametrize("place", RULES)
+def test_the_table_says_from_where_a_run_resumes_exactly(place: Place, tmp_path: Path):
+    saves, whole = saved_and_resumed(place, tmp_path / "whole")
+    saved = tmp_path / "whole" / "saved.ckpt"
+    try:
+        _, resumed = saved_and_resumed(None, tmp_path / "resumed", saved)
+    except UserError as error:
+        assert RULES[place].reason in str(error)
+        assert not RULES[place].saves
+        return
+    print(place, saves.updates, whole, resumed)

@@ -12,17 +12,14 @@ from torchvision.transforms.v2 import functional as F
 from datamodules.images.augmentation import (
     AUGMENTATIONS,
     BatchAugmentation,
-    BatchReader,
-    Crop,
     Mixing,
+    Normalise,
     _boxes,
     adjust_colours,
-    centre_square,
-    crop_box,
     shift_and_flip,
 )
-from datamodules.images.files import resized
-from datamodules.loading.normalise import Normalise
+from datamodules.images.decoding import resized
+from datamodules.images.reading import BatchReader, Crop, centre_square, crop_box
 from datamodules.loading.worker_loaders import BatchRequest
 
 RANDOM = [name for name in AUGMENTATIONS if name != "none"]

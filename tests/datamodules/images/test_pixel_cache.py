@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from datamodules.images.files import ImageFiles, load_image
+from datamodules.images.decoding import load_image
+from datamodules.images.file_table import FileTable
 from datamodules.images.pixel_cache import PixelCache, make_room
-from datamodules.loading.file_table import FileTable
-from tests.datamodules.images.test_images import write_class
+from datamodules.images.reading import ImageFiles
+from tests.datamodules.images.test_image_folder import write_class
 
 COUNT = 7
 
@@ -36,7 +37,7 @@ def _count_decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         decoded.append(name)
         return load_image(*arguments, name=name, **options)
 
-    monkeypatch.setattr("datamodules.images.files.load_image", spy)
+    monkeypatch.setattr("datamodules.images.reading.load_image", spy)
     return decoded
 
 

@@ -16,10 +16,10 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules import ImageFolderDataModule, UserError
-from datamodules.images.files import ImageFiles
+from datamodules.images.folders import ImageTree, scan_tree
+from datamodules.images.lists import find_images
 from datamodules.images.pixel_cache import PixelCache
-from datamodules.loading.image_lists import find_images
-from datamodules.loading.image_tree import ImageTree, scan_tree
+from datamodules.images.reading import ImageFiles
 
 LONG = "a long name " * 20 + ".png"
 
@@ -133,7 +133,7 @@ def test_decoded_images_that_are_kept_are_those_of_the_archive_as_it_is(
     images = ImageFiles(files, 20, cache)
     before = [images[row].clone() for row in range(20)]
     with monkeypatch.context() as patch:
-        patch.setattr("datamodules.images.files.load_image", None)
+        patch.setattr("datamodules.images.reading.load_image", None)
         assert all(torch.equal(images[row], image) for row, image in enumerate(before))
     first, second = (photos / f"train/ant/{number}.png" for number in (0, 1))
     content = first.read_bytes()

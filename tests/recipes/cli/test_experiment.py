@@ -1,6 +1,6 @@
 """Settings that were left open are completed from the data and the recipe, and saved as they were used."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from datamodules import DataContract
+from datamodules.contract import data_contract
 from recipes import Classifier
+from tests.support.own_training import TrainedClassifier
 from tests.support.ranks import run_ranks
 
 
@@ -53,7 +55,7 @@ class Points(pl.LightningDataModule, DataContract):
     val_dataloader = test_dataloader = train_dataloader
 
 
-class Points3(Classifier):
+class Points3(TrainedClassifier):
     """A linear classifier."""
 
     title = "points"
@@ -66,8 +68,9 @@ class Points3(Classifier):
         return nn.Linear(4, self.hparams.num_classes)
 
     @classmethod
-    def rate_of_run(cls, samples: int, epochs: int, settings: Mapping[str, Any]) -> float:  # noqa: ARG003
-        return samples * epochs / 1000
+    def settings_from_data(cls, data: pl.LightningDataModule, **settings: Any) -> dict[str, Any]:
+        rate = data_contract(data).sizes["train"] * settings["max_epochs"] / 1000
+        return super().settings_from_data(data, **settings) | {"lr": rate}
 
 
 def _typed(args: list[str], folder: str) -> tuple[int, int]:

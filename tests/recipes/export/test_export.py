@@ -14,8 +14,9 @@ from torch import nn
 
 from datamodules import MNISTDataModule, UserError
 from recipes import MNISTClassifier, Seq2SeqTranslator, __version__
-from recipes.export.exporter import export
+from recipes.export import export
 from recipes.graphs import Graph
+from recipes.inputs import preprocessing
 from tests.support.plain_recipe import Plain
 
 
@@ -35,7 +36,7 @@ def saved(tmp_path) -> tuple[MNISTClassifier, Path]:
 
 def preprocessed(recipe: MNISTClassifier, checkpoint: Path, images: torch.Tensor) -> torch.Tensor:
     recipe.on_load_checkpoint(torch.load(checkpoint, weights_only=True))
-    return recipe.preprocessing()(images)
+    return preprocessing(recipe)(images)
 
 
 def run_file(path: Path, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:

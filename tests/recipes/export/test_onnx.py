@@ -15,8 +15,8 @@ import torch
 from datamodules import MNISTDataModule, TranslationDataModule
 from datamodules.translation.text import UNK
 from recipes import MNISTClassifier, Seq2SeqTranslator
-from recipes.export.exporter import export
-from recipes.recipe import Recipe
+from recipes.base import Recipe
+from recipes.export import export
 from tests.support.tables import QUIET
 
 runtime = pytest.importorskip("onnxruntime")

@@ -12,8 +12,8 @@ from PIL import Image
 
 from datamodules import ImageFolderDataModule, MNISTDataModule
 from recipes import MNISTClassifier, ResNetFineTuner
-from recipes.export.exporter import export
-from recipes.recipe import Recipe
+from recipes.base import Recipe
+from recipes.export import export
 
 ROOT = Path(__file__).parents[3]
 

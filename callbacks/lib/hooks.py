@@ -1,0 +1,117 @@
+"""What callbacks ask of a Trainer and its hooks: attributes that type checkers do not find, and calls to leave out."""
+
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+import lightning.pytorch as pl
+
+from datamodules.errors import UserError
+
+__all__ = [
+    "callbacks_of",
+    "datamodule_of",
+    "drop_idle_hooks",
+    "is_fast_dev_run",
+    "log_interval",
+    "refuse_dataloader_iter",
+    "restore_hooks",
+    "set_callbacks",
+    "surround_callbacks",
+]
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The callbacks in the order of their calls."""
+    untyped: Any = trainer
+    callbacks: list[pl.Callback] = untyped.callbacks
+    return callbacks
+
+
+def set_callbacks(trainer: pl.Trainer, callbacks: list[pl.Callback]) -> None:
+    """Replaces all callbacks; not while the Trainer runs."""
+    untyped: Any = trainer
+    untyped.callbacks = callbacks
+
+
+def surround_callbacks(trainer: pl.Trainer, first: pl.Callback, last: pl.Callback) -> Callable[[], None]:
+    """Calls one callback before all others and one after them; returns how to undo it."""
+    untyped: Any = trainer
+    before = callbacks_of(trainer)
+    others = [callback for callback in before if callback is not last]
+    untyped.callbacks = [first, *others, last]
+
+    def undo() -> None:
+        untyped.callbacks = before
+
+    return undo
+
+
+def datamodule_of(trainer: pl.Trainer) -> Any:
+    """The data module of the run; None where loaders were passed."""
+    return getattr(trainer, "datamodule", None)
+
+
+def log_interval(trainer: pl.Trainer) -> int:
+    """``log_every_n_steps``; 0 where nothing is logged."""
+    untyped: Any = trainer
+    return int(untyped.log_every_n_steps)
+
+
+def is_fast_dev_run(trainer: pl.Trainer) -> bool:
+    """Whether the run is a trial of a few batches, which saves and logs nothing."""
+    untyped: Any = trainer
+    return bool(untyped.fast_dev_run)
+
+
+def refuse_dataloader_iter(callback: pl.Callback, pl_module: pl.LightningModule) -> None:
+    """For callbacks that depend on the number of a batch, of which Lightning's hooks then get another (#18619).
+
+    Raises:
+        UserError: the module's `training_step` reads batches by itself.
+    """
+    if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
+        raise UserError(
+            f"{type(pl_module).__name__}.training_step takes a dataloader_iter, and {type(callback).__name__} has to"
+            " know which batch it reads: write training_step(self, batch, batch_idx), or remove the callback"
+        )
+
+
+_OF_A_STEP = (
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_zero_grad",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+
+
+def drop_idle_hooks(callback: pl.Callback, idle: Collection[Callable[..., Any]] = ()) -> None:
+    """Keep Lightning from calling hooks of a callback in each step, until `restore_hooks`.
+
+    Args:
+        idle: methods of the callback's class that would do nothing in this run. Those that it inherits from Lightning's
+            `Callback` do nothing in any. A method that a subclass overrides is called.
+
+    Example:
+        >>> class Prints(pl.Callback):
+        ...     def on_train_batch_end(self, *args): ...
+        >>> callback = Prints()
+        >>> drop_idle_hooks(callback)
+        >>> callback.on_train_batch_start is None, callback.on_train_batch_end is None
+        (True, False)
+        >>> restore_hooks(callback)
+        >>> callback.on_train_batch_start is None
+        False
+    """
+    for name in _OF_A_STEP:
+        if name not in vars(callback) and getattr(type(callback), name) in (getattr(pl.Callback, name), *idle):
+            setattr(callback, name, None)
+
+
+def restore_hooks(callback: pl.Callback) -> None:
+    """Have all hooks of a callback called again."""
+    for name in _OF_A_STEP:
+        if vars(callback).get(name, callback) is None:
+            delattr(callback, name)

@@ -1,0 +1,103 @@
+"""Files that are either complete or as they were before, and writes that a run can do without."""
+
+import functools
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ParamSpec
+
+__all__ = ["best_effort", "forget_failures", "record_failure", "skipping_failures", "unsaved", "whole_or_nothing"]
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename survive a loss of power."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # Windows opens no folders.
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:  # Some network file systems.
+        pass
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def whole_or_nothing(path: Path) -> Iterator[Path]:
+    """A name beside `path` that takes its place at the end, and is gone if that is never reached.
+
+    Folders that are missing are made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        yield part
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+log = logging.getLogger("lightning_recipes")
+P = ParamSpec("P")
+_unsaved: dict[str, str] = {}
+
+
+def unsaved() -> dict[str, str]:
+    """What could not be written in this process, and why."""
+    return dict(_unsaved)
+
+
+def forget_failures(what: str | None = None) -> None:
+    """Take back that something could not be written, because it was later; without a name, everything."""
+    if what is None:
+        _unsaved.clear()
+    else:
+        _unsaved.pop(what, None)
+
+
+def record_failure(what: str, error: Exception) -> None:
+    """Remember that something could not be written, and print a warning the first time."""
+    lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
+    reason = lines[0] if lines else type(error).__name__
+    if what not in _unsaved:
+        log.warning("warning: %s cannot be written (%s); the run continues without it", what, reason)
+    _unsaved[what] = reason
+
+
+@contextmanager
+def best_effort(what: str, kinds: type[Exception] = Exception) -> Iterator[None]:
+    """Continue after the block where it raises; the first failure is a warning, and `unsaved` holds the last one.
+
+    Args:
+        what: names what the block writes.
+        kinds: the exceptions after which to continue.
+
+    Example:
+        >>> with best_effort("the image"):
+        ...     raise OSError(28, "No space left on device")
+        >>> unsaved()
+        {'the image': 'No space left on device'}
+        >>> forget_failures()
+    """
+    try:
+        yield
+    except kinds as error:
+        record_failure(what, error)
+
+
+def skipping_failures(write: Callable[P, object], what: str, kinds: type[Exception] = Exception) -> Callable[P, object]:
+    """A function that does the same as `write`, and returns None where that raises; see `best_effort`."""
+
+    @functools.wraps(write)
+    def try_to(*args: P.args, **kwargs: P.kwargs) -> object:
+        with best_effort(what, kinds):
+            return write(*args, **kwargs)
+        return None
+
+    return try_to

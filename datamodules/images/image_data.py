@@ -1,0 +1,243 @@
+"""What the data modules of images share: their parts, balance, statistics, loaders, and images to predict."""
+
+import logging
+from abc import abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from typing_extensions import override
+
+from datamodules.base import BaseDataModule
+from datamodules.errors import UserError
+from datamodules.images.augmentation import Normalise
+from datamodules.images.folders import ImageTree, split_by_class
+from datamodules.images.given_images import GivenImages, given_images
+from datamodules.ranges import COUNT, check_choice, check_ranges
+
+__all__ = ["ImageDataModule", "balanced_class_weights", "describe_classes"]
+
+warn = rank_zero_only(logging.getLogger("lightning_recipes").warning)
+
+
+def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:
+    """Weights with which all classes that have labels weigh the same, float32 of shape (classes,).
+
+    A class with count_c of n labels gets n / (classes with labels * count_c), as scikit-learn's "balanced"; their mean
+    over the labels is 1. A class without labels gets 0.
+
+    Args:
+        labels: int64 of shape (n,); negative ones do not count.
+
+    Example:
+        >>> balanced_class_weights(torch.tensor([0, 0, 0, 2, -100]), num_classes=3)
+        tensor([0.6667, 0.0000, 2.0000])
+    """
+    counts = torch.bincount(labels[labels >= 0], minlength=num_classes).double()
+    present = (counts > 0).sum()
+    return torch.where(counts > 0, counts.sum() / (present * counts), 0.0).float()
+
+
+def describe_classes(names: Sequence[str], counts: Sequence[int], shown: int = 10) -> str:
+    """A line on the classes and how many samples each has, which a run prints before it trains.
+
+    Args:
+        names: of all classes.
+        counts: samples of each class.
+        shown: how many classes are named.
+
+    Example:
+        >>> describe_classes(["ants", "bees"], [1204, 121]), describe_classes(["a", "b", "c"], [5, 6, 7], shown=1)
+        ('2 classes: ants (1,204), bees (121)', '3 classes: a (5), and 2 more')
+    """
+    named = [f"{name} ({count:,})" for name, count in zip(names[:shown], counts)]
+    if len(names) > shown:
+        named.append(f"and {len(names) - shown:,} more")
+    return f"{len(names):,} classes: {', '.join(named)}"
+
+
+class ImageDataModule(BaseDataModule):
+    """Images and their classes; a subclass says which there are, how they are read, and how they are augmented.
+
+    `_parts` holds images and labels, and `_rows` which of them make "train", "val" and "test": a part that the set
+    does not have is held out of its training part.
+    """
+
+    _colour: ClassVar[bool]
+    """What an array of shape (3, height, width) is: an image in colour, or three in grey."""
+
+    batch_size: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parts: dict[str, tuple[Any, Tensor]] = {}
+        self._rows: dict[str, Tensor] = {}
+        self._left_out: Mapping[str, int] = {}
+        self._no_download: Exception | None = None
+
+    def _check(
+        self, dataset: str, datasets: Collection[str], data_dir: str | None, balance: str, *sizes: int
+    ) -> str | None:
+        """Check parameters that both data modules have, and give ``data_dir`` as it is saved."""
+        check_choice("dataset", dataset, ("auto", *datasets))
+        check_choice("balance", balance, ("none", "sampling", "loss"))
+        check_ranges(batch_size=(sizes[0], COUNT), eval_batch_size=(sizes[1], COUNT))
+        if dataset == "digits" and data_dir is not None:
+            raise UserError(f"dataset='digits' comes with scikit-learn, so data_dir={data_dir!s} would not be read")
+        # A Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
+        return str(Path(data_dir).expanduser()) if data_dir is not None else None
+
+    @property
+    @abstractmethod
+    def info(self) -> Any:
+        """Names and statistics of the data set."""
+
+    @property
+    @abstractmethod
+    def pixel_statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The mean and the standard deviation of each channel that images are normalised with."""
+
+    @property
+    @override
+    def title(self) -> str:
+        return str(self.info.title)
+
+    @property
+    @override
+    def class_names(self) -> Sequence[str]:
+        """The names of the classes, once the set has been read."""
+        names: Sequence[str] = self.info.classes
+        return names
+
+    @property
+    @override
+    def may_flip(self) -> bool:
+        return bool(self.info.flip)
+
+    @property
+    @override
+    def left_out(self) -> Mapping[str, int]:
+        """Files and rows of your own that are not used, by reason."""
+        return self._left_out
+
+    @property
+    @override
+    def sizes(self) -> dict[str, int]:
+        return {part: len(rows) for part, rows in self._rows.items()}
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.hparams.data_dir or "data")
+
+    @property
+    def _predicts(self) -> bool:
+        return self.trainer is not None and self.trainer.state.fn == "predict"
+
+    def _listed(self, tree: ImageTree) -> ImageTree:
+        """Log remarks on images of your own, and keep what is left out of them."""
+        for note in tree.notes:
+            warn(f"note: {note}")
+        self._left_out = tree.left_out
+        return tree
+
+    def _split(self, labels: Tensor, classes: Sequence[str], own: Collection[str]) -> dict[str, Tensor]:
+        """The sample numbers of "train" and of what is held out of it, as the set does not have it among its own."""
+        fractions = {"test": self.hparams.test_fraction, "val": self.hparams.val_fraction}
+        fractions = {part: share for part, share in fractions.items() if part not in own and share}
+        return split_by_class(labels, classes, fractions, self.hparams.seed)
+
+    @property
+    def _training_labels(self) -> Tensor | None:
+        """The labels of the samples that are trained on, on the CPU; None before `setup`."""
+        return self._parts["train"][1].cpu()[self._rows["train"]] if "train" in self._parts else None
+
+    @property
+    @override
+    def class_weights(self) -> Tensor | None:
+        """Those of ``balance="loss"``, by the samples that are trained on; None otherwise, and before `setup`."""
+        labels = self._training_labels
+        if self.hparams.balance != "loss" or labels is None:
+            return None
+        return balanced_class_weights(labels, self.num_classes or 0)
+
+    def _note_classes(self) -> None:
+        """Log the classes that are trained on."""
+        labels = self._training_labels
+        assert labels is not None
+        names = self.class_names or [str(number) for number in range(self.num_classes or 0)]
+        counts = labels.bincount(minlength=len(names)).tolist()
+        self._note(f"{self.title}: training on {describe_classes(names, counts)}")
+
+    def _note_balance(self) -> None:
+        """Log the sizes of the classes and what ``balance`` does about them, where it does something."""
+        labels = self._training_labels
+        if self.hparams.balance == "none" or labels is None:
+            return
+        counts = labels.bincount()
+        sizes = counts[counts > 0]
+        share = f"{len(labels) / len(sizes):,.0f}"
+        sampled = self.hparams.balance == "sampling"
+        how = f"each drawn {share} times an epoch" if sampled else f"weighted in the training loss by {share} / size"
+        classes = f"{len(sizes)} classes of {int(sizes.min()):,} to {int(sizes.max()):,} samples"
+        self._note(f"balance={self.hparams.balance!r}: {classes}, {how}")
+
+    @override
+    def preprocessing(self) -> Normalise:
+        """Maps uint8 of shape (batch, channels, height, width) to floats of about mean 0 and standard deviation 1."""
+        return Normalise(*self.pixel_statistics)
+
+    def _training_order(self) -> dict[str, Any]:
+        """What the training loader needs to know of the order, besides the samples."""
+        labels, weights = self._training_labels, None
+        if self.hparams.balance == "sampling" and labels is not None:
+            weights = balanced_class_weights(labels, self.num_classes or 0)[self._parts["train"][1].cpu()]
+        how = {"seed": self.hparams.seed, "shuffle": self._shuffles, "weights": weights}
+        return {"rows": self._rows["train"], "batch_size": self.batch_size, **self._ranks, **how}
+
+    @property
+    def _ranks(self) -> dict[str, Any]:
+        return {"rank": self._rank, "world_size": self._world_size}
+
+    @abstractmethod
+    def _evaluation_loader(self, part: str, **ranks: Any) -> Any:
+        """Each sample of a part once."""
+
+    @override
+    def val_dataloader(self) -> Any:
+        """What there is or is held out for validation; nothing where there is neither."""
+        return self._evaluation_loader("val", **self._ranks) if len(self._rows["val"]) else []
+
+    @override
+    def test_dataloader(self) -> Any:
+        """What there is or is held out for testing; nothing where there is neither."""
+        return self._evaluation_loader("test", **self._ranks) if len(self._rows["test"]) else []
+
+    @override
+    def take_inputs(self, inputs: Any) -> None:
+        """Images to predict, as `given_images` takes them."""
+        self._given = given_images(inputs, colour=self._colour)
+
+    @cached_property
+    def _given(self) -> GivenImages:
+        return given_images(self.hparams.predict_inputs or [], colour=self._colour)
+
+    @property
+    @override
+    def prediction_names(self) -> list[str]:
+        """The files, or the places of images from Python; batches of `predict_dataloader` hold their numbers."""
+        return self._given.names
+
+    def _refuse_other_classes(self, saved: Sequence[str], found: Sequence[str]) -> None:
+        """Refuse a checkpoint of other classes than those that are here."""
+        if tuple(saved) != tuple(found):
+            theirs, ours = (
+                ", ".join(names[:8]) + f", ... ({len(names)} in all)" * (len(names) > 8) for names in (saved, found)
+            )
+            raise UserError(
+                f"the checkpoint was trained on the classes {theirs}, found {ours}; pass the `data_dir` that it was"
+                " trained on"
+            )

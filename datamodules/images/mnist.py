@@ -1,0 +1,424 @@
+"""MNIST and its relatives as one uint8 tensor, on the training device where it fits.
+
+Decoding, collating and normalising image by image costs a stock loader seconds per epoch; indexing one tensor and
+augmenting batch-wise costs hundredths of a second (``python -m benchmarks input_pipeline``).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from datamodules.contract import Free, OneCall, Rare
+from datamodules.errors import UserError
+from datamodules.images import known_sets
+from datamodules.images.arrays import holds_own_images, images_from_arrays, read_own_images
+from datamodules.images.augmentation import RandomAffine
+from datamodules.images.file_table import FileTable
+from datamodules.images.folders import ImageTree
+from datamodules.images.image_data import ImageDataModule, warn
+from datamodules.images.mnist_form import read_digits, read_set
+from datamodules.loading.loaders import EvaluationLoader, TrainLoader, Transform
+from datamodules.loading.sampling import split_indices
+from datamodules.ranges import COUNT, Range, check_ranges
+
+__all__ = ["MNISTDataModule"]
+
+_Emnist = Literal[
+    "emnist-balanced", "emnist-bymerge", "emnist-byclass", "emnist-letters", "emnist-digits", "emnist-mnist"
+]
+
+
+class MNISTDataModule(ImageDataModule):
+    """MNIST and its relatives, scikit-learn's bundled digits or your own, exact on any number of devices.
+
+    Batches are ``(images, labels)``: float32 of shape (batch, 1, 28, 28), normalised, and int64 of shape (batch,), on
+    the training device. A part of the training set is held out for validation; the test set is read by ``test`` only.
+
+    Args:
+        dataset: name of the data set; "custom" is your own in `data_dir`. "auto" is what `data_dir` holds; where it is
+            empty or not given, MNIST is downloaded, and where that fails without a `data_dir`, the bundled digits.
+            QMNIST and the sets of EMNIST are read by their published file names, and are not downloaded.
+        data_dir: folder of the images: your own in class folders, lists (train.csv, train.txt), a NumPy file (.npz) or
+            CSV with a pixel in each column, which may be given itself; or the idx or idx.gz files, flat or in
+            torchvision's layout, and downloads, by default "data".
+        batch_size: samples on one device in one forward pass.
+        eval_batch_size: samples in one forward pass of validation, test and prediction.
+        val_fraction: share of the training set held out for validation; of each class, of your own.
+        test_fraction: share of each class held out for the test, where your own have no test part.
+        balance: what makes up for classes of unequal size: drawing each class equally often (sampling), weights in the
+            training loss (loss), or nothing. An epoch stays as long as it is, and other losses and scores as they are.
+        num_classes: number of classes, by default the data's; labels are 0 to num_classes - 1.
+        shift: augmentation: largest translation, in pixels.
+        rotation: augmentation: largest rotation, in degrees; by default 10, and 0 for Fashion-MNIST.
+        scale: augmentation: largest change of scale, as in 0.1 for 0.9 to 1.1; by default 0.1, and 0 for Fashion-MNIST.
+        flip: augmentation: mirror half of the images, and the others in the next epoch; by default for Fashion-MNIST.
+        seed: seed of the split, the shuffling and the augmentation.
+        download: download missing files.
+        predict_inputs: images, and folders of images, that `predict` reads.
+
+    Raises:
+        UserError: at set-up, for a missing folder and for damaged, empty or contradicting files.
+    """
+
+    photographs = False
+    image_size = 28
+    _colour: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        dataset: Literal["auto", "mnist", "fashion-mnist", "kmnist", "qmnist", _Emnist, "digits", "custom"] = "auto",
+        data_dir: str | None = None,
+        batch_size: int = 256,
+        eval_batch_size: int = 500,
+        val_fraction: float = 0.08,
+        test_fraction: float = 0.1,
+        balance: Literal["none", "sampling", "loss"] = "none",
+        num_classes: int | None = None,
+        shift: float = 2.0,
+        rotation: float | None = None,
+        scale: float | None = None,
+        flip: Rare[bool | None] = None,
+        seed: int = 1,
+        download: Rare[Free[bool]] = True,
+        predict_inputs: OneCall[list[str] | None] = None,
+    ) -> None:
+        super().__init__()
+        check_ranges(
+            val_fraction=(val_fraction, Range(0, 1, below=True)),
+            test_fraction=(test_fraction, Range(0, 1, below=True)),
+            num_classes=(num_classes, COUNT),
+            shift=(shift, Range(0, 28)),
+            rotation=(rotation, Range(0, 180)),
+            scale=(scale, Range(0, 1, below=True)),
+        )
+        data_dir = self._check(dataset, known_sets.DATASETS, data_dir, balance, batch_size, eval_batch_size)
+        # An open number is no hyper-parameter: Lightning refuses one that differs from the network's.
+        self.save_hyperparameters(ignore=["num_classes"] if num_classes is None else [])
+        self._num_classes = num_classes
+        self.batch_size = batch_size
+        self.dataset: str = dataset
+        self._own: ImageTree | None = None
+        self._classes: tuple[str, ...] = ()
+        self._unreadable: dict[int, str] = {}
+        self._unclear: dict[int, str] = {}
+
+    @classmethod
+    def from_arrays(
+        cls,
+        images: Any,
+        labels: Any,
+        val: tuple[Any, Any] | None = None,
+        test: tuple[Any, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """A data module of images and labels in memory.
+
+        Args:
+            images: array, tensor or list of shape (n, height, width), (n, height, width, channels), (n, channels,
+                height, width) or (n, pixels): whole numbers from 0 to 255, or floats from 0 to 1.
+            labels: class numbers from 0, or names, of shape (n,).
+            val: images and labels to validate on; by default ``val_fraction`` of each class is held out.
+            test: images and labels to test on; by default ``test_fraction`` of each class is held out.
+            options: parameters of the constructor.
+
+        Raises:
+            UserError: for other types, shapes and values.
+
+        Example:
+            >>> from sklearn.datasets import load_digits
+            >>> digits = load_digits()
+            >>> data = MNISTDataModule.from_arrays(digits.images / 16, digits.target, batch_size=64)
+            >>> data.setup("fit")
+            >>> data.num_classes, data.sizes
+            (10, {'train': 1475, 'val': 143})
+        """
+        data = cls(**options)
+        data.take_samples({"train": (images, labels), "val": val, "test": test})
+        return data
+
+    @override
+    def take_samples(self, samples: Any) -> None:
+        """Take images and labels in memory.
+
+        Args:
+            samples: images and labels, as `from_arrays` takes them; or a dict of such pairs, for "train" and, where
+                they are given, "val" and "test".
+        """
+        parts = samples if isinstance(samples, Mapping) else {"train": samples}
+        given = {part: pair for part, pair in parts.items() if pair is not None}
+        pairs = all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in given.values())
+        if not pairs or "train" not in given or given.keys() - {"train", "val", "test"}:
+            raise UserError("expected (images, labels), or a dict of such pairs with the keys train, val and test")
+        self._own = self._listed(images_from_arrays(given, "arrays"))
+        self.dataset = "custom"
+        self.hparams.update({"dataset": "custom"})
+
+    def _own_images(self) -> ImageTree:
+        """Your own images, listed once."""
+        if self._own is None:
+            if self.hparams.data_dir is None:
+                raise UserError(
+                    "dataset='custom' needs `data_dir`, a folder with a folder of images for each class or a NumPy file"
+                )
+            self._own = self._listed(read_own_images(self._folder))
+        return self._own
+
+    def _is_own(self) -> bool:
+        """Whether the images are your own: as "auto" decides where ``data_dir`` is given and holds no MNIST files."""
+        if self.dataset != "auto":
+            return self.dataset == "custom"
+        given = self.hparams.data_dir is not None
+        return given and known_sets.known_set(self._folder, given) is None and holds_own_images(self._folder)
+
+    @property
+    @override
+    def info(self) -> known_sets.DatasetInfo:
+        """Names and statistics of the data set; "auto" is MNIST until `setup`, `resolve` or a checkpoint decides."""
+        info = known_sets.DATASETS["mnist" if self.dataset == "auto" else self.dataset]
+        if self.dataset != "custom" or self._own is None:
+            return replace(info, classes=self._classes) if self.dataset == "custom" else info
+        return replace(info, title=self._own.title or self._folder.resolve().name, classes=self._own.classes)
+
+    @property
+    @override
+    def pixel_statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        return (self.info.mean,), (self.info.std,)
+
+    @property
+    @override
+    def num_classes(self) -> int:
+        """``num_classes``, or the number of the data set's; your own are listed for it."""
+        if self._num_classes is None and self._is_own() and not self._classes:
+            return len(self._own_images().classes)
+        return self._num_classes or len(self.info.classes)
+
+    @property
+    @override
+    def class_names(self) -> Sequence[str]:
+        """The data set's names; empty where ``num_classes`` is not its number of classes."""
+        return self.info.classes if len(self.info.classes) == self.num_classes else ()
+
+    @override
+    def sample_names(self, part: str) -> Sequence[str]:
+        """The files of your own images; empty for sets in larger files."""
+        if self._own is None:
+            return ()
+        images = self._own.parts[part if part in self._own.parts else "train"][0]
+        return images if isinstance(images, FileTable) else ()
+
+    @property
+    @override
+    def validates(self) -> bool:
+        return float(self.hparams.val_fraction) > 0 or (self._is_own() and "val" in self._own_images().parts)
+
+    @override
+    def prepare_data(self) -> None:
+        """Download what is missing. Lightning calls this in one process per node.
+
+        A failure is raised in `setup`, which every process reaches: raised here, the other processes would wait.
+        """
+        name, folder = "mnist" if self.dataset == "auto" else self.dataset, self._folder
+        if known_sets.DATASETS[name].torchvision_name is None or self._predicts or not self.hparams.download:
+            return
+        if known_sets.find_files(name, folder):
+            return
+        if self.dataset == "auto" and self.hparams.data_dir is not None and known_sets.holds_other_files(folder):
+            # Only an empty folder is one to download into without being asked by dataset="mnist".
+            return
+        try:
+            known_sets.download_files(name, folder)
+        except (UserError, OSError) as error:
+            self._no_download = error
+
+    def _missing(self, name: str) -> str:
+        return known_sets.describe_missing(name, self._folder) + (f"; {self._no_download}" if self._no_download else "")
+
+    @override
+    def resolve(self) -> dict[str, Any]:
+        """What ``dataset="auto"`` stands for, after downloading what is missing, the number of classes, augmentation.
+
+        Raises:
+            UserError: ``data_dir`` was given and holds nothing to train on.
+        """
+        if self.dataset == "auto":
+            self.prepare_data()
+            self._resolve_dataset()
+        found = {"dataset": self.dataset} if self.hparams.dataset == "auto" else {}
+        found |= {name: value for name, value in self._augmentation.items() if self.hparams[name] is None}
+        return found | ({"num_classes": self.num_classes} if self._num_classes is None else {})
+
+    @property
+    def _augmentation(self) -> dict[str, Any]:
+        """Rotation, scale and flip, which are the data set's where they are not given."""
+        names = ("rotation", "scale", "flip")
+        return {name: getattr(self.info, name) if self.hparams[name] is None else self.hparams[name] for name in names}
+
+    def _resolve_dataset(self) -> None:
+        """Replace "auto", the same on every rank; rank 0 decides, since nodes may see different folders."""
+        if self.dataset != "auto":
+            return
+        choices, given = (*known_sets.DATASETS, "none"), self.hparams.data_dir is not None
+        # Only the default folder is replaced by other data than it holds.
+        chosen = known_sets.known_set(self._folder, given) or (
+            "custom" if self._is_own() else "none" if given else "digits"
+        )
+        if self.trainer is not None:
+            number = choices.index(chosen) if self.trainer.is_global_zero else 0
+            mine = torch.tensor(number, device=self.trainer.strategy.root_device)
+            chosen = choices[int(self.trainer.strategy.reduce(mine, reduce_op="sum"))]
+        if chosen == "none":
+            raise UserError(
+                f"{self._missing('mnist')} and no images of your own; pass a folder with them, with a folder of images "
+                "for each class or with an .npz file, dataset='mnist' to download MNIST into it, or dataset='digits'"
+            )
+        if chosen == "digits":
+            warn(
+                "warning: %s: using the 1,797 digits bundled with scikit-learn; pass data_dir='FOLDER' for MNIST or "
+                "your own images",
+                self._missing("mnist"),
+            )
+        self.dataset = chosen
+
+    def _load(self, part: str) -> None:
+        """Read and check a part of the set as it is published, and keep it on the device where it fits."""
+        if part in self._parts:
+            return
+        source = ("the bundled digits", "the bundled digits")
+        if self.dataset == "custom":
+            own = self._own_images()
+            files, labels = own.parts[part]
+            source, images = (f"the {part} images", f"the {part} labels"), read_set(files)
+            if blank := (images.flatten(1).amax(1) == 0).nonzero().flatten().tolist():
+                row = blank[0]
+                first = files[row] if isinstance(files, FileTable) else f"row {row} of {source[0]}{own.source}"
+                warn(f"note: {len(blank):,} of {len(images):,} {part} images are blank, such as {first}")
+        elif self.dataset == "digits":
+            images, labels = known_sets.load_digits()[part]
+        elif found := known_sets.read_part(self.dataset, part, self._folder):
+            images, labels, source = found
+        else:
+            first = known_sets.file_names(self.dataset)["train"][0]
+            raise UserError(
+                f"{self._missing(self.dataset)}; pass data_dir='FOLDER' with {first}[.gz] and the other three"
+                " files, or dataset='digits'"
+            )
+        known_sets.check_images_and_labels(images, labels, self.num_classes, *source)
+        images, labels = images.unsqueeze(1), labels.long()
+        if self._device.type != "cuda" or images.nbytes <= torch.cuda.mem_get_info(self._device)[0] // 4:
+            images, labels = images.to(self._device), labels.to(self._device)
+        self._parts[part] = images, labels
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Read and check the parts that `stage` needs: "fit", "validate", "test" or "predict" (which needs none)."""
+        if stage == "predict":
+            return
+        self._resolve_dataset()
+        wanted = {"fit": ("train", "val"), "validate": ("train", "val"), "test": ("test",)}.get(stage, ())
+        if self.dataset == "custom":
+            own = self._own_images()
+            split = self._split(own.parts["train"][1], own.classes, own.parts)
+            for part in wanted:
+                source = part if part in own.parts else "train"
+                self._load(source)
+                every = torch.arange(len(self._parts[source][1]))
+                self._rows[part] = split.get(part, every[:0]) if source == "train" else every
+            return
+        for part in dict.fromkeys("test" if part == "test" else "train" for part in wanted):
+            self._load(part)
+            count = len(self._parts[part][1])
+            if part == "test":
+                self._rows["test"] = torch.arange(count)
+            else:
+                fraction = self.hparams.val_fraction
+                held_out = max(round(count * fraction), 1 if fraction else 0)
+                self._rows["train"], self._rows["val"] = split_indices(count, held_out, self.hparams.seed)
+
+    def _training_transform(self) -> Transform:
+        # Repeated samples have larger numbers, whose maps are made for each batch.
+        count = 0 if self.hparams.balance == "sampling" else len(self._parts["train"][1])
+        augment = RandomAffine(self.hparams.seed, self.hparams.shift, **self._augmentation, count=count)
+        normalise = self.preprocessing()
+
+        def transform(images: Tensor, rows: Tensor, epoch: int) -> Tensor:
+            # The map fills with zeros, which is the background before normalisation, so it comes first.
+            if augment and len(images):
+                images = augment(images.float(), rows, epoch)
+            normalised: Tensor = normalise(images)
+            return normalised
+
+        return transform
+
+    @override
+    def train_dataloader(self) -> TrainLoader:
+        images, labels = self._parts["train"]
+        if int(images.min()) == int(images.max()):
+            shade = f"all pixels of the train images of {self.title} are {int(images.min())} of 255"
+            raise UserError(f"{shade}; expected light digits on dark, or dark ones on light")
+        transform = self._training_transform()
+        loader = TrainLoader(images, labels, transform=transform, device=self._device, **self._training_order())
+        # A loader that is refused is not described.
+        self._note_classes()
+        augmentation = {"shift": self.hparams.shift, **self._augmentation}
+        settings = ", ".join(f"{name}={value}" for name, value in augmentation.items())
+        self._note(f"{self.title}: augmented by {settings}")
+        self._note_balance()
+        return loader
+
+    @override
+    def _evaluation_loader(self, part: str, **ranks: Any) -> EvaluationLoader:
+        # What was held out of the training part lies in it.
+        images, labels = self._parts.get(part) or self._parts["train"]
+        return self._loader(images, labels, self._rows[part], **ranks)
+
+    def _loader(self, images: Tensor, labels: Tensor, rows: Tensor, **ranks: Any) -> EvaluationLoader:
+        normalise, size = self.preprocessing(), self.hparams.eval_batch_size
+        return EvaluationLoader(
+            images, labels, rows, size, transform=lambda images, *_: normalise(images), device=self._device, **ranks
+        )
+
+    @override
+    def predict_dataloader(self) -> EvaluationLoader:
+        """The images of ``predict_inputs`` and their places in `prediction_names`, without blank ones."""
+        images = read_digits(self._given.contents)
+        self._unreadable, self._unclear = images.unreadable, images.unclear
+        if len(images.unreadable) == len(self._given):
+            raise UserError(next(iter(images.unreadable.values())))
+        pixels, numbers = images.pixels.to(self._device), images.numbers.to(self._device)
+        return self._loader(pixels, numbers, torch.arange(len(numbers)), **self._ranks)
+
+    @property
+    @override
+    def unreadable_inputs(self) -> Mapping[int, str]:
+        return self._unreadable
+
+    @property
+    @override
+    def unclear_inputs(self) -> Mapping[int, str]:
+        return self._unclear
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The data set that "auto" stood for, so that a checkpoint is used with the right classes and statistics."""
+        own = {"classes": list(self.info.classes)} if self.dataset == "custom" else {}
+        return {"dataset": self.dataset, **own}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved, self._classes = state_dict["dataset"], tuple(state_dict.get("classes", ()))
+        if self.hparams.dataset not in ("auto", saved):
+            raise UserError(
+                f"the checkpoint was trained on {saved}, found dataset={self.dataset!r}; pass dataset={saved!r}"
+            )
+        if self.dataset not in ("auto", saved):
+            # Lightning sets up before it reads the checkpoint, so "auto" was resolved by the files found here.
+            self.dataset, self._parts, self._rows, self._own, self._left_out = saved, {}, {}, None, {}
+            if self.trainer is not None and self.trainer.state.fn is not None:
+                self.setup(self.trainer.state.fn)
+        self.dataset = saved
+        if self._own:
+            self._refuse_other_classes(self._classes, self._own.classes)

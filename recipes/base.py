@@ -1,0 +1,231 @@
+"""What all recipes share: their parameters, and what belongs into a checkpoint."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.data import AttributeDict
+from torch import Tensor, nn
+from typing_extensions import override
+
+from callbacks.lib.hooks import datamodule_of
+from callbacks.lib.lightning_internals import attached_trainer
+from callbacks.train_loss import TrainLoss
+from datamodules.contract import Free, Rare
+from datamodules.ranges import RATE, Range, check_ranges
+from recipes.compilation import CompileMode, CompileNetwork, check_compile_mode
+from recipes.optim import check_optimizer, default_rate, is_lbfgs
+from recipes.schedules import CheckSchedule, ScheduleName, ScheduleSettings
+from recipes.tables import Table
+from recipes.weights import InitialWeights, read_weights
+
+__all__ = ["Recipe", "RecipeParameters"]
+
+
+def _all_parameters(kind: type) -> inspect.Signature:
+    """The parameters of a constructor, with those that it passes on to the constructors of its bases."""
+    found: dict[str, inspect.Parameter] = {}
+    for base in kind.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        (_, *own) = inspect.signature(vars(base)["__init__"]).parameters.values()
+        found |= {p.name: p for p in own if p.name not in found and p.kind != p.VAR_KEYWORD}
+        if all(p.kind != p.VAR_KEYWORD for p in own):
+            break
+    return inspect.Signature(sorted(found.values(), key=lambda p: (p.kind, p.default is not p.empty)))
+
+
+class RecipeParameters(AttributeDict):
+    """The parameters of a recipe, as ``self.hparams`` holds them, for type checkers.
+
+    A recipe with further parameters may declare them in a subclass, and ``hparams: MyParameters`` in its own; those
+    that are not declared have the type Any.
+    """
+
+    optimizer: str
+    lr: float
+    weight_decay: float
+    momentum: float
+    schedule: ScheduleName
+    schedule_args: dict[str, Any] | None
+    optimizer_args: dict[str, Any] | None
+    channels_last: bool
+    compile: bool | CompileMode
+    weights: str | None
+    weights_skip: str | Sequence[str] | None
+
+
+class Recipe(pl.LightningModule):
+    """The base of every recipe: a recipe adds `build_network`, `training_step` and `configure_optimizers`.
+
+    `training_step` returns ``{"loss": mean, "count": targets behind that mean}``, and may add ``correct``, how many of
+    them were right, as a tensor; a bare mean counts the batch's samples. Nothing here waits for the device during a
+    step: `TrainLoss` reads the loss once per ``log_every_n_steps`` of the Trainer.
+
+    Args:
+        optimizer: an optimiser of torch.optim, such as sgd, adamw or lbfgs, or any class by its import path, such as
+            lion_pytorch.Lion.
+        lr: peak learning rate; by default 0.001, and 1 for lbfgs.
+        weight_decay: weight decay of weights; the parameters of norms and biases are exempt.
+        momentum: momentum, if the optimiser has it.
+        schedule: shape of the learning rate over the run; the warm-up is a factor on top. Without an end of the run,
+            those that lead to it stay at the peak: one_cycle, linear, cosine.
+        schedule_args: further arguments of the schedule, as in '{milestones: "60 epochs, 80%", gamma: 0.2}': milestones
+            of multistep, by default at 50% and 75%, and of inverse_sqrt, by default the end of the warm-up or 10,000
+            steps; gamma of multistep and plateau, by default 0.1; patience of plateau in validations, by default 2;
+            min_lr, the rate at which a schedule ends or stops to fall.
+        optimizer_args: further arguments of the optimiser, as in '{betas: [0.9, 0.95]}'.
+        channels_last: the memory layout of convolutions in which bf16 kernels are fast.
+        compile: train with torch.compile, of the network only; or one of its modes, such as max-autotune.
+        weights: file of weights to begin with, or none; FILE:NAME for one of several networks in it, as in a.pth:ema.
+        weights_skip: layers by name that keep their initial weights, and are left out of the file, as in "fc.*".
+    """
+
+    title = "recipe"
+    """The name of the folder of its runs: runs/<title>/."""
+
+    trainer_defaults: ClassVar[dict[str, Any]] = {}
+    """Defaults of the Trainer's parameters on this recipe's command line, such as ``max_epochs``."""
+
+    monitor = "val/loss"
+    """The score that decides which checkpoint is the best, and whether more is better."""
+    monitor_mode: Literal["min", "max"] = "min"
+
+    default_lr = 0.001
+    """The peak learning rate where none is given."""
+
+    base_batch_size = 256
+    """The global batch size to which the default learning rate refers."""
+
+    prediction_columns: ClassVar[tuple[str, ...]] = ("file", "output")
+    """What predict says of each input: its name, the prediction, and what goes with it."""
+
+    prediction_files: ClassVar[tuple[str, ...]] = (".json", ".csv")
+    """Endings of the files that predict can write; a .txt file has the second of the `prediction_columns`."""
+
+    varying_dims = 1
+    """How many of the first dimensions of the network's inputs may have another size in the next batch."""
+
+    predict_example = "FILE"
+    """The arguments of the predict command that the final table shows."""
+
+    data_class: ClassVar[type[pl.LightningDataModule] | None] = None
+    """The data module that prepares the inputs of `recipes.predict`; a recipe for another one names it here."""
+
+    targets = "samples"
+    """What the mean loss is over, for the rate that is logged."""
+
+    hparams: RecipeParameters
+
+    @override
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # For help() and notebooks, which show **kwargs otherwise.
+        cls.__signature__ = _all_parameters(cls)  # type: ignore[attr-defined]
+
+    def __init__(
+        self,
+        optimizer: str = "adamw",
+        lr: float | None = None,
+        weight_decay: float = 0.01,
+        momentum: Rare[float] = 0.9,
+        schedule: ScheduleName = "one_cycle",
+        schedule_args: Rare[dict[str, Any] | None] = None,
+        optimizer_args: Rare[dict[str, Any] | None] = None,
+        channels_last: Rare[Free[bool]] = True,
+        compile: Rare[Free[bool | CompileMode]] = False,
+        weights: str | None = None,
+        weights_skip: Rare[str | Sequence[str] | None] = None,
+    ) -> None:
+        super().__init__()
+        lr = default_rate(optimizer, self.default_lr) if lr is None else lr
+        # Refused here, not when training begins.
+        check_ranges(
+            lr=(lr, RATE),
+            weight_decay=(weight_decay, Range(0, 10**6)),
+            momentum=(momentum, Range(0, 1, below=True)),
+        )
+        check_compile_mode(compile)
+        check_optimizer(optimizer, optimizer_args or {})
+        ScheduleSettings(schedule, lr, schedule_args or {})
+        self.save_hyperparameters()
+        self.hparams.update({"lr": lr})  # A subclass passes its argument on as it was.
+        network = self.build_network()
+        self.network = network if network.training else network.train()
+        if channels_last and not is_lbfgs(optimizer):  # Its vectors are views of contiguous gradients.
+            self.network.to(memory_format=torch.channels_last)
+        self.run_config: dict[str, Any] = {}
+        self.tables: dict[str, Table] = {}
+        """What a run keeps beside ``results.json``, by file name (.csv, .json or .txt); of the last evaluation."""
+        self.has_weights = False
+        """Whether `weights` have been loaded, or a checkpoint that stands for them."""
+        self.saved_data: tuple[dict[str, Any], dict[str, Any]] | None = None
+        """The settings and the state of the data module in the checkpoint that was loaded."""
+
+    @classmethod
+    def titles(cls) -> list[str]:
+        """The titles of this recipe and of those that it is derived from: its checkpoints belong to these."""
+        return [str(vars(kind)["title"]) for kind in cls.__mro__ if "title" in vars(kind) and kind is not Recipe]
+
+    @classmethod
+    def settings_from_data(cls, data: pl.LightningDataModule, **settings: Any) -> dict[str, Any]:  # noqa: ARG003
+        """The arguments of the constructor that depend on the data, such as ``num_classes``.
+
+        The command line passes them on where the user has given no value, and saves them with the settings.
+
+        Args:
+            data: before its `setup`.
+            settings: the arguments of the constructor as they were given, and ``max_epochs`` of the run.
+        """
+        return {}
+
+    def build_network(self) -> nn.Module:
+        """The network to train; one in evaluation mode is put into training mode. ``self.hparams`` is set by then."""
+        raise NotImplementedError(f"{type(self).__name__} has to override build_network()")
+
+    def pretrained_weights(self, weights: str) -> tuple[dict[str, Tensor], str]:
+        """The tensors that ``weights`` stands for by name, and what messages call them; an override may know names.
+
+        Raises:
+            UserError: there is no such file, or it cannot be used.
+        """
+        return read_weights(weights), weights
+
+    @override
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.network(inputs)
+        return outputs
+
+    @override
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """The callbacks that belong to the recipe, in any Trainer; an override adds to them."""
+        return [TrainLoss(targets=self.targets), InitialWeights(), CompileNetwork(), CheckSchedule()]
+
+    @override
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """What the network makes of the inputs: of the batch, or of its first part where it is a tuple or a list."""
+        return self(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+    def data_module(self) -> pl.LightningDataModule | None:
+        """The data module of the run; None without a Trainer, and where the Trainer was given loaders.
+
+        Ask it through `datamodules.contract.data_contract`, which has defaults for what it does not have.
+        """
+        trainer = attached_trainer(self)
+        return None if trainer is None else datamodule_of(trainer)
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the settings of the command line with the weights; an override has to call it."""
+        checkpoint["config"] = self.run_config
+        checkpoint["recipes"] = self.titles()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take what the checkpoint holds of the data module; an override has to call it."""
+        self.has_weights = True
+        name = self.data_class.__qualname__ if self.data_class else ""
+        if name in checkpoint:
+            self.saved_data = checkpoint.get("datamodule_hyper_parameters", {}), checkpoint[name]

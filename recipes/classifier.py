@@ -1,0 +1,224 @@
+"""What the classifiers share: how logits are scored, and what is said of them."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, get_args
+
+import lightning.pytorch as pl
+from torch import Tensor
+from typing_extensions import override
+
+from callbacks.drawing.classification_images import ClassificationImages
+from datamodules.contract import Free, Rare, data_contract
+from datamodules.errors import RunFailedError, UserError
+from datamodules.ranges import COUNT, SHARE, check_choice, check_ranges
+from recipes.base import Recipe, RecipeParameters
+from recipes.inputs import in_dtype_of, new_data_module
+from recipes.labels import CheckLabels, as_classes
+from recipes.scores import ClassificationScores
+from recipes.tables import EvaluationTables
+from recipes.tta import TTA, check_views, mean_log_probabilities
+
+__all__ = ["Classifier", "ClassifierParameters"]
+
+
+class ClassifierParameters(RecipeParameters):
+    """The parameters of a classifier, as ``self.hparams`` holds them."""
+
+    num_classes: int
+    label_smoothing: float
+    top_k: int
+    tta: TTA
+
+
+class Classifier(Recipe):
+    """The base of the classification recipes: batches are ``(images, labels)``.
+
+    A recipe adds `build_network`, `training_step` and `configure_optimizers`; see `MNISTClassifier`.
+
+    Images may be float32, float64 or whole numbers, and labels whole numbers of any type. In training the labels may be
+    soft, that is floats of shape (batch, classes) as MixUp and CutMix give them. A label of -100 leaves its sample out
+    of the loss, of its count and of all scores. One that is no class is refused: before training where all labels are
+    in memory (the loaders of `datamodules`, a `DataLoader` over a `TensorDataset`), else in its batch. The names of the
+    classes come from the data module (``class_names``) and are saved in the checkpoint; data with other names is
+    refused later, because labels are numbered in the order of the names.
+
+    Where the data module has ``class_weights``, the training loss is the weighted sum over the targets divided by their
+    number, and not by their weights as in torch's mean: so an update is the same on any split, and rare classes weigh
+    the same in each batch. The weights are saved in the checkpoint, with which a run resumes. The losses of validation
+    and test are cross-entropy without weights.
+
+    With ``tta`` an image is scored and predicted by the mean of the probabilities of several views of it, in validate,
+    test, predict and the scores at the end of a run; the loss is the cross-entropy of that mean. Training, its
+    validations and exports are without.
+
+    Args:
+        num_classes: labels are 0 to this less one; null takes the data's.
+        label_smoothing: share of the target spread over all classes (Szegedy et al., 2016).
+        top_k: how many classes ``predict`` names for each image, the likeliest first.
+        tta: test-time augmentation of the final scores, validate, test and predict: the mean over the image and its
+            mirror image (flip), or over five shifted crops, and their mirror images where the data allow it (crops).
+    """
+
+    monitor = "val/accuracy"
+    monitor_mode = "max"
+    predict_example = "IMAGE.png"
+    prediction_columns: ClassVar[tuple[str, ...]] = ("file", "class", "probability")
+
+    unclear_below: ClassVar[float] = 0.0
+    """The probability of the likeliest class below which `predict` calls an image unclear."""
+
+    hparams: ClassifierParameters
+    class_weights: Tensor | None
+    """The data's weights of the classes in the training loss, of shape (classes,); None where all weigh 1."""
+
+    def __init__(
+        self,
+        num_classes: int | None = 10,
+        label_smoothing: float = 0.0,
+        top_k: Rare[Free[int]] = 5,
+        tta: Free[TTA] = "none",
+        **kwargs: Any,
+    ) -> None:
+        if num_classes is None:
+            raise UserError(
+                "the number of classes was neither given nor found in the data; pass one such as num_classes=10"
+            )
+        if num_classes < 2:
+            raise UserError(f"num_classes={num_classes} leaves nothing to classify; pass num_classes=2 or more")
+        check_ranges(
+            num_classes=(num_classes, COUNT),
+            label_smoothing=(label_smoothing, SHARE),
+            top_k=(top_k, COUNT),
+        )
+        check_choice("tta", tta, get_args(TTA))
+        super().__init__(**kwargs)
+        self.label_smoothing = label_smoothing
+        self.register_buffer("class_weights", None, persistent=False)
+        self.top_k, self.tta = top_k, tta
+        self.val_scores, self.test_scores = ClassificationScores(num_classes), ClassificationScores(num_classes)
+        self.class_names: Sequence[str] = [str(i) for i in range(num_classes)]
+        self.names_in_checkpoint: Sequence[str] = ()
+        self.confusion_matrix: Tensor | None = None
+
+    @classmethod
+    @override
+    def settings_from_data(cls, data: pl.LightningDataModule, **settings: Any) -> dict[str, Any]:
+        """The number of classes, where the data has one."""
+        count = data_contract(data).num_classes
+        return {} if count is None else {"num_classes": count}
+
+    @override
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of shape (batch, num_classes) for images of shape (batch, channels, height, width)."""
+        logits: Tensor = self.network(in_dtype_of(self, inputs))
+        return logits
+
+    @override
+    def configure_callbacks(self) -> list[pl.Callback]:
+        checks = CheckLabels(len(self.class_names))
+        return [*super().configure_callbacks(), checks, EvaluationTables(), ClassificationImages()]
+
+    @override
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "fit":
+            # Those of a checkpoint take their place later.
+            self.class_weights = data_contract(self.data_module()).class_weights
+
+    def logits_of_views(self, inputs: Tensor, training: bool = False) -> Tensor:
+        """Logits in float32; with `tta`, and not in training, the logarithms of the mean probabilities of the views."""
+        if self.tta != "none":
+            data = data_contract(self.data_module() or new_data_module(self))
+            # In training too, whose end is late for an error, but whose inputs may be cached features.
+            example = self.example_input_array if training else None
+            check_views(example if isinstance(example, Tensor) else inputs, self.tta, data.may_flip, data.title)
+            if not training:
+                return mean_log_probabilities(self, in_dtype_of(self, inputs), self.tta, data.may_flip)
+        logits: Tensor = self(inputs).float()
+        return logits
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        return self._score(self.val_scores, batch)
+
+    @override
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        return self._score(self.test_scores, batch)
+
+    def _score(self, scores: ClassificationScores, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        inputs, targets = batch
+        logits = self.logits_of_views(inputs, training=self.trainer.state.fn == "fit")
+        scores.update(logits, as_classes(targets, logits.shape[1]))
+        return {"logits": logits}
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self._log_scores("val", self.val_scores, "validation")
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self._log_scores("test", self.test_scores, "test")
+
+    def _log_scores(self, prefix: str, scores: ClassificationScores, part: str) -> None:
+        values, self.confusion_matrix = scores.compute()
+        if not (self.confusion_matrix.any() or self.trainer.sanity_checking):
+            raise RunFailedError(f"no {part} sample has a label, so there is no score: all labels are -100")
+        # Equal on all ranks already: the maximum keeps the last digit, where a mean over ranks would round again.
+        values = {f"{prefix}/{name}": value.float().to(self.device) for name, value in values.items()}
+        self.log_dict(values, sync_dist=True, reduce_fx="max")
+        scores.reset()
+
+    @override
+    def predict_step(self, batch: Tensor | Sequence[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """The probabilities of shape (batch, classes).
+
+        Batches are ``inputs`` or ``(inputs, ...)``; of ``(inputs, numbers)`` the numbers of the samples are returned
+        too, as indices of the data module's ``prediction_names``.
+        """
+        inputs, *numbers = (batch,) if isinstance(batch, Tensor) else batch
+        return dict(zip(["number"], numbers)) | {"probabilities": self.logits_of_views(inputs).softmax(1)}
+
+    def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
+        """A row for each image: its likeliest classes, of which predict prints the first."""
+        rows: list[dict[str, Any]] = []
+        for batch in outputs:
+            best = batch["probabilities"].topk(min(self.top_k, len(self.class_names)))
+            numbers = batch["number"].tolist() if names else range(len(best.values))
+            for number, classes, values in zip(numbers, best.indices.tolist(), best.values.tolist()):
+                row = {"file": names[number]} if names else {"sample": len(rows)}
+                for place, (index, probability) in enumerate(zip(classes, values), 1):
+                    suffix = f"_{place}" if place > 1 else ""
+                    row |= {f"class{suffix}": self.class_names[index], f"probability{suffix}": probability}
+                note = "unclear: low probability" if values[0] < self.unclear_below else None
+                rows.append(row | {"note": note})
+        return rows
+
+    def headline(self, scores: dict[str, float]) -> dict[str, str]:
+        """The rows of the final table with the main scores."""
+        percent = {"accuracy": "accuracy", "macro-F1": "macro_f1", "calibration error": "ece"}
+        part = "test" if "test/accuracy" in scores else "val"
+        wanted = {"val accuracy": "val/accuracy"} | {f"{part} {k}": f"{part}/{v}" for k, v in percent.items()}
+        return {name: f"{100 * scores[key]:.2f} %" for name, key in wanted.items() if key in scores}
+
+    def named_outputs(self, outputs: Tensor) -> dict[str, Tensor]:
+        """The outputs of an exported graph by name."""
+        return {"logits": outputs, "probabilities": outputs.softmax(1)}
+
+    def export_metadata(self) -> dict[str, Any]:
+        """What the users of an exported file have to know beside the constructor's arguments and the preprocessing."""
+        return {"class_names": list(self.class_names)}
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["class_names"] = list(self.class_names)
+        if self.class_weights is not None:
+            checkpoint["class_weights"] = self.class_weights.cpu()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if names := checkpoint.get("class_names"):
+            self.class_names = self.names_in_checkpoint = names
+        if (weights := checkpoint.get("class_weights")) is not None:
+            self.class_weights = weights.to(self.device)

@@ -1,0 +1,149 @@
+"""Predictions of a recipe: for inputs from Python, and as rows of a table."""
+
+import re
+from collections.abc import Sequence
+from itertools import groupby, takewhile
+from operator import itemgetter
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from datamodules.contract import DataContract, data_contract
+from datamodules.errors import UserError
+from recipes.base import Recipe
+from recipes.inputs import in_dtype, new_data_module
+
+__all__ = ["all_rows", "predict", "prediction_table"]
+
+_RUNNER_UP = re.compile(r"(class|probability)_\d+")
+
+
+@runtime_checkable
+class _MakesRows(Protocol):
+    """A recipe that says what its outputs mean."""
+
+    def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
+        """A row per prediction.
+
+        Args:
+            outputs: what `predict_step` returned, a batch each.
+            names: the data module's ``prediction_names``: of each sample, such as its file; may be empty.
+        """
+
+
+def _rows(recipe: Recipe, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    """The recipe's own rows, else one for each row of the tensors that `predict_step` returned.
+
+    Raises:
+        UserError: the outputs are no tensors of shape (batch, ...), so the recipe has to have `prediction_rows`.
+    """
+    if isinstance(recipe, _MakesRows):
+        return recipe.prediction_rows(outputs, names)
+    if wrong := [output for output in outputs if not isinstance(output, Tensor) or not output.ndim]:
+        raise UserError(
+            f"predict_step of {type(recipe).__name__} returns a {type(wrong[0]).__name__}, and predict prints tensors"
+            " of shape (batch, ...): write prediction_rows(outputs, names)"
+        )
+    values = [value for output in outputs for value in output.tolist()]
+    if names:
+        return [{"file": name, "output": value} for name, value in zip(names, values, strict=True)]
+    return [{"sample": number, "output": value} for number, value in enumerate(values)]
+
+
+def all_rows(recipe: Recipe, outputs: Sequence[Any], data: DataContract) -> list[dict[str, Any]]:
+    """The rows of all inputs in their order: those of the predictions, and one for each input without a prediction.
+
+    Args:
+        recipe: may have a method ``prediction_rows(outputs, names)``, which makes the rows of its outputs.
+        outputs: what `predict_step` returned, a batch each.
+        data: the data module of the inputs, after the last batch.
+
+    Returns:
+        Where something is to be said of an input, all rows have the column ``note``.
+    """
+    names, notes = data.prediction_names, {**data.unclear_inputs, **data.unreadable_inputs}
+    rows = _rows(recipe, outputs, names)
+    if not notes:
+        return rows
+    columns: dict[str, Any] = dict.fromkeys([*(rows[0] if rows else ()), *recipe.prediction_columns])
+    found: list[dict[str, Any]] = []
+    # The same input may be given twice in succession; the first column is its name.
+    for name, group in groupby(enumerate(names), key=itemgetter(1)):
+        numbers = [number for number, _ in group]
+        count = sum(1 for _ in takewhile(lambda row: next(iter(row.values())) == name, rows))  # noqa: B023
+        mine, rows = rows[:count], rows[count:]
+        for place, number in enumerate(numbers):
+            each = mine[place * count // len(numbers) : (place + 1) * count // len(numbers)]
+            if not each and number in notes:
+                each = [columns | {recipe.prediction_columns[0]: name}]
+            note = notes.get(number)
+            found += [row | {"note": note.removeprefix(f"{name} ") if note else row.get("note")} for row in each]
+    return found
+
+
+def _as_text(value: Any) -> str:
+    """A cell of a table."""
+    return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def prediction_table(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """What the predict command prints of `all_rows`: of several classes the likeliest, and notes where there are any.
+
+    Args:
+        rows: the predictions, at least one; all rows have the same keys.
+
+    Returns:
+        A row per prediction, with the cells as text under the column's name.
+    """
+    hidden = {"note"} if not any(row.get("note") for row in rows) else set()
+    shown = [name for name in rows[0] if name not in hidden and not _RUNNER_UP.fullmatch(name)]
+    return [{name: "" if name == "note" and not row[name] else _as_text(row[name]) for name in shown} for row in rows]
+
+
+@torch.inference_mode()
+def predict(recipe: Recipe, inputs: Any) -> list[dict[str, Any]]:
+    """Predict as the predict command does, on the device of a recipe.
+
+    The recipe needs to know how its data were prepared: from a checkpoint that it was loaded from, or from the data
+    module of a Trainer that it is attached to.
+
+    Args:
+        inputs: what the predict command takes, and objects in memory: images as files, folders, PIL images, arrays or
+            tensors, or a list of them; sentences as text.
+
+    Returns:
+        The rows that the command writes into its ``--output``, one or more for each input.
+
+    Raises:
+        UserError: nothing that was given can be read, or it is not known how the data were prepared.
+
+    Example:
+        >>> model = MNISTClassifier.load_from_checkpoint("best.ckpt")  # doctest: +SKIP
+        >>> [row["class"] for row in predict(model, ["3.png", "photographs/"])]  # doctest: +SKIP
+        ['3', '7', '1']
+    """
+    data = new_data_module(recipe)
+    if data is None:
+        name = type(recipe).__name__
+        if recipe.data_class is None:
+            raise UserError(f"{name} names no data module that prepares its inputs; set {name}.data_class")
+        raise UserError(
+            f"this {name} does not know how its data were prepared; load it from the checkpoint of a run, as in"
+            f" {name}.load_from_checkpoint(FILE)"
+        )
+    contract = data_contract(data)
+    contract.take_inputs(inputs)
+    modes = [(module, module.training) for module in recipe.modules()]
+    recipe.eval()
+    try:
+        data.setup("predict")
+        outputs = []
+        for i, batch in enumerate(data.predict_dataloader()):
+            batch = data.on_after_batch_transfer(data.transfer_batch_to_device(batch, recipe.device, 0), 0)
+            outputs.append(recipe.predict_step(in_dtype(batch, recipe.dtype), i))
+    finally:
+        data.teardown("predict")
+        for module, training in modes:
+            module.training = training
+    return all_rows(recipe, outputs, contract)

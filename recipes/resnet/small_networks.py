@@ -1,0 +1,173 @@
+"""Networks for images of about 32 pixels: residual ones, and one that learns fast.
+
+The ResNets are those of He et al. (2016), section 4.2: a stem of 3 x 3, three stages, no pooling. Their tensors have
+the names under which others publish weights: those of `akamaster/pytorch_resnet_cifar10`, whose shortcuts have no
+parameters as in the paper, and of `chenyaofo/pytorch-cifar-models`, whose shortcuts are 1 x 1 convolutions.
+
+The fast one is that of airbench (Jordan, 2024), narrower and deeper: its first layer whitens patches of 2 x 2 pixels,
+its convolutions begin as the identity, its last two blocks have a residual connection, as airbench's larger network has
+them, and its logits are small. airbench computes the filters of the first layer from the training set. Here they are
+those of photographs in general, whose pixels and channels correlate much alike, so the network begins the same for any
+data.
+"""
+
+from collections import OrderedDict
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+__all__ = ["CIFAR_DEPTHS", "build_cifar_resnet", "build_cifarnet", "whitening_filters"]
+
+CIFAR_DEPTHS = (20, 32, 44, 56, 110)
+"""The paper's depths: 0.27, 0.46, 0.66, 0.85 and 1.7 million parameters."""
+
+
+class _ResidualBlock(nn.Module):
+    """Two convolutions and a shortcut; where the size changes, it skips every other pixel and adds zero channels."""
+
+    def __init__(self, channels_in: int, channels: int, projects: bool) -> None:
+        super().__init__()
+        stride = 1 if channels_in == channels else 2
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.stride, self.new_channels = stride, channels - channels_in
+        self.downsample: nn.Module | None = None
+        if projects and stride > 1:
+            convolution = nn.Conv2d(channels_in, channels, 1, stride, bias=False)
+            self.downsample = nn.Sequential(convolution, nn.BatchNorm2d(channels))
+
+    @override
+    def forward(self, inputs: Tensor) -> Tensor:
+        shortcut = inputs
+        if self.downsample is not None:
+            shortcut = self.downsample(inputs)
+        elif self.new_channels:
+            side = self.new_channels // 2
+            shortcut = F.pad(inputs[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, side, side))
+        outputs: Tensor = self.relu(self.bn1(self.conv1(inputs)))
+        outputs = self.bn2(self.conv2(outputs))
+        outputs = self.relu(outputs + shortcut)
+        return outputs
+
+
+def build_cifar_resnet(depth: int, num_classes: int, projections: bool = False) -> nn.Sequential:
+    """A ResNet for small images with new weights (He et al., 2015), of any height and width.
+
+    Args:
+        depth: 6 n + 2, such as one of `CIFAR_DEPTHS`.
+        num_classes: number of logits.
+        projections: shortcuts between stages are 1 x 1 convolutions (the paper's option B); by default they skip pixels
+            and pad channels with zeros (option A), without parameters.
+
+    Example:
+        >>> import torch
+        >>> build_cifar_resnet(20, num_classes=10)(torch.zeros(1, 3, 32, 32)).shape
+        torch.Size([1, 10])
+    """
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    layers["conv1"] = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+    layers["bn1"] = nn.BatchNorm2d(16)
+    layers["relu"] = nn.ReLU(inplace=True)
+    channels_in = 16
+    for number, channels in enumerate((16, 32, 64), 1):
+        widths = [channels_in] + [channels] * ((depth - 2) // 6)
+        layers[f"layer{number}"] = nn.Sequential(*(_ResidualBlock(a, b, projections) for a, b in pairwise(widths)))
+        channels_in = channels
+    layers["avgpool"] = nn.AdaptiveAvgPool2d(1)
+    layers["flatten"] = nn.Flatten(1)
+    layers["fc" if projections else "linear"] = nn.Linear(channels_in, num_classes)
+    network = nn.Sequential(layers)
+    for layer in network.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+    return network
+
+
+# The principal components of photographs of 32 pixels, and their variances where each channel's is 1.
+_PATCHES = (((1, 1, 1, 1), 3.74), ((1, -1, 1, -1), 0.12), ((1, 1, -1, -1), 0.12), ((1, -1, -1, 1), 0.02))
+_COLOURS = (((1, 1, 1), 2.8), ((1, 0, -1), 0.17), ((1, -2, 1), 0.036))
+_LEAST_VARIANCE = 0.01
+
+
+def whitening_filters() -> Tensor:
+    """Filters whose outputs for normalised photographs hardly correlate, and vary about equally.
+
+    The mean of 2 x 2 pixels and their differences across, down and diagonally, for each of brightness, red against
+    blue, and green against both; each divided by its standard deviation; then the negatives of all.
+
+    Returns:
+        float32 of shape (24, 3, 2, 2).
+    """
+    filters = []
+    for patch, patch_variance in _PATCHES:
+        for colour, colour_variance in _COLOURS:
+            component = torch.outer(torch.tensor(colour), torch.tensor(patch)).float()
+            deviation = (patch_variance * colour_variance + _LEAST_VARIANCE) ** 0.5
+            filters.append(component.view(3, 2, 2) / component.norm() / deviation)
+    return torch.stack([*filters, *(-each for each in filters)])
+
+
+class _SmallLogits(nn.Linear):
+    """A linear layer without bias, whose outputs are divided by 9: the loss is smooth for large learning rates."""
+
+    @override
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.linear(inputs, self.weight) / 9
+
+
+def _convolution(channels_in: int, channels: int) -> nn.Conv2d:
+    """3 x 3, which at first passes its inputs on in the first channels (Dirac)."""
+    convolution = nn.Conv2d(channels_in, channels, 3, padding=1, bias=False)
+    nn.init.dirac_(convolution.weight[:channels_in])
+    return convolution
+
+
+class _PooledBlock(nn.Module):
+    """A convolution at the size of the inputs, then one at half of it or, beside a shortcut, two."""
+
+    def __init__(self, channels_in: int, channels: int, shortcut: bool) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = _convolution(channels_in, channels), nn.BatchNorm2d(channels)
+        self.conv2, self.bn2 = _convolution(channels, channels), nn.BatchNorm2d(channels)
+        if shortcut:
+            self.conv3, self.bn3 = _convolution(channels, channels), nn.BatchNorm2d(channels)
+        self.shortcut = shortcut
+
+    @override
+    def forward(self, inputs: Tensor) -> Tensor:
+        halved = F.gelu(self.bn1(F.max_pool2d(self.conv1(inputs), 2)))
+        outputs = self.bn2(self.conv2(halved))
+        if self.shortcut:
+            outputs = halved + self.bn3(self.conv3(F.gelu(outputs)))
+        return F.gelu(outputs)
+
+
+def build_cifarnet(num_classes: int, widths: tuple[int, ...] = (32, 96, 192)) -> nn.Sequential:
+    """The network with new weights; images are of 16 pixels or more.
+
+    Args:
+        num_classes: number of logits.
+        widths: channels of the blocks; airbench has 64, 256 and 256.
+
+    Example:
+        >>> build_cifarnet(num_classes=10)(torch.zeros(1, 3, 32, 32)).shape
+        torch.Size([1, 10])
+    """
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    layers["conv1"] = nn.Conv2d(3, 24, 2)
+    layers["conv1"].load_state_dict({"weight": whitening_filters(), "bias": torch.zeros(24)})
+    layers["gelu"] = nn.GELU()
+    channels_in = 24
+    for number, width in enumerate(widths, 1):
+        layers[f"layer{number}"] = _PooledBlock(channels_in, width, shortcut=number > 1)
+        channels_in = width
+    layers["avgpool"] = nn.AdaptiveMaxPool2d(1)
+    layers["flatten"] = nn.Flatten(1)
+    layers["fc"] = _SmallLogits(channels_in, num_classes, bias=False)
+    return nn.Sequential(layers)

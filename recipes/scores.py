@@ -1,0 +1,160 @@
+"""Scores of one pass over a set.
+
+All but the loss come from integer counts, so they are the same on any number of ranks to the last digit.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchmetrics import Metric
+from typing_extensions import override
+
+from callbacks.lib.exact_sums import DIGITS, from_whole_numbers, to_whole_numbers
+
+__all__ = ["ClassificationScores", "MeanOverTargets", "calibration_error", "macro_f1"]
+
+_BINS = 15
+# What float32 holds below 1. A sum of integers is the same in any order, and 2^39 samples fit.
+_FIXED_POINT = 2**24
+_MOST_CLASSES_LOGGED = 25
+
+
+class MeanOverTargets(Metric):
+    """The mean over all targets of all batches and ranks, equal to the bit on any number of ranks and in any order.
+
+    A batch's sum counts as whole numbers, whose sums are exact; see `callbacks.lib.exact_sums`. So batches have to be
+    the same on any number of ranks. The mean is NaN where a batch's sum was not finite.
+    """
+
+    full_state_update = False
+    total: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(DIGITS, dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros(1, dtype=torch.int64), dist_reduce_fx="sum")
+
+    @override
+    def update(self, total: Tensor, count: int | Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            total: the sum over the batch's targets, a scalar.
+            count: how many targets it has.
+        """
+        self.total += to_whole_numbers(total)
+        self.count += count
+
+    @override
+    def compute(self) -> Tensor:
+        *total, count = torch.cat((self.total, self.count)).tolist()
+        return torch.tensor(from_whole_numbers(total) / max(1, count), device=self.device)
+
+
+def macro_f1(confusion: Tensor) -> Tensor:
+    """The mean F1 score over classes, in float64.
+
+    Classes that neither a sample nor a prediction has are left out, as in scikit-learn.
+
+    Args:
+        confusion: counts of shape (classes, classes): true class by predicted class.
+
+    Example:
+        >>> macro_f1(torch.tensor([[3, 1, 0], [0, 2, 0], [0, 0, 0]]))
+        tensor(0.8286, dtype=torch.float64)
+    """
+    either = (confusion.sum(0) + confusion.sum(1)).double()
+    return (2 * confusion.diagonal() / either.clamp(min=1)).sum() / (either > 0).sum().clamp(min=1)
+
+
+def calibration_error(counts: Tensor, correct: Tensor, confidence: Tensor) -> Tensor:
+    """Expected calibration error (Guo et al., 2017): how far confidence is from accuracy, over bins of confidence.
+
+    Args:
+        counts: samples in each bin, of shape (bins,).
+        correct: how many of them were right.
+        confidence: the sum of their probabilities of the predicted class.
+
+    Example:
+        >>> calibration_error(torch.tensor([4, 4]), torch.tensor([1, 4]), torch.tensor([1.0, 3.0]))
+        tensor(0.1250, dtype=torch.float64)
+    """
+    return (correct.double() - confidence.double()).abs().sum() / counts.sum().clamp(min=1)
+
+
+class _Counts(Metric):
+    """The confusion matrix, samples by bins of confidence, and hits among the five likeliest classes, as integers.
+
+    Nothing here waits for the device: torchmetrics' confusion matrix does, in its bincount.
+    """
+
+    full_state_update = False
+    confusion: Tensor
+    bins: Tensor
+    top5: Tensor
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        for name, shape in (("confusion", (num_classes, num_classes)), ("bins", (3, _BINS)), ("top5", ())):
+            self.add_state(name, torch.zeros(shape, dtype=torch.int64), dist_reduce_fx="sum")
+
+    @override
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        classes = self.confusion.shape[0]
+        confidence, predicted = logits.softmax(1).max(1)
+        confidence = confidence.nan_to_num(0.0)  # Of a network that has diverged.
+        counts = (targets >= 0).long()
+        self.confusion.view(-1).index_add_(0, targets.clamp(min=0) * classes + predicted, counts)
+        # The bins are ]0, 1/15], ]1/15, 2/15] and so on.
+        bins = (confidence * _BINS).ceil().long().sub(1).clamp(0, _BINS - 1)
+        fixed_point = (confidence * _FIXED_POINT).round().long() * counts
+        self.bins.index_add_(1, bins, torch.stack((counts, (predicted == targets).long(), fixed_point)))
+        if classes > 5:
+            self.top5 += (logits.topk(5, 1).indices == targets.unsqueeze(1)).sum()
+
+    @override
+    def compute(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.confusion.cpu(), self.bins.cpu(), self.top5.cpu()
+
+
+class ClassificationScores(torch.nn.Module):
+    """Loss, accuracy, macro-F1, calibration error and the confusion matrix of one pass over a set.
+
+    With more than five classes there is the top-5 accuracy too, and with up to 25 classes the accuracy of each (0
+    without samples). All but the loss come from integer counts, so they are the same on any number of
+    ranks to the last digit.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.loss = MeanOverTargets()
+        self.counts = _Counts(num_classes)
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        """Add a batch: logits of shape (batch, classes), targets int64 of shape (batch,), where -100 does not count."""
+        self.loss.update(F.cross_entropy(logits.float(), targets, reduction="sum"), (targets >= 0).sum())
+        self.counts.update(logits.float(), targets)
+
+    def compute(self) -> tuple[dict[str, Tensor], Tensor]:
+        """The scalars by name, and the confusion matrix of shape (classes, classes): true class by predicted."""
+        matrix, bins, top5 = self.counts.compute()
+        present, correct = matrix.sum(1), matrix.diagonal().double()
+        samples = present.sum().clamp(min=1)
+        scores = {
+            "loss": self.loss.compute(),
+            "accuracy": correct.sum() / samples,
+            "macro_f1": macro_f1(matrix),
+            "ece": calibration_error(bins[0], bins[1], bins[2].double() / _FIXED_POINT),
+        }
+        if len(matrix) > 5:
+            scores["top5_accuracy"] = top5 / samples
+        if len(matrix) <= _MOST_CLASSES_LOGGED:
+            per_class = correct / present.clamp(min=1)
+            scores |= {f"accuracy_class_{i}": value for i, value in enumerate(per_class)}
+        return scores, matrix
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        self.loss.reset()
+        self.counts.reset()

@@ -1,0 +1,157 @@
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from callbacks import sync_batchnorm
+from callbacks.lib.batch_norm import OrderedStatistics
+from callbacks.lib.gradient_sum import GradientSum
+
+
+def micro_batches(count: int) -> list[Tensor]:
+    return list(torch.randn(count, 6, 3, generator=torch.Generator().manual_seed(count)).mul(3))
+
+
+def state_after(layer: nn.Module, batches: Sequence[Tensor], updates: int = 2) -> list[Tensor]:
+    """The buffers after updates of these micro-batches."""
+    statistics = OrderedStatistics(layer)
+    for _ in range(updates):
+        for batch in batches:
+            statistics.begin()
+            outputs = layer(batch)
+            statistics.collect()
+            outputs.square().sum().backward()
+            statistics.restore()
+        statistics.finish(len(batches))
+    return [buffer.clone() for buffer in layer.buffers()]
+
+
+def plain(layer: nn.Module, batches: Sequence[Tensor], updates: int = 2) -> list[Tensor]:
+    for batch in [*batches] * updates:
+        layer(batch)
+    return [buffer.clone() for buffer in layer.buffers()]
+
+
+def test_they_are_the_moving_average_of_pytorch_in_order() -> None:
+    batches = micro_batches(3)
+    for momentum in (0.1, None):
+        found = state_after(nn.BatchNorm1d(3, momentum=momentum), batches)
+        for one, other in zip(found, plain(nn.BatchNorm1d(3, momentum=momentum), batches), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        assert found[2] == 6
+    backwards = state_after(nn.BatchNorm1d(3), batches[::-1])
+    assert not torch.allclose(found[0], backwards[0])
+
+
+def test_a_layer_keeps_its_statistics_and_momentum_until_the_update_ends() -> None:
+    layer, batches = nn.BatchNorm1d(3), micro_batches(2)
+    layer(batches[0])
+    before = [buffer.clone() for buffer in layer.buffers()]
+    statistics = OrderedStatistics(layer)
+    for batch in batches:
+        statistics.begin()
+        layer(batch)
+        statistics.collect()
+        statistics.restore()
+        assert layer.momentum == 0.1
+        assert all(torch.equal(*pair) for pair in zip(layer.buffers(), before, strict=True))
+    statistics.finish(2)
+    assert layer.num_batches_tracked == 3
+
+
+def test_a_step_that_raises_leaves_the_layer_as_it_was() -> None:
+    layer, (batch, other) = nn.BatchNorm1d(3), micro_batches(2)
+    layer(batch)
+    before = [buffer.clone() for buffer in layer.buffers()]
+    with pytest.raises(KeyboardInterrupt), GradientSum(layer).micro_batch(2, OrderedStatistics(layer)):
+        layer(other)
+        raise KeyboardInterrupt
+    assert layer.momentum == 0.1
+    assert all(torch.equal(*pair) for pair in zip(layer.buffers(), before, strict=True))
+
+
+def test_a_micro_batch_that_is_not_collected_counts_for_nothing() -> None:
+    layer, other, (batch,) = nn.BatchNorm1d(3), nn.BatchNorm1d(3), micro_batches(1)
+    statistics = OrderedStatistics(layer)
+    statistics.begin()
+    layer(batch)
+    statistics.collect()
+    statistics.restore()
+    statistics.begin()
+    layer(torch.full((4, 3), float("nan")))
+    statistics.restore()
+    statistics.finish(2)
+    other(batch)
+    for one, expected in zip(layer.buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(one, expected)
+
+
+def test_layers_that_do_not_train_or_are_synchronised_are_left_alone() -> None:
+    frozen, untracked, synchronised = (
+        nn.BatchNorm1d(3).eval(),
+        nn.BatchNorm1d(3, track_running_stats=False),
+        nn.Module(),
+    )
+    synchronised = nn.BatchNorm1d(3)
+    sync_batchnorm(synchronised)
+    network = nn.Sequential(frozen, untracked, synchronised)
+    statistics = OrderedStatistics(network)
+    statistics.begin()
+    assert [layer.momentum for layer in (frozen, untracked, synchronised)] == [0.1] * 3
+    frozen(torch.randn(4, 3))
+    statistics.collect()
+    statistics.restore()
+    statistics.finish(1)
+    assert torch.equal(frozen.running_mean, torch.zeros(3))
+    assert frozen.num_batches_tracked == 0
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return checkpoint(super().forward, inputs, use_reentrant=False)
+
+
+def test_activation_checkpointing_counts_a_micro_batch_once() -> None:
+    batches = [batch.requires_grad_() for batch in micro_batches(3)]
+    found = state_after(Checkpointed(nn.BatchNorm1d(3)), batches)
+    assert all(torch.equal(*pair) for pair in zip(found, state_after(nn.BatchNorm1d(3), batches), strict=True))
+
+
+def test_a_layer_that_is_used_twice_counts_its_last_call_and_is_told() -> None:
+    layer, (first, second) = nn.BatchNorm1d(3), micro_batches(2)
+    statistics = OrderedStatistics(layer)
+    statistics.begin()
+    layer(first)
+    assert statistics.repeated() == []
+    layer(second)
+    assert statistics.repeated() == [layer]
+    statistics.collect()
+    statistics.restore()
+    statistics.finish(1)
+    assert all(
+        torch.equal(*pair) for pair in zip(layer.buffers(), state_after(nn.BatchNorm1d(3), [second], 1), strict=True)
+    )
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_the_statistics_of_updates_are_those_of_their_micro_batches_in_turn(
+    momentum: float | None, dtype: torch.dtype, bound: float
+) -> None:
+    torch.manual_seed(1)
+    layer = nn.BatchNorm1d(3, momentum=momentum, dtype=dtype)
+    plain, statistics = copy.deepcopy(layer), OrderedStatistics(layer)
+    for _ in range(2):
+        before = copy.deepcopy(layer.state_dict())
+        for samples in (4, 4, 2):
+            inputs = torch.randn(samples, 3, dtype=dtype)
+            statistics.begin()
+            assert torch.equal(layer(inputs), plain(inputs))
+            statistics.collect()
+            statistics.restore()
+            assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+        statistics.finish(3)
+        torch.testing.assert_close(layer.state_dict(), plain.state_dict(), rtol=bound, atol=bound)

@@ -1,0 +1,44 @@
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from callbacks.lib.writing import best_effort, forget_failures, skipping_failures, unsaved
+
+
+@pytest.fixture(autouse=True)
+def nothing_failed_before() -> Iterator[None]:
+    forget_failures()
+    yield
+    forget_failures()
+
+
+def _fail(what: str = "") -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_failure_is_a_warning_once_and_remembered(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("lightning_recipes"), "propagate", True)
+    for _ in range(3):
+        with best_effort("metrics.csv"):
+            _fail()
+    assert unsaved() == {"metrics.csv": "No space left on device"}
+    # pytest also listens at loggers that did not propagate when the test began.
+    assert [record.getMessage() for record in dict.fromkeys(caplog.records)] == [
+        "warning: metrics.csv cannot be written (No space left on device); the run continues without it"
+    ]
+    forget_failures("metrics.csv")
+    assert unsaved() == {}
+
+
+def test_a_function_that_may_fail_returns_what_it_returns_and_else_none():
+    assert skipping_failures(len, "length")([1, 2]) == 2
+    assert skipping_failures(_fail, "length")() is None
+    assert unsaved() == {"length": "No space left on device"}
+
+
+def test_only_the_given_errors_are_left_out_and_never_the_end_of_the_program():
+    with pytest.raises(ValueError, match="mine"), best_effort("x", OSError):
+        raise ValueError("mine")
+    with pytest.raises(SystemExit), best_effort("x"):
+        raise SystemExit

@@ -1,0 +1,308 @@
+"""Images of your own in the MNIST recipe."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from datamodules import MNISTDataModule, UserError
+from datamodules.images.arrays import images_from_arrays, read_own_images
+from datamodules.images.folders import ImageTree
+from datamodules.images.known_sets import load_digits
+from datamodules.images.mnist_form import read_digits, read_set
+
+PLAIN: dict[str, Any] = {"shift": 0, "rotation": 0, "scale": 0, "batch_size": 32}
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    """120 of the bundled digits: images of 28 x 28 bytes, and labels."""
+    images, labels = load_digits()["train"]
+    return images[:120].numpy(), labels[:120].numpy()
+
+
+def write_tree(folder: Path, images: np.ndarray, labels: np.ndarray, suffix: str = ".png") -> None:
+    for number, (pixels, label) in enumerate(zip(images, labels, strict=True)):
+        place = folder / str(label)
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(place / f"{number:03}{suffix}")
+
+
+def _read(tree: ImageTree) -> tuple[Tensor, Tensor]:
+    """The images to train on in MNIST's form, and their labels."""
+    images, labels = tree.parts["train"]
+    return read_set(images), labels
+
+
+def _set_up(data: MNISTDataModule) -> dict[str, set[tuple[bytes, int]]]:
+    """The images and labels that each part holds."""
+    data.setup("fit")
+    data.setup("test")
+    held = {}
+    for part, rows in data._rows.items():
+        images, labels = data._parts.get(part) or data._parts["train"]
+        held[part] = {(images[row].numpy().tobytes(), int(labels[row])) for row in rows}
+    return held
+
+
+def test_a_folder_an_archive_and_arrays_of_the_same_images_are_the_same_set(
+    tmp_path: Path, digits: tuple[np.ndarray, np.ndarray]
+):
+    images, labels = digits
+    order = np.argsort(labels, kind="stable")  # That of a folder of class folders.
+    images, labels = images[order], labels[order]
+    write_tree(tmp_path / "tree", images, labels)
+    np.savez_compressed(tmp_path / "set.npz", images=images, labels=labels)
+    found = [
+        MNISTDataModule(data_dir=str(tmp_path / "tree"), **PLAIN),
+        MNISTDataModule(data_dir=str(tmp_path / "set.npz"), **PLAIN),
+        MNISTDataModule.from_arrays(images, labels, **PLAIN),
+        MNISTDataModule.from_arrays(torch.from_numpy(images), torch.from_numpy(labels), **PLAIN),
+        MNISTDataModule.from_arrays(images[..., None] / 255, list(map(str, labels)), **PLAIN),
+    ]
+    batches: list[list[tuple[Tensor, Tensor]]] = []
+    for data in found:
+        held = _set_up(data)
+        assert data.dataset == "custom"
+        assert data.class_names == tuple("0123456789")
+        assert sum(data.sizes.values()) == 120
+        assert not held["train"] & held["val"]
+        assert not held["train"] & held["test"]
+        loaders = (data.train_dataloader(), data.val_dataloader(), data.test_dataloader())
+        batches.append([batch for loader in loaders for batch in loader])
+    assert [data.title for data in found[:3]] == ["tree", "set.npz", "arrays"]
+    for others in batches[1:]:
+        for first, second in zip(batches[0], others, strict=True):
+            assert torch.equal(first[0], second[0])
+            assert torch.equal(first[1], second[1])
+    expected = {(pixels.tobytes(), int(label)) for pixels, label in zip(images, labels, strict=True)}
+    assert set.union(*held.values()) == expected, "light on dark at 28 x 28, the images stay as they are"
+
+
+def test_parts_of_your_own_are_kept_and_only_missing_ones_are_held_out(
+    tmp_path: Path, digits: tuple[np.ndarray, np.ndarray]
+):
+    images, labels = digits
+    write_tree(tmp_path / "train", images[:60], labels[:60])
+    write_tree(tmp_path / "test", images[60:], labels[60:])
+    data = MNISTDataModule(data_dir=str(tmp_path), val_fraction=0.2, **PLAIN)
+    held = _set_up(data)
+    assert held["test"] == {(pixels.tobytes(), int(label)) for pixels, label in zip(images[60:], labels[60:])}
+    assert len(held["train"]) + len(held["val"]) == 60
+    assert not held["train"] & held["val"]
+    parts = {"images": images[:60], "labels": labels[:60], "test_images": images[60:], "test_labels": labels[60:]}
+    np.savez(tmp_path / "ours.npz", **parts)
+    keras = {"x_train": images[:60], "y_train": labels[:60], "x_test": images[60:], "y_test": labels[60:]}
+    np.savez(tmp_path / "keras.npz", **keras)
+    medical = {"train_images": images[:50], "train_labels": labels[:50, None], "val_images": images[50:60]}
+    np.savez(
+        tmp_path / "medical.npz", **medical, val_labels=labels[50:60, None], **{k: parts[k] for k in list(parts)[2:]}
+    )
+    sizes = {}
+    for name in ("ours", "keras", "medical"):
+        data = MNISTDataModule(data_dir=str(tmp_path / f"{name}.npz"), val_fraction=0, **PLAIN)
+        _set_up(data)
+        sizes[name] = data.sizes
+    assert sizes["ours"] == sizes["keras"] == {"train": 60, "val": 0, "test": 60}
+    assert sizes["medical"] == {"train": 50, "val": 10, "test": 60}
+    assert data.validates
+
+
+def test_images_of_any_size_and_polarity_take_mnists_form_as_in_predict(
+    tmp_path: Path, digits: tuple[np.ndarray, np.ndarray]
+):
+    images, labels = digits
+    large = [Image.fromarray(255 - pixels).resize((70, 90)) for pixels in images[:20]]
+    for number, image in enumerate(large):
+        (tmp_path / str(number % 2)).mkdir(exist_ok=True)
+        image.convert("RGB" if number % 3 else "L").save(tmp_path / str(number % 2) / f"{number:02}.png")
+    found, found_labels = _read(read_own_images(tmp_path))
+    files = [number for parity in (0, 1) for number in range(parity, 20, 2)]
+    assert torch.equal(found, read_digits([large[number] for number in files]).pixels[:, 0])
+    assert found_labels.tolist() == [0] * 10 + [1] * 10
+    assert found[:, 0].max() < 64
+    # Dark on light at 28 x 28: the set is inverted.
+    dark, _ = _read(images_from_arrays({"train": (255 - images, labels)}, "dark"))
+    assert np.array_equal(dark.numpy(), images)
+    # One image that touches the border does not change those of a set that is light on dark.
+    bag = images.copy()
+    bag[3] = 200
+    light, _ = _read(images_from_arrays({"train": (bag, labels)}, "light"))
+    assert np.array_equal(light.numpy(), bag)
+    channels, _ = _read(images_from_arrays({"train": (np.stack([images] * 3, 1), labels)}, "colour"))
+    assert np.array_equal(channels.numpy(), images)
+
+
+def test_small_images_are_enlarged_light_on_dark(digits: tuple[np.ndarray, np.ndarray]):
+    images = np.stack([np.array(Image.fromarray(pixels).crop((4, 4, 24, 24)).resize((8, 8))) for pixels in digits[0]])
+    for given in (images, 255 - images):
+        found, _ = _read(images_from_arrays({"train": (given, digits[1])}, "small"))
+        assert found[:, :4].max() == found[:, :, 24:].max() == 0
+        assert (found.float() - torch.from_numpy(digits[0]).float()).abs().mean() < 20
+        predicted = read_digits([Image.fromarray(pixels) for pixels in given])
+        assert torch.equal(predicted.pixels[:, 0], found), "predict sees what was trained on"
+
+
+LABELS = np.arange(6) % 3
+IMAGES = np.full((6, 9, 9), 200, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "reason"),
+    [
+        (
+            IMAGES / 255 * 16,
+            LABELS,
+            r"float64 from 12\.5\d* to .* floats from 0 to 1: pass images / 12",
+        ),
+        (IMAGES // 20, LABELS, r"uint8 from 10 to 10, expected whole numbers from 0 to 255"),
+        (IMAGES.astype(str), LABELS, "the train images are <U3, expected numbers"),
+        ([IMAGES[0], IMAGES[0, 1:]], LABELS, "the train images are no array: .*; pass images of one size"),
+        (IMAGES[:, :, 0][:, :8], LABELS, r"of shape \(6, 8\), expected \(n, height, width\)"),
+        (IMAGES[:0], LABELS[:0], "the train images are empty"),
+        (IMAGES, LABELS[:5], r"labels are of shape \(5,\), expected one for each of 6 images"),
+        (IMAGES, LABELS + 0.5, "labels are float64, expected class numbers from 0, or names"),
+        (IMAGES, LABELS * 0 - 100, "no train image has a label"),
+        (IMAGES, LABELS * 0 + 1, "the train labels are all 1; expected two classes or more"),
+    ],
+)
+def test_arrays_of_other_types_shapes_and_ranges_are_refused(images: Any, labels: Any, reason: str):
+    with pytest.raises(UserError, match=reason):
+        MNISTDataModule.from_arrays(images, labels)
+
+
+def test_labels_are_checked_by_row_and_unlabelled_rows_left_out():
+    data = MNISTDataModule.from_arrays(IMAGES, np.array([0, 1, -100, 1, 0, 1]), test=(IMAGES, LABELS), **PLAIN)
+    data.setup("fit")
+    assert data.left_out == {"without a label": 1}
+    assert sum(data.sizes.values()) == 5
+    with pytest.raises(UserError, match=r"label 2 at row 2 of the test labels is outside 0\.\.1 .*pass num_classes=3"):
+        data.setup("test")
+    named = MNISTDataModule.from_arrays(IMAGES, np.array(list("abbaba")), num_classes=3, **PLAIN)
+    assert (named.num_classes, named.info.classes) == (3, ("a", "b"))
+    with pytest.raises(UserError, match="test has classes that train has no image of: c"):
+        MNISTDataModule.from_arrays(IMAGES, list("abbaba"), test=(IMAGES, list("abcabc")))
+    with pytest.raises(UserError, match="all pixels of the train images of arrays are 0 of 255; expected light digits"):
+        data.train_dataloader()
+
+
+def _npz(path: Path, **arrays: Any) -> Path:
+    np.savez(path, **arrays)
+    return path
+
+
+def test_damaged_and_other_archives_are_refused_by_name(tmp_path: Path):
+    good = _npz(tmp_path / "good.npz", images=IMAGES, labels=LABELS)
+    (tmp_path / "cut.npz").write_bytes(good.read_bytes()[:-100])
+    flipped = bytearray(good.read_bytes())
+    flipped[300] ^= 255
+    (tmp_path / "flipped.npz").write_bytes(flipped)
+    (tmp_path / "text.npz").write_text("images,labels")
+    objects = _npz(tmp_path / "objects.npz", images=np.array([None, 1], dtype=object), labels=LABELS)
+    cases = {
+        tmp_path / "none.npz": "there is no file .*none.npz",
+        tmp_path / "cut.npz": r"cut\.npz is no NumPy file \(\.npz\) of numbers and texts, or damaged",
+        tmp_path / "flipped.npz": "flipped.npz is no NumPy file .* damaged: Bad CRC-32",
+        tmp_path / "text.npz": "text.npz is no NumPy file",
+        objects: "objects.npz is no NumPy file .* Object arrays cannot be loaded",
+        _npz(tmp_path / "half.npz", images=IMAGES): "half.npz holds images; expected the arrays images and labels",
+    }
+    for path, reason in cases.items():
+        with pytest.raises(UserError, match=reason):
+            read_own_images(path)
+    with pytest.raises(UserError, match="holds 6 NumPy files; pass one of them"):
+        read_own_images(tmp_path)
+
+
+def test_unreadable_and_blank_images_are_counted_and_named(
+    tmp_path: Path, digits: tuple[np.ndarray, np.ndarray], caplog: pytest.LogCaptureFixture
+):
+    images, labels = digits
+    write_tree(tmp_path, images[:40], labels[:40])
+    Image.new("L", (50, 50), 255).save(tmp_path / "0" / "blank.png")
+    (tmp_path / "1" / "photo.heic.txt").write_text("")
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        data = MNISTDataModule(data_dir=str(tmp_path), **PLAIN)
+        data.setup("fit")
+    notes = [record.getMessage() for record in caplog.records]
+    assert notes[0].startswith("note: left out 1 files that are no images by their endings: 1 .txt, such as")
+    assert notes[1] == f"note: 1 of 41 train images are blank, such as {tmp_path}/0/blank.png"
+    assert data.left_out == {".txt": 1}
+    for number in range(7):
+        (tmp_path / "2" / f"broken{number}.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"7 of 48 images cannot be used: .*broken0\.png cannot be read .*; and 2 more"):
+        MNISTDataModule(data_dir=str(tmp_path), **PLAIN).setup("fit")
+
+
+def test_a_checkpoint_knows_the_classes_of_your_own_and_refuses_others(
+    tmp_path: Path, digits: tuple[np.ndarray, np.ndarray]
+):
+    images, labels = digits
+    names = np.array(["ma", "mu"])[labels % 2]
+    state = MNISTDataModule.from_arrays(images, names).state_dict()
+    assert state == {"dataset": "custom", "classes": ["ma", "mu"]}
+    Image.fromarray(images[0]).save(tmp_path / "0.png")
+    data = MNISTDataModule(predict_inputs=[str(tmp_path / "0.png")])
+    data.load_state_dict(state)
+    data.setup("predict")
+    assert len(next(iter(data.predict_dataloader()))[0]) == 1
+    assert (data.class_names, data.num_classes, data.info.mean) == (("ma", "mu"), 2, 0.1307)
+    data = MNISTDataModule.from_arrays(images, labels)
+    with pytest.raises(UserError, match="trained on the classes ma, mu, found 0, 1, 2"):
+        data.load_state_dict(state)
+    with pytest.raises(UserError, match="dataset='custom' needs `data_dir`"):
+        MNISTDataModule(dataset="custom").setup("fit")
+
+
+def _write_table(path: Path, images: np.ndarray, labels: Any, header: str = "", label_last: bool = False) -> None:
+    pixels = [",".join(map(str, row)) for row in images.reshape(len(images), -1)]
+    rows = [f"{row},{label}" if label_last else f"{label},{row}" for row, label in zip(pixels, labels)]
+    path.write_text("\n".join([header] * bool(header) + rows) + "\n")
+
+
+HEADER = ",".join(f"pixel{i}" for i in range(784))
+
+
+def test_a_table_with_a_pixel_in_each_column_is_the_set_of_its_images(
+    tmp_path: Path, digits: tuple[np.ndarray, np.ndarray], caplog: pytest.LogCaptureFixture
+):
+    images, labels = digits
+    for name in ("kaggle", "plain", "last"):
+        (tmp_path / name).mkdir()
+    _write_table(tmp_path / "kaggle" / "train.csv", images, labels, f"label,{HEADER}")
+    (tmp_path / "kaggle" / "test.csv").write_text(f"{HEADER}\n{','.join(['0'] * 784)}\n")  # To be submitted.
+    _write_table(tmp_path / "plain" / "mnist_train.csv", images[:80], labels[:80])
+    _write_table(tmp_path / "plain" / "mnist_test.csv", images[80:], labels[80:])
+    _write_table(tmp_path / "last" / "digits.csv", images / 255, labels, f"\ufeff{HEADER},class", True)
+    expected = {(pixels.tobytes(), int(label)) for pixels, label in zip(images, labels)}
+    for place in ("kaggle", "kaggle/train.csv", "last/digits.csv"):
+        data = MNISTDataModule(data_dir=str(tmp_path / place), **PLAIN)
+        assert set.union(*_set_up(data).values()) == expected
+        assert (data.dataset, data.class_names, data.sizes["test"]) == ("custom", tuple("0123456789"), 13)
+    for place in ("plain", "plain/mnist_train.csv"):
+        data = MNISTDataModule(data_dir=str(tmp_path / place), **PLAIN)
+        assert _set_up(data)["test"] == {(pixels.tobytes(), int(y)) for pixels, y in zip(images[80:], labels[80:])}
+    assert "note: " + str(tmp_path / "plain") + " has a pixel in each column: train of mnist_train.csv, " in caplog.text
+    lines = (tmp_path / "plain" / "mnist_train.csv").read_text().split("\n")
+    lines[3] = lines[3].replace("0", "x", 1)
+    (tmp_path / "plain" / "mnist_train.csv").write_text("\n".join(lines))
+    with pytest.raises(UserError, match=r"mnist_train.csv: could not convert .*x.* row 3.*; expected a label and 784"):
+        MNISTDataModule(data_dir=str(tmp_path / "plain"), **PLAIN).setup("fit")
+    _write_table(tmp_path / "optdigits.csv", images[:, ::4, ::4][:, :8, :8] // 16, labels, label_last=True)
+    with pytest.raises(UserError, match="is not clear"):
+        MNISTDataModule(data_dir=str(tmp_path / "optdigits.csv"), **PLAIN).setup("fit")
+
+
+def test_emnist_as_a_table_is_turned_and_its_labels_are_letters(tmp_path: Path, digits: tuple[np.ndarray, np.ndarray]):
+    images, labels = digits
+    _write_table(tmp_path / "emnist-letters-train.csv", images.transpose(0, 2, 1), labels + 1)
+    data = MNISTDataModule(data_dir=str(tmp_path), val_fraction=0, test_fraction=0, **PLAIN)
+    data.setup("fit")
+    assert data.class_names == tuple("abcdefghij")
+    assert np.array_equal(data._parts["train"][0][:, 0].numpy(), images)
+    assert data._parts["train"][1].tolist() == labels.tolist()

@@ -1,0 +1,51 @@
+"""Files by number."""
+
+import pickle
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import pytest
+import torch
+
+from datamodules.images.file_table import FileTable
+
+NAMES = ["b/\u00e4 \U0001f41c.jpg", "a/1.jpg", "odd \udcff.png", "", "a/10.jpg"]
+
+
+def test_names_come_back_whatever_letters_they_have():
+    table = FileTable(NAMES, root="x/")
+    assert list(table) == [f"x/{name}" for name in NAMES]
+    assert [table[row] for row in range(-5, 5)] == [f"x/{name}" for name in NAMES] * 2
+    assert (len(table), list(table[1:4:2]), "x/a/10.jpg" in table) == (5, ["x/a/1.jpg", "x/"], True)
+    for row in (5, -6):
+        with pytest.raises(IndexError):
+            table[row]
+    assert (list(FileTable()), list(FileTable(NAMES)[:0])) == ([], [])
+
+
+def test_selections_share_the_names_and_survive_pickling():
+    table = FileTable(NAMES)
+    chosen = table.select(torch.tensor([4, 0, 0])).select(torch.tensor([1, 0]))
+    assert list(chosen) == [NAMES[0], NAMES[4]]
+    assert chosen._names is table._names
+    for again in (pickle.loads(pickle.dumps(chosen)), pickle.loads(bytes(ForkingPickler.dumps(chosen)))):
+        assert list(again) == list(chosen)
+
+
+def test_equal_tables_have_the_same_digest_and_others_do_not():
+    table = FileTable(["1", "2", "3"], root="a/")
+    assert table.digest() == FileTable(["1", "2", "3"], root="a/").digest() == table[:2].whole().digest()
+    names = (["1", "23"], ["1", "3", "2"], ["1", "2", "3", ""])
+    others = [table, table[:2], table[1:], FileTable(table, root="b/"), *(FileTable(name, root="a/") for name in names)]
+    assert len({other.digest() for other in others}) == 7
+
+
+def test_files_are_read_and_stamped_as_they_are_now(tmp_path: Path):
+    table = FileTable(["1", "2"], root=f"{tmp_path}/")
+    (tmp_path / "1").write_bytes(b"one")
+    before = table.stamp(0)
+    assert (table.read(0), before[0]) == (b"one", 3)
+    (tmp_path / "1").write_bytes(b"two")
+    assert (table.read(0), table.stamp(0) != before) == (b"two", True)
+    with pytest.raises(FileNotFoundError):
+        table.read(1)

@@ -1,0 +1,704 @@
+import hashlib
+import logging
+import pickle
+import re
+import shutil
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from datamodules.errors import UserError
+from datamodules.images.decoding import UnreadableImage, load_image
+from datamodules.images.folders import split_by_class
+from datamodules.images.image_folder import ImageFolderDataModule, _normalise
+from datamodules.images.mnist_form import grey_image
+
+CLASSES = ("ant", "bee", "cow")
+
+
+def _noise(number: int, width: int = 48, height: int = 40) -> Image.Image:
+    pixels = torch.randint(
+        0, 256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(number)
+    )
+    return Image.fromarray(pixels.numpy()).resize((width, height))
+
+
+def write_class(folder: Path, count: int, first: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(first, first + count):
+        suffix = ".png" if number % 3 else ".jpg"
+        _noise(number, 30 + number % 7, 28 + number % 11).save(folder / f"{number:03}{suffix}")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Three classes; 13 images to train on and 7 to validate."""
+    for start, (name, train, val) in enumerate(zip(CLASSES, (5, 4, 4), (3, 2, 2), strict=True)):
+        write_class(tmp_path / "train" / name, train, 100 * start)
+        write_class(tmp_path / "val" / name, val, 100 * start + 50)
+    return tmp_path
+
+
+def _data(folder: Path | None, stage: str = "fit", **options: Any) -> ImageFolderDataModule:
+    defaults = {"image_size": 64, "batch_size": 3, "eval_batch_size": 3, "num_workers": 0}
+    data = ImageFolderDataModule(data_dir=str(folder) if folder else None, **(defaults | options))
+    data.setup(stage)
+    return data
+
+
+def _batches(data: ImageFolderDataModule, epochs: int = 2) -> list[tuple[Tensor, Tensor]]:
+    loader = data.train_dataloader()
+    found = [batch for _ in range(epochs) for batch in loader]
+    data.teardown("fit")
+    return found
+
+
+def _equal(first: list[tuple[Tensor, Tensor]], second: list[tuple[Tensor, Tensor]]) -> bool:
+    return all(torch.equal(a, b) for one, two in zip(first, second, strict=True) for a, b in zip(one, two, strict=True))
+
+
+def _messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged, without the line on the classes."""
+    lines = (record.getMessage() for record in caplog.records)
+    return [line for line in lines if ": training on " not in line]
+
+
+@pytest.fixture
+def notes(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.INFO, "lightning_recipes"):
+        yield caplog
+
+
+# What a run sees does not depend on how it is read
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mixup": 0.2, "cutmix": 1.0, "balance": "sampling"}],
+)
+def test_batches_are_equal_to_the_bit_on_any_number_of_workers_cached_or_not(tree, options):
+    expected = _batches(_data(tree, cache_gb=0, **options))
+    assert len(expected) == 10
+    for num_workers, cache_gb in ((0, 1), (1, 0), (2, 1)):
+        assert _equal(_batches(_data(tree, num_workers=num_workers, cache_gb=cache_gb, **options)), expected)
+    assert not _equal(_batches(_data(tree, seed=2, cache_gb=0, **options)), expected)
+
+
+def test_repeats_of_a_rare_class_are_augmented_differently_and_weights_of_classes_make_up_for_counts(tmp_path):
+    for name, count in (("ant", 1), ("bee", 9)):
+        write_class(tmp_path / "train" / name, count)
+    data = _data(tmp_path, balance="sampling", val_fraction=0.0, batch_size=10)
+    images, targets = _batches(data, epochs=1)[0]
+    assert targets.bincount().tolist() == [5, 5]
+    assert len({image.numpy().tobytes() for image in images}) == 10
+    assert data.class_weights is None
+    weights = _data(tmp_path, balance="loss", val_fraction=0.0).class_weights
+    assert torch.allclose(weights, torch.tensor([5.0, 5 / 9]))
+
+
+class Watcher(pl.LightningModule):
+    """Keeps what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: dict[str, list[tuple[Tensor, Tensor]]] = {"train": [], "val": [], "test": [], "predict": []}
+
+    def _look(self, stage: str, batch: Any) -> Tensor:
+        images, targets = batch
+        assert images.dtype == torch.float32
+        self.seen[stage].append((images.clone(), targets.clone()))
+        return (self.weight * images).sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._look("train", batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._look("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._look("test", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self._look("predict", batch)
+        return batch[1]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def _trainer(**options: Any) -> pl.Trainer:
+    defaults = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 2,
+    }
+    return pl.Trainer(**(defaults | options))
+
+
+def test_an_exception_ends_the_workers(tree):
+    data = _data(tree, num_workers=1)
+    loader = data.train_dataloader()
+    batches = iter(loader)
+    next(batches)
+    data.on_exception(KeyboardInterrupt())
+    assert loader._loader is None
+
+
+def test_all_stages_of_a_trainer_get_their_images(tree, tmp_path):
+    write_class(tree / "test" / "bee", 2, 500)
+    write_class(tree / "test" / "ant", 1, 600)
+    data = ImageFolderDataModule(
+        data_dir=str(tree), image_size=24, batch_size=13, predict_inputs=[str(tree / "test")], num_workers=1
+    )
+    module, trainer = Watcher(), _trainer(max_epochs=1)
+    trainer.fit(module, datamodule=data)
+    assert data.sizes == {"train": 13, "val": 7}
+    trainer.validate(module, datamodule=data, verbose=False)
+    trainer.test(module, datamodule=data, verbose=False)
+    predictions = trainer.predict(module, datamodule=data)
+    assert data.sizes == {"train": 13, "val": 7, "test": 3}
+    seen = module.seen
+    assert sorted(seen["train"][0][1].tolist()) == [0] * 5 + [1] * 4 + [2] * 4
+    assert _equal(seen["val"][:1], seen["val"][1:])
+    assert seen["test"][0][1].tolist() == [0, 1, 1]
+    assert torch.equal(seen["predict"][0][0], seen["test"][0][0])
+    assert [Path(data.prediction_names[number]).name for number in predictions[0]] == ["600.jpg", "500.png", "501.jpg"]
+    assert all(loader._loader is None for loader in data._loaders)
+
+
+def test_numbered_batches_are_the_images_of_evaluation_with_their_numbers(tree):
+    data = _data(tree, augment="none")
+    parts = [list(data.numbered_batches("train", rank, 2)) for rank in (0, 1)]
+    images, targets, numbers = (torch.cat(pieces) for pieces in zip(*parts[0], *parts[1], strict=True))
+    assert sorted(numbers.tolist()) == list(range(13))
+    loader = data.train_dataloader()
+    assert not data.augments
+    # The same images in the same numbering as in training without augmentation: features may stand in for them.
+    loader.use_features(images, numbers)
+    features = list(loader)
+    loader.use_features(None, None)
+    loader.load_state_dict({"epoch": 0, "consumed": 0})
+    assert _equal(features, [data.on_after_batch_transfer(batch, 0) for batch in loader])
+    assert targets[numbers.argsort()].tolist() == [0] * 5 + [1] * 4 + [2] * 4
+    # Features pass through.
+    assert data.on_after_batch_transfer(features[0], 0)[0] is features[0][0]
+
+
+def test_a_run_goes_on_with_the_same_files_wherever_they_lie_and_with_no_others(tree, tmp_path_factory):
+    state = _data(tree).train_dataloader().state_dict()
+    elsewhere = shutil.copytree(tree, tmp_path_factory.mktemp("elsewhere") / "photographs")
+    for folder in (elsewhere, shutil.make_archive(str(elsewhere), "zip", elsewhere)):
+        _data(folder, image_size=32).train_dataloader().load_state_dict(state)
+    (elsewhere / "train" / "bee" / "100.png").rename(elsewhere / "train" / "bee" / "99.png")
+    with pytest.raises(UserError, match="of a run on 13 samples, found 13, others or in another order; resume"):
+        _data(elsewhere).train_dataloader().load_state_dict(state)
+    write_class(elsewhere / "train" / "cow", 1, 900)
+    with pytest.raises(UserError, match="of a run on 13 samples, found 14; resume with the same data"):
+        _data(elsewhere).train_dataloader().load_state_dict(state)
+
+
+def test_soft_targets_add_up_and_validation_keeps_labels(tree):
+    data = _data(tree, mixup=0.4, cutmix=1.0)
+    batches = _batches(data)
+    for images, targets in batches:
+        assert targets.shape == (len(images), 3)
+        assert torch.allclose(targets.sum(1), torch.ones(len(images)))
+    assert any(((targets > 0).sum(1) == 2).any() for _, targets in batches)
+    assert next(iter(data.val_dataloader()))[1].dtype == torch.int64
+    assert data.augments
+    assert data.num_classes == 3
+
+
+# Folders
+
+
+def test_a_folder_of_class_folders_is_split_by_class_and_seed(tree, tmp_path):
+    folder = tmp_path / "flat"
+    for start, name in enumerate(CLASSES):
+        write_class(folder / name, 10, 100 * start)
+
+    def parts(**options: Any) -> dict[str, list[str]]:
+        data = _data(folder, val_fraction=0.2, **options)
+        data.setup("test")
+        return {part: list(images.files) for part, (images, targets) in data._parts.items() if len(targets)}
+
+    found = parts(test_fraction=0.1)
+    assert {part: len(files) for part, files in found.items()} == {"train": 21, "val": 6, "test": 3}
+    assert len(set(sum(found.values(), []))) == 30
+    assert [sum(f"/{name}/" in file for file in found["val"]) for name in CLASSES] == [2, 2, 2]
+    assert parts(test_fraction=0.1) == found
+    assert parts(test_fraction=0.1, seed=2) != found
+    assert {part: len(files) for part, files in parts().items()} == {"train": 24, "val": 6}
+    assert _data(folder, val_fraction=0.0).val_dataloader() == []
+
+
+def test_a_class_of_few_images_keeps_one_to_train_on():
+    classes, targets = ("a", "b", "c"), torch.tensor([0, 1, 1, 2, 2, 2])
+    rows = split_by_class(targets, classes, {"test": 0.5, "val": 0.4}, seed=1)
+    assert sorted(torch.cat(list(rows.values())).tolist()) == list(range(6))
+    assert set(targets[rows["train"]].tolist()) == {0, 1, 2}
+    # Which ones does not depend on other classes.
+    again = split_by_class(torch.tensor([0, 0, 1, 1, 2, 2, 2]), classes, {"test": 0.5, "val": 0.4}, seed=1)
+    assert [row - 1 for row in again["val"].tolist() if row > 1] == [row for row in rows["val"].tolist() if row > 0]
+
+
+def test_splits_are_those_of_earlier_versions_sample_by_sample():
+    targets = torch.tensor([(i * i * 7 + i // 5) % 4 for i in range(60)])
+    rows = split_by_class(targets, ("ant", "bee", "cow", "dog"), {"test": 0.1, "val": 0.25}, 3)
+    assert rows["test"].tolist() == [7, 15, 35, 38, 44, 51]
+    assert rows["val"].tolist() == [6, 11, 14, 16, 19, 21, 22, 25, 27, 40, 48, 54, 58, 59]
+    assert sorted(torch.cat(list(rows.values())).tolist()) == list(range(60))
+    targets = torch.tensor([(i * i * 7 + i // 3) % 37 % 11 for i in range(5000)])
+    rows = split_by_class(targets, [f"c{i}" for i in range(11)], {"test": 0.07, "val": 0.13}, 5)
+    found = (rows[part].tolist() for part in ("train", "test", "val"))
+    hashes = [hashlib.sha256(repr(numbers).encode()).hexdigest()[:16] for numbers in found]
+    assert hashes == ["486045a78134100e", "d6083b20ce8fabed", "8cf07f080ea5313c"]
+
+
+def test_what_is_left_out_is_counted_and_hidden_files_are_not_looked_at(tree, notes):
+    (tree / "train" / "readme.md").write_text("x")
+    (tree / "train" / "bee" / ".hidden.jpg").write_text("x")
+    write_class(tree / "train" / ".cache", 2)
+    write_class(tree / "train" / "ant" / "more", 2, 900)
+    (tree / "train" / "dog").mkdir()
+    write_class(tree / "test", 1)
+    (tree / "train" / "ant" / "again").symlink_to(tree / "train" / "ant")
+    shutil.rmtree(tree / "val" / "bee")
+    shutil.move(tree / "val" / "ant" / "050.png", tree / "val" / "050.png")
+    data = _data(tree)
+    assert (data.info.classes, data.sizes) == (CLASSES, {"train": 15, "val": 4})
+    assert _messages(notes) == [
+        f"note: {tree}/test is not used: it is no folder train, val or test with class folders",
+        f"note: class dog is left out of train: {tree}/train/dog holds no image",
+        "note: val has no image of bee: scores say nothing about them",
+        f"note: left out 1 images that are in no folder of a class, such as {tree}/val/050.png",
+        f"note: left out 1 files that are no images by their endings: 1 .md, such as {tree}/train/readme.md",
+    ]
+
+
+def test_a_missing_folder_and_a_file_are_refused(tmp_path):
+    with pytest.raises(UserError, match="nowhere' does not exist; pass a folder"):
+        _data(tmp_path / "nowhere")
+    (tmp_path / "x.bin").touch()
+    with pytest.raises(UserError, match=r"x.bin' is neither a folder nor an archive; pass a folder"):
+        _data(tmp_path / "x.bin")
+
+
+def test_the_number_of_classes_is_known_before_set_up(tree):
+    assert ImageFolderDataModule(data_dir=str(tree)).num_classes == 3
+    assert ImageFolderDataModule(dataset="cifar100").num_classes == 100
+
+
+# Files that cannot be read
+
+
+def _damage(tree: Path) -> list[str]:
+    """Truncated, empty, of another kind, and missing: the files' names."""
+    ant, bee = tree / "train" / "ant", tree / "train" / "bee"
+    whole = (ant / "000.jpg").read_bytes()
+    (ant / "000.jpg").write_bytes(whole[: len(whole) // 2])
+    (ant / "001.png").write_bytes(b"")
+    (bee / "100.png").write_text("not an image")
+    png = (bee / "101.png").read_bytes()
+    (bee / "101.png").write_bytes(png[:60] + bytes(40) + png[100:])
+    return [str(ant / "000.jpg"), str(ant / "001.png"), str(bee / "100.png"), str(bee / "101.png")]
+
+
+@pytest.mark.parametrize(("num_workers", "cache_gb"), [(0, 0), (2, 1)])
+def test_unreadable_images_are_skipped_alike_cached_or_not(tree, num_workers, cache_gb, notes):
+    whole = [len(targets) for _, targets in _batches(_data(tree))]
+    assert notes.messages == [f"{tree.name}: training on 3 classes: ant (5), bee (4), cow (4)"]
+    bad = _damage(tree)
+    options = {"on_corrupt": "skip", "mixup": 0.3}
+    data = _data(tree, num_workers=num_workers, cache_gb=cache_gb, **options)
+    loader = data.train_dataloader()
+    batches = [batch for _ in range(2) for batch in loader]
+    assert [len(targets) for _, targets in batches] != whole
+    assert sum(len(targets) for _, targets in batches) == 2 * (13 - 4)
+    assert loader.skipped == 4
+    said = _messages(notes)
+    assert len(said) == 4
+    assert all(any(name in line for line in said) for name in bad)
+    assert any("001.png cannot be read as an image: the file is empty; it is left out" in line for line in said)
+    assert any("100.png cannot be read as an image: its content is not an image" in line for line in said)
+    assert _equal(batches, _batches(_data(tree, cache_gb=0, **options)))
+    data.teardown("fit")
+
+
+def test_prediction_tells_what_it_cannot_read_and_keeps_the_numbers(tree, notes):
+    bad = _damage(tree)
+    inputs = [str(tree / "nowhere.jpg"), str(tree / "val" / "ant"), bad[1], str(tree / "val" / "bee" / "151.png")]
+    data = _data(None, "predict", predict_inputs=inputs)
+    batches = list(data.predict_dataloader())
+    numbers = torch.cat([numbers for _, numbers in batches]).tolist()
+    assert [Path(data.prediction_names[number]).name for number in numbers] == [
+        "050.png",
+        "051.jpg",
+        "052.png",
+        "151.png",
+    ]
+    assert list(data.unreadable_inputs) == [0, 4]
+    assert data.unreadable_inputs[0].endswith("nowhere.jpg cannot be read as an image: No such file or directory")
+    assert not _messages(notes)
+
+
+def test_nothing_to_predict_is_an_error(tree):
+    with pytest.raises(UserError, match="no image to predict; pass the names"):
+        _data(None, "predict").predict_dataloader()
+    data = _data(None, "predict", predict_inputs=[str(tree / "nowhere.jpg")])
+    with pytest.raises(UserError, match="none of the 1 images can be read"):
+        list(data.predict_dataloader())
+
+
+# Decoding
+
+
+def _saved(image: Image.Image, path: Path, **options: Any) -> Tensor:
+    image.save(path, **options)
+    return load_image(path, 100)
+
+
+def test_images_of_any_mode_become_rgb_bytes(tmp_path):
+    red = Image.new("RGB", (6, 4), (200, 40, 10))
+    expected = torch.tensor([200, 40, 10], dtype=torch.uint8).view(3, 1, 1).expand(3, 4, 6)
+    assert torch.equal(_saved(red, tmp_path / "rgb.png"), expected)
+    assert torch.equal(_saved(red.convert("P", palette=Image.Palette.ADAPTIVE), tmp_path / "p.png"), expected)
+    assert torch.equal(_saved(red, tmp_path / "rgb.bmp"), expected)
+    grey = _saved(red.convert("L"), tmp_path / "l.png")
+    assert torch.equal(grey, grey[:1].expand(3, 4, 6))
+    cmyk = _saved(red.convert("CMYK"), tmp_path / "cmyk.jpg", quality=95)
+    assert (cmyk.int() - expected.int()).abs().max() < 12
+    clear = Image.new("RGBA", (6, 4), (200, 40, 10, 0))
+    assert (_saved(clear, tmp_path / "rgba.png") == 255).all()
+    assert (_saved(Image.new("LA", (6, 4), (0, 0)), tmp_path / "la.png") == 255).all()
+    deep = Image.new("I;16", (6, 4), 25_700)
+    assert (_saved(deep, tmp_path / "deep.png") == 100).all()
+    for brightness, byte in ((0.4, 102), (100.0, 100)):  # Of 1, or of 255.
+        assert (_saved(Image.new("F", (6, 4), brightness), tmp_path / "floats.tif") == byte).all()
+    half = Image.new("1", (6, 4), 1)
+    assert (_saved(half, tmp_path / "bits.png") == 255).all()
+
+
+RAMP = np.arange(256).reshape(16, 16)
+
+
+@pytest.mark.parametrize(
+    ("values", "shades"),
+    [
+        (np.uint16(RAMP * 257), 256),  # All 16 bits.
+        (np.uint16(RAMP * 0), 1),  # Black is black in every range.
+        (np.int32(RAMP), 256),
+        (np.int32(RAMP * 257), 256),
+        (np.float32(RAMP / 255), 256),
+        (np.float32(RAMP), 256),
+        (
+            np.uint16(RAMP * 16),
+            r"uint16 from 0 to 4080, expected most of 0 to 65535; scale all images of the set alike",
+        ),
+        (np.uint16(RAMP), "uint16 from 0 to 255, expected most of 0 to 65535"),
+        (np.int32(RAMP * 16 - 1000), "int32 from -1000 to 3080, expected most of 0 to 255 or 0 to 65535"),
+        (np.int32(RAMP * 16), "int32 from 0 to 4080, expected most"),
+        (np.float32(RAMP / 127.5 - 1), "float32 from -1 to 1, expected most of 0 to 1 or 0 to 255"),
+        (np.float32(RAMP * 40), "float32 from 0 to 10200, expected most of 0 to 1 or 0 to 255"),
+        (np.float32(np.where(RAMP, RAMP / 255, np.nan)), "float32 from nan to nan, expected most"),
+        (np.float32(RAMP / 2550), r"float32 from 0 to 0\.1, expected most"),
+    ],
+)
+@pytest.mark.parametrize("read", [lambda path: load_image(path, 64)[0], lambda path: grey_image(str(path))])
+def test_pixels_of_more_than_8_bits_keep_their_shades_or_are_refused(tmp_path, values, shades, read):
+    path = tmp_path / "x.tif"
+    Image.fromarray(values).save(path)
+    if isinstance(shades, int):
+        assert len(read(path).unique()) >= shades - 3  # Pillow cuts fractions off.
+        return
+    with pytest.raises(UserError, match=rf"x\.tif cannot be read as an image: its pixels are {shades}"):
+        read(path)
+
+
+@pytest.mark.parametrize("read", [lambda path: load_image(path, 64)[0], lambda path: grey_image(str(path))])
+def test_colours_of_16_bits_of_which_little_is_left_are_refused(tmp_path, read):
+    def write(colours: np.ndarray) -> None:
+        rows = [b"\0" + row.astype(">u2").tobytes() for row in np.stack([colours] * 3, 2)]
+        parts = ((b"IHDR", struct.pack(">2I5B", 16, 16, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(b"".join(rows))))
+        chunks = (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+            for kind, data in (*parts, (b"IEND", b""))
+        )
+        (tmp_path / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+
+    write(RAMP * 257)
+    assert len(read(tmp_path / "x.png").unique()) == 256
+    for colours, below in ((RAMP, 256), (RAMP * 16, 4096)):
+        write(colours)
+        with pytest.raises(
+            UserError, match=f"x.png cannot be .*: its pixels have 16 bits and are below {below}, expected"
+        ):
+            read(tmp_path / "x.png")
+
+
+@pytest.mark.parametrize("read", [lambda path: load_image(path, 64), lambda path: grey_image(str(path))])
+def test_a_tiff_that_pillow_does_not_read_is_called_that_and_skipped_as_others(tree, notes, read):
+    strange = next(iter(sorted((tree / "train" / "ant").iterdir())))
+    # Five channels of 16 bits, as satellites have.
+    tags = (
+        (256, 4, 1, 1),
+        (257, 4, 1, 1),
+        (258, 3, 1, 16),
+        (262, 3, 1, 1),
+        (273, 4, 1, 8),
+        (277, 3, 1, 5),
+        (279, 4, 1, 10),
+    )
+    entries = b"".join(
+        struct.pack("<2HIHH" if kind == 3 else "<2HII", tag, kind, n, *([v, 0] if kind == 3 else [v]))
+        for tag, kind, n, v in tags
+    )
+    strange.write_bytes(struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + entries + bytes(14))
+    with pytest.raises(
+        UserError, match=r"cannot be read as an image: it is a TIFF file .* Pillow does not read \(unkn"
+    ):
+        read(strange)
+    assert sum(len(targets) for _, targets in _batches(_data(tree, on_corrupt="skip"), 1)) == 12
+    assert any(strange.name in line for line in _messages(notes))
+
+
+def test_a_folder_whose_images_have_one_shade_is_refused_before_training(tmp_path):
+    for number in range(6):
+        (tmp_path / "ab"[number % 2]).mkdir(exist_ok=True)
+        Image.new("I;16", (80, 80)).save(tmp_path / "ab"[number % 2] / f"{number}.png")
+    with pytest.raises(UserError, match=r"all pixels of .* are 0 of 255, as of .*; expected images with contents"):
+        _data(tmp_path, image_size=32).train_dataloader()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_turned_upright(tmp_path, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = _noise(3, 20, 12)
+    from PIL import ImageOps
+
+    image.save(tmp_path / "x.png", exif=exif)
+    with Image.open(tmp_path / "x.png") as saved:
+        upright = ImageOps.exif_transpose(saved)
+    pixels = torch.frombuffer(bytearray(upright.tobytes()), dtype=torch.uint8)
+    assert torch.equal(
+        load_image(tmp_path / "x.png", 100), pixels.view(upright.height, upright.width, 3).permute(2, 0, 1)
+    )
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
+def test_the_short_side_is_reduced_and_the_content_is_kept(tmp_path, suffix):
+    coarse = torch.randint(0, 256, (4, 6, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    image = Image.fromarray(coarse.numpy()).resize((900, 600), Image.Resampling.BICUBIC)
+    image.save(tmp_path / f"x.{suffix}", quality=95)
+    small = load_image(tmp_path / f"x.{suffix}", 80)
+    assert small.shape == (3, 80, 120)
+    usual = torch.frombuffer(bytearray(image.resize((120, 80)).tobytes()), dtype=torch.uint8).view(80, 120, 3)
+    assert (small.permute(1, 2, 0).float() - usual.float()).abs().mean() < 2
+    assert load_image(tmp_path / f"x.{suffix}", 5000).shape == (3, 600, 900)
+
+
+def test_an_image_beyond_pillows_limit_is_unreadable(tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    _noise(1, 20, 15).save(tmp_path / "x.png")
+    with pytest.raises(UnreadableImage, match=r"x.png cannot be read as an image: .*300 pixels.* exceeds limit of 200"):
+        load_image(tmp_path / "x.png", 10)
+
+
+def test_a_cache_that_validation_filled_serves_training(tree):
+    data, expected = _data(tree, cache_gb=1), _batches(_data(tree, cache_gb=0))
+    _normalise.cache_clear()
+    with torch.inference_mode():
+        list(data.numbered_batches("train"))
+    assert _equal(_batches(data), expected)
+    # What asks for the gradient of images goes through the statistics, too.
+    pixels = expected[0][0].float().requires_grad_()
+    data.normalise(pixels).sum().backward()
+    assert pixels.grad is not None
+
+
+# Sets known by name
+
+
+def test_without_a_folder_the_bundled_digits_are_used_with_a_warning(notes):
+    data = ImageFolderDataModule(batch_size=100)
+    assert data.num_classes == 10
+    data.setup("fit")
+    data.setup("test")
+    assert (data.dataset, data.image_size, data.augments) == ("digits", 32, True)
+    assert data.sizes == {"train": 1295, "val": 142, "test": 360}
+    assert _messages(notes) == [
+        "no `data_dir`: using the 1,797 digits bundled with scikit-learn as small colour images; "
+        "pass data_dir='FOLDER' for your own"
+    ]
+    images, _ = next(iter(data.train_dataloader()))
+    assert images.shape == (100, 3, 32, 32)
+    assert images.dtype == torch.float32
+    assert data.train_dataloader().num_workers == 0
+    assert len(data.val_dataloader().reader.targets.unique()) == 10
+    assert not ImageFolderDataModule(dataset="digits", augment="none").augments
+
+
+def test_what_was_left_open_is_resolved_to_what_is_used(tmp_path: Path, tree, notes):
+    data = ImageFolderDataModule()
+    imagenet = {"pixel_mean": [0.485, 0.456, 0.406], "pixel_std": [0.229, 0.224, 0.225]}
+    digits = {"dataset": "digits", "image_size": 32, "augment": "light", **imagenet}
+    assert data.resolve() == data.resolve() == digits
+    data.setup("fit")
+    assert len(_messages(notes)) == 2
+    assert "augment='light' (shifts, no mirroring)" in _messages(notes)[1]
+    large = ImageFolderDataModule(data_dir=str(tree), image_size=224).resolve()
+    assert large == {"dataset": "folder", "augment": "standard", **imagenet}
+    assert ImageFolderDataModule(**data.resolve()).resolve() == {}
+
+
+def test_the_size_of_the_images_follows_a_folders_files_with_a_note_and_so_do_augmentation_and_statistics(tree, notes):
+    # The files' short sides are 28 to 36 pixels.
+    data = _data(tree, image_size=None)
+    assert data.image_size == 32
+    chosen = r"images of 32 pixels as the files have, augment='light' \(shifts and mirroring\), pixels normalised by"
+    assert re.fullmatch(rf".*: {chosen} their mean \(0.49\d, 0.50\d, 0.49\d\)", *_messages(notes))
+    every = torch.cat([images.flatten(2) for images, _ in _batches(_data(tree, image_size=32, augment="none"), 1)])
+    assert float(every.mean()) == pytest.approx(0, abs=0.02)
+    assert float(every.std()) == pytest.approx(1, abs=0.03)
+    # What is damaged is left to the loaders.
+    for file in (tree / "train" / "ant").iterdir():
+        file.write_bytes(b"no image")
+    assert _data(tree, image_size=None).image_size == 32
+
+
+def test_statistics_that_are_given_are_used_and_a_checkpoint_keeps_those_of_its_run(tree):
+    mine = _data(tree, image_size=32, pixel_mean=[0.5, 0.5, 0.5], pixel_std=[0.25, 0.25, 0.25])
+    white = torch.full((1, 3, 4, 4), 255, dtype=torch.uint8)
+    assert torch.equal(mine.normalise(white), torch.full((1, 3, 4, 4), 2.0))
+    again = ImageFolderDataModule()
+    again.load_state_dict(mine.state_dict())
+    assert torch.equal(again.normalise(white), mine.normalise(white))
+    with pytest.raises(UserError, match=r"pixel_std=\[0, 1, 1\]: expected three numbers"):
+        ImageFolderDataModule(pixel_std=[0, 1, 1])
+
+
+@pytest.mark.parametrize("options", [{}, {"mixup": 0.2, "cutmix": 1.0}, {"balance": "sampling", "augment": "none"}])
+def test_small_images_in_memory_are_those_that_workers_read(tree, options, monkeypatch):
+    expected = _data(tree, image_size=32, **options)
+    reader = expected.train_dataloader().reader
+    assert reader.is_in_memory
+    monkeypatch.setattr("datamodules.images.image_folder._MOST_IN_MEMORY", 0)
+    for num_workers in (0, 2):
+        data = _data(tree, image_size=32, num_workers=num_workers, **options)
+        assert not data.train_dataloader().reader.is_in_memory
+        assert _equal(_batches(data), _batches(expected))
+
+
+@pytest.mark.parametrize("on_corrupt", ["error", "skip"])
+def test_small_images_that_cannot_be_read_are_reported_as_others(tree, on_corrupt, notes):
+    bad = _damage(tree)
+    data = _data(tree, image_size=32, on_corrupt=on_corrupt)
+    if on_corrupt == "error":
+        with pytest.raises(UserError, match=r"cannot be read as an image.*; replace or remove the file, or pass"):
+            _batches(data)
+        return
+    assert sum(len(targets) for _, targets in _batches(data, 1)) == 13 - 4
+    assert all(any(name in line for line in _messages(notes)) for name in bad)
+
+
+def _write_cifar(folder: Path) -> None:
+    folder = folder / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    numbers = torch.arange(40, dtype=torch.uint8)
+    pixels = numbers.view(40, 1).expand(40, 3072).contiguous().numpy()
+    for name, rows in (("data_batch_1", slice(0, 30)), ("test_batch", slice(30, 40))):
+        batch = {"data": pixels[rows], "labels": (numbers[rows] % 10).tolist()}
+        (folder / name).write_bytes(pickle.dumps(batch))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"class {i}" for i in range(10)]}))
+
+
+def test_cifar_is_read_from_torchvisions_files(tmp_path, monkeypatch):
+    from torchvision.datasets import CIFAR10
+
+    _write_cifar(tmp_path)
+    # The names of fewer files, and no checksums: ours are made up.
+    monkeypatch.setattr(CIFAR10, "train_list", [["data_batch_1", None]])
+    monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", None]])
+    monkeypatch.setattr(CIFAR10, "meta", {"filename": "batches.meta", "key": "label_names", "md5": None})
+    data = ImageFolderDataModule("cifar10", str(tmp_path), batch_size=10, val_fraction=0.34, augment="none")
+    data.prepare_data()
+    data.setup("fit")
+    data.setup("test")
+    assert data.sizes == {"train": 20, "val": 10, "test": 10}
+    assert data.info.classes[3] == "class 3"
+    assert data.image_size == 32
+    mean, std = data.pixel_statistics
+    assert mean == (0.4914, 0.4822, 0.4465)
+    for images, targets in data.train_dataloader():
+        pixels = (images[:, 0, 0, 0] * std[0] + mean[0]) * 255
+        assert torch.equal(pixels.round().long() % 10, targets)
+    data.teardown("fit")
+
+
+def test_a_set_that_cannot_be_downloaded_is_refused_with_what_to_type(tmp_path, monkeypatch):
+    from torchvision.datasets import CIFAR10
+
+    with pytest.raises(UserError, match=r"CIFAR-10 is not in .*, and .*not found.*; pass the `data_dir`"):
+        _data(tmp_path, dataset="cifar10")
+    # An address that surely does not answer.
+    monkeypatch.setattr(CIFAR10, "url", (tmp_path / "nowhere.tar.gz").as_uri())
+    data = ImageFolderDataModule("cifar10", str(tmp_path))
+    data.prepare_data()
+    with pytest.raises(
+        UserError, match=r"CIFAR-10 is not in .*, and could not be downloaded \(.*nowhere.*pass the `data_dir`"
+    ):
+        data.setup("fit")
+
+
+# Checkpoints and settings
+
+
+def test_a_checkpoint_of_other_classes_is_refused_and_prediction_takes_its_names(tree):
+    state = _data(tree).state_dict()
+    assert pickle.loads(pickle.dumps(state)) == state
+    _data(tree).load_state_dict(state)
+    shutil.move(tree / "train" / "cow", tree / "train" / "dog")
+    shutil.move(tree / "val" / "cow", tree / "val" / "dog")
+    with pytest.raises(
+        UserError, match="trained on the classes ant, bee, cow, found ant, bee, dog; pass the `data_dir`"
+    ):
+        _data(tree).load_state_dict(state)
+    with pytest.raises(UserError, match="trained on folder, found digits; pass data_dir="):
+        _data(None).load_state_dict(state)
+    data = _data(None, "predict", predict_inputs=[str(tree / "val")], image_size=None)
+    data.load_state_dict(state)
+    assert (data.info.classes, data.num_classes, data.image_size) == (CLASSES, 3, 64)
+    assert next(iter(data.predict_dataloader()))[0].shape == (3, 3, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dataset": "imagenet"}, "dataset='imagenet': expected one of auto, folder"),
+        ({"augment": "heavy"}, "augment='heavy': expected one of auto, none, light"),
+        ({"val_fraction": 1.0}, "val_fraction=1.0 is outside"),
+        ({"val_fraction": 0.5, "test_fraction": 0.5}, "leave nothing to train on"),
+        ({"columns": "label"}, r"columns=\['label'\]: expected the two of path and label"),
+        ({"label_pattern": "(a)(b)"}, "expected a regular expression with one group"),
+        ({"label_pattern": "("}, "expected a regular expression with one group"),
+        ({"image_size": 0}, "image_size=0: expected a whole number, 8 or more"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(options, reason):
+    with pytest.raises(UserError, match=reason):
+        ImageFolderDataModule(**options)

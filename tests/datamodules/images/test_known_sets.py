@@ -1,0 +1,66 @@
+import gzip
+import re
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from datamodules.errors import UserError
+from datamodules.images.known_sets import check_images_and_labels, read_idx
+
+
+def _idx(rows: torch.Tensor, sizes: tuple[int, ...] | None = None) -> bytes:
+    sizes = tuple(rows.shape) if sizes is None else sizes
+    return struct.pack(f">HBB{len(sizes)}I", 0, 8, len(sizes), *sizes) + bytes(rows.flatten().tolist())
+
+
+IMAGES = torch.arange(5 * 28 * 28).remainder(251).to(torch.uint8).reshape(5, 28, 28)
+LABELS = torch.tensor([3, 1, 4, 1, 5], dtype=torch.uint8)
+PACKED = gzip.compress(_idx(IMAGES), mtime=0)
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gz"])
+def test_what_is_written_is_read(tmp_path: Path, compress):
+    path = tmp_path / "file"
+    for rows in (IMAGES, LABELS):
+        path.write_bytes(compress(_idx(rows)))
+        found = read_idx(path, rows.dim())
+        assert found.dtype == torch.uint8
+        assert torch.equal(found, rows)
+        found.add_(1)  # a tensor over read-only memory would crash here
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "no idx file .* starts with nothing, expected 00000803"),
+        (b"<html>404 not found</html>", "no idx file .* starts with 3c68746d, expected 00000803"),
+        (_idx(LABELS), "no idx file .* starts with 00000801, expected 00000803"),
+        (_idx(IMAGES)[:-1], "holds 3,919 bytes, and its header says 5 x 28 x 28"),
+        (_idx(IMAGES) + b"x", "holds 3,921 bytes, and its header says 5 x 28 x 28"),
+        (_idx(IMAGES[:0]), "holds 0 bytes, and its header says 0 x 28 x 28"),
+        (PACKED[:-20], "is damaged: .*delete it and run again"),
+        (PACKED[:100] + bytes([PACKED[100] ^ 0xFF]) + PACKED[101:], "is damaged"),
+    ],
+)
+def test_a_damaged_file_is_refused_with_its_name_and_the_reason(tmp_path: Path, content: bytes, reason: str):
+    path = tmp_path / "train-images"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=f"^{re.escape(str(path))} .*{reason}"):
+        read_idx(path, 3)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "num_classes", "reason"),
+    [
+        (IMAGES, LABELS[:4], 10, "^images holds 5 images and labels 4 labels$"),
+        (IMAGES, LABELS, 4, r"^label 4 at row 2 of labels is outside 0\.\.3 \(2 of 5 .*num_classes=6"),
+        (IMAGES[:, :27], LABELS, 10, "^images holds images of 27 x 28, expected 28 x 28$"),
+    ],
+)
+def test_images_and_labels_that_contradict_are_refused(images, labels, num_classes: int, reason: str):
+    # As uint8, 256 classes would be none.
+    check_images_and_labels(IMAGES, LABELS, 256, "images", "labels")
+    with pytest.raises(UserError, match=reason):
+        check_images_and_labels(images, labels, num_classes, "images", "labels")

@@ -1,0 +1,635 @@
+import gzip
+import hashlib
+import logging
+import pickle
+import re
+import struct
+import time
+from collections.abc import Iterable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from datamodules import MNISTDataModule, UserError
+from datamodules.images.known_sets import DATASETS, find_files, load_digits
+from datamodules.loading.sampling import epoch_order, split_indices
+
+FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+
+def _idx(rows: Tensor) -> bytes:
+    return struct.pack(f">HBB{rows.dim()}I", 0, 8, rows.dim(), *rows.shape) + bytes(rows.flatten().tolist())
+
+
+def write_set(folder: Path, train: int = 50, test: int = 20, compress: bool = True) -> None:
+    """A tiny set in MNIST's files: every image is filled with its own row number, so batches tell what they hold."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, n in (("train", train), ("t10k", test)):
+        numbers = torch.arange(n, dtype=torch.uint8)
+        for stem, rows in (
+            (f"{part}-images-idx3-ubyte", numbers.view(n, 1, 1).expand(n, 28, 28)),
+            (f"{part}-labels-idx1-ubyte", numbers % 10),
+        ):
+            data = _idx(rows)
+            (folder / (stem + ".gz" * compress)).write_bytes(gzip.compress(data, 1) if compress else data)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    write_set(tmp_path)
+    return tmp_path
+
+
+def _data(folder: Path, **options: Any) -> MNISTDataModule:
+    options = {
+        "dataset": "mnist",
+        "batch_size": 8,
+        "eval_batch_size": 7,
+        "val_fraction": 0.2,
+        "download": False,
+    } | options
+    return MNISTDataModule(data_dir=str(folder), **options)
+
+
+def _numbers(data: MNISTDataModule, images: Tensor) -> list[int]:
+    """The row numbers that un-augmented images of `write_set` were filled with."""
+    return (images[:, 0, 14, 14] * 255 * data.info.std + 255 * data.info.mean).round().long().tolist()
+
+
+class Watcher(pl.LightningModule):
+    """Sees every batch; one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: dict[str, list[list[int]]] = {"train": [], "val": [], "test": [], "predict": []}
+        self.images: list[Tensor] = []
+
+    def _look(self, stage: str, batch: Any) -> Tensor:
+        images, targets = batch
+        assert images.dtype == torch.float32
+        assert images.shape[1:] == (1, 28, 28)
+        assert targets.dtype == torch.int64
+        self.images.append(images)
+        self.seen[stage].append(_numbers(self.trainer.datamodule, images))
+        return (self.weight * images).sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._look("train", batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._look("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._look("test", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self._look("predict", batch)
+        return batch[1]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+PLAIN = {"shift": 0, "rotation": 0, "scale": 0}
+
+
+def _trainer(**options: Any) -> pl.Trainer:
+    defaults = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "max_epochs": 1,
+    }
+    return pl.Trainer(**(defaults | options))
+
+
+def _joined(batches: Iterable[list[int]]) -> list[int]:
+    return [number for batch in batches for number in batch]
+
+
+# Files
+
+
+@pytest.mark.parametrize("layout", [".", "mnist", "MNIST/raw"])
+@pytest.mark.parametrize("compress", [True, False])
+def test_files_are_found_flat_and_in_torchvisions_layout(tmp_path: Path, layout: str, compress: bool):
+    write_set(tmp_path / layout, compress=compress)
+    data = _data(tmp_path)
+    data.setup("fit")
+    data.setup("test")
+    assert data.sizes == {"train": 40, "val": 10, "test": 20}
+    assert _numbers(data, next(iter(data.test_dataloader()))[0]) == list(range(7))
+
+
+@pytest.mark.parametrize("name", ["{}.gz", "{}"])
+def test_files_are_found_by_the_names_that_kaggle_gives_them(tmp_path: Path, name: str):
+    write_set(tmp_path, compress=name == "{}.gz")
+    for stem in FILES:
+        (tmp_path / name.format(stem)).rename(tmp_path / name.format(stem.replace("-idx", ".idx")))
+    data = _data(tmp_path, dataset="auto")
+    data.setup("fit")
+    assert (data.dataset, data.sizes) == ("mnist", {"train": 40, "val": 10})
+
+
+def _write_named(folder: Path, images: str, labels: str, pixels: Tensor, numbers: Tensor) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in ("train", "test"):
+        (folder / f"{images.format(part)}.gz").write_bytes(gzip.compress(_idx(pixels)))
+        (folder / f"{labels.format(part)}.gz").write_bytes(gzip.compress(_idx(numbers)))
+
+
+UPRIGHT = torch.arange(784).remainder(200).to(torch.uint8).view(1, 28, 28).repeat(26, 1, 1)
+
+
+def test_emnist_is_upright_and_its_letters_begin_at_a(tmp_path: Path):
+    names = ("emnist-letters-{}-images-idx3-ubyte", "emnist-letters-{}-labels-idx1-ubyte")
+    _write_named(tmp_path / "gzip", *names, UPRIGHT.transpose(1, 2), torch.arange(1, 27, dtype=torch.uint8))
+    data = _data(tmp_path, dataset="auto", val_fraction=0)
+    assert (data.resolve()["dataset"], data.resolve()["num_classes"]) == ("emnist-letters", 26)
+    data.setup("fit")
+    data.setup("test")
+    for part in ("train", "test"):
+        images, labels = data._parts[part]
+        assert torch.equal(images[:, 0], UPRIGHT)
+        assert [data.class_names[label] for label in labels] == list("abcdefghijklmnopqrstuvwxyz")
+    balanced = [name.replace("letters", "balanced") for name in names]
+    _write_named(tmp_path, *balanced, UPRIGHT, torch.arange(21, 47, dtype=torch.uint8))
+    with pytest.raises(UserError, match="holds emnist-balanced, emnist-letters; pass dataset='emnist-balanced'"):
+        _data(tmp_path, dataset="auto").resolve()
+    data = _data(tmp_path, dataset="emnist-balanced")
+    data.setup("fit")
+    assert (data.num_classes, data.class_names[46], data.title) == (47, "t", "EMNIST balanced")
+    with pytest.raises(
+        UserError, match="has no EMNIST digits files; pass data_dir='FOLDER' with emnist-digits-train-i"
+    ):
+        _data(tmp_path, dataset="emnist-digits", download=True).setup("fit")
+
+
+def test_the_class_in_qmnist_is_the_first_of_eight_numbers(tmp_path: Path):
+    numbers = torch.arange(26).remainder(10)
+    rows = torch.stack((numbers, *torch.full((7, 26), 70_000)), 1)
+    _write_named(tmp_path, "qmnist-{}-images-idx3-ubyte", "qmnist-{}-labels-idx2-int", UPRIGHT, numbers.byte())
+    for part in ("train", "test"):
+        content = struct.pack(">HBB2I", 0, 12, 2, 26, 8) + rows.numpy().astype(">i4").tobytes()
+        (tmp_path / f"qmnist-{part}-labels-idx2-int.gz").write_bytes(gzip.compress(content))
+    data = _data(tmp_path, dataset="auto", val_fraction=0)
+    data.setup("fit")
+    assert (data.dataset, data._parts["train"][1].tolist()) == ("qmnist", numbers.tolist())
+    assert torch.equal(data._parts["train"][0][:, 0], UPRIGHT)
+
+
+def test_the_other_sets_have_their_own_folders(tmp_path: Path):
+    write_set(tmp_path / "FashionMNIST" / "raw")
+    assert find_files("mnist", tmp_path) is None
+    assert find_files("fashion-mnist", tmp_path) is not None
+    with pytest.raises(UserError, match="has no MNIST files"):
+        _data(tmp_path).setup("fit")
+    data = _data(tmp_path, dataset="fashion-mnist")
+    data.setup("fit")
+    assert data.info.classes[9] == "Ankle boot"
+
+
+def test_a_missing_folder_is_refused_with_what_to_pass(tmp_path: Path):
+    with pytest.raises(UserError, match=r"the folder .*nowhere does not exist.* pass data_dir=.*dataset='digits'"):
+        _data(tmp_path / "nowhere").setup("fit")
+    with pytest.raises(UserError, match="has no MNIST files; pass data_dir="):
+        _data(tmp_path).setup("test")
+
+
+def test_a_folder_that_lacks_one_file_is_refused_with_its_name(tiny: Path):
+    (tiny / "t10k-labels-idx1-ubyte.gz").unlink()
+    with pytest.raises(UserError, match="lacks t10k-labels-idx1-ubyte of the four MNIST files"):
+        _data(tiny).setup("fit")
+
+
+def _break(path: Path, how: str) -> None:
+    data = path.read_bytes()
+    if how == "cut":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "html":
+        path.write_text("<html>")
+    elif how == "label 11":
+        labels = torch.arange(50, dtype=torch.uint8) % 10
+        labels[17] = 11
+        path.write_bytes(gzip.compress(_idx(labels)))
+
+
+@pytest.mark.parametrize(
+    ("file", "how", "reason"),
+    [
+        (FILES[0], "cut", "{file} is damaged"),
+        (FILES[0], "html", "{file} is no idx file"),
+        (FILES[1], "label 11", r"label 11 at row 17 of .*{file} is outside 0\.\.9 .*pass num_classes=12 or correct"),
+    ],
+)
+def test_bad_files_are_refused_before_training_with_file_row_and_reason(tiny: Path, file: str, how: str, reason: str):
+    _break(tiny / f"{file}.gz", how)
+    with pytest.raises(UserError, match=reason.format(file=f"{re.escape(str(tiny))}/{file}.gz")):
+        _trainer().fit(Watcher(), datamodule=_data(tiny))
+    if how == "label 11":
+        _data(tiny, num_classes=12).setup("fit")
+
+
+def test_only_what_the_stage_needs_is_read(tiny: Path):
+    for file in FILES[2:]:
+        _break(tiny / f"{file}.gz", "html")
+    for stage in ("fit", "validate"):
+        data = _data(tiny)
+        data.setup(stage)
+        assert data.sizes == {"train": 40, "val": 10}
+    with pytest.raises(UserError, match="t10k-images"):
+        _data(tiny).setup("test")
+    write_set(tiny)
+    for file in FILES[:2]:
+        _break(tiny / f"{file}.gz", "html")
+    data = _data(tiny)
+    data.setup("test")
+    assert data.sizes == {"test": 20}
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dataset": "mnits"}, "dataset='mnits': expected one of auto, mnist, fashion-mnist, kmnist, qmnist"),
+        ({"val_fraction": 1.0}, "val_fraction=1.0: expected 0 or more and below 1"),
+        ({"batch_size": 0}, "batch_size=0: expected a whole number, 1 or more"),
+    ],
+)
+def test_a_wrong_setting_is_refused_at_once(tmp_path: Path, options: dict[str, Any], reason: str):
+    with pytest.raises(UserError, match=reason):
+        _data(tmp_path, **options)
+
+
+def test_a_split_that_leaves_nothing_to_train_on_is_refused(tiny: Path):
+    with pytest.raises(UserError, match=r"cannot hold 50 of 50 samples out .* pass a smaller `val_fraction`"):
+        _data(tiny, val_fraction=0.999).setup("fit")
+
+
+def test_a_batch_larger_than_the_set_holds_all_of_it(tiny: Path, caplog: pytest.LogCaptureFixture):
+    watcher = Watcher()
+    _trainer(max_epochs=2).fit(watcher, datamodule=_data(tiny, batch_size=64, **PLAIN))
+    assert [len(set(batch)) for batch in watcher.seen["train"]] == [40, 40]
+    assert "note: a batch of 64 holds the whole training set of 40 samples: an epoch is one step" in caplog.text
+
+
+def test_a_path_as_folder_leaves_the_checkpoint_loadable(tiny: Path):
+    data = MNISTDataModule("mnist", tiny, batch_size=8, download=False)  # type: ignore[arg-type]
+    trainer = _trainer(fast_dev_run=1)
+    trainer.fit(Watcher(), datamodule=data)
+    trainer.save_checkpoint(tiny / "a.ckpt")
+    checkpoint = torch.load(tiny / "a.ckpt", weights_only=True)
+    assert checkpoint["datamodule_hyper_parameters"]["data_dir"] == str(tiny)
+    assert checkpoint["MNISTDataModule"] == {"dataset": "mnist"}
+
+
+def test_a_small_share_validates_on_one_sample_and_none_on_none(tiny: Path):
+    for fraction, expected in ((0.001, 1), (0.2, 10), (0.0, 0)):
+        data = _data(tiny, val_fraction=fraction)
+        data.setup("fit")
+        assert data.sizes == {"train": 50 - expected, "val": expected}
+
+
+# Batches
+
+
+def test_training_and_validation_share_no_sample_and_together_hold_all(tiny: Path):
+    module, data = Watcher(), _data(tiny, seed=3, **PLAIN)
+    _trainer(num_sanity_val_steps=0).fit(module, datamodule=data)
+    train, val = split_indices(50, 10, seed=3)
+    assert _joined(module.seen["train"]) == train[epoch_order(40, 3, 0)].tolist()
+    assert _joined(module.seen["val"]) == val.tolist()
+
+
+def test_pixels_are_normalised_and_labels_belong_to_them(tiny: Path):
+    data = _data(tiny, **PLAIN)
+    data.setup("fit")
+    images, labels = next(iter(data.train_dataloader()))
+    numbers = torch.tensor(_numbers(data, images))
+    assert torch.equal(labels, numbers % 10)
+    expected = (numbers / 255 - 0.1307) / 0.3081
+    assert torch.allclose(images[:, 0, 14, 14], expected, atol=1e-5)
+
+
+def test_only_training_batches_are_augmented_and_anew_in_each_epoch(tiny: Path):
+    data = _data(tiny)
+    data.setup("fit")
+    plain = _data(tiny, **PLAIN)
+    plain.setup("fit")
+    loader, plain_loader = data.train_dataloader(), plain.train_dataloader()
+    views = []
+    for _ in range(2):
+        pairs = list(zip(loader, plain_loader, strict=True))
+        assert all(torch.equal(a[1], b[1]) for a, b in pairs)
+        assert not any(torch.equal(a[0], b[0]) for a, b in pairs)
+        views.append(torch.cat([a[0] for a, _ in pairs])[torch.cat([a[1] for a, _ in pairs]).argsort(stable=True)])
+    assert not torch.equal(*views)
+    for a, b in zip(data.val_dataloader(), plain.val_dataloader(), strict=True):
+        assert torch.equal(a[0], b[0])
+
+
+def test_clothing_is_shifted_and_mirrored_and_digits_are_rotated_and_scaled(tiny: Path, caplog):
+    caplog.set_level("INFO", "lightning_recipes")
+    images = torch.randint(256, (20, 1, 28, 28), dtype=torch.uint8)
+    clothing = _data(tiny, dataset="fashion-mnist", shift=0)
+    assert clothing.resolve() == {"rotation": 0.0, "scale": 0.0, "flip": True, "num_classes": 10}
+    clothing.setup("fit")
+    clothing.train_dataloader()
+    assert "Fashion-MNIST: training on 10 classes: T-shirt/top (3), Trouser (4), " in caplog.text
+    assert "Fashion-MNIST: augmented by shift=0, rotation=0.0, scale=0.0, flip=True" in caplog.text
+    clothing._parts["train"] = (images, clothing._parts["train"][1][:20])
+    seen = clothing._training_transform()(images, torch.arange(20), 0)
+    plain = clothing.preprocessing()(images)
+    flips = torch.tensor([not torch.allclose(a, b, atol=1e-3) for a, b in zip(seen, plain)]).view(-1, 1, 1, 1)
+    assert flips.any()
+    assert torch.allclose(seen, torch.where(flips, plain.flip(3), plain), atol=1e-3)
+    digits = _data(tiny, shift=1)
+    assert digits.resolve() == {"rotation": 10.0, "scale": 0.1, "flip": False, "num_classes": 10}
+    digits.setup("fit")
+    digits.train_dataloader()
+    assert "MNIST: augmented by shift=1, rotation=10.0, scale=0.1, flip=False" in caplog.text
+    assert _data(tiny, flip=True, rotation=3, scale=0).resolve() == {"num_classes": 10}
+
+
+def test_augmentation_fills_with_background(tiny: Path):
+    data = _data(tiny, shift=6)
+    data.setup("fit")
+    black = (0 - data.info.mean) / data.info.std
+    images = torch.cat([images for images, _ in data.train_dataloader()])
+    assert abs(float(images.min()) - black) < 1e-5
+
+
+# In Trainers
+
+
+def test_each_entry_point_works_alone_and_after_another(tiny: Path):
+    data = _data(tiny, **PLAIN)
+    for entry, part, count in (
+        ("validate", "val", 10),
+        ("test", "test", 20),
+        ("fit", "train", 40),
+        ("test", "test", 20),
+    ):
+        module = Watcher()
+        getattr(_trainer(), entry)(module, datamodule=data)
+        assert len(set(_joined(module.seen[part]))) == count
+        # Only `test` sees the test set.
+        assert (part == "test") == bool(module.seen["test"])
+
+
+def test_it_can_be_pickled_before_and_after_set_up(tiny: Path):
+    data = _data(tiny)
+    again = pickle.loads(pickle.dumps(data))
+    again.setup("fit")
+    data.setup("fit")
+    for other in (again, pickle.loads(pickle.dumps(data))):
+        for a, b in zip(data.train_dataloader(), other.train_dataloader(), strict=True):
+            assert torch.equal(a[0], b[0])
+
+
+def test_fast_dev_run_and_the_sanity_check_see_the_first_batches(tiny: Path):
+    module = Watcher()
+    _trainer(fast_dev_run=2).fit(module, datamodule=_data(tiny, **PLAIN))
+    train, val = split_indices(50, 10, seed=1)
+    assert _joined(module.seen["train"]) == train[epoch_order(40, 1, 0)][:16].tolist()
+    assert _joined(module.seen["val"]) == val.tolist()
+    checked = Watcher()
+    _trainer(num_sanity_val_steps=1, limit_train_batches=0).validate(checked, datamodule=_data(tiny, **PLAIN))
+    assert _joined(checked.seen["val"]) == val.tolist()
+
+
+def test_over_fitting_repeats_the_same_batches_in_every_epoch(tiny: Path):
+    module = Watcher()
+    _trainer(overfit_batches=2, max_epochs=3, num_sanity_val_steps=0).fit(module, datamodule=_data(tiny, **PLAIN))
+    assert len(module.seen["train"]) == 6
+    assert module.seen["train"] == module.seen["train"][:2] * 3
+
+
+def test_images_are_predicted_in_their_order_without_any_data_set(tmp_path: Path):
+    files = []
+    for number in range(9):
+        files.append(str(tmp_path / f"{number}.png"))
+        image = Image.new("L", (28, 28), number)
+        image.putpixel((5, 5), 255)
+        image.save(files[-1])
+    for dataset in ("mnist", "auto"):
+        module = Watcher()
+        data = _data(tmp_path / "nowhere", dataset=dataset, predict_inputs=files, eval_batch_size=4)
+        _trainer().predict(module, datamodule=data)
+        assert module.seen["predict"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+        assert data.sizes == {}
+
+
+# "auto", the bundled digits, checkpoints
+
+
+def test_the_bundled_digits_are_in_mnists_form_and_their_statistics_are_true():
+    parts = load_digits()
+    assert {name: len(labels) for name, (_, labels) in parts.items()} == {"train": 1437, "test": 360}
+    images, labels = parts["train"]
+    assert images.shape == (1437, 28, 28)
+    assert images.dtype == labels.dtype == torch.uint8
+    assert images[:, :4].sum() == images[:, :, :4].sum() == images[:, 24:].sum() == images[:, :, 24:].sum() == 0
+    pixels = images.double() / 255
+    assert abs(float(pixels.mean()) - DATASETS["digits"].mean) < 5e-5
+    assert abs(float(pixels.std()) - DATASETS["digits"].std) < 5e-5
+    for _, labels in parts.values():
+        shares = labels.bincount(minlength=10).double() / len(labels)
+        assert float((shares - 0.1).abs().max()) < 0.01
+    together = torch.cat([images.flatten(1) for images, _ in parts.values()])
+    assert len(together.unique(dim=0)) == 1797, "no digit is in both parts"
+
+
+def _default(**options: Any) -> MNISTDataModule:
+    """Without a folder; tests run in one of their own."""
+    return MNISTDataModule(batch_size=8, eval_batch_size=7, val_fraction=0.2, **({"download": False} | options))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_auto_falls_back_to_the_digits_and_logs_why_in_one_line(here: Path, caplog: pytest.LogCaptureFixture):
+    (here / "data").mkdir()
+    data = _default()
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        _trainer(fast_dev_run=1).fit(Watcher(), datamodule=data)
+        _trainer(fast_dev_run=1).test(Watcher(), datamodule=data)
+    assert [record.getMessage() for record in caplog.records if record.name == "lightning_recipes"] == [
+        "warning: data has no MNIST files: using the 1,797 digits bundled with scikit-learn; "
+        "pass data_dir='FOLDER' for MNIST or your own images"
+    ]
+    assert data.info.title == "scikit-learn digits"
+    assert data.sizes == {"train": 1437 - 287, "val": 287, "test": 360}
+
+
+def test_auto_refuses_a_given_folder_without_usable_files_and_downloads_nothing_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    _unreachable(monkeypatch)
+    with pytest.raises(UserError, match="nowhere does not exist.*pass a folder with them, .*dataset='digits'"):
+        _data(tmp_path / "nowhere", dataset="auto").setup("fit")
+    (tmp_path / "a.pdf").touch()
+    data = _data(tmp_path, dataset="auto", download=True)
+    with pytest.raises(
+        UserError, match="has no MNIST files and no images of your own; pass a folder with them"
+    ) as caught:
+        data.resolve()
+    assert "could not download" not in str(caught.value)
+
+
+def test_a_set_that_is_named_is_downloaded_into_a_folder_with_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    _unreachable(monkeypatch)
+    (tmp_path / "notes.txt").touch()
+    data = _data(tmp_path, dataset="mnist", download=True)
+    data.prepare_data()
+    with pytest.raises(UserError, match="could not download train-images"):
+        data.setup("fit")
+
+
+def _unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchvision
+
+    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
+
+
+def test_a_failed_download_is_the_reason_of_auto_and_the_error_of_mnist(
+    here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    _unreachable(monkeypatch)
+    data = _default(download=True)
+    _trainer(fast_dev_run=1).fit(Watcher(), datamodule=data)
+    ours = [record for record in caplog.records if record.name == "lightning_recipes"]
+    (line,) = [record.getMessage() for record in ours if record.levelname == "WARNING"]
+    assert "\n" not in line
+    assert "could not download train-images-idx3-ubyte.gz (127.0.0.1:9: [Errno 111] Connection refused)" in line
+    assert data.dataset == "digits"
+    with pytest.raises(UserError, match=r"could not download .*Connection refused.*pass data_dir='FOLDER'"):
+        _trainer(fast_dev_run=1).fit(Watcher(), datamodule=_data(here, download=True))
+
+
+def test_nothing_is_downloaded_for_a_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    _unreachable(monkeypatch)
+    Image.new("L", (28, 28), 3).save(tmp_path / "3.png")
+    data = _data(tmp_path / "new", dataset="auto", download=True, predict_inputs=[str(tmp_path / "3.png")])
+    _trainer().predict(Watcher(), datamodule=data)
+    assert not (tmp_path / "new").exists()
+
+
+def test_resolving_auto_is_idempotent(here: Path, caplog: pytest.LogCaptureFixture):
+    write_set(here / "other")
+    for folder, found in ((None, "digits"), (here / "other", "mnist")):
+        data = _data(folder, dataset="auto") if folder else _default()
+        resolved = {"dataset": found, "rotation": 10.0, "scale": 0.1, "flip": False, "num_classes": 10}
+        assert data.resolve() == data.resolve() == resolved
+        write_set(here / "data")
+        data.setup("fit")
+        assert data.resolve() == resolved
+        assert data.dataset == found
+        assert _default(**resolved).resolve() == {}
+    assert len(caplog.records) == 1
+
+
+def test_resolving_downloads_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import torchvision
+
+    write_set(tmp_path / "mirror")
+    files = sorted((tmp_path / "mirror").iterdir())
+    resources = [(file.name, hashlib.md5(file.read_bytes()).hexdigest()) for file in files]
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "mirror"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [f"http://127.0.0.1:{server.server_port}/"])
+        monkeypatch.setattr(torchvision.datasets.MNIST, "resources", resources)
+        (tmp_path / "new" / "FashionMNIST").mkdir(parents=True)  # Downloaded before.
+        assert _data(tmp_path / "new", dataset="auto", download=True).resolve()["dataset"] == "mnist"
+        server.shutdown()
+    assert find_files("mnist", tmp_path / "new")
+
+
+def _checkpoint(data: MNISTDataModule, path: Path) -> Path:
+    trainer = _trainer(fast_dev_run=1)
+    trainer.fit(Watcher(), datamodule=data)
+    trainer.save_checkpoint(path)
+    return path
+
+
+def test_auto_follows_the_checkpoint_wherever_the_files_are(tiny: Path, here: Path):
+    tmp_path = here
+    digits = _checkpoint(_default(), tmp_path / "digits.ckpt")
+    data = _data(tiny, dataset="auto")
+    _trainer().test(Watcher(), datamodule=data, ckpt_path=str(digits), weights_only=True)
+    assert data.dataset == "digits"
+    assert data.sizes == {"test": 360}
+    mnist = _checkpoint(_data(tiny), tmp_path / "mnist.ckpt")
+    Image.new("L", (28, 28), 3).save(tmp_path / "3.png")
+    data = _data(tmp_path / "nowhere", dataset="auto", predict_inputs=[str(tmp_path / "3.png")])
+    _trainer().predict(Watcher(), datamodule=data, ckpt_path=str(mnist), weights_only=True)
+    assert data.dataset == "mnist"
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        data = _data(tmp_path / "nowhere", dataset="auto")
+        _trainer().test(Watcher(), datamodule=data, ckpt_path=str(mnist), weights_only=True)
+
+
+def test_a_checkpoint_of_another_set_than_the_one_named_is_refused(tiny: Path, tmp_path: Path):
+    mnist = _checkpoint(_data(tiny), tmp_path / "mnist.ckpt")
+    with pytest.raises(UserError, match="trained on mnist, found dataset='digits'; pass dataset='mnist'"):
+        data = MNISTDataModule(dataset="digits")
+        _trainer().test(Watcher(), datamodule=data, ckpt_path=str(mnist), weights_only=True)
+
+
+# Real data
+
+
+def test_the_real_files_are_read_in_a_moment_and_are_what_torchvision_reads(shared_data: Path):
+    start = time.perf_counter()
+    data = MNISTDataModule("mnist", str(shared_data / "mnist"), val_fraction=0, download=False)
+    data.setup("fit")
+    data.setup("test")
+    assert time.perf_counter() - start < 3  # 0.6 s on an idle core
+    assert data.sizes == {"train": 60_000, "val": 0, "test": 10_000}
+    images, labels = data._parts["train"]
+    pixels = images.double() / 255
+    assert abs(float(pixels.mean()) - data.info.mean) < 5e-5
+    assert abs(float(pixels.std()) - data.info.std) < 5e-5
+    assert labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
+    assert labels.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+
+
+@pytest.mark.parametrize("stem", ["{}.gz", "{}", "{}/{}"])
+def test_mnist_under_the_name_of_a_relative_is_refused_however_packed(shared_data: Path, tmp_path: Path, stem: str):
+    for name in FILES:
+        place = tmp_path / stem.format(name, name)
+        place.parent.mkdir(exist_ok=True)
+        content = gzip.decompress((shared_data / "mnist" / f"{name}.gz").read_bytes())
+        place.write_bytes(gzip.compress(content, 1) if stem == "{}.gz" else content)
+    for stage, other, title in (("fit", "fashion-mnist", "Fashion-MNIST"), ("test", "kmnist", "KMNIST")):
+        with pytest.raises(UserError, match=rf"belongs to MNIST .*, expected {title}; pass dataset='mnist'"):
+            _data(tmp_path, dataset=other).setup(stage)
+    _data(tmp_path).setup("test")
+
+
+def test_images_with_the_statistics_of_a_relative_are_not_mnist(tmp_path: Path):
+    write_set(tmp_path, compress=False)
+    light = torch.rand(50, 28, 28, generator=torch.Generator().manual_seed(1)) < 0.396
+    (tmp_path / FILES[0]).write_bytes(_idx(light.byte() * 184))
+    with pytest.raises(UserError, match="belongs to Fashion-MNIST by its pixels .*; pass dataset='fashion-mnist'"):
+        _data(tmp_path, dataset="auto").setup("fit")

@@ -1,0 +1,108 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from datamodules.images.mnist_form import as_mnist, grey_image, read_digits
+
+
+def _seven(height: int = 120, width: int = 90) -> np.ndarray:
+    """A drawn seven, ink 255 on 0, off centre."""
+    canvas = np.zeros((height, width), dtype=np.uint8)
+    canvas[10:20, 15:70] = 255
+    for row in range(20, 100):
+        column = 65 - (row - 20) // 2
+        canvas[row, column : column + 10] = 255
+    return canvas
+
+
+def _form(image: Image.Image | np.ndarray) -> Tensor:
+    return as_mnist(grey_image(image if isinstance(image, Image.Image) else Image.fromarray(image))).float()
+
+
+EXPECTED = _form(_seven())
+
+
+def _likeness(image: Image.Image | np.ndarray) -> float:
+    """The correlation with the plain seven, at the best of the shifts by a pixel."""
+    found = _form(image)
+    shifted = [found.roll((y, x), (0, 1)) for y in (-1, 0, 1) for x in (-1, 0, 1)]
+    return max(float(torch.corrcoef(torch.stack((one.flatten(), EXPECTED.flatten())))[0, 1]) for one in shifted)
+
+
+def test_a_digit_fills_20_pixels_and_its_mass_is_centred():
+    ink = EXPECTED > 0
+    rows, columns = ink.any(1).nonzero().flatten(), ink.any(0).nonzero().flatten()
+    assert EXPECTED.shape == (28, 28)
+    assert int(rows[-1] - rows[0]) + 1 == 20
+    assert int(columns[-1] - columns[0]) + 1 <= 20
+    assert EXPECTED.max() == 255
+    for axis in (0, 1):
+        centre = float((EXPECTED.sum(1 - axis) * torch.arange(28.0)).sum() / EXPECTED.sum())
+        # As in MNIST, whose centres of mass are between 13.5 and 14.5.
+        assert abs(centre - 14) <= 0.51
+
+
+def test_neither_polarity_size_place_mode_nor_noise_of_an_image_matters():
+    drawn, moved = Image.fromarray(_seven()), np.zeros((300, 400), dtype=np.uint8)
+    moved[150:270, 300:390] = _seven()
+    noise = np.random.default_rng(0).normal(0, 6, _seven().shape)
+    light = np.where(np.arange(90) < 40, 0.7, 1.0)
+    assert _likeness(255 - _seven()) > 0.99
+    assert _likeness(drawn.resize((180, 240))) > 0.97
+    assert _likeness(moved) > 0.9
+    assert _likeness(np.clip(200 - 0.6 * _seven() + noise, 0, 255).astype(np.uint8)) > 0.93
+    assert _likeness(((230 - 0.7 * _seven()) * light).astype(np.uint8)) > 0.93, "light from a side"
+    for mode in ("RGB", "1", "P", "CMYK"):
+        assert _likeness(drawn.convert(mode)) > 0.99
+    assert _likeness(np.where(_seven() > 0, 26_000, 65_535).astype(np.uint16)) > 0.99, "16 bits"
+    ink = np.zeros_like(_seven())
+    assert _likeness(Image.fromarray(np.stack([ink, ink, ink, _seven()], -1), "RGBA")) > 0.99, "transparency is paper"
+
+
+def test_the_cameras_orientation_is_respected(tmp_path: Path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees clockwise to show
+    Image.fromarray(_seven()).transpose(Image.Transpose.ROTATE_90).save(tmp_path / "photo.png", exif=exif)
+    (found,) = read_digits([str(tmp_path / "photo.png")]).pixels
+    assert (found[0].float() - EXPECTED).abs().max() < 8
+
+
+def test_an_image_of_mnists_own_form_is_left_alone_and_inverted_where_it_is_dark_on_light():
+    ready = torch.zeros(28, 28, dtype=torch.uint8)
+    ready[3:9, 5:8] = 200
+    assert torch.equal(as_mnist(ready), ready)
+    assert torch.equal(as_mnist(255 - ready), ready)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (28, 28), (400, 5), (1, 90)])
+@pytest.mark.parametrize("shade", [0, 128, 255])
+def test_a_blank_image_is_called_that_and_a_line_is_not(size: tuple[int, int], shade: int):
+    image = Image.new("L", size, shade)
+    blank = read_digits([image])
+    assert (len(blank.pixels), blank.unclear) == (0, {0: "unclear: the image is blank"})
+    if max(size) > 28:
+        image.putpixel((0, size[1] // 2), 255 - shade // 2)
+        image.putpixel((0, 0), (shade + 100) % 256)
+        assert as_mnist(grey_image(image)).max() == 255
+
+
+def test_files_come_in_their_order_and_each_that_cannot_be_read_is_named(tmp_path: Path):
+    good = tmp_path / "good.png"
+    Image.fromarray(_seven()).save(good)
+    (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "cut.png").write_bytes(good.read_bytes()[:100])
+    (tmp_path / "empty.png").write_bytes(b"")
+    (tmp_path / "folder.png").mkdir()
+    names = ["text.png", "cut.png", "empty.png", "folder.png", "nothing.png"]
+    found = read_digits([str(good), *(str(tmp_path / name) for name in names), str(good)])
+    assert found.numbers.tolist() == [0, 6]
+    assert found.pixels.shape == (2, 1, 28, 28)
+    assert torch.equal(found.pixels[0, 0].float(), EXPECTED)
+    assert list(found.unreadable) == [1, 2, 3, 4, 5]
+    for name, message in zip(names, found.unreadable.values(), strict=True):
+        assert message.startswith(f"{tmp_path / name} cannot be read as an image: ")
+    assert found.unreadable[5].endswith("No such file or directory")
