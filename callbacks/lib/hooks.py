@@ -35,6 +35,14 @@ def surround_callbacks(trainer: pl.Trainer, first: pl.Callback, last: pl.Callbac
     return undo
 
 
+def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
+    """The Trainer that runs a module; None where `LightningModule.trainer` would raise, and under Fabric."""
+    try:
+        return None if module.fabric is not None else module.trainer
+    except RuntimeError:
+        return None
+
+
 def datamodule_of(trainer: pl.Trainer) -> Any:
     """The data module of the run; None where loaders were passed."""
     return getattr(trainer, "datamodule", None)
