@@ -1,7 +1,7 @@
 """What callbacks ask of a Trainer and its hooks: attributes that type checkers do not find, and calls to leave out."""
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -52,6 +52,12 @@ def log_interval(trainer: pl.Trainer) -> int:
     """``log_every_n_steps``; 0 where nothing is logged."""
     untyped: Any = trainer
     return int(untyped.log_every_n_steps)
+
+
+def log_after_update(trainer: pl.Trainer, values: Mapping[str, float]) -> None:
+    """Hands numbers and the epoch to every logger, as of the update that was just made."""
+    for logger in trainer.loggers:
+        logger.log_metrics({**values, "epoch": trainer.current_epoch}, step=trainer.global_step - 1)
 
 
 def is_fast_dev_run(trainer: pl.Trainer) -> bool:
