@@ -24,15 +24,9 @@ def set_callbacks(trainer: pl.Trainer, callbacks: list[pl.Callback]) -> None:
 
 def surround_callbacks(trainer: pl.Trainer, first: pl.Callback, last: pl.Callback) -> Callable[[], None]:
     """Calls one callback before all others and one after them; returns how to undo it."""
-    untyped: Any = trainer
     before = callbacks_of(trainer)
-    others = [callback for callback in before if callback is not last]
-    untyped.callbacks = [first, *others, last]
-
-    def undo() -> None:
-        untyped.callbacks = before
-
-    return undo
+    set_callbacks(trainer, [first, *(callback for callback in before if callback is not last), last])
+    return lambda: set_callbacks(trainer, before)
 
 
 def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
