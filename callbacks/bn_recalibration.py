@@ -30,6 +30,7 @@ from typing_extensions import override
 from callbacks.lib.batch_norm import combine_moments, local_moments, running_statistics
 from callbacks.lib.exact_sums import TreeSum, nodes_by_rank, total_over_ranks
 from callbacks.lib.hooks import callbacks_of
+from callbacks.lib.layers import evaluating
 from callbacks.lib.lightning_internals import deal_to_ranks, original_training_loader
 from callbacks.lib.updates import loader_batch_size
 from datamodules.errors import UserError
@@ -95,29 +96,26 @@ def recalibrate(
         new = local_moments(inputs[0], torch.promote_types(inputs[0].dtype, torch.float32))
         _join_moments([end - start], [of_batch[start:end]], [new])
 
-    modes = [(m, m.training) for m in module.modules()]
     before = [(layer, layer.momentum, layer.num_batches_tracked) for layer in chosen]
     handles = [layer.register_forward_pre_hook(add) for layer in chosen]
     moments, number = TreeSum(count, join), int(first)
     try:
-        module.eval()
-        for layer in chosen:
-            # A momentum of 0 keeps the statistics until the end.
-            layer.training, layer.momentum = True, 0.0
-            layer.num_batches_tracked = running_statistics(layer)[2].clone()
-        for batch in batches:
-            of_batch = nothing.clone()
-            (forward or module)(batch)
-            if number < stop:
-                moments.add((number, number + 1), [of_batch])
-                number += 1
+        with evaluating(module):
+            for layer in chosen:
+                # A momentum of 0 keeps the statistics until the end.
+                layer.training, layer.momentum = True, 0.0
+                layer.num_batches_tracked = running_statistics(layer)[2].clone()
+            for batch in batches:
+                of_batch = nothing.clone()
+                (forward or module)(batch)
+                if number < stop:
+                    moments.add((number, number + 1), [of_batch])
+                    number += 1
     finally:
         for handle in handles:
             handle.remove()
         for layer, momentum, tracked in before:
             layer.momentum, layer.num_batches_tracked = momentum, tracked
-        for m, training in modes:
-            m.training = training
     if count is None:
         moments.end(number)
     own = [flat for _, (flat,) in moments.nodes]

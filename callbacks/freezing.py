@@ -7,6 +7,7 @@ gradient is skipped by every optimiser, with its momentum and weight decay.
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -69,6 +70,18 @@ def trainable(module: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter in module.parameters() if parameter.requires_grad}
 
 
+@dataclass
+class _Fit:
+    """What `FreezeLayers` keeps for one fit."""
+
+    layers: FrozenLayers
+    starts: dict[str, tuple[Duration, Duration]]
+    """When names are unfrozen: as written, and in what can be compared."""
+    wrapped: set[nn.Parameter]
+    """The parameters that trained when DDP wrapped the module."""
+    unfrozen: set[str] | None = None
+
+
 class FreezeLayers(pl.Callback):
     """Keeps layers exactly as they are, for the whole run or until a given epoch or update.
 
@@ -111,11 +124,9 @@ class FreezeLayers(pl.Callback):
         self.train_bn = train_bn
         if until is None and not self.patterns and not self.unfreeze and train_bn:
             raise UserError('FreezeLayers() has nothing to freeze: pass until="layer4", patterns or unfreeze')
-        self._starts = {name: (Duration.parse(when),) * 2 for name, when in self.unfreeze.items()}
-        """When names are unfrozen: as written, and in what can be compared."""
-        self._frozen: FrozenLayers | None = None
-        self._unfrozen: set[str] | None = None
-        self._wrapped: set[nn.Parameter] = set()
+        for when in self.unfreeze.values():
+            Duration.parse(when)
+        self._fit: _Fit | None = None
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -127,39 +138,42 @@ class FreezeLayers(pl.Callback):
             )
         self._release()
         known = [*module_names(pl_module), *parameter_names(pl_module)]
-        self._starts = {
+        starts = {
             "*" if name in ("*", "all") else find_name(name, known, "unfreeze"): (Duration.parse(when),) * 2
             for name, when in self.unfreeze.items()
         }
-        names = names_to_freeze(pl_module, self.until, self.patterns) | (self._starts.keys() - {"*"})
+        names = names_to_freeze(pl_module, self.until, self.patterns) | (starts.keys() - {"*"})
         warn = rank_zero_only(log.warning)
-        for line in check_freezing(pl_module, names, self._starts, trainer.optimizers):
+        for line in check_freezing(pl_module, names, starts, trainer.optimizers):
             warn(line)
         if self.until is not None and not frozen_objects(pl_module, names, ())[1]:
             warn("FreezeLayers(until=%r) freezes nothing: no parameter is defined before it", self.until)
-        self._wrapped = trainable(pl_module)
-        self._frozen = FrozenLayers(pl_module, names, self.train_bn)
-        self._frozen.freeze_parameters()
+        self._fit = _Fit(FrozenLayers(pl_module, names, self.train_bn), starts, trainable(pl_module))
+        self._fit.layers.freeze_parameters()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._starts = {
-            name: (start, in_whole_epochs_or_updates(start, trainer)) for name, (start, _) in self._starts.items()
-        }
+        if self._fit is not None:
+            starts = self._fit.starts.items()
+            self._fit.starts = {
+                name: (start, in_whole_epochs_or_updates(start, trainer)) for name, (start, _) in starts
+            }
         self._unfreeze(trainer, pl_module)
 
     def _unfreeze(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
-        # Epoch and update change between windows only, so nothing unfreezes while gradients are being summed.
-        unfrozen = {name for name, (written, start) in self._starts.items() if is_reached(start, trainer, written)}
-        if unfrozen == self._unfrozen or self._frozen is None:
+        if (fit := self._fit) is None:
             return
-        self._unfrozen = unfrozen
-        self._frozen.unfreeze(*unfrozen)
+        # Epoch and update change between windows only, so nothing unfreezes while gradients are being summed.
+        unfrozen = {name for name, (written, start) in fit.starts.items() if is_reached(start, trainer, written)}
+        if unfrozen == fit.unfrozen:
+            return
+        fit.unfrozen = unfrozen
+        fit.layers.unfreeze(*unfrozen)
         begin_momentum(trainer.optimizers)
-        if trainable(pl_module) != self._wrapped:
+        if trainable(pl_module) != fit.wrapped:
             wrap_again(trainer, pl_module)
-            self._wrapped = trainable(pl_module)
-        trains, total = self._frozen.counts()
+            fit.wrapped = trainable(pl_module)
+        trains, total = fit.layers.counts()
         names = f" ({', '.join(sorted(unfrozen))} unfrozen)" if unfrozen else ""
         place = f"epoch {trainer.current_epoch + 1}, update {trainer.global_step}"
         rank_zero_only(log.info)("%s: %s of %s parameters train%s", place, f"{trains:,}", f"{total:,}", names)
@@ -167,8 +181,8 @@ class FreezeLayers(pl.Callback):
     on_train_epoch_start = on_train_batch_start = _unfreeze
 
     def _release(self, *args: Any, **kwargs: Any) -> None:
-        if self._frozen is not None:
-            self._frozen.restore()
-        self._frozen, self._unfrozen, self._wrapped = None, None, set()
+        if self._fit is not None:
+            self._fit.layers.restore()
+        self._fit = None
 
     on_exception = teardown = _release

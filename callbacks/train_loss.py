@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks.lib.exact_sums import DIGITS, from_whole_numbers, to_whole_numbers
-from callbacks.lib.hooks import log_interval
+from callbacks.lib.hooks import log_after_update, log_interval
 from callbacks.lib.targets import count_targets, observe_steps
 from datamodules.errors import RunFailedError
 
@@ -214,8 +214,7 @@ class TrainLoss(pl.Callback):
         row = {name: float(mean) for name, mean in means.items()}
         if rate is not None:
             row[_beside(self.name, f"{self.targets}_per_second")] = rate
-        for logger in trainer.loggers:
-            logger.log_metrics({**row, "epoch": trainer.current_epoch}, step=trainer.global_step - 1)
+        log_after_update(trainer, row)
 
     def _log_interval(self, trainer: pl.Trainer, has_accuracy: bool) -> None:
         interval, total = self._interval, self._values(trainer, 0)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from callbacks.lib.hooks import log_interval
+from callbacks.lib.hooks import log_after_update, log_interval
 from callbacks.lib.updates import updates_made
 from datamodules.ranges import COUNT, check_ranges
 
@@ -105,5 +105,4 @@ class TrainingMonitor(pl.Callback):
         norm = math.hypot(*(float(norm) / scale for norm, scale in self._norms.values()))
         self._norms = {}
         self.values = {"monitor/gradient_norm": norm}
-        for logger in trainer.loggers:
-            logger.log_metrics({**self.values, "epoch": trainer.current_epoch}, step=trainer.global_step - 1)
+        log_after_update(trainer, self.values)

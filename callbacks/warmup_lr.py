@@ -7,6 +7,7 @@ updates changes. Here the rate is multiplied only while the optimiser steps, so 
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from callbacks.lib.durations import Duration
-from callbacks.lib.hooks import drop_idle_hooks, log_interval, restore_hooks
+from callbacks.lib.hooks import drop_idle_hooks, log_after_update, log_interval, restore_hooks
 from callbacks.lib.updates import duration_to_updates, global_batch_size, updates_made
 from datamodules.errors import UserError
 
@@ -167,6 +168,16 @@ class RateFactor:
         self._own = []
 
 
+@dataclass
+class _Fit:
+    """What `WarmupLR` keeps for one fit."""
+
+    factors: Sequence[RateFactor] = ()
+    batches: float | None = None
+    """Those trained, where they are what the warm-up counts."""
+    logged_step: int | None = None
+
+
 class WarmupLR(pl.Callback):
     """Raises the learning rate to that of the module's own schedule, whichever it has, or none.
 
@@ -226,15 +237,12 @@ class WarmupLR(pl.Callback):
         self.base_batch_size = base_batch_size
         self.length = 0
         self._updates: list[float] = []
-        self._factors: list[RateFactor] = []
-        self._logged_step: int | None = None
-        self._batches: float | None = None
-        """Those trained, where they are what the warm-up counts."""
+        self._fit = _Fit()
 
     @property
     def updates(self) -> list[float]:
         """Updates made so far, by optimiser."""
-        return [factor.updates for factor in self._factors] or self._updates
+        return [factor.updates for factor in self._fit.factors] or self._updates
 
     def factor(self, trainer: pl.Trainer, updates: float) -> float:
         """What the schedule's rate is multiplied with at the update that follows `updates` others."""
@@ -246,7 +254,7 @@ class WarmupLR(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and trainer.global_step == 0:
-            self._updates, self._factors, self.length = [], [], 0
+            self._updates, self._fit, self.length = [], _Fit(), 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -258,42 +266,41 @@ class WarmupLR(pl.Callback):
         if len(updates) != count:
             # A run that began without this callback is as far as its updates.
             updates = [trainer.global_step // count if self.duration.unit == "steps" else updates_made(trainer)] * count
-        self.length, self._logged_step = length, None
+        self.length = length
         counts_batches = self.duration.unit != "steps" and not pl_module.automatic_optimization
-        self._batches = updates[0] if counts_batches else None
         drop_idle_hooks(self)
-        self._factors = [
+        factors = [
             RateFactor(optimizer, lambda updates: self.factor(trainer, updates), done, length)
             for optimizer, done in zip(trainer.optimizers, updates, strict=True)
         ]
+        self._fit = _Fit(factors, updates[0] if counts_batches else None)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step, interval, made = trainer.global_step, log_interval(trainer), updates_made(trainer)
-        if self._batches is not None:
+        fit, step, interval = self._fit, trainer.global_step, log_interval(trainer)
+        if fit.batches is not None:
             updates_made(trainer, self.duration)  # Refuses what is no number of batches.
-            self._batches += 1
-            for factor in self._factors:
-                factor.updates = self._batches
-        if step == self._logged_step or not any(factor.used for factor in self._factors):
+            fit.batches += 1
+            for factor in fit.factors:
+                factor.updates = fit.batches
+        if step == fit.logged_step or not any(factor.used for factor in fit.factors):
             return
-        if self._logged_step is None or trainer.is_last_batch or (interval and made % interval == 0):
-            self._logged_step = step
+        if fit.logged_step is None or trainer.is_last_batch or (interval and updates_made(trainer) % interval == 0):
+            fit.logged_step = step
             rates: dict[str, float] = {}
-            for index, factor in enumerate(self._factors):
+            for index, factor in enumerate(fit.factors):
                 rates |= rates_by_name(factor.optimizer.param_groups, factor.used, f"lr{index or ''}")
             trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in rates.items()})
-            for logger in trainer.loggers:
-                logger.log_metrics({**rates, "epoch": trainer.current_epoch}, step=step - 1)
+            log_after_update(trainer, rates)
 
     def _release(self, *args: Any, **kwargs: Any) -> None:
         restore_hooks(self)
         self._updates = self.updates
-        for factor in self._factors:
+        for factor in self._fit.factors:
             factor.remove()
-        self._factors = []
+        self._fit = _Fit()
 
     on_exception = teardown = _release
 
@@ -303,4 +310,5 @@ class WarmupLR(pl.Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._updates, self._factors, self.length = [*map(int, state_dict["updates"])], [], state_dict["length"]
+        self._updates, self.length = [*map(int, state_dict["updates"])], state_dict["length"]
+        self._fit = _Fit()

@@ -10,8 +10,7 @@ from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor, nn
 from typing_extensions import override
 
-from callbacks.lib.hooks import datamodule_of
-from callbacks.lib.lightning_internals import attached_trainer
+from callbacks.lib.hooks import attached_trainer, datamodule_of
 from callbacks.train_loss import TrainLoss
 from datamodules.contract import Free, Rare
 from datamodules.ranges import RATE, Range, check_ranges

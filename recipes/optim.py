@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from callbacks.lib.lightning_internals import attached_trainer
+from callbacks.lib.hooks import attached_trainer
 from datamodules.errors import UserError
 
 __all__ = [

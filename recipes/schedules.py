@@ -21,8 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from typing_extensions import override
 
 from callbacks.lib.durations import Duration
-from callbacks.lib.hooks import callbacks_of
-from callbacks.lib.lightning_internals import attached_trainer
+from callbacks.lib.hooks import attached_trainer, callbacks_of
 from callbacks.lib.updates import duration_to_updates, total_updates
 from callbacks.warmup_lr import WarmupLR
 from datamodules.errors import UserError

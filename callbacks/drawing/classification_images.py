@@ -41,25 +41,24 @@ def most_confident_mistakes(logits: Tensor, targets: Tensor, count: int) -> Tens
 
 
 def samples_of_batch(
-    outputs: Any, batch: Any, count: int, batch_idx: int, batches: float
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Images, logits and targets of this batch's share of `count` samples, which come evenly from so many batches.
+    parts: tuple[Tensor, ...], count: int, batch_idx: int, batches: float
+) -> tuple[Tensor, ...] | None:
+    """This batch's share of `count` samples, which come evenly from so many batches; None where it has none.
 
-    The images of a folder are sorted by class: the first ones all show the same. None where there are no images.
+    The images of a folder are sorted by class: the first ones all show the same.
+
+    Args:
+        parts: images, logits and targets, each of shape (batch, ...).
     """
-    if not isinstance(outputs, dict) or "logits" not in outputs or not are_images(batch[0]):
-        return None
-    images, targets = batch
     share = count if batch_idx == 0 else 0
     if not math.isinf(batches):
         share = int(count * (batch_idx + 1) // batches - count * batch_idx // batches)
-    share = min(share, len(images))
+    share = min(share, len(parts[0]))
     if not share:
         return None
-    step = len(images) // share
+    step = len(parts[0]) // share
     # Copies: a slice would keep the whole batch in memory.
-    images, logits, targets = (part[::step][:share].clone() for part in (images, outputs["logits"].float(), targets))
-    return images, logits, targets
+    return tuple(part[::step][:share].clone() for part in parts)
 
 
 def are_images(inputs: Any) -> bool:
@@ -180,7 +179,7 @@ class ClassificationImages(EvaluationSamples, pl.Callback):
     @override
     def _forget(self) -> None:
         self._num_classes = 0
-        self._samples: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._samples: list[tuple[Tensor, ...]] = []
         self._worst: tuple[Tensor, ...] | None = None
 
     @override
@@ -206,11 +205,11 @@ class ClassificationImages(EvaluationSamples, pl.Callback):
         if not isinstance(outputs, dict) or "logits" not in outputs or outputs["logits"].dim() != 2:
             return
         self._num_classes = outputs["logits"].shape[1]
-        if found := samples_of_batch(outputs, batch, self.samples, batch_idx, batches[dataloader_idx]):
-            self._samples.append(found)
         if not are_images(batch[0]):
             return
         new: tuple[Tensor, ...] = (batch[0], outputs["logits"].float(), batch[1])
+        if found := samples_of_batch(new, self.samples, batch_idx, batches[dataloader_idx]):
+            self._samples.append(found)
         if self._worst is not None:
             new = tuple(torch.cat(pair) for pair in zip(self._worst, new, strict=True))
         # A fixed number, with correct predictions where mistakes are few: counting them would wait for the device.

@@ -69,7 +69,7 @@ Node = tuple[int, int]
 """Micro-batches ``[first, stop)`` of an update."""
 
 
-Join = Callable[[list[Tensor], list[Tensor]], None]
+Join = Callable[[list[Tensor], list[Tensor]], object]
 """Adds what the second list holds to the first, in place."""
 
 

@@ -1,7 +1,7 @@
 """What callbacks ask of a Trainer and its hooks: attributes that type checkers do not find, and calls to leave out."""
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,15 +24,17 @@ def set_callbacks(trainer: pl.Trainer, callbacks: list[pl.Callback]) -> None:
 
 def surround_callbacks(trainer: pl.Trainer, first: pl.Callback, last: pl.Callback) -> Callable[[], None]:
     """Calls one callback before all others and one after them; returns how to undo it."""
-    untyped: Any = trainer
     before = callbacks_of(trainer)
-    others = [callback for callback in before if callback is not last]
-    untyped.callbacks = [first, *others, last]
+    set_callbacks(trainer, [first, *(callback for callback in before if callback is not last), last])
+    return lambda: set_callbacks(trainer, before)
 
-    def undo() -> None:
-        untyped.callbacks = before
 
-    return undo
+def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
+    """The Trainer that runs a module; None where `LightningModule.trainer` would raise, and under Fabric."""
+    try:
+        return None if module.fabric is not None else module.trainer
+    except RuntimeError:
+        return None
 
 
 def datamodule_of(trainer: pl.Trainer) -> Any:
@@ -44,6 +46,12 @@ def log_interval(trainer: pl.Trainer) -> int:
     """``log_every_n_steps``; 0 where nothing is logged."""
     untyped: Any = trainer
     return int(untyped.log_every_n_steps)
+
+
+def log_after_update(trainer: pl.Trainer, values: Mapping[str, float]) -> None:
+    """Hands numbers and the epoch to every logger, as of the update that was just made."""
+    for logger in trainer.loggers:
+        logger.log_metrics({**values, "epoch": trainer.current_epoch}, step=trainer.global_step - 1)
 
 
 def is_fast_dev_run(trainer: pl.Trainer) -> bool:

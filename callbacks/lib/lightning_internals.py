@@ -74,15 +74,6 @@ def replace_hook_calls(before: HookCalls, after: HookCalls) -> None:
             setattr(owner, name, new)
 
 
-# The module
-
-
-def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
-    """The Trainer that runs a module; None where `LightningModule.trainer` would raise."""
-    trainer: pl.Trainer | None = module._trainer
-    return trainer
-
-
 # The loops
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from callbacks.lib.lightning_internals import attached_trainer
+from callbacks.lib.hooks import attached_trainer
 
 
 def count_targets(output: Any, batch: Any) -> int | Tensor:

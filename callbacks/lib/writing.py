@@ -1,13 +1,11 @@
 """Files that are either complete or as they were before, and writes that a run can do without."""
 
-import functools
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ParamSpec
 
 
 def _sync_folder(folder: Path) -> None:
@@ -42,7 +40,6 @@ def whole_or_nothing(path: Path) -> Iterator[Path]:
 
 
 log = logging.getLogger("lightning_recipes")
-P = ParamSpec("P")
 _unsaved: dict[str, str] = {}
 
 
@@ -72,6 +69,8 @@ def record_failure(what: str, error: Exception) -> None:
 def best_effort(what: str, kinds: type[Exception] = Exception) -> Iterator[None]:
     """Continue after the block where it raises; the first failure is a warning, and `unsaved` holds the last one.
 
+    As a decorator, ``best_effort("the image")(write)``, it gives a function that returns None where `write` raises.
+
     Args:
         what: names what the block writes.
         kinds: the exceptions after which to continue.
@@ -87,15 +86,3 @@ def best_effort(what: str, kinds: type[Exception] = Exception) -> Iterator[None]
         yield
     except kinds as error:
         record_failure(what, error)
-
-
-def skipping_failures(write: Callable[P, object], what: str, kinds: type[Exception] = Exception) -> Callable[P, object]:
-    """A function that does the same as `write`, and returns None where that raises; see `best_effort`."""
-
-    @functools.wraps(write)
-    def try_to(*args: P.args, **kwargs: P.kwargs) -> object:
-        with best_effort(what, kinds):
-            return write(*args, **kwargs)
-        return None
-
-    return try_to

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from typing_extensions import override
 
 from callbacks.lib.lightning_internals import set_writer
-from callbacks.lib.writing import best_effort, forget_failures, skipping_failures
+from callbacks.lib.writing import best_effort, forget_failures
 from datamodules.errors import UserError
 from recipes.cli.settings import RunSettings
 from recipes.files import write_rows
@@ -117,7 +117,7 @@ class _Writer:
         if self._writer is None:
             return do_nothing
         found = getattr(self._writer, name)
-        return skipping_failures(found, _TENSORBOARD, OSError) if callable(found) else found
+        return best_effort(_TENSORBOARD, OSError)(found) if callable(found) else found
 
 
 def _print_no_traceback_of_writers() -> None:
@@ -284,7 +284,7 @@ _LOGS = ("log_metrics", "log_hyperparams", "save", "finalize", "after_save_check
 def _continue_without(logger: Logger, name: str) -> Logger:
     """Have a logger's failures, such as of a full disk or a server that is gone, printed in place of raised."""
     for method in _LOGS:
-        setattr(logger, method, skipping_failures(getattr(logger, method), name))
+        setattr(logger, method, best_effort(name)(getattr(logger, method)))
     return logger
 
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import GradientAccumulation, LeanLoop
-from callbacks.lib.lightning_internals import RUNNING_HOOK, attached_trainer, hook_calls
+from callbacks.lib.hooks import attached_trainer
+from callbacks.lib.lightning_internals import RUNNING_HOOK, hook_calls
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, silence
 

@@ -177,7 +177,7 @@ def test_min_lr_is_the_same_share_of_the_rate_of_every_group(lr: float) -> None:
 
     class Watch(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            used.append([float(rate) for rate in warmup._factors[0].used])
+            used.append([float(rate) for rate in warmup._fit.factors[0].used])
 
     module = Two("linear", schedule_args={"min_lr": 0.02})
     fit(module, warmup, Watch(), max_epochs=2)

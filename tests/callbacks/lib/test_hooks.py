@@ -9,7 +9,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import GradientAccumulation, SeedControl, SyncBN, WarmupLR
-from callbacks.lib.hooks import drop_idle_hooks
+from callbacks.lib.hooks import attached_trainer, drop_idle_hooks
 from tests.support.tables import QUIET, Tiny, image_network, noisy_images
 
 OF_A_STEP = {
@@ -71,3 +71,11 @@ def test_hooks_are_called_again_after_an_exception() -> None:
     with pytest.raises(ValueError, match="planted"):
         hooks_of_steps(*callbacks, Fails())
     assert all(callable(getattr(callback, hook)) for callback in callbacks for hook in OF_A_STEP)
+
+
+def test_the_attached_trainer_is_none_before_a_run() -> None:
+    module, options = Tiny(image_network().double(), torch.optim.SGD, lr=0.1), QUIET | {"enable_checkpointing": False}
+    trainer = pl.Trainer(max_epochs=1, **options)
+    assert attached_trainer(module) is None
+    trainer.fit(module, DataLoader(TensorDataset(*noisy_images(4)), batch_size=4))
+    assert attached_trainer(module) is trainer

@@ -62,13 +62,6 @@ def test_a_value_is_logged_as_in_the_running_hook() -> None:
     assert metrics["mean"] == 2.5  # Of 1 to 4; in a batch's hook the last value would stay.
 
 
-def test_the_attached_trainer_is_none_before_a_run() -> None:
-    module, trainer = tiny(), trainer_with()
-    assert internals.attached_trainer(module) is None
-    trainer.fit(module, loader())
-    assert internals.attached_trainer(module) is trainer
-
-
 def test_a_stop_waits_for_the_end_of_an_update(tmp_path: Path) -> None:
     def until(batch: int) -> int:
         def stop(trainer: pl.Trainer, *_: Any) -> None:
