@@ -135,7 +135,6 @@ class Seq2SeqTranslator(Recipe):
         schedule: ScheduleName = "one_cycle",
         **kwargs: Any,
     ) -> None:
-        kwargs.pop("attention", None)  # Of older checkpoints.
         check_network(get_args(NetworkName), network, hidden_size, num_layers, heads, feedforward_size, dropout)
         check_numbers(source_vocab_size, target_vocab_size, label_smoothing, val_sentences, beam, length_penalty)
         check_tokenizer(bleu_tokenize)
