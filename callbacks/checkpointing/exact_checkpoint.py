@@ -100,9 +100,8 @@ class ExactCheckpoint(ModelCheckpoint):
     `EarlyStopping` asks again. ReduceLROnPlateau makes its step before the checkpoint is saved. A resumed run knows the
     scores, and the sums behind the means of its epoch.
 
-    Runs on: `on_train_batch_end`, `on_validation_end` and `on_train_epoch_end`, as the stock one; takes the same
-    arguments. `on_train_start` of a resumed run. An update that a validation follows is
-    saved after it.
+    Runs on: `on_train_batch_end`, `on_validation_end` and `on_train_epoch_end`, as the stock one, whose arguments it
+    takes; `on_train_start` of a resumed run. An update that a validation follows is saved after it.
 
     Raises:
         UserError: `save_on_exception`, which saves wherever the exception was raised; or what an order or a decision of
@@ -179,13 +178,13 @@ class ExactCheckpoint(ModelCheckpoint):
             trainer.should_stop = trainer.should_stop or was_stopped_early(trainer)
             internals.drop_early_stop(trainer)
         self._release()
-        undo = [internals.hold_to_updates(trainer, update_is_whole, validation_is_next)]
+        self._undo = undo = [internals.hold_to_updates(trainer, update_is_whole, validation_is_next)]
         if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
             self._plateaus = internals.PlateauSteps(trainer)
+            undo.append(self._plateaus.remove)
         if resumed and resumed.sums and is_first and trainer.fit_loop.restarted_mid_epoch:
             refuse_torchmetrics(trainer, resumed.sums)
             undo.append(internals.continue_epoch_sums(trainer, resumed.sums))
-        self._undo = undo
         metrics = resumed.metrics if resumed else {}
         trainer.callback_metrics.update({n: value.to(trainer.strategy.root_device) for n, value in metrics.items()})
 
@@ -257,10 +256,7 @@ class ExactCheckpoint(ModelCheckpoint):
     def _release(self) -> None:
         for undo in self._undo:
             undo()
-        self._undo = ()
-        if self._plateaus is not None:
-            self._plateaus.remove()
-            self._plateaus = None
+        self._undo, self._plateaus = (), None
 
     @override
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:

@@ -1,7 +1,7 @@
 """When a run may be saved so that Lightning resumes it exactly: one table, and pure functions of plain numbers.
 
-`RULES` says for each place in the loop whether a save may happen there, and which counters of Lightning's loops are
-moved in the checkpoint. `callbacks.checkpointing.loop_place` finds the place of a Trainer; nothing here needs Lightning.
+`RULES` says for each place whether a save may happen there, and which counters of Lightning's loops are moved in the
+checkpoint. `callbacks.checkpointing.loop_place` finds the place of a Trainer; this file needs no Lightning.
 """
 
 import math
