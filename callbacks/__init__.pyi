@@ -7,10 +7,10 @@ from .drawing.classification_images import ClassificationImages as Classificatio
 from .drawing.translation_samples import TranslationSamples as TranslationSamples
 from .finite_weights import FiniteWeights as FiniteWeights
 from .freezing import FreezeLayers as FreezeLayers
-from .freezing import freeze_layers as freeze_layers
 from .gradient_accumulation import GradientAccumulation as GradientAccumulation
 from .lean_loop import LeanLoop as LeanLoop
 from .lib.batch_norm import OrderedStatistics as OrderedStatistics
+from .lib.freezing import freeze_layers as freeze_layers
 from .lib.gradient_sum import GradientSum as GradientSum
 from .lib.signals import Preempted as Preempted
 from .preemption import Preemption as Preemption

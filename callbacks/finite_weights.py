@@ -69,10 +69,6 @@ class FiniteWeights(pl.Callback):
             self._check(trainer, pl_module)
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._check(trainer, pl_module)
-
-    @override
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
@@ -87,3 +83,5 @@ class FiniteWeights(pl.Callback):
                 f" {trainer.current_epoch}), and all was finite after update {before:,}; checkpoints from before are"
                 ' kept. Pass a lower `lr`, gradient_clip_val=1, a longer `warmup` or precision="32-true"'
             )
+
+    on_train_end = _check

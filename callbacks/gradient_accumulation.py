@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from callbacks.lib.accumulation import (
+    averages_over_ranks,
     check_closures,
     check_schedule,
     check_single_accumulation,
@@ -47,6 +48,98 @@ log = logging.getLogger("lightning_recipes")
 def _note(text: str) -> None:
     """Say something that is no mistake, in a Trainer and on the command line."""
     log.warning("note: %s", text)
+
+
+class _UpdateSums:
+    """The gradients and running statistics of each update of a fit, from its training steps and backward passes.
+
+    Args:
+        trainer: one that trains now.
+    """
+
+    def __init__(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._trainer = trainer
+        loader = trainer.train_dataloader
+        self._loader: ResumableLoader[Any] | None = loader if isinstance(loader, ResumableLoader) else None
+        self.statistics = OrderedStatistics(pl_module, trainer.world_size)
+        self.gradients = self._attached()
+        self.called, self._first = False, True
+        if trainer.world_size > 1 and self._loader is None:
+            _note(
+                f"a {type(loader).__name__} does not deal micro-batches by their numbers: on another number of devices"
+                " the run is equal within rounding only; use a loader of datamodules for equal bits"
+            )
+        elif trainer.world_size > 1 and any(map(is_synchronised, pl_module.modules())):
+            _note("SyncBN normalises over what the devices see in one step: the bits depend on their number")
+
+    def _attached(self) -> GradientSum:
+        """A sum in the place of DDP's reduction; DDP is another one where layers were unfrozen."""
+        model = self._trainer.strategy.model
+        assert model is not None
+        try:
+            nominal = loader_batch_size(self._trainer.train_dataloader)
+        except UserError:
+            nominal = 1
+        gradients = GradientSum(model, nominal)
+        if isinstance(model, DistributedDataParallel):
+            exempt_from_broadcast(model)
+        return gradients
+
+    def _micro_batches(self, batch_idx: int) -> int | None:
+        """Those of the update that begins, on all ranks; None where they have no numbers."""
+        if self._loader is None:
+            return None
+        count = self._loader.step(batch_idx).in_update
+        # A limit may cut the epoch within an update.
+        left = self._trainer.num_training_batches - batch_idx
+        return count if -(-count // self._trainer.world_size) <= left else None
+
+    def begin_step(self) -> None:
+        """Before the forward pass of a micro-batch."""
+        trainer = self._trainer
+        if skips_backward(trainer):
+            return
+        if self.called:
+            raise RunFailedError(describe_second_call(trainer.optimizers[0]))
+        self.called = True
+        batch_idx = trainer.fit_loop.batch_idx
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            # Here every hook has been called in which layers are frozen, or unfrozen under another DDP.
+            if trainer.strategy.model is not self.gradients.model:
+                self.gradients = self._attached()
+            self.gradients.begin(self._micro_batches(batch_idx))
+        self.statistics.begin()
+
+    def weigh(self, output: Any, batch: Any) -> None:
+        """After the forward pass of a micro-batch."""
+        trainer, gradients = self._trainer, self.gradients
+        if skips_backward(trainer):
+            return
+        if self._first:
+            self._first = False
+            warn_of_ignored_targets(output, batch)
+            if names := [type(layer).__name__ for layer in self.statistics.repeated()]:
+                _note(
+                    f"{len(names)} {names[0]} layers are called more than once in a training_step: their"
+                    " running statistics follow the last call"
+                )
+        if gradients.leaf is not None and (self._loader is not None or not is_empty(batch)):
+            self.statistics.collect()
+        loss = output if isinstance(output, Tensor) else None if output is None else output["loss"]
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = None if scaler is None or loss is None else scaler.scale(torch.ones((), device=loss.device))
+        gradients.weigh(loss, 0 if loss is None else count_targets(output, batch), scale, ends_window(trainer))
+        if gradients.is_last:
+            self.statistics.send(gradients.steps)
+        if loss is None:
+            self.collect()  # There is no backward pass.
+
+    def collect(self) -> None:
+        """After the backward pass of a micro-batch."""
+        self.gradients.collect()
+        self.statistics.restore()
+        if self.gradients.is_last:
+            self.statistics.finish(self.gradients.steps)
 
 
 class GradientAccumulation(pl.Callback):
@@ -99,19 +192,18 @@ class GradientAccumulation(pl.Callback):
             raise UserError(f"steps={steps!r} and global_batch_size={global_batch_size} are given: pass one of them")
         self.steps = steps
         self.global_batch_size = global_batch_size
-        self._asked = AccumulationSchedule.parse(steps)
-        self._schedule = self._asked
+        self._schedule = self._asked()
         """Steps of each device in an update."""
         self._items: AccumulationSchedule | None = None
         """Items of an update on all devices, where a loader of `datamodules` deals them: samples, or batches."""
         self._samples: AccumulationSchedule | None = None
         """Samples of an update on all devices, for other loaders that say how many are in a batch."""
-        self._weighs = self._running = self._called = False
-        self._loader: ResumableLoader[Any] | None = None
-        self._sum: GradientSum | None = None
-        self._statistics = OrderedStatistics(torch.nn.Identity())
+        self._sums: _UpdateSums | None = None
         self._undo: list[Callable[[], None]] = []
         self._undo_no_update: Callable[[], None] | None = None
+
+    def _asked(self) -> AccumulationSchedule:
+        return AccumulationSchedule.parse(self.steps)
 
     def accumulation_schedule(self, trainer: pl.Trainer) -> AccumulationSchedule:
         """Steps of each device in an update; known from `on_train_start` on."""
@@ -139,29 +231,28 @@ class GradientAccumulation(pl.Callback):
     def _items_of_update(self, loader: ResumableLoader[Any]) -> AccumulationSchedule:
         if self.global_batch_size is not None:
             return AccumulationSchedule(((0, loader.items_of_samples(self.global_batch_size)),))
-        return self._asked.map(lambda steps: loader.items_of(steps * loader.world_size))
+        return self._asked().map(lambda steps: loader.items_of(steps * loader.world_size))
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._weighs = check_strategy(trainer, self.steps != 1 or self.global_batch_size is not None)
+        check_strategy(trainer, self.steps != 1 or self.global_batch_size is not None)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        dealing, loaders = resumable_loaders(trainer.train_dataloader), trainer.train_dataloader
+        dealing = resumable_loaders(trainer.train_dataloader)
         self._schedule = self._steps_with(trainer, dealing)
         largest = max(factor for _, factor in self._schedule.entries)
         check_schedule(trainer, largest)
         check_closures(trainer, largest)
-        self._running = True
+        self._undo.append(lambda: setattr(trainer, "accumulate_grad_batches", 1))
         self._undo += [partial(each.divide_updates, each.items_of(each.world_size)) for each in dealing]
-        self._loader = loaders if isinstance(loaders, ResumableLoader) else None
         trainer.accumulate_grad_batches = self._schedule.wanted(trainer.current_epoch)
         if dealing and trainer.fit_loop.restarting:
             move_place_in_epoch(trainer, dealing[0])
-        if self._weighs and (trainer.world_size > 1 or largest > 1):
-            self._begin_sums(trainer, pl_module)
-        of_updates = [GradientAccumulation.on_after_backward]
-        drop_idle_hooks(self, of_updates if self._sum is None else ())
+        if averages_over_ranks(trainer) and (trainer.world_size > 1 or largest > 1):
+            self._sums = _UpdateSums(trainer, pl_module)
+            self._undo.append(observe_steps(pl_module, self._sums.weigh, self._sums.begin_step))
+        drop_idle_hooks(self, [GradientAccumulation.on_after_backward] if self._sums is None else ())
 
     def _steps_with(self, trainer: pl.Trainer, dealing: list[ResumableLoader[Any]]) -> AccumulationSchedule:
         """Steps of each device in an update, with these loaders."""
@@ -181,37 +272,11 @@ class GradientAccumulation(pl.Callback):
             found = f"global_batch_size={self.global_batch_size}"
             return AccumulationSchedule(((0, steps_for_samples(self.global_batch_size, at_once, found)),))
         if at_once is None:
-            return self._asked
+            return self._asked()
         if self._samples is None:
-            self._samples = self._asked.map(lambda steps: steps * at_once)
+            self._samples = self._asked().map(lambda steps: steps * at_once)
         found = f"the run was saved with other devices or batches than the {trainer.world_size} devices of now"
         return self._samples.map(lambda samples: steps_for_samples(samples, at_once, found))
-
-    def _begin_sums(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._statistics = OrderedStatistics(pl_module, trainer.world_size)
-        self._attach(trainer)
-        self._first = True
-        self._undo.append(observe_steps(pl_module, partial(self._weigh, trainer), partial(self._begin_step, trainer)))
-        if trainer.world_size > 1 and self._loader is None:
-            kind = type(trainer.train_dataloader).__name__
-            _note(
-                f"a {kind} does not deal micro-batches by their numbers: on another number of devices the run is equal"
-                " within rounding only; use a loader of datamodules for equal bits"
-            )
-        elif trainer.world_size > 1 and is_synchronised(pl_module):
-            _note("SyncBN normalises over what the devices see in one step: the bits depend on their number")
-
-    def _attach(self, trainer: pl.Trainer) -> None:
-        """Take the place of DDP's reduction; DDP is another one where layers were unfrozen."""
-        model, loader = trainer.strategy.model, trainer.train_dataloader
-        assert model is not None
-        try:
-            nominal = loader_batch_size(loader)
-        except UserError:
-            nominal = 1
-        self._sum = GradientSum(model, nominal)
-        if isinstance(model, DistributedDataParallel):
-            exempt_from_broadcast(model)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -226,100 +291,37 @@ class GradientAccumulation(pl.Callback):
         if skips_backward(trainer):
             # Lightning would step at the epoch's end, with the gradients of the last update or with none.
             self._undo_no_update = self._undo_no_update or make_no_update(trainer)
-            return
-        self._called = False
-
-    def _micro_batches(self, trainer: pl.Trainer, batch_idx: int) -> int | None:
-        """Those of the update that begins, on all ranks; None where they have no numbers."""
-        if self._loader is None:
-            return None
-        count = self._loader.step(batch_idx).in_update
-        # A limit may cut the epoch within an update.
-        return count if -(-count // trainer.world_size) <= trainer.num_training_batches - batch_idx else None
-
-    def _begin_step(self, trainer: pl.Trainer) -> None:
-        """Before the forward pass of a micro-batch."""
-        if skips_backward(trainer):
-            return
-        if self._called:
-            raise RunFailedError(describe_second_call(trainer.optimizers[0]))
-        self._called = True
-        batch_idx = trainer.fit_loop.batch_idx
-        if batch_idx % trainer.accumulate_grad_batches == 0:
-            # Here every hook has been called in which layers are frozen, or unfrozen under another DDP.
-            if self._sum is None or trainer.strategy.model is not self._sum.model:
-                self._attach(trainer)
-            assert self._sum is not None
-            self._sum.begin(self._micro_batches(trainer, batch_idx))
-        self._statistics.begin()
-
-    def _weigh(self, trainer: pl.Trainer, output: Any, batch: Any) -> None:
-        """After the forward pass of a micro-batch."""
-        if self._sum is None or skips_backward(trainer):
-            return
-        if self._first:
-            self._first = False
-            warn_of_ignored_targets(output, batch)
-            if names := [type(layer).__name__ for layer in self._statistics.repeated()]:
-                _note(
-                    f"{len(names)} {names[0]} layers are called more than once in a training_step: their"
-                    " running statistics follow the last call"
-                )
-        if self._sum.leaf is not None and (self._loader is not None or not is_empty(batch)):
-            self._statistics.collect()
-        loss = output if isinstance(output, Tensor) else None if output is None else output["loss"]
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scale = None if scaler is None or loss is None else scaler.scale(torch.ones((), device=loss.device))
-        self._sum.weigh(loss, 0 if loss is None else count_targets(output, batch), scale, ends_window(trainer))
-        if self._sum.is_last:
-            self._statistics.send(self._sum.steps)
-        if loss is None:
-            self._collect()  # There is no backward pass.
+        elif self._sums is not None:
+            self._sums.called = False
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._sum is not None and not skips_backward(trainer):
-            self._collect()
-
-    def _collect(self) -> None:
-        assert self._sum is not None
-        self._sum.collect()
-        self._statistics.restore()
-        if self._sum.is_last:
-            self._statistics.finish(self._sum.steps)
+        if self._sums is not None and not skips_backward(trainer):
+            self._sums.collect()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._sum is not None and self._sum.is_open and not trainer.should_stop:
+        if self._sums is not None and self._sums.gradients.is_open and not trainer.should_stop:
             raise RunFailedError(
                 f"the training loader announced {trainer.num_training_batches} batches and gave fewer, so that the"
                 " gradients of the last ones would be lost: correct the length of its data set"
             )
 
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._release(trainer)
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._release(trainer)
-
-    def _release(self, trainer: pl.Trainer) -> None:
+    def _release(self, *args: Any, **kwargs: Any) -> None:
         restore_hooks(self)
-        self._statistics.restore()  # Where a training_step has raised.
+        if self._sums is not None:
+            self._sums.statistics.restore()  # Where a training_step has raised.
         while self._undo:
             self._undo.pop()()
         if self._undo_no_update is not None:
             self._undo_no_update()
-            self._undo_no_update = None
-        self._sum = self._loader = None
-        if self._running:
-            trainer.accumulate_grad_batches = 1
-            self._running = False
+        self._sums = self._undo_no_update = None
+
+    on_exception = teardown = _release
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        asked = {"steps": self._asked.entries, "global_batch_size": self.global_batch_size}
+        asked = {"steps": self._asked().entries, "global_batch_size": self.global_batch_size}
         sizes = {"items": self._items, "samples": self._samples}
         return {"asked": asked, **{name: size and size.entries for name, size in sizes.items()}}
 
@@ -327,7 +329,7 @@ class GradientAccumulation(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         asked = state_dict["asked"]
         same = [*map(tuple, asked["steps"])], asked["global_batch_size"]
-        if same != ([*self._asked.entries], self.global_batch_size):
+        if same != ([*self._asked().entries], self.global_batch_size):
             return  # Another update was asked for.
         self._items, self._samples = (
             AccumulationSchedule(tuple(map(tuple, entries))) if (entries := state_dict[name]) else None

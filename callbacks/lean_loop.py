@@ -124,14 +124,8 @@ class LeanLoop(pl.Callback):
         if lightning.__version__.startswith(_VERSION):
             replace_hook_calls(_STOCK, _LEAN)
 
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._restore()
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
+    def _restore(self, *args: Any, **kwargs: Any) -> None:
         replace_hook_calls(_LEAN, _STOCK)
         _cached_has_parameter.cache_clear()
+
+    on_exception = teardown = _restore

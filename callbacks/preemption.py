@@ -8,23 +8,18 @@ import logging
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, WeightAveraging
 from typing_extensions import override
 
-from callbacks.checkpointing.stopping_points import (
-    Place,
-    hold_validations_and_stops,
-    move_counters,
-    save_now,
-    update_is_whole,
-    validation_is_next,
-)
+from callbacks.checkpointing.loop_place import place_after_batch, trains, update_is_whole, validation_is_next
+from callbacks.checkpointing.stopping_points import RULES, Place, move_counters
 from callbacks.lib.exchange import FlagAllReduce
-from callbacks.lib.hooks import refuse_dataloader_iter, surround_callbacks
-from callbacks.lib.lightning_internals import collective_timeout, keep_signal_handlers
+from callbacks.lib.hooks import callbacks_of, is_fast_dev_run, refuse_dataloader_iter, surround_callbacks
+from callbacks.lib.lightning_internals import collective_timeout, hold_to_updates, keep_signal_handlers, save_last
 from callbacks.lib.signals import SIGNALS, Preempted, SignalFlag, name_of
 from callbacks.lib.slurm_job import requeue_on
 
@@ -45,21 +40,41 @@ def interrupt_message(trainer: pl.Trainer) -> str:
 
 def evaluation_batches(trainer: pl.Trainer) -> float:
     """The batches of this rank in the evaluation that begins; 0 where the number is unknown."""
-    if trainer.sanity_checking:
-        numbers: Any = trainer.num_sanity_val_batches
-    elif trainer.testing:
-        numbers = trainer.num_test_batches
-    elif trainer.predicting:
-        numbers = trainer.num_predict_batches
-    else:
-        numbers = trainer.num_val_batches
+    names = {"sanity_val": trainer.sanity_checking, "test": trainer.testing, "predict": trainer.predicting}
+    name = next((name for name, evaluates in names.items() if evaluates), "val")
+    numbers: Any = getattr(trainer, f"num_{name}_batches")
     total = sum(numbers) if isinstance(numbers, list) else numbers
     return float(total) if total != float("inf") else 0.0
 
 
-def evaluation_place(trainer: pl.Trainer) -> Place | None:
-    """Where a run is saved that is stopped in the present evaluation; None where there is nothing to save."""
-    return "validation" if trainer.state.fn == "fit" and not trainer.sanity_checking else None
+def save_now(trainer: pl.Trainer, place: Place) -> str | None:
+    """Save the run as its `last.ckpt`, whatever moments its checkpoint callback keeps to; to be called on all ranks.
+
+    Returns:
+        The file; None where the run keeps no checkpoints, or it could not be written.
+    """
+    found = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    # The first that keeps a last checkpoint, else the first.
+    checkpoint = min(found, key=lambda callback: not callback.save_last, default=None)
+    if checkpoint is None or is_fast_dev_run(trainer):
+        return None
+    if place == "validation":
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, WeightAveraging):
+                # It has put the average into the module, and the trained weights are with it.
+                callback.on_validation_epoch_end(trainer, trainer.lightning_module)
+    last = Path(checkpoint.last_model_path)
+    if trainer.is_global_zero and last.is_symlink():
+        last.unlink()  # Of save_last="link": writing would go through to the checkpoint behind it.
+    settings = checkpoint.save_last, checkpoint.save_weights_only
+    checkpoint.save_last, checkpoint.save_weights_only = True, False
+    try:
+        save_last(checkpoint, trainer)
+    finally:
+        checkpoint.save_last, checkpoint.save_weights_only = settings
+    # A plug-in that survives a full disk remembers what it could not write.
+    failed = checkpoint.last_model_path in getattr(trainer.strategy.checkpoint_io, "failures", {})
+    return None if failed else checkpoint.last_model_path
 
 
 def end_children(trainer: pl.Trainer, patience: float) -> None:
@@ -145,10 +160,7 @@ class Preemption(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._undo.append(hold_validations_and_stops(trainer))
-
-    def _signalled(self) -> bool:
-        return bool(self._flag.received)
+        self._undo.append(hold_to_updates(trainer, update_is_whole, validation_is_next))
 
     def _over_ranks(self, trainer: pl.Trainer) -> FlagAllReduce:
         if self._ranks is None:
@@ -158,8 +170,8 @@ class Preemption(pl.Callback):
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop here a run that received a signal while it started."""
-        if self._over_ranks(trainer).maximum(self._signalled())[0]:
-            self._stop(trainer, None)
+        if self._over_ranks(trainer).maximum(self._flag.received)[0]:
+            self._stop(trainer, "run start")
 
     def _begin_epoch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._stop_requested:
@@ -170,13 +182,13 @@ class Preemption(pl.Callback):
             # A validation that was interrupted and repeated left one batch of the first attempt uncounted.
             trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset_on_restart()
         ranks = self._over_ranks(trainer)
-        mine = self._stop_requested or ranks.wait() or self._signalled()
+        mine = self._stop_requested or ranks.wait() or bool(self._flag.received)
         # Ranks may have unequal numbers of batches; flags are exchanged where all of them have one.
         requested, fewest = ranks.maximum(mine, -evaluation_batches(trainer))
         self._stop_requested = bool(requested)
         self._common_batches = -fewest
         if self._stop_requested:
-            self._stop(trainer, evaluation_place(trainer))
+            self._stop(trainer, "validation start" if trains(trainer) else "evaluation")
 
     @override
     def on_train_batch_end(
@@ -184,31 +196,31 @@ class Preemption(pl.Callback):
     ) -> None:
         if not update_is_whole(trainer):
             return
-        self._stop_requested |= self._over_ranks(trainer).start(self._signalled())
+        self._stop_requested |= self._over_ranks(trainer).start(bool(self._flag.received))
         # At an epoch's end, or before a validation, the next hook is the exact place.
-        if self._stop_requested and not (trainer.is_last_batch or validation_is_next(trainer)):
-            self._stop(trainer, "update")
+        if self._stop_requested and RULES[place := place_after_batch(trainer)].saves:
+            self._stop(trainer, place)
 
     def _end_evaluation_batch(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         self._common_batches -= 1
-        if self._common_batches >= 0 and self._over_ranks(trainer).start(self._signalled()):
-            self._stop(trainer, evaluation_place(trainer), validates=trainer.state.fn == "fit")
+        if self._common_batches >= 0 and self._over_ranks(trainer).start(bool(self._flag.received)):
+            self._stop(trainer, "validation" if trains(trainer) else "evaluation")
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _end_evaluation_batch
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Too late to cut anything, but what comes after training shall not begin.
-        if self._over_ranks(trainer).maximum(self._signalled())[0]:
-            self._stop(trainer, "epoch start", trained=True)
+        if self._over_ranks(trainer).maximum(self._flag.received)[0]:
+            self._stop(trainer, "run end")
 
-    def _stop(self, trainer: pl.Trainer, place: Place | None, trained: bool = False, validates: bool = False) -> None:
+    def _stop(self, trainer: pl.Trainer, place: Place) -> None:
         """Save where there is something to save, and end on every rank with the same signal."""
         self._stopping = True
         ranks = self._over_ranks(trainer)
         signum = int(ranks.maximum(self._flag.received)[0])
         self._place = place
-        path = save_now(trainer, place, validates) if place is not None else None
+        path = save_now(trainer, place) if RULES[place].saves else None
         self._place = None
         if trainer.is_global_zero:
             done = f"saved {path}" if path else "nothing was saved"
@@ -221,7 +233,7 @@ class Preemption(pl.Callback):
         # that does not take part is no reason to fail.
         with contextlib.suppress(RuntimeError):
             ranks.maximum(0)
-        raise Preempted(signum, path, trained)
+        raise Preempted(signum, path, trained=place == "run end")
 
     @override
     def on_save_checkpoint(

@@ -127,14 +127,6 @@ class RankConsistency(pl.Callback):
                 ' the weights; pass strategy="ddp", or remove the callback'
             )
 
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._compare(trainer, pl_module)
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._compare(trainer, pl_module)
-
     def _compare(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._active or trainer.global_step == self._checked_step:
             return
@@ -150,3 +142,5 @@ class RankConsistency(pl.Callback):
                 " layers unfrozen without FreezeLayers, for a network called otherwise than in training_step, and for"
                 " code that writes to weights; expected were the same bits on every rank"
             )
+
+    on_train_epoch_end = on_train_end = _compare

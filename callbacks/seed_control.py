@@ -171,14 +171,6 @@ class SeedControl(pl.Callback):
         self._seed_initial_weights()
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._seed("epoch", trainer.current_epoch)
-
-    @override
-    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._seed("epoch", trainer.current_epoch)
-
-    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         once = all(_calls_closure_once(optimizer) for optimizer in trainer.optimizers)
         drop_idle_hooks(self, [SeedControl.on_after_backward] if once or not pl_module.automatic_optimization else [])
@@ -197,10 +189,6 @@ class SeedControl(pl.Callback):
         self._undo.append(lambda: vars(loop).pop("on_run_start", None))
 
     @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.seed_epoch(trainer)
-
-    @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -211,16 +199,6 @@ class SeedControl(pl.Callback):
         # The optimiser may call its closure again, and has to evaluate the same function.
         if pl_module.automatic_optimization:
             seed_generators(self._seed_of_step(trainer, trainer.fit_loop.batch_idx), self._device)
-
-    @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.seed_between_steps(trainer)
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.seed_between_steps(trainer)
 
     def _on_evaluation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -243,22 +221,17 @@ class SeedControl(pl.Callback):
                 f"differs from the run that wrote it; pass seed={saved} to continue as that run"
             )
 
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._restore_settings()
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._restore_settings()
-
-    def seed_epoch(self, trainer: pl.Trainer) -> None:
+    def seed_epoch(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Seeds the generators as the start of the present epoch does, so that a loader repeats its order."""
         self._seed("epoch", trainer.current_epoch)
 
-    def seed_between_steps(self, trainer: pl.Trainer) -> None:
+    def seed_between_steps(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Seeds the generators for loading and transferring the next batch, whatever was drawn before."""
         next_batch = trainer.fit_loop.epoch_loop.batch_idx + 1
         seed_generators(self._seed_of_step(trainer, next_batch) ^ 1, self._device)
+
+    on_fit_start = on_sanity_check_end = on_train_epoch_start = seed_epoch
+    on_train_batch_end = on_validation_end = seed_between_steps
 
     def _seed(self, *address: int | str) -> None:
         seed_generators(derive_seed(self.seed, *address), self._device)
@@ -271,6 +244,8 @@ class SeedControl(pl.Callback):
         seed_generators(self.seed)
         torch.manual_seed(self.seed)
 
-    def _restore_settings(self) -> None:
+    def _restore_settings(self, *args: Any, **kwargs: Any) -> None:
         while self._undo:
             self._undo.pop()()
+
+    on_exception = teardown = _restore_settings

@@ -283,12 +283,9 @@ class SyncBN(pl.Callback):
             if isinstance(self._ddp, DistributedDataParallel):
                 exempt_from_broadcast(self._ddp)
 
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def _release(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         restore_hooks(self)
         restore_batchnorm(pl_module)
         self._ddp = None
 
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self.teardown(trainer, pl_module, "fit")
+    on_exception = teardown = _release

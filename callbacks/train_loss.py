@@ -6,6 +6,7 @@ and does not make the device wait.
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -71,6 +72,17 @@ def _beside(name: str, other: str) -> str:
     return f"{group}{slash}{other}"
 
 
+@dataclass
+class _Interval:
+    """What began at the last log."""
+
+    update: int
+    logged: bool = False
+    """Whether something was logged in this epoch."""
+    has_losses: bool = False
+    since: float = field(default_factory=time.monotonic)
+
+
 class TrainLoss(pl.Callback):
     """Logs the mean loss over the targets of all ranks, once per ``log_every_n_steps`` updates and once per epoch.
 
@@ -97,56 +109,42 @@ class TrainLoss(pl.Callback):
 
     def __init__(self, name: str = "train/loss", targets: str = "samples") -> None:
         self.name, self.targets = name, targets
-        self._saved: dict[str, Any] | None = None
-        self._loss: Tensor | None = None
-        self._release: Callable[[], None] | None = None
-        self._means: list[Tensor] = []
-        self._counts: list[int | Tensor] = []
-        self._correct: list[int | float | Tensor | None] = []
-        self._start(0)
         self._sums = torch.zeros(2, 3, DIGITS, dtype=torch.int64)
         """Of this rank since the last log, and in this epoch."""
-
-    def _start(self, update: int) -> None:
-        self._update = update
-        self._logged = self._has_losses = False
-        self._since = time.monotonic()
+        self._batches: list[tuple[Tensor, int | Tensor, int | float | Tensor | None]] = []
+        """Mean loss, count and number of right targets of each batch that is not summed up yet."""
+        self._loss: Tensor | None = None
+        self._interval = _Interval(0)
+        self._saved: dict[str, Any] | None = None
+        self._undo: list[Callable[[], None]] = []
 
     def _fold(self) -> None:
-        if self._means:
-            self._sums += sums_over_targets(self._means, self._counts, self._correct)
-            self._means, self._counts, self._correct = [], [], []
+        if self._batches:
+            self._sums += sums_over_targets(*map(list, zip(*self._batches, strict=True)))
+            self._batches = []
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start(trainer.global_step)
-        self._means, self._counts, self._correct = [], [], []
+        self._interval, self._batches = _Interval(trainer.global_step), []
         self._sums = torch.zeros(2, 3, DIGITS, dtype=torch.int64, device=trainer.strategy.root_device)
         if self._saved is not None:
             if trainer.global_rank == 0:
                 self._sums += self._saved["sums"].to(self._sums.device)
-            self._update, self._logged = self._saved["update"], self._saved["logged"]
+            self._interval = _Interval(self._saved["update"], self._saved["logged"])
             self._saved = None
         if log_interval(trainer):
-            self._release = observe_steps(pl_module, self._keep_loss)
+            self._undo.append(observe_steps(pl_module, self._keep_loss))
 
     def _keep_loss(self, output: Any, batch: Any) -> None:
         # Lightning hands out the loss divided by the accumulation factor, which differs between splits.
         loss = output.get("loss") if isinstance(output, Mapping) else output
         self._loss = loss.detach() if isinstance(loss, Tensor) else None
 
-    def _release_module(self) -> None:
-        if self._release is not None:
-            self._release()
-            self._release = None
+    def _release(self, *args: Any, **kwargs: Any) -> None:
+        while self._undo:
+            self._undo.pop()()
 
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._release_module()
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._release_module()
+    on_train_end = on_exception = _release
 
     @override
     def on_save_checkpoint(
@@ -154,7 +152,7 @@ class TrainLoss(pl.Callback):
     ) -> None:
         if trainer.state.fn != "fit" or trainer.interrupted:
             return  # After an exception the other ranks may be gone.
-        saved = {"sums": self._totals(trainer).cpu(), "update": self._update, "logged": self._logged}
+        saved = {"sums": self._totals(trainer).cpu(), "update": self._interval.update, "logged": self._interval.logged}
         checkpoint.setdefault(_SUMS, {})[self.name] = saved
 
     @override
@@ -165,15 +163,15 @@ class TrainLoss(pl.Callback):
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._logged = False
+        self._interval.logged = False
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._since -= time.monotonic()
+        self._interval.since -= time.monotonic()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._since += time.monotonic()
+        self._interval.since += time.monotonic()
 
     @override
     def on_train_batch_end(
@@ -184,14 +182,12 @@ class TrainLoss(pl.Callback):
             return
         correct = _right(outputs) if isinstance(outputs, dict) else None
         if self._loss is not None:
-            self._means.append(self._loss)
-            self._counts.append(count_targets(outputs, batch))
-            self._correct.append(correct)
-            self._loss, self._has_losses = None, True
-            if len(self._means) == _FOLD:
+            self._batches.append((self._loss, count_targets(outputs, batch), correct))
+            self._loss, self._interval.has_losses = None, True
+            if len(self._batches) == _FOLD:
                 self._fold()
-        interval_ends = trainer.global_step // every > self._update // every
-        if interval_ends or (trainer.is_last_batch and not self._logged):
+        interval_ends = trainer.global_step // every > self._interval.update // every
+        if interval_ends or (trainer.is_last_batch and not self._interval.logged):
             self._log_interval(trainer, correct is not None)
         if trainer.is_last_batch:
             self._log_epoch(trainer, correct is not None)
@@ -222,19 +218,17 @@ class TrainLoss(pl.Callback):
             logger.log_metrics({**row, "epoch": trainer.current_epoch}, step=trainer.global_step - 1)
 
     def _log_interval(self, trainer: pl.Trainer, has_accuracy: bool) -> None:
-        logged = self._logged
-        total = self._values(trainer, 0)
+        interval, total = self._interval, self._values(trainer, 0)
         if total[1]:
-            self._log(trainer, total, has_accuracy, rate=total[1] / max(1e-9, time.monotonic() - self._since))
-            logged = True
-        elif trainer.is_last_batch and not logged and self._has_losses:
+            self._log(trainer, total, has_accuracy, rate=total[1] / max(1e-9, time.monotonic() - interval.since))
+            interval.logged = True
+        elif trainer.is_last_batch and not interval.logged and interval.has_losses:
             raise RunFailedError(
                 f"epoch {trainer.current_epoch} had no target: every `count` was 0, as where all labels are -100;"
                 " correct the labels"
             )
         self._sums[0] = 0
-        self._start(trainer.global_step)
-        self._logged = logged
+        self._interval = _Interval(trainer.global_step, interval.logged)
 
     def _log_epoch(self, trainer: pl.Trainer, has_accuracy: bool) -> None:
         """Log the means of the epoch; what the next interval logs of it does not count for the next epoch."""

@@ -288,20 +288,14 @@ class WarmupLR(pl.Callback):
             for logger in trainer.loggers:
                 logger.log_metrics({**rates, "epoch": trainer.current_epoch}, step=step - 1)
 
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._release()
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._release()
-
-    def _release(self) -> None:
+    def _release(self, *args: Any, **kwargs: Any) -> None:
         restore_hooks(self)
         self._updates = self.updates
         for factor in self._factors:
             factor.remove()
         self._factors = []
+
+    on_exception = teardown = _release
 
     @override
     def state_dict(self) -> dict[str, Any]:

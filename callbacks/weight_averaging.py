@@ -88,6 +88,39 @@ def exchange(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         other.copy_(values)
 
 
+class _Average:
+    """The average of a module's weights, in tensors beside it or, to be evaluated, in the module.
+
+    Args:
+        module: the weights in it are the first sample.
+        fits: whether the statistics of BatchNorm in it belong to the average.
+    """
+
+    def __init__(self, module: nn.Module, fits: bool) -> None:
+        self.parameters, statistics = averaged_tensors(module)
+        self._tensors = [*self.parameters, *statistics]
+        self.others = [tensor.detach().clone() for tensor in self._tensors]
+        """The average, or while that is in the module, the weights that are trained."""
+        self.in_module, self.fits = False, fits
+
+    def add(self, weight: float) -> None:
+        """Move towards the weights in the module."""
+        add_sample(self.others[: len(self.parameters)], self.parameters, weight)
+        self.fits = False
+
+    def put(self, in_module: bool) -> bool:
+        """Put the average into the module, or the weights that are trained back; returns whether that changed it."""
+        if self.in_module == in_module:
+            return False
+        exchange(self._tensors, self.others)
+        self.in_module = in_module
+        return True
+
+
+class _FirstOfAll(LambdaCallback):
+    """What `WeightAveraging` does before other callbacks."""
+
+
 class WeightAveraging(pl.Callback):
     """Evaluates and saves an average of the weights; training goes on from those that are not averaged.
 
@@ -144,35 +177,29 @@ class WeightAveraging(pl.Callback):
             raise UserError(f"`average_from`: {error}") from error
         self._statistics = BNRecalibration(samples=_BN_SAMPLES)
         self._handles: list[RemovableHandle] = []
-        self._first_of_all = LambdaCallback(on_train_batch_end=self._end_batch, on_train_end=self._end)
         self._forget()
 
     def _forget(self) -> None:
         self.samples = 0
         """How many weights the average is of."""
-        self._first = 0
-        self._updated = False
-        self._evaluates = False
-        self._statistics_of = 0
-        self._tensors: list[Tensor] = []
-        self._others: list[Tensor] = []
-        self._parameters: list[Tensor] = []
-        self._averages: list[Tensor] = []
+        self._average: _Average | None = None
         self._loaded: dict[str, Any] | None = None
+        self._updated = False
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
         self._forget()
-        others = [callback for callback in callbacks_of(trainer) if callback not in (self, self._first_of_all)]
+        others = [c for c in callbacks_of(trainer) if c is not self and not isinstance(c, _FirstOfAll)]
         for callback in others:
             if isinstance(callback, (WeightAveraging, LightningWeightAveraging, StochasticWeightAveraging)):
                 raise UserError(f"WeightAveraging and another {type(callback).__name__}: a run has one average")
             if isinstance(callback, ModelCheckpoint) and callback.save_weights_only:
                 raise UserError("save_weights_only=True saves weights that are not averaged: leave it out")
         # Callbacks that save or draw find the sample of this update, and after a validation what was evaluated.
-        set_callbacks(trainer, [self._first_of_all, *others, self])
+        first_of_all = _FirstOfAll(on_train_batch_end=self._end_batch, on_train_end=self._evaluate)
+        set_callbacks(trainer, [first_of_all, *others, self])
 
     @override
     def on_load_checkpoint(
@@ -191,7 +218,7 @@ class WeightAveraging(pl.Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # Statistics are computed whenever they are saved.
-        self.samples = self._statistics_of = state_dict["samples"]
+        self.samples = state_dict["samples"]
         self._statistics.load_state_dict(state_dict["statistics"])
 
     @override
@@ -201,8 +228,7 @@ class WeightAveraging(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._check(trainer, pl_module)
-        self._first = duration_to_updates(self.start, trainer)
-        if not self.samples and self._first > total_updates(trainer):
+        if not self.samples and duration_to_updates(self.start, trainer) > total_updates(trainer):
             end = f"{total_updates(trainer):,} updates"
             raise UserError(f"average_from={str(self.start)!r} is after the end of the run, {end}: average earlier")
         self._statistics.on_train_start(trainer, pl_module)
@@ -213,7 +239,7 @@ class WeightAveraging(pl.Callback):
             )
         if self._loaded is not None:
             if self.samples:
-                self._begin(pl_module)
+                self._average = _Average(pl_module, fits=True)
             pl_module.load_state_dict(self._loaded, strict=pl_module.strict_loading)
             self._loaded = None
         self._handles = [optimizer.register_step_post_hook(self._note_update) for optimizer in trainer.optimizers]
@@ -237,39 +263,29 @@ class WeightAveraging(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._statistics.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._updated and (self.samples or updates_made(trainer, self.start) >= self._first):
+        if self._updated and (
+            self.samples or updates_made(trainer, self.start) >= duration_to_updates(self.start, trainer)
+        ):
             self._sample(pl_module)
         self._updated = False
 
-    def _begin(self, pl_module: pl.LightningModule) -> None:
-        """Take the weights that are in the module for the average."""
-        self._parameters, statistics = averaged_tensors(pl_module)
-        self._tensors = [*self._parameters, *statistics]
-        self._others = [tensor.detach().clone() for tensor in self._tensors]
-        self._averages = self._others[: len(self._parameters)]
-
     def _sample(self, pl_module: pl.LightningModule) -> None:
-        if not self.samples:
-            self._begin(pl_module)
+        if self._average is None:
+            self._average = _Average(pl_module, fits=False)
         else:
-            weight = mean_weight(self.samples) if self.ema is None else ema_weight(self.samples, self.ema)
-            add_sample(self._averages, self._parameters, weight)
+            self._average.add(mean_weight(self.samples) if self.ema is None else ema_weight(self.samples, self.ema))
         self.samples += 1
 
     def _evaluate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put the average into the module, with statistics of BatchNorm that belong to it."""
-        if not self.samples or self._evaluates:
-            return
-        exchange(self._tensors, self._others)
-        self._evaluates = True
-        if self._statistics_of != self.samples and self._statistics.recalibrate(trainer, pl_module):
-            self._statistics_of = self.samples
+        average = self._average
+        if average is not None and average.put(in_module=True) and not average.fits:
+            average.fits = self._statistics.recalibrate(trainer, pl_module)
 
     def _train(self) -> None:
         """Put the weights that are trained back."""
-        if self._evaluates:
-            exchange(self._tensors, self._others)
-            self._evaluates = False
+        if self._average is not None:
+            self._average.put(in_module=False)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -281,31 +297,28 @@ class WeightAveraging(pl.Callback):
         if trainer.state.fn == "fit":
             self._train()
 
-    def _end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._evaluate(trainer, pl_module)
-
     @override
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if not self.samples:
             return
-        average, raw = checkpoint["state_dict"], self._loaded
+        averaged, raw, average = checkpoint["state_dict"], self._loaded, self._average
         if raw is None:
             # After training the module's buffers are others, on the CPU; a test may run another module.
             parameters, statistics = averaged_tensors(pl_module)
-            if [*map(id, parameters)] != [*map(id, self._parameters)]:
+            if average is None or [*map(id, parameters)] != [*map(id, average.parameters)]:
                 return
-            if trainer.state.fn == "fit" and not self._evaluates and not trainer.interrupted:
+            if trainer.state.fn == "fit" and not average.in_module and not trainer.interrupted:
                 self._evaluate(trainer, pl_module)
                 self._train()
             tensors = [*parameters, *statistics]
-            exchange(tensors, self._others)
+            exchange(tensors, average.others)
             raw = copy.deepcopy(trainer.strategy.lightning_module_state_dict())
-            exchange(tensors, self._others)
-            if not self._evaluates:
-                average, raw = raw, average
-        checkpoint["state_dict"] = average
+            exchange(tensors, average.others)
+            if not average.in_module:
+                averaged, raw = raw, averaged
+        checkpoint["state_dict"] = averaged
         second = {**checkpoint, "state_dict": raw}
         pl_module.on_save_checkpoint(second)  # Lightning calls it for the average.
         checkpoint[RAW_WEIGHTS] = second["state_dict"]
@@ -318,7 +331,8 @@ class WeightAveraging(pl.Callback):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._release()
-        self._others = [other.cpu() for other in self._others]  # For a checkpoint that is saved now.
+        if self._average is not None:  # For a checkpoint that is saved now.
+            self._average.others = [other.cpu() for other in self._average.others]
 
     def _release(self) -> None:
         while self._handles:

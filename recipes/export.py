@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from datamodules.loading.normalise import Normalise
 from torch import Tensor, nn
 
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.lib.writing import whole_or_nothing
 from datamodules.contract import OneCall, marked_parameters
 from datamodules.errors import UserError
+from datamodules.images.augmentation import Normalise
 from recipes.base import Recipe
 from recipes.graphs import Graph, network_graph
 from recipes.inputs import preprocessing

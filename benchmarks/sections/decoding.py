@@ -19,8 +19,7 @@ from benchmarks.sections.multi30k import multi30k_texts
 from datamodules.translation.text import EOS, PAD, SOS, Vocabulary
 from recipes.launch.precision import resolve_precision
 from recipes.seq2seq.decoding import beam_search, length_penalty
-from recipes.seq2seq.network import AnyNetwork
-from recipes.seq2seq.recurrent import Seq2SeqNet
+from recipes.seq2seq.network import AnyNetwork, Seq2SeqNet
 from recipes.seq2seq.transformer import TransformerNet
 
 __all__ = ["run"]

@@ -34,8 +34,8 @@ from datamodules.loading.sampling import epoch_order
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
 from recipes.launch.precision import resolve_precision
-from recipes.seq2seq.recipe import Seq2SeqTranslator
-from recipes.text_scores import token_scores
+from recipes.seq2seq.recipe import Seq2SeqTranslator, rate_of_run
+from recipes.seq2seq.scores import token_scores
 
 __all__ = ["run"]
 
@@ -105,7 +105,7 @@ def fit(
 def make_recipe(data: TranslationDataModule, hidden: int, epochs: int = EPOCHS) -> Seq2SeqTranslator:
     """The recipe with the defaults of a run of so many epochs, but greedy."""
     settings = Seq2SeqTranslator.settings_from_data(data)
-    lr = Seq2SeqTranslator.rate_of_run(len(data.rows["train"]), epochs, {})
+    lr = rate_of_run("rnn", len(data.rows["train"]), epochs)
     return Seq2SeqTranslator(**settings, hidden_size=hidden, beam=1, lr=lr)
 
 

@@ -35,6 +35,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from callbacks.checkpointing.stopping_points import RULES
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.lightning_internals import iterate_anew, restart_training_loaders, unused_loader_states
 from datamodules.errors import UserError
@@ -43,7 +44,6 @@ from datamodules.loading.resumable import ResumableLoader
 __all__ = [
     "RAW_WEIGHTS",
     "files_in",
-    "is_own_checkpoint",
     "loaded_raw_weights",
     "raw_weights",
     "refuse_torchmetrics",
@@ -81,11 +81,6 @@ def _without_position(trainer: pl.Trainer) -> list[Any]:
     return [loader for loader in loaders if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"))]
 
 
-def _seeds(trainer: pl.Trainer) -> Any:
-    """The callback that seeds the generators for each epoch; None where there is none."""
-    return next((callback for callback in callbacks_of(trainer) if hasattr(callback, "seed_epoch")), None)
-
-
 def _sampler(loader: DataLoader[Any]) -> Any:
     """What lists the samples of an epoch."""
     batches: Any = loader.batch_sampler
@@ -105,9 +100,9 @@ def _moves_on(loader: Any) -> str:
         return ""
     if getattr(_sampler(loader), "generator", None) or (loader.num_workers and loader.generator):
         return "a generator of its own: leave it out and train with SeedControl"
-    return (
-        "persistent workers, whose generators go on: pass persistent_workers=False" if loader.persistent_workers else ""
-    )
+    if loader.persistent_workers:
+        return "persistent workers, whose generators go on: pass persistent_workers=False"
+    return ""
 
 
 def _pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int) -> None:
@@ -115,14 +110,13 @@ def _pass_over_trained_batches(trainer: pl.Trainer, saved_world_size: int) -> No
     loaders = CombinedLoader(trainer.train_dataloader).flattened
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     done = progress.processed
-    if progress.ready != done:
-        raise UserError(
-            "the checkpoint was saved in the midst of a batch, as by OnExceptionCheckpoint: pass another one"
-        )
+    if not (rule := RULES["update" if progress.ready == done else "within batch"]).saves:
+        raise UserError(f"the checkpoint was saved {rule.reason}, as by OnExceptionCheckpoint: pass another one")
     without = _without_position(trainer)
     if not without or not done:
         return
-    name, seeds = type(without[0]).__name__, _seeds(trainer)
+    name = type(without[0]).__name__
+    seeds: Any = next((callback for callback in callbacks_of(trainer) if hasattr(callback, "seed_epoch")), None)
     advice = "resume from an epoch's end, or use a loader with `state_dict` and `load_state_dict`"
     if len(loaders) > 1 or not _draws_at_epoch_start(without[0]):
         loader = "several loaders" if len(loaders) > 1 else f"this {name}"
@@ -162,14 +156,6 @@ def refuse_torchmetrics(trainer: pl.Trainer, sums: list[dict[str, Any]]) -> None
         rank_zero_warn(problem)
 
 
-def _check_data(trainer: pl.Trainer) -> None:
-    """Refuse other training data at an epoch's end, too, where Lightning does not load the states of loaders."""
-    with_state = [each for each in CombinedLoader(trainer.train_dataloader).flattened if hasattr(each, "state_dict")]
-    for loader, state in zip(with_state, unused_loader_states(trainer)):
-        if isinstance(loader, ResumableLoader):
-            loader.check_data(state)
-
-
 def replay_epoch(trainer: pl.Trainer, saved_world_size: int) -> None:
     """Do what Lightning leaves out; for `on_train_start` of a resumed run.
 
@@ -181,7 +167,11 @@ def replay_epoch(trainer: pl.Trainer, saved_world_size: int) -> None:
             callback of Lightning unfreezes layers.
     """
     within_epoch = trainer.fit_loop.restarted_mid_epoch
-    _check_data(trainer)
+    # Lightning does not load the states of loaders at an epoch's end, where other data are to be refused, too.
+    with_state = [each for each in CombinedLoader(trainer.train_dataloader).flattened if hasattr(each, "state_dict")]
+    for loader, state in zip(with_state, unused_loader_states(trainer)):
+        if isinstance(loader, ResumableLoader):
+            loader.check_data(state)
     for callback in callbacks_of(trainer):
         if isinstance(callback, BaseFinetuning):
             raise UserError(
@@ -214,11 +204,11 @@ def was_stopped_early(trainer: pl.Trainer) -> bool:
     return any(stop.wait_count >= max(1, stop.patience) and stop.stopped_epoch >= epoch for stop in stops)
 
 
-def is_own_checkpoint(path: Path, folder: Path) -> bool:
+def _is_own_checkpoint(path: Path, folder: Path) -> bool:
     """Whether a path is a checkpoint in a folder, also after all links are followed.
 
     Example:
-        >>> is_own_checkpoint(Path("checkpoints/../thesis.tex"), Path("checkpoints"))
+        >>> _is_own_checkpoint(Path("checkpoints/../thesis.tex"), Path("checkpoints"))
         False
     """
     try:
@@ -235,7 +225,7 @@ def _found(path: Any, old: Any, folder: Path, levels: int) -> str:
     name = Path(path).relative_to(old)
     if ".." in name.parts or not 1 <= len(name.parts) <= levels:
         return ""
-    return str(folder / name) if is_own_checkpoint(folder / name, folder) else ""
+    return str(folder / name) if _is_own_checkpoint(folder / name, folder) else ""
 
 
 def _score(value: Any) -> Tensor | None:

@@ -1,75 +1,103 @@
-"""Where a run can be cut so that Lightning resumes it exactly, and how it is saved there.
+"""When a run may be saved so that Lightning resumes it exactly: one table, and pure functions of plain numbers.
 
-Lightning resumes exactly from the end of an update within an epoch, and from the end of an epoch. A checkpoint that it
-saves in a validation counts the validation as done; one saved as an epoch begins takes the last epoch's batches for
-this one's. Both hold all that is needed, and a few counters tell Lightning what is left to do.
+`RULES` says for each place in the loop whether a save may happen there, and which counters of Lightning's loops are
+moved in the checkpoint. `callbacks.checkpointing.loop_place` finds the place of a Trainer; nothing here needs Lightning.
 """
 
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal
-from weakref import WeakKeyDictionary
-
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
-
-from callbacks.lib.exchange import broadcast
-from callbacks.lib.hooks import callbacks_of, is_fast_dev_run
-from callbacks.lib.lightning_internals import hold_to_updates, save_last, uncount_update, validation_time_is_over
-from callbacks.lib.updates import may_hold_gradients
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 __all__ = [
+    "RULES",
     "Place",
-    "checkpoint_callback",
-    "hold_validations_and_stops",
+    "after_batch",
     "move_counters",
-    "save_now",
     "uncount_cut_epoch",
-    "update_is_whole",
-    "validation_is_next",
+    "update_ends",
+    "validation_is_due",
+    "waits_for_validation",
 ]
 
-Place = Literal["update", "validation", "epoch start"]
-"""After a complete update in mid-epoch, before or in a validation, and before an epoch's first hook."""
+Place = Literal[
+    "run start",
+    "within batch",
+    "within update",
+    "update",
+    "before validation",
+    "validation start",
+    "validation",
+    "after validation",
+    "before epoch end",
+    "epoch end",
+    "epoch start",
+    "run end",
+    "evaluation",
+]
 
-_FIT = "fit_loop"
 
-_TIMED: WeakKeyDictionary[pl.Trainer, tuple[int, bool]] = WeakKeyDictionary()
-"""The batch after which the clock was asked, and whether a validation follows it."""
+class Rule(NamedTuple):
+    """Whether a run may be saved at a place, which counters are moved so that it goes on there, and why."""
+
+    saves: bool
+    moves: Literal["", "validation", "epoch"]
+    reason: str
 
 
-def update_is_whole(trainer: pl.Trainer) -> bool:
-    """Whether the micro-batch just trained was its update's last; for `on_train_batch_end`.
+RULES: Mapping[Place, Rule] = {
+    "run start": Rule(False, "", "nothing has been trained since"),
+    "within batch": Rule(False, "", "in the midst of a batch"),
+    "within update": Rule(False, "", "no checkpoint holds the gradients of half an update"),
+    "update": Rule(True, "", "it goes on with the next batch"),
+    "before validation": Rule(False, "", "the resumed run would leave the validation out"),
+    "validation start": Rule(True, "validation", "it validates from the start; the counters say that it is done"),
+    "validation": Rule(True, "validation", "it validates from the start; the counters say that it is done"),
+    "after validation": Rule(True, "", "it goes on with the next batch"),
+    "before epoch end": Rule(False, "", "the resumed run would not count the epoch that it begins"),
+    "epoch end": Rule(True, "", "it goes on with the next epoch; one that was cut, with its next batch"),
+    "epoch start": Rule(True, "epoch", "it begins the epoch; the counters give it the batches of the last one"),
+    "run end": Rule(True, "epoch", "it goes on with the next epoch; the counters say that it has begun"),
+    "evaluation": Rule(False, "", "nothing is trained, as in a sanity check"),
+}
+"""In the order in which a run comes by; an evaluation is one outside of training."""
 
-    Of a module that accumulates by hand it is where no parameter holds a gradient, and at an epoch's end.
+
+def update_ends(done: int, per_update: int, is_last: bool, holds_gradients: bool) -> bool:
+    """Whether the micro-batch just trained, the `done`-th of its epoch, was its update's last.
+
+    The epoch's last update may have fewer; a module that accumulates by hand may have gradients left.
     """
-    done = trainer.fit_loop.batch_idx + 1
-    if trainer.is_last_batch:
-        return True
-    return done % trainer.accumulate_grad_batches == 0 and not may_hold_gradients(trainer)
+    return is_last or (done % per_update == 0 and not holds_gradients)
 
 
-def validation_is_next(trainer: pl.Trainer) -> bool:
-    """Whether a validation within the epoch comes right after this update; for `on_train_batch_end`.
+def validation_is_due(done: int, window: int, every: float | None, is_last: bool) -> bool:
+    """Whether a validation is due after any micro-batch of an update, whose last it follows.
 
-    One that is due after any of its micro-batches comes after the last. Of a time, rank 0's clock decides, once.
+    Args:
+        done: micro-batches so far, of the epoch or of the run.
+        window: how many of them are of this update.
+        every: from one validation to the next; infinite for one at the epoch's end.
+        is_last: whether the last was the epoch's.
+
+    Example:
+        >>> [validation_is_due(done, window=4, every=6, is_last=False) for done in (4, 8, 12)]
+        [False, True, True]
     """
-    epochs, every = trainer.check_val_every_n_epoch, trainer.val_check_batch
-    if not trainer.enable_validation or (epochs is not None and (trainer.current_epoch + 1) % epochs):
-        return False
-    loop = trainer.fit_loop
-    if (is_over := validation_time_is_over(trainer)) is not None:
-        update, due = _TIMED.get(trainer, (-1, False))
-        if update != loop.total_batch_idx:
-            due = broadcast(trainer.strategy, is_over)
-            _TIMED[trainer] = loop.total_batch_idx, due
-        return due
     if not every or math.isinf(every):
-        return bool(every) and (trainer.is_last_batch or loop.batch_idx + 1 == trainer.num_training_batches)
-    done = 1 + (loop.total_batch_idx if epochs is None else loop.batch_idx)
-    before = done - loop.batch_idx % trainer.accumulate_grad_batches - 1
-    return done // every > before // every
+        return bool(every) and is_last
+    return done // every > (done - window) // every
+
+
+def after_batch(update_is_whole: bool, validation_is_next: bool, is_last: bool) -> Place:
+    """The place after a micro-batch, which may be the last of its update and of the epoch."""
+    if not update_is_whole:
+        return "within update"
+    return "before validation" if validation_is_next else "before epoch end" if is_last else "update"
+
+
+def waits_for_validation(monitor: str | None, scored: tuple[int, list[str]], updates: int) -> bool:
+    """Whether a save by a score waits for the next validation, since the last one, its updates and scores, is older."""
+    return monitor in scored[1] and scored[0] != updates
 
 
 def move_counters(loops: dict[str, Any], place: Place) -> None:
@@ -79,76 +107,36 @@ def move_counters(loops: dict[str, Any], place: Place) -> None:
         loops: the checkpoint's entry of that name; changed in place.
         place: where it is being saved.
     """
-    fit = loops[_FIT]
-    if place == "validation":
+    fit, moves = loops["fit_loop"], RULES[place].moves
+    if moves == "validation":
         # One batch begun and none done: Lightning enters the validation again, and starts it from the beginning.
         progress = fit["epoch_loop.val_loop.batch_progress"]
         progress["total"] |= {"ready": 1, "started": 1, "processed": 0, "completed": 0}
         progress["current"] |= {"ready": 0, "started": 0, "processed": 0, "completed": 0}
         progress["is_last_batch"] = False
-    elif place == "epoch start":
+    elif moves == "epoch":
         # As where ModelCheckpoint saves: the last epoch is processed and not completed, and the next not yet ready.
         for counters in (fit["epoch_progress"]["total"], fit["epoch_progress"]["current"]):
             counters |= {"ready": counters["processed"], "completed": counters["processed"] - 1}
 
 
-def uncount_cut_epoch(loop: dict[str, Any]) -> None:
+def uncount_cut_epoch(loop: dict[str, Any]) -> bool:
     """Make the counters of an epoch that was ended early those of its last update, from which Lightning resumes.
 
     When ``max_steps`` ends an epoch, it and its last batch count as done before the checkpoint is saved.
 
     Args:
         loop: the state of the fit loop; changed in place.
+
+    Returns:
+        Whether it was.
     """
     epoch, batch = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
     counted = epoch["current"]["processed"] == epoch["current"]["started"]
     if not counted or batch["is_last_batch"] or not batch["current"]["completed"]:
-        return
+        return False
     for counters in (epoch["total"], epoch["current"]):
         counters["processed"] -= 1
     for counters in (batch["total"], batch["current"]):
         counters["completed"] -= 1
-    uncount_update(loop)
-
-
-def hold_validations_and_stops(trainer: pl.Trainer) -> Callable[[], None]:
-    """Make a run validate and stop after complete updates; for `on_train_start`. Returns how to undo it."""
-    return hold_to_updates(trainer, update_is_whole, validation_is_next)
-
-
-def checkpoint_callback(trainer: pl.Trainer) -> ModelCheckpoint | None:
-    """The callback through which a run is saved: the first that keeps a last checkpoint, else the first."""
-    found = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    keeps_last = [callback for callback in found if callback.save_last]
-    return next(iter(keeps_last + found), None)
-
-
-def save_now(trainer: pl.Trainer, place: Place, validates: bool = False) -> str | None:
-    """Save the run as its `last.ckpt`, whatever moments its checkpoint callback keeps to; to be called on all ranks.
-
-    Args:
-        validates: batches are being validated: Lightning's `WeightAveraging` has put the average into the module.
-
-    Returns:
-        The file; None where the run keeps no checkpoints, or it could not be written.
-    """
-    checkpoint = checkpoint_callback(trainer)
-    if checkpoint is None or is_fast_dev_run(trainer):
-        return None
-    if validates:
-        for callback in callbacks_of(trainer):
-            if isinstance(callback, WeightAveraging):
-                # The trained weights are with the callback.
-                callback.on_validation_epoch_end(trainer, trainer.lightning_module)
-    last = Path(checkpoint.last_model_path)
-    if trainer.is_global_zero and last.is_symlink():
-        last.unlink()  # Of save_last="link": writing would go through to the checkpoint behind it.
-    settings = checkpoint.save_last, checkpoint.save_weights_only
-    checkpoint.save_last, checkpoint.save_weights_only = True, False
-    try:
-        save_last(checkpoint, trainer)
-    finally:
-        checkpoint.save_last, checkpoint.save_weights_only = settings
-    # A plug-in that survives a full disk remembers what it could not write.
-    failed = checkpoint.last_model_path in getattr(trainer.strategy.checkpoint_io, "failures", {})
-    return None if failed else checkpoint.last_model_path
+    return True

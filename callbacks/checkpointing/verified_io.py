@@ -14,6 +14,7 @@ import zipfile
 from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
@@ -45,10 +46,10 @@ __all__ = [
 
 log = logging.getLogger("lightning_recipes.checkpoints")
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size)
-_TENSORS = (Tensor, nn.Parameter)
-_MAPPINGS = (dict, OrderedDict, Counter)
-_SEQUENCES = (list, tuple, set)
+_ATOMS = (
+    *(type(None), bool, int, float, complex, str, bytes, Tensor, nn.Parameter),
+    *(torch.dtype, torch.device, torch.layout, torch.Size),
+)
 _DEEPEST = 50
 
 
@@ -69,37 +70,28 @@ def as_plain(value: Any, lost: list[str] | None = None, name: str = "") -> Any:
         ['act']
     """
     lost = [] if lost is None else lost
-    if type(value) in _ATOMS or type(value) in _TENSORS:
+    if type(value) in _ATOMS:
         return value
     if name.count(".") > _DEEPEST:
         # Such as a dict that holds itself.
         return _named(value, lost, name)
+    lead = f"{name}." if name else ""
     if isinstance(value, Mapping):
-        return _plain_mapping(value, lost, name)
+        pairs = [
+            (as_plain(key, lost, f"{lead}key"), as_plain(item, lost, f"{lead}{key}")) for key, item in value.items()
+        ]
+        same = all(k is key and v is item for (k, v), (key, item) in zip(pairs, value.items(), strict=True))
+        # A state dict is an OrderedDict with an attribute, so it is kept rather than copied.
+        return value if same and type(value) in (dict, OrderedDict, Counter) else dict(pairs)
     if isinstance(value, (list, tuple, set, frozenset)):
-        return _plain_sequence(value, lost, name)
+        items = [as_plain(item, lost, f"{lead}{i}") for i, item in enumerate(value)]
+        if type(value) in (list, tuple, set) and all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        if isinstance(value, (set, frozenset)):
+            with suppress(TypeError):  # Its items were hashable, and their plain forms may not be.
+                return set(items)
+        return tuple(items) if isinstance(value, tuple) else items
     return _plain_object(value, lost, name)
-
-
-def _plain_mapping(value: Mapping[Any, Any], lost: list[str], name: str) -> Any:
-    lead = f"{name}." if name else ""
-    pairs = [(as_plain(key, lost, f"{lead}key"), as_plain(item, lost, f"{lead}{key}")) for key, item in value.items()]
-    same = all(k is key and v is item for (k, v), (key, item) in zip(pairs, value.items(), strict=True))
-    # A state dict is an OrderedDict with an attribute, so it is kept rather than copied.
-    return value if same and type(value) in _MAPPINGS else dict(pairs)
-
-
-def _plain_sequence(value: Any, lost: list[str], name: str) -> Any:
-    lead = f"{name}." if name else ""
-    items = [as_plain(item, lost, f"{lead}{i}") for i, item in enumerate(value)]
-    if type(value) in _SEQUENCES and all(new is old for new, old in zip(items, value, strict=True)):
-        return value
-    if isinstance(value, (set, frozenset)):
-        try:
-            return set(items)
-        except TypeError:  # Its items were hashable, and their plain forms are not.
-            return items
-    return tuple(items) if isinstance(value, tuple) else items
 
 
 def _plain_object(value: Any, lost: list[str], name: str) -> Any:

@@ -73,10 +73,10 @@ class EvaluationSamples:
         """The updates behind the weights that are evaluated."""
         return trainer.global_step if self.updates is None else self.updates
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _on_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._forget()
 
-    def on_validation_batch_end(
+    def _on_batch_end(
         self,
         trainer: pl.Trainer,
         pl_module: pl.LightningModule,
@@ -86,22 +86,11 @@ class EvaluationSamples:
         dataloader_idx: int = 0,
     ) -> None:
         if trainer.is_global_zero:
-            self._keep(outputs, batch, batch_idx, trainer.num_val_batches, dataloader_idx)
+            batches = trainer.num_test_batches if trainer.testing else trainer.num_val_batches
+            self._keep(outputs, batch, batch_idx, batches, dataloader_idx)
 
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._forget()
-
-    def on_test_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if trainer.is_global_zero:
-            self._keep(outputs, batch, batch_idx, trainer.num_test_batches, dataloader_idx)
+    on_validation_start = on_test_start = _on_start
+    on_validation_batch_end = on_test_batch_end = _on_batch_end
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "validate":

@@ -12,19 +12,6 @@ from callbacks.lib.updates import loader_batch_size
 from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader
 
-__all__ = [
-    "check_closures",
-    "check_schedule",
-    "check_single_accumulation",
-    "check_strategy",
-    "describe_second_call",
-    "ends_window",
-    "move_place_in_epoch",
-    "resumable_loaders",
-    "samples_per_batch",
-    "steps_for_samples",
-]
-
 
 def check_closures(trainer: pl.Trainer, largest: int) -> None:
     """Refuses LBFGS where its closure would compute a part of the update.
@@ -69,17 +56,21 @@ def check_single_accumulation(trainer: pl.Trainer, pl_module: pl.LightningModule
         raise UserError(f"{' and '.join(found)} would both accumulate: keep one GradientAccumulation")
 
 
-def check_strategy(trainer: pl.Trainer, accumulates: bool) -> bool:
-    """Whether counts weigh: the strategy averages gradients over the ranks as DDP does, or there is one rank.
+def averages_over_ranks(trainer: pl.Trainer) -> bool:
+    """Whether counts weigh: the strategy averages gradients over the ranks as DDP does, or there is one rank."""
+    averages = isinstance(trainer.strategy.model, DistributedDataParallel) or trainer.world_size == 1
+    return averages and not trainer.strategy.handles_gradient_accumulation
+
+
+def check_strategy(trainer: pl.Trainer, accumulates: bool) -> None:
+    """Warns of a strategy with which counts do not weigh.
 
     Raises:
-        UserError: they do not, and the run is to accumulate.
+        UserError: the run is to accumulate with it.
     """
-    strategy = trainer.strategy
-    averages = isinstance(strategy.model, DistributedDataParallel) or trainer.world_size == 1
-    if averages and not strategy.handles_gradient_accumulation:
-        return True
-    name = type(strategy).__name__
+    if averages_over_ranks(trainer):
+        return
+    name = type(trainer.strategy).__name__
     if accumulates:
         raise UserError(
             f"{name} reduces gradients in its own way, which GradientAccumulation cannot"
@@ -89,7 +80,6 @@ def check_strategy(trainer: pl.Trainer, accumulates: bool) -> bool:
         f"GradientAccumulation weighs nothing: {name} reduces gradients in its own way, so every device counts the"
         ' same, however many targets it holds; pass strategy="ddp" for the mean over all targets'
     )
-    return False
 
 
 def check_schedule(trainer: pl.Trainer, largest: int) -> None:

@@ -16,18 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = [
-    "OrderedStatistics",
-    "broadcast_tensors",
-    "combine_moments",
-    "exempt_from_broadcast",
-    "is_synchronised",
-    "local_moments",
-    "own_batch_layers",
-    "running_buffers",
-    "running_statistics",
-]
-
 
 def combine_moments(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, biased variance and count of a whole from those of its parts (Chan, Golub and LeVeque, 1979).
@@ -68,20 +56,14 @@ def running_statistics(layer: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
     return mean, variance, batches
 
 
-def _batch_norms(module: nn.Module, over_processes: bool) -> list[_BatchNorm]:
-    """BatchNorm layers; those over all processes, torch's and those of SyncBN, have a `process_group`."""
-    layers = (layer for layer in module.modules() if isinstance(layer, _BatchNorm))
-    return [layer for layer in layers if hasattr(layer, "process_group") == over_processes]
-
-
-def is_synchronised(module: nn.Module) -> bool:
-    """Whether a module has BatchNorm layers that normalise over all processes."""
-    return bool(_batch_norms(module, over_processes=True))
+def is_synchronised(layer: nn.Module) -> bool:
+    """Whether a layer is BatchNorm over all processes: torch's and those of `sync_batchnorm` have a `process_group`."""
+    return isinstance(layer, _BatchNorm) and hasattr(layer, "process_group")
 
 
 def own_batch_layers(module: nn.Module) -> list[_BatchNorm]:
     """The BatchNorm layers of a module that normalise over one process's batch."""
-    return _batch_norms(module, over_processes=False)
+    return [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and not is_synchronised(layer)]
 
 
 def running_buffers(module: nn.Module) -> list[Tensor]:

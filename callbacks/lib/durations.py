@@ -7,8 +7,6 @@ from typing import Literal
 
 from datamodules.errors import UserError
 
-__all__ = ["Duration"]
-
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(steps?|epochs?|%)?")
 
 

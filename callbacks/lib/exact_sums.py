@@ -18,17 +18,6 @@ from torch import Tensor
 
 from datamodules.loading.sampling import range_of_rank
 
-__all__ = [
-    "DIGITS",
-    "Node",
-    "TreeSum",
-    "from_whole_numbers",
-    "nodes_by_rank",
-    "to_whole_numbers",
-    "total_over_ranks",
-    "tree_nodes",
-]
-
 _BITS = 16
 DIGITS = 17
 """Whole numbers that stand for a floating-point number: 16 digits of base 2**16, and one if it is not finite."""

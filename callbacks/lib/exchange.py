@@ -18,8 +18,6 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-__all__ = ["FlagAllReduce", "broadcast", "decode", "encode", "gather", "without_pickles"]
-
 
 def _as_json(value: Any) -> Any:
     """A value as what JSON holds without loss: a list, or a pair of a kind and its content in a dict."""

@@ -22,9 +22,6 @@ from callbacks.lib.exact_sums import Node, TreeSum, nodes_by_rank, total_over_ra
 from datamodules.errors import UserError
 from datamodules.loading.sampling import range_of_rank
 
-__all__ = ["GradientSum"]
-
-
 # Its name since torch 2.13; into one tensor, since gloo copies what it gathers into a list.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

@@ -8,18 +8,6 @@ import lightning.pytorch as pl
 
 from datamodules.errors import UserError
 
-__all__ = [
-    "callbacks_of",
-    "datamodule_of",
-    "drop_idle_hooks",
-    "is_fast_dev_run",
-    "log_interval",
-    "refuse_dataloader_iter",
-    "restore_hooks",
-    "set_callbacks",
-    "surround_callbacks",
-]
-
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     """The callbacks in the order of their calls."""

@@ -12,8 +12,6 @@ from torch import nn
 
 from datamodules.errors import UserError
 
-__all__ = ["evaluating", "find_name", "inside", "matching_names", "module_names", "parameter_names"]
-
 
 def module_names(module: nn.Module) -> list[str]:
     """Names of all submodules in the order of their definition; a shared one has several."""

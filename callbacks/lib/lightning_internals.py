@@ -26,44 +26,6 @@ from lightning.pytorch.utilities.data import _is_dataloader_shuffled
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-__all__ = [
-    "RUNNING_HOOK",
-    "HookCalls",
-    "PlateauSteps",
-    "attached_trainer",
-    "collective_timeout",
-    "continue_epoch_sums",
-    "deal_to_ranks",
-    "drop_early_stop",
-    "epoch_sums",
-    "hold_to_updates",
-    "hook_calls",
-    "iterate_anew",
-    "keep_signal_handlers",
-    "make_no_update",
-    "means_of_trained_epoch",
-    "original_training_loader",
-    "raised_by_restoring",
-    "replace_hook_calls",
-    "restart_training_loaders",
-    "resume_max_steps_at_epoch_end",
-    "save_after_validation",
-    "save_last",
-    "save_now_unless_saved",
-    "save_untrained",
-    "saves_after_validation",
-    "saves_within_epochs",
-    "set_collective_timeout",
-    "set_writer",
-    "skips_backward",
-    "training_is_done",
-    "uncount_update",
-    "validation_scores",
-    "validation_time_is_over",
-    "when_training_loader_is_made",
-]
-
-
 # Hooks
 
 RUNNING_HOOK = "_current_fx_name"

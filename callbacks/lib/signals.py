@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["SIGNALS", "Preempted", "SignalFlag", "ending_on_signals", "name_of"]
-
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 """What schedulers and people send to end a run."""
 

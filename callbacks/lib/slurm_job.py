@@ -13,8 +13,6 @@ from collections.abc import Mapping
 
 from callbacks.lib.signals import SIGNALS
 
-__all__ = ["NotRequeued", "batch_job", "is_batch_job", "requeue", "requeue_on", "restarts"]
-
 # Seconds for Slurm to reply, within the 25 that the command line's failure monitor gives rank 0 to exit.
 _SLURM_ANSWERS = 20.0
 _ATTEMPTS = 3

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from callbacks.lib.lightning_internals import attached_trainer
 
-__all__ = ["count_targets", "is_empty", "observe_steps", "warn_of_ignored_targets"]
-
 
 def count_targets(output: Any, batch: Any) -> int | Tensor:
     """The ``count`` that a step returned beside its loss, else the number of samples in the batch.

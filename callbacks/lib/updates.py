@@ -18,17 +18,6 @@ from callbacks.lib.hooks import callbacks_of
 from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader
 
-__all__ = [
-    "AccumulationSchedule",
-    "count_updates",
-    "duration_to_updates",
-    "global_batch_size",
-    "loader_batch_size",
-    "may_hold_gradients",
-    "total_updates",
-    "updates_made",
-]
-
 
 @dataclass(frozen=True)
 class AccumulationSchedule:

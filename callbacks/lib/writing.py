@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ParamSpec
 
-__all__ = ["best_effort", "forget_failures", "record_failure", "skipping_failures", "unsaved", "whole_or_nothing"]
-
 
 def _sync_folder(folder: Path) -> None:
     """Make the rename survive a loss of power."""

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from callbacks.lib.slurm_job import requeue_on
-from datamodules.contract import Rare, data_contract, marked_parameters
+from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError, system_failure
 from datamodules.ranges import COUNT, NOT_NEGATIVE, check_ranges
 from recipes.base import Recipe
@@ -72,26 +72,14 @@ _COMMON_TRAINER_PARAMETERS = """
     accelerator strategy devices num_nodes max_epochs max_steps fast_dev_run gradient_clip_val log_every_n_steps
     limit_train_batches
 """
-_COMMON_RUN_SETTINGS = """
-    name run_dir resume save_every ckpt output format seed threads precision global_batch_size accumulate warmup ema swa
-    sync_bn callbacks early_stopping logger
-"""
 _COMMON_LAUNCH_SETTINGS = "node_rank master_addr master_port"
 _TRAINER_TEXTS = LIMIT_TEXTS | {
     "strategy": "ddp, or auto, which is one device or ddp",
     "barebones": "measure the speed of training: without logs, progress, checkpoints and test",
 }
-# They belong to one call and not to the experiment, so they are not saved with a run.
-_OF_ONE_CALL = {
-    *("name", "run_dir", "resume", "resume_anyway", "ckpt", "output", "format", "config", "profiler"),
-    *("inputs", "predict_inputs"),
-    *LaunchSettings.__dataclass_fields__,
-}
 # They take weights alone, too.
 _SCORING = ("validate", "test")
 _OF_THE_MACHINE = {"devices", "num_nodes", "accelerator", "strategy"}
-# What verify takes beside what recipe and data declare to make no difference.
-_OF_VERIFY = {*_OF_ONE_CALL, *_OF_THE_MACHINE, "callbacks", "enable_progress_bar"}
 
 
 def run(
@@ -156,10 +144,10 @@ def build_parser(classes: Classes, program: str) -> FlagParser:
     trainer_skips = frozenset((_OWN_TRAINER_PARAMETERS + _REPLACED_TRAINER_PARAMETERS).split())
     trainer_common = frozenset(_COMMON_TRAINER_PARAMETERS.split())
     groups = [
-        FlagGroup("Run", RunSettings, common=frozenset(_COMMON_RUN_SETTINGS.split())),
+        FlagGroup("Run", RunSettings),
         FlagGroup("Launch", LaunchSettings, common=frozenset(_COMMON_LAUNCH_SETTINGS.split())),
-        FlagGroup("Data", classes.data, frozenset({"predict_inputs"}), rare=marked_parameters(classes.data, Rare)),
-        FlagGroup("Recipe", classes.recipe, rare=marked_parameters(classes.recipe, Rare)),
+        FlagGroup("Data", classes.data, frozenset({"predict_inputs"})),
+        FlagGroup("Recipe", classes.recipe),
         FlagGroup("Trainer", pl.Trainer, trainer_skips, common=trainer_common, texts=_TRAINER_TEXTS),
     ]
     parser = FlagParser(groups, program)
@@ -187,7 +175,7 @@ class CommandLine:
         self.classes, self.program, self.args = classes, program, list(args)
         self.typed = Command(self.program, self.args)
         self.parser = build_parser(classes, self.program)
-        self._not_saved = _OF_ONE_CALL | classes.call_parameters
+        self._not_saved = classes.call_parameters
         self._point, self._updates_done = ResumePoint(), 0
         self._defaults = self._config(self.parser.get_defaults())
 
@@ -266,7 +254,8 @@ class CommandLine:
                 " that recipe's command"
             )
         config, before = dict(interval.start.config), interval.start.environment
-        free, typed = _OF_VERIFY | self.classes.free_parameters, self.parser.typed(args)
+        may_differ = _OF_THE_MACHINE | {"callbacks", "enable_progress_bar"} | self.classes.free_parameters
+        free, typed = self._not_saved | may_differ, self.parser.typed(args)
         if wrong := [flag_of(n) for n, value in typed.items() if n not in free and value != config.get(n)]:
             raise UserError(f"verify trains with the settings of the run: leave out {', '.join(wrong)}")
         other = self._not_saved | {"callbacks", "devices", "num_nodes"}
@@ -382,7 +371,7 @@ class CommandLine:
             resume = "none" if resume in (None, "auto") else resume
         parent = Path(namespace.run_dir) / self.classes.recipe.title
         config, typed = self._config(namespace), self.parser.typed(args)
-        return find_resume_point(resume, namespace.name, parent, config, typed, self.classes.free_parameters)
+        return find_resume_point(resume, namespace.name, parent, config, typed, self.classes.free_settings)
 
     def _with_saved_settings(self, checkpoint: str, args: list[str]) -> Namespace:
         """Parse again, with the settings of a checkpoint as defaults."""
@@ -408,7 +397,7 @@ class CommandLine:
     def _check_experiment(self, checkpoint: str, namespace: Namespace) -> None:
         """Refuse settings of another experiment than the one to resume."""
         saved = read_run(checkpoint).config
-        differences = "; ".join(describe_differences(saved, self._config(namespace), self.classes.free_parameters))
+        differences = "; ".join(describe_differences(saved, self._config(namespace), self.classes.free_settings))
         if differences and not namespace.resume_anyway:
             raise UserError(
                 f"{shown(checkpoint)} is of another experiment: {differences}; leave these out, pass another --name to"

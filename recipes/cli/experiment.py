@@ -30,11 +30,23 @@ from recipes.failures.rendezvous import share
 from recipes.launch.host_tuning import default_threads
 from recipes.launch.plan import Launch
 from recipes.launch.rank_zero import rank_zero_print
+from recipes.launch.settings import LaunchSettings
 from recipes.results.weights_record import Interval
 from recipes.resume.resume_point import ResumePoint
 from recipes.resume.saved_run import read_run
 
 __all__ = ["Classes", "Experiment", "Settings", "as_user_errors", "build_experiment", "takes_inputs"]
+
+
+# Settings of the command that are no parameters.
+_OF_ONE_CALL = frozenset({"config", "inputs", "predict_inputs", "profiler"})
+_FREE_OF_TRAINER = {
+    *("accelerator", "strategy", "devices", "num_nodes", "benchmark", "use_distributed_sampler", "inference_mode"),
+    *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "barebones", "model_registry"),
+    *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "val_check_interval"),
+    *("check_val_every_n_epoch", "num_sanity_val_steps", "log_every_n_steps", "enable_checkpointing"),
+    *("enable_progress_bar", "profiler", "detect_anomaly"),
+}
 
 
 @runtime_checkable
@@ -90,9 +102,15 @@ class Classes:
         return marked_parameters(self.recipe, Free) | marked_parameters(self.data, Free) | USUALLY_FREE
 
     @property
+    def free_settings(self) -> frozenset[str]:
+        """Settings that do not make the experiment: what it learns stays, or only its length changes."""
+        return self.free_parameters | marked_parameters(RunSettings, Free) | _FREE_OF_TRAINER
+
+    @property
     def call_parameters(self) -> frozenset[str]:
-        """Parameters of recipe and data that are not saved with a run."""
-        return marked_parameters(self.recipe, OneCall) | marked_parameters(self.data, OneCall)
+        """Settings that belong to one call, and are not saved with a run."""
+        marked = (marked_parameters(cls, OneCall) for cls in (self.recipe, self.data, RunSettings))
+        return _OF_ONE_CALL.union(LaunchSettings.__dataclass_fields__, *marked)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 from typing_extensions import override
 
+from datamodules.contract import Rare, marked_parameters
 from datamodules.errors import UserError
 from recipes.cli.messages import ALIASES, as_flags
 from recipes.launch.settings import flag_of
@@ -61,8 +62,7 @@ class FlagGroup:
         title: the heading in the help.
         cls: the class whose constructor is read.
         skip: parameters without a flag.
-        common: parameters that ``--help`` shows; None shows all but those of `rare`.
-        rare: parameters that only ``--help-all`` shows.
+        common: parameters that ``--help`` shows; None shows all but those marked with `Rare`.
         texts: what parameters do, in place of the text in the class's docstring.
     """
 
@@ -70,7 +70,6 @@ class FlagGroup:
     cls: type
     skip: frozenset[str] = frozenset()
     common: frozenset[str] | None = None
-    rare: frozenset[str] = frozenset()
     texts: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -442,7 +441,7 @@ class FlagParser(ArgumentParser):
         indent = 4 if narrow else 34
         lines = []
         for group, names in self._shown:
-            common = (set(names) if group.common is None else group.common) - group.rare
+            common = set(names) - marked_parameters(group.cls, Rare) if group.common is None else group.common
             shown = [name for name in names if everything or name in common]
             if not shown:
                 continue

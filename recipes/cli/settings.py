@@ -18,6 +18,7 @@ from callbacks.sync_bn import SyncBN, check_batchnorm
 from callbacks.training_monitor import TrainingMonitor
 from callbacks.warmup_lr import WarmupLR
 from callbacks.weight_averaging import WeightAveraging
+from datamodules.contract import Free, OneCall, Rare
 from datamodules.ranges import COUNT, Range, check_ranges
 from recipes.base import Recipe
 from recipes.cli.early_stopping import PatientStopping, score_mode
@@ -66,31 +67,31 @@ class RunSettings:
         logger: any of tensorboard,csv,wandb,mlflow, or none.
     """
 
-    name: str | None = None
-    run_dir: str = "runs"
-    resume: str | None = None
-    resume_anyway: bool = False
-    save_every: str = "1 epochs"
-    save_top_k: int = 1
-    ckpt: str | None = None
-    output: str | None = None
-    format: Literal["safetensors", "state-dict", "onnx"] | None = None
+    name: OneCall[str | None] = None
+    run_dir: OneCall[str] = "runs"
+    resume: OneCall[str | None] = None
+    resume_anyway: Rare[OneCall[bool]] = False
+    save_every: Free[str] = "1 epochs"
+    save_top_k: Rare[Free[int]] = 1
+    ckpt: OneCall[str | None] = None
+    output: OneCall[str | None] = None
+    format: OneCall[Literal["safetensors", "state-dict", "onnx"] | None] = None
     seed: int | Literal["random"] = 1
-    deterministic: bool = False
+    deterministic: Rare[Free[bool]] = False
     threads: int | None = None
-    precision: Precision = "auto"
+    precision: Free[Precision] = "auto"
     global_batch_size: int | None = None
     accumulate: int | dict[int | str, int] = 1
     warmup: int | str = 0
-    lr_scale: Literal["auto", "linear", "sqrt", "none"] = "auto"
+    lr_scale: Rare[Literal["auto", "linear", "sqrt", "none"]] = "auto"
     ema: float | None = None
     swa: bool = False
-    average_from: int | str | None = None
+    average_from: Rare[int | str | None] = None
     sync_bn: bool = False
     callbacks: list[Callback] | None = None
-    early_stopping: str | None = None
-    patience: int | None = None
-    logger: str = "tensorboard,csv"
+    early_stopping: Free[str | None] = None
+    patience: Rare[Free[int | None]] = None
+    logger: Free[str] = "tensorboard,csv"
 
     def __post_init__(self) -> None:
         check_ranges(

@@ -11,7 +11,6 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from datamodules.contract import USUALLY_FREE
 from datamodules.errors import UserError
 from recipes.launch.job_name import is_restarted, launch_name
 from recipes.launch.rank_zero import is_rank_zero
@@ -136,7 +135,7 @@ def find_resume_point(
     parent: Path,
     config: Mapping[str, Any],
     typed: Mapping[str, Any],
-    free: Collection[str] = USUALLY_FREE,
+    free: Collection[str],
 ) -> ResumePoint:
     """Decide where this command trains; the same on all ranks that share the folder.
 
@@ -146,7 +145,7 @@ def find_resume_point(
         parent: the folder of the recipe's runs.
         config: the settings of this command.
         typed: those of them that were typed, or stand in a file that was.
-        free: parameters of the recipe and the data module that do not make the experiment.
+        free: settings that do not make the experiment.
 
     Raises:
         UserError: `resume` is not a valid checkpoint.

@@ -9,24 +9,12 @@ from typing import Any
 
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import describe_damage
-from datamodules.contract import USUALLY_FREE
 from datamodules.errors import UserError
 from recipes.launch.settings import flag_of
 
 __all__ = ["SavedRun", "describe_differences", "newest_valid_checkpoint", "read_run"]
 
 log = logging.getLogger("lightning_recipes.resume")
-
-# Settings of the Trainer and the run that do not change what it learns, or only for how long. Recipes and data modules
-# mark theirs with `Free`.
-_FREE = {
-    *("accelerator", "strategy", "devices", "num_nodes", "precision", "deterministic", "benchmark"),
-    *("use_distributed_sampler", "inference_mode", "barebones"),
-    *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "save_every", "save_top_k", "model_registry"),
-    *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "val_check_interval"),
-    *("check_val_every_n_epoch", "num_sanity_val_steps", "log_every_n_steps", "enable_checkpointing"),
-    *("enable_progress_bar", "profiler", "detect_anomaly", "early_stopping", "patience", "logger"),
-}
 
 
 @dataclass(frozen=True)
@@ -170,25 +158,24 @@ def _same(old: Any, new: Any) -> bool:
     return bool(old == new)
 
 
-def describe_differences(
-    saved: Mapping[str, Any], config: Mapping[str, Any], free: Collection[str] = USUALLY_FREE
-) -> list[str]:
+def describe_differences(saved: Mapping[str, Any], config: Mapping[str, Any], free: Collection[str]) -> list[str]:
     """A line for each setting that asks for another experiment than the saved one.
 
     A setting that is left open (None, "auto", the seed "random") has been resolved in the
-    saved run. Devices, logging and the length of the run may differ.
+    saved run.
 
     Args:
-        free: parameters of the recipe and the data module that may differ, too.
+        free: settings that may differ.
 
     Example:
-        >>> describe_differences({"seed": 1, "devices": 1, "lr": 0.1}, {"seed": 2, "devices": 4, "lr": None})
+        >>> saved, typed = {"seed": 1, "devices": 1, "lr": 0.1}, {"seed": 2, "devices": 4, "lr": None}
+        >>> describe_differences(saved, typed, free={"devices"})
         ['--seed is 2, and 1 in the checkpoint']
     """
     lines = []
     for name, new in config.items():
         is_open = new in (None, "auto") or (name, new) == ("seed", "random")
-        if name in _FREE or name in free or name not in saved or is_open or _same(saved[name], new):
+        if name in free or name not in saved or is_open or _same(saved[name], new):
             continue
         lines.append(f"{flag_of(name)} is {new}, and {saved[name]} in the checkpoint")
     return lines

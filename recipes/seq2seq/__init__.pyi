@@ -1,6 +1,5 @@
 from .decoding import beam_search as beam_search
+from .network import Seq2SeqNet as Seq2SeqNet
 from .network import TranslationNetwork as TranslationNetwork
 from .recipe import Seq2SeqTranslator as Seq2SeqTranslator
-from .recurrent import Seq2SeqNet as Seq2SeqNet
 from .transformer import TransformerNet as TransformerNet
-from .translator import Translator as Translator

@@ -13,7 +13,7 @@ import torch
 from typing_extensions import override
 
 from benchmarks.harness.tiny_recipes import TINY_RECIPES
-from recipes.seq2seq.translator import Translator
+from recipes.seq2seq.recipe import Seq2SeqTranslator
 from tests.cuda.conftest import Device
 from tests.support.command_lines import Typed, type_line
 from tests.support.devices import run_on
@@ -48,7 +48,7 @@ class NoSync(pl.Callback):
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if trainer.current_epoch == 1 and not isinstance(pl_module, Translator):
+        if trainer.current_epoch == 1 and not isinstance(pl_module, Seq2SeqTranslator):
             _forbid(pl_module.device, "error")
             self.batches["validate"] += 1
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from callbacks.freezing import freeze_layers
+from callbacks.lib.freezing import freeze_layers
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from recipes.cli.settings import RunSettings, run_callbacks

@@ -32,8 +32,7 @@ from recipes.mnist import MNISTClassifier
 from recipes.mnist.network import MNISTNet
 from recipes.resnet import ResNetFineTuner
 from recipes.resnet.network import build_resnet
-from recipes.seq2seq.network import target_positions
-from recipes.seq2seq.recurrent import Seq2SeqNet
+from recipes.seq2seq.network import Seq2SeqNet, target_positions
 from recipes.seq2seq.transformer import TransformerNet
 from tests.support.command_lines import typed
 from tests.support.own_training import TrainedClassifier

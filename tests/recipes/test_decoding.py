@@ -9,8 +9,7 @@ import torch.nn.functional as F
 
 from datamodules.translation.text import EOS, PAD, SOS
 from recipes.seq2seq.decoding import NEVER, attention_weights, beam_search, length_limits, length_penalty
-from recipes.seq2seq.network import AnyNetwork
-from recipes.seq2seq.recurrent import Seq2SeqNet
+from recipes.seq2seq.network import AnyNetwork, Seq2SeqNet
 from recipes.seq2seq.transformer import TransformerNet
 
 SETTINGS: list[dict[str, Any]] = [

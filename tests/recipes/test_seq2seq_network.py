@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from datamodules.translation.text import EOS, PAD, SOS
-from recipes.seq2seq.encoder import Encoder
-from recipes.seq2seq.network import AnyNetwork, position_mask, target_positions
-from recipes.seq2seq.recurrent import Seq2SeqNet
+from recipes.seq2seq.network import AnyNetwork, Encoder, Seq2SeqNet, position_mask, target_positions
 from recipes.seq2seq.transformer import TransformerNet, sinusoids
 
 TRANSFORMER: dict[str, Any] = {"network": "transformer", "heads": 2, "num_layers": 2, "feedforward_size": 12}

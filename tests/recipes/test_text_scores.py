@@ -5,7 +5,7 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
 from datamodules.errors import UserError
-from recipes.text_scores import check_tokenizer, standard_scores, token_scores, tokenizer
+from recipes.seq2seq.scores import check_tokenizer, standard_scores, token_scores, tokenizer
 
 HYPOTHESES = [
     "i am very happy to see you here today",

@@ -135,8 +135,8 @@ MEANT = {
         _TRAINING, in_the_first_batch, "mean and deviation go to the device"
     ),
     "recipes/seq2seq/decoding.py:beam_search": Meant(_VALIDATION, in_each, "a search ends when its sentences end"),
-    "recipes/seq2seq/translator.py:_evaluation_step": Meant(_VALIDATION, in_each, "translations become text"),
-    "recipes/seq2seq/translator.py:_attention": Meant(_VALIDATION, in_each, "a few translations are drawn"),
+    "recipes/seq2seq/recipe.py:_evaluation_step": Meant(_VALIDATION, in_each, "translations become text"),
+    "recipes/seq2seq/recipe.py:attention": Meant(_VALIDATION, in_each, "a few translations are drawn"),
 }
 
 

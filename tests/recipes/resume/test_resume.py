@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,18 @@ import pytest
 import torch
 
 from callbacks.checkpointing.verified_io import write_checkpoint
-from datamodules import UserError
+from datamodules import MNISTDataModule, UserError
+from recipes.cli.experiment import Classes
 from recipes.launch.job_name import launch_name
-from recipes.resume.resume_point import ResumePoint, find_resume_point, locked, start_from
-from recipes.resume.saved_run import describe_differences, newest_valid_checkpoint, read_run
+from recipes.mnist import MNISTClassifier
+from recipes.resume import resume_point, saved_run
+from recipes.resume.resume_point import ResumePoint, locked, start_from
+from recipes.resume.saved_run import newest_valid_checkpoint, read_run
 from tests.support.ranks import run_ranks
 
+FREE = Classes(MNISTClassifier, MNISTDataModule, tuple).free_settings
+find_resume_point = partial(resume_point.find_resume_point, free=FREE)
+describe_differences = partial(saved_run.describe_differences, free=FREE)
 CONFIG = {"seed": 1, "lr": 0.1, "dataset": "digits", "batch_size": 64, "accumulate": 1, "max_epochs": 4}
 
 

@@ -1,17 +1,23 @@
-"""The translator's network as two graphs: the encoder, and one step of the decoder.
+"""The translator's network as two graphs: the encoder, and one step of the decoder; and what goes with them.
 
 The search between the steps is a loop of the program that runs them; `onnx_translate.py` is one.
 """
+
+import base64
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from datamodules.translation.subwords import SubwordVocabulary
 from datamodules.translation.text import PAD
 from recipes.graphs import Graph, GraphInput
+from recipes.seq2seq.checks import Vocabularies
 from recipes.seq2seq.network import AnyNetwork, DecoderState, Encoded
 
-__all__ = ["translation_graphs"]
+__all__ = ["translation_graphs", "translation_script", "vocabulary_metadata"]
 
 
 class _Encoder(nn.Module):
@@ -82,3 +88,18 @@ def translation_graphs(network: AnyNetwork, source_tokens: int, target_tokens: i
         Graph(encoder, (sentences,), source, "encoder"),
         Graph(decoder, inputs, step, "decoder"),
     ]
+
+
+def vocabulary_metadata(vocabularies: Vocabularies) -> dict[str, Any]:
+    """The tokens of both vocabularies, and of subwords sentencepiece's own file, as text."""
+    metadata: dict[str, Any] = {}
+    for side, vocabulary in zip(("source", "target"), vocabularies, strict=True):
+        metadata[f"{side}_vocabulary"] = vocabulary.tokens
+        if isinstance(vocabulary, SubwordVocabulary):
+            metadata[f"{side}_subwords"] = base64.b64encode(vocabulary.model).decode()
+    return metadata
+
+
+def translation_script() -> str:
+    """A program that translates with the graphs and the metadata, which needs onnxruntime and numpy only."""
+    return Path(__file__).with_name("onnx_translate.py").read_text(encoding="utf-8")

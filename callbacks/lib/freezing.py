@@ -1,0 +1,264 @@
+"""Layers that stay as they are, in any training loop.
+
+``requires_grad=False`` alone lets running statistics drift and dropout act, and any ``train()`` undoes an ``eval()``.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import SGD, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from callbacks.lib.layers import find_name, inside, matching_names, module_names, parameter_names
+from datamodules.errors import UserError
+
+
+def names_before(module: nn.Module, until: str) -> set[str]:
+    """All that is defined before the submodule `until`.
+
+    That includes the earlier children and the own parameters of the modules around it, but not these modules.
+
+    Example:
+        >>> sorted(names_before(nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1)), "2"))
+        ['0', '0.bias', '0.weight', '1']
+    """
+    before: set[str] = set()
+    for name, submodule in module.named_modules(remove_duplicate=False):
+        if name == until:
+            break
+        before.update(n for n, _ in submodule.named_parameters(name, recurse=False, remove_duplicate=False))
+        if name and not until.startswith(f"{name}."):
+            before.add(name)
+    return before
+
+
+def mode_of(layer: nn.Module) -> tuple[bool, float | None]:
+    """What `drop_nothing` changes: the mode, and the dropout of a recurrent layer."""
+    return layer.training, layer.dropout if isinstance(layer, nn.RNNBase) else None
+
+
+def set_mode(layer: nn.Module, mode: tuple[bool, float | None]) -> None:
+    """Puts back what `mode_of` returned."""
+    layer.training, dropout = mode
+    if dropout is not None:
+        layer.dropout = dropout  # type: ignore[assignment]
+
+
+def drop_nothing(layer: nn.Module, _: Any = None) -> None:
+    """Evaluation mode for one layer; of a recurrent one no dropout, which computes the same.
+
+    cuDNN computes no backward pass through an RNN, GRU or LSTM in evaluation mode, and a frozen one may stand between
+    layers that train. As a forward pre-hook it acts after ``train()``, too; a function of a module and no closure, so
+    that copies and pickles of the module work.
+    """
+    if isinstance(layer, nn.RNNBase):
+        layer.dropout = 0.0
+    elif layer.training:
+        layer.training = False
+
+
+def frozen_objects(
+    module: nn.Module, frozen: Collection[str], thawed: Collection[str]
+) -> tuple[set[nn.Module], set[Parameter]]:
+    """The modules and parameters inside `frozen` names and outside `thawed` ones.
+
+    What is shared under several names is frozen if all of them are: no owner that trains is held back.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        >>> network[1].weight = network[0].weight
+        >>> [list(p.shape) for p in frozen_objects(network, {"0"}, set())[1]]  # the bias alone
+        [[1]]
+    """
+
+    def select(named: Iterable[tuple[str, Any]]) -> set[Any]:
+        chosen: set[Any] = set()
+        others: set[Any] = set()
+        for name, item in named:
+            (chosen if inside(name, frozen) and not inside(name, thawed) else others).add(item)
+        return chosen - others
+
+    return (
+        select((n, m) for n, m in module.named_modules(remove_duplicate=False) if n),
+        select(module.named_parameters(remove_duplicate=False)),
+    )
+
+
+def names_to_freeze(module: nn.Module, until: str | None, patterns: str | Sequence[str]) -> set[str]:
+    """The names of what `freeze_layers` freezes.
+
+    Raises:
+        UserError: a name is unknown or ambiguous.
+    """
+    modules = module_names(module)
+    patterns = (patterns,) if isinstance(patterns, str) else patterns
+    names = matching_names(patterns, [*modules, *parameter_names(module)])
+    return names if until is None else names | names_before(module, find_name(until, modules, "until"))
+
+
+class FrozenLayers:
+    """Layers of a module that stay as they are until `unfreeze` or `restore`; what `freeze_layers` returns.
+
+    A context manager, which restores at its end.
+
+    Args:
+        module: it is changed in place.
+        names: of the modules and parameters to freeze, in full.
+        train_bn: False keeps the running statistics of all batch normalisation, unfrozen layers too.
+    """
+
+    def __init__(self, module: nn.Module, names: Collection[str], train_bn: bool = True) -> None:
+        self.module, self.names, self.train_bn = module, frozenset(names), train_bn
+        self._requires_grad = {parameter: parameter.requires_grad for parameter in module.parameters()}
+        self._kept: dict[nn.Module, tuple[RemovableHandle, tuple[bool, float | None]]] = {}
+        self._unfrozen: frozenset[str] = frozenset()
+
+    def freeze(self) -> None:
+        """Freeze everything of those names that is not unfrozen."""
+        modules, _ = frozen_objects(self.module, self.names, self._unfrozen)
+        if not self.train_bn:
+            modules |= {module for module in self.module.modules() if isinstance(module, _BatchNorm)}
+        self.freeze_parameters()
+        self._keep(modules)
+
+    def freeze_parameters(self) -> None:
+        """Freeze parameters only; modules keep their modes, which Lightning looks at when it begins to train."""
+        frozen = frozen_objects(self.module, self.names, self._unfrozen)[1]
+        for parameter, before in self._requires_grad.items():
+            parameter.requires_grad_(before and parameter not in frozen)
+
+    def unfreeze(self, *names: str) -> None:
+        """Let modules or parameters train again, with everything inside them.
+
+        Args:
+            names: full names, or ends of them; ``"*"`` is everything that was frozen.
+
+        Raises:
+            UserError: a name is unknown or ambiguous.
+        """
+        known = [*module_names(self.module), *parameter_names(self.module)]
+        self._unfrozen |= {name if name == "*" else find_name(name, known, "names") for name in names}
+        self.freeze()
+
+    def restore(self) -> None:
+        """Give every parameter and module back what it had when it was frozen."""
+        for parameter, before in self._requires_grad.items():
+            parameter.requires_grad_(before)
+        self._keep(set())
+
+    def counts(self) -> tuple[int, int]:
+        """The number of parameters that train, and of all."""
+        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in self._requires_grad]
+        return sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes)
+
+    def _keep(self, modules: set[nn.Module]) -> None:
+        """Keep these modules, and no others, in evaluation mode."""
+        for module in self._kept.keys() - modules:
+            handle, mode = self._kept.pop(module)
+            handle.remove()
+            set_mode(module, mode)
+        for module in modules:
+            if module not in self._kept:
+                self._kept[module] = module.register_forward_pre_hook(drop_nothing), mode_of(module)
+            drop_nothing(module)
+
+    def __enter__(self) -> "FrozenLayers":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.restore()
+
+
+def begin_momentum(optimizers: Iterable[Optimizer]) -> None:
+    """Let parameters of a fused SGD begin to train beside others of their group that have a momentum.
+
+    torch's kernel takes a first step of all of a group or of none, and raises a TypeError otherwise (2.15). A momentum
+    of zero gives the same first step, unless there is dampening.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+            states = [optimizer.state[p] for p in group["params"] if p in optimizer.state]
+            if not group["fused"] or all(state.get("momentum_buffer") is None for state in states):
+                continue
+            for parameter in group["params"]:
+                if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def freeze_layers(
+    module: nn.Module, until: str | None = None, patterns: str | Sequence[str] = (), train_bn: bool = True
+) -> FrozenLayers:
+    """Keeps layers of a module exactly as they are, in place; what is returned unfreezes them.
+
+    Frozen means no gradient, and evaluation mode through every ``train()``: batch normalisation uses its running
+    statistics and keeps them, and dropout is off. RNN, GRU and LSTM stay in training mode without dropout, since cuDNN
+    computes no backward pass through them in evaluation mode. Layers before the first that trains cost no backward
+    pass. A name may be written from its end: ``layer3`` finds ``network.layer3``, and of several the one nested least.
+
+    A parameter that has a gradient already keeps it, and an optimiser would use it: freeze after ``zero_grad()``. DDP
+    only reduces the gradients of parameters that require one when it wraps a module, so wrap after a change.
+
+    Args:
+        until: freeze what is defined before this submodule; it trains, and what follows.
+        patterns: freeze modules and parameters whose name, or an end of it, matches: ``["*.bn*"]``, ``["embedding"]``.
+        train_bn: False keeps the running statistics of *all* batch normalisation; weights and biases train.
+
+    Raises:
+        UserError: a name is unknown or ambiguous, or there is nothing to freeze.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        >>> frozen = freeze_layers(net, until="2")
+        >>> net = net.train()
+        >>> [name for name, parameter in net.named_parameters() if parameter.requires_grad]
+        ['2.weight', '2.bias']
+        >>> frozen.unfreeze("0")
+        >>> frozen.counts()
+        (30, 38)
+        >>> frozen.restore()
+        >>> frozen.counts()
+        (38, 38)
+    """
+    if until is None and not patterns and train_bn:
+        raise UserError('freeze_layers has nothing to freeze: pass until="layer4", patterns, or train_bn=False')
+    frozen = FrozenLayers(module, names_to_freeze(module, until, patterns), train_bn)
+    frozen.freeze()
+    return frozen
+
+
+def check_freezing(
+    module: nn.Module, frozen: Collection[str], thawed: Collection[str], optimizers: Iterable[Optimizer]
+) -> list[str]:
+    """Refuses a freezing under which training cannot begin or continue as asked, and returns notes for the user.
+
+    Args:
+        frozen: names that are frozen at the start.
+        thawed: names that are unfrozen at some time.
+
+    Raises:
+        UserError: nothing trains at the start, or the optimisers lack a parameter that is to train later.
+    """
+    at_first = frozen_objects(module, frozen, ())[1]
+    later = at_first - frozen_objects(module, frozen, thawed)[1]
+    if not any(p.requires_grad and p not in at_first for p in module.parameters()):
+        raise UserError(
+            "FreezeLayers leaves nothing to train at the start of the run: every parameter is frozen; pass a later"
+            " `until` or fewer patterns, or let one layer out of `unfreeze`"
+        )
+    held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    missing = later - held
+    left_out = [name for name, p in module.named_parameters() if p in missing and p.requires_grad]
+    if left_out:
+        raise UserError(
+            f"configure_optimizers left out {', '.join(left_out[:3])}{' ...' if left_out[3:] else ''}, which are"
+            f" to be unfrozen ({len(left_out)} in all): pass self.parameters(), frozen ones too"
+        )
+    return [
+        f"{name} trains: it is shared with a layer that is not frozen"
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if parameter not in at_first and inside(name, frozen)
+    ]
