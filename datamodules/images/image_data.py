@@ -16,6 +16,7 @@ from typing_extensions import override
 from datamodules.base import BaseDataModule
 from datamodules.errors import UserError
 from datamodules.images.augmentation import Normalise
+from datamodules.images.file_table import FileTable
 from datamodules.images.folders import ImageTree, split_by_class
 from datamodules.images.given_images import GivenImages, given_images
 from datamodules.images.known_sets import ImageSet
@@ -89,6 +90,7 @@ class ImageDataModule(BaseDataModule):
         self._sources: dict[str, tuple[Any, Tensor]] = {}
         self._parts: dict[str, tuple[Any, Tensor]] = {}
         self._rows: dict[str, Tensor] = {}
+        self._names: dict[str, Sequence[str]] = {}
         self._unreadable: Mapping[int, str] = {}
         self._unclear: Mapping[int, str] = {}
         self._no_download: Exception | None = None
@@ -151,6 +153,11 @@ class ImageDataModule(BaseDataModule):
     @override
     def sizes(self) -> dict[str, int]:
         return {part: len(rows) for part, rows in self._rows.items()}
+
+    @override
+    def sample_names(self, part: str) -> Sequence[str]:
+        """The files of a part that has been set up; empty for sets in larger files."""
+        return self._names.get(part, ())
 
     @property
     @override
@@ -224,11 +231,23 @@ class ImageDataModule(BaseDataModule):
             self._no_download = error
 
     @abstractmethod
+    def _decide(self) -> None:
+        """Replace ``dataset="auto"`` by what it stands for, and log where that is not what was looked for."""
+
+    @abstractmethod
     def _choices(self) -> dict[str, Any]:
-        """Decide what the data decide: values by the names of parameters."""
+        """Parameters that may be left open, and what stands for them here."""
 
     @override
     def resolve(self) -> dict[str, Any]:
+        """Parameters that are open, by the data; what is missing is downloaded, and of a folder some files are read.
+
+        Raises:
+            UserError: ``data_dir`` was given and holds nothing to train on.
+        """
+        if self.dataset == "auto":
+            self.prepare_data()
+        self._decide()
         return {name: value for name, value in self._choices().items() if self.hparams.get(name) in (None, "auto")}
 
     def _take(self, part: str, images: Any, labels: Tensor, rows: Tensor) -> None:
@@ -240,11 +259,14 @@ class ImageDataModule(BaseDataModule):
         """Set up the parts that `stage` needs: "fit", "validate", "test" or "predict" (which needs none)."""
         if stage == "predict":
             return
+        self._decide()
         for part in {"fit": ("train", "val"), "validate": self._validated, "test": ("test",)}[stage]:
             if part not in self._parts:
                 published = part != "train" and part in self._published
-                images, labels = self._source(part if published else "train")
-                rows = torch.arange(len(labels))
+                source = part if published else "train"
+                images, labels = self._source(source)
+                rows, files = torch.arange(len(labels)), self._own.parts[source][0] if self._own else ()
+                self._names[part] = files if isinstance(files, FileTable) else ()
                 self._take(part, images, labels, rows if published else self._split(labels).get(part, rows[:0]))
 
     @property

@@ -4,7 +4,6 @@ Images leave the workers as bytes and are normalised on the device. What a run s
 workers or devices there are, on how often it was interrupted, or on whether decoded images are kept in memory.
 """
 
-import re
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
@@ -17,24 +16,15 @@ from typing_extensions import override
 
 from datamodules.contract import Free, OneCall, Rare
 from datamodules.errors import UserError
+from datamodules.images import reading
 from datamodules.images.augmentation import AUGMENTATIONS, BatchAugmentation, Mixing, Normalise
 from datamodules.images.decoding import is_small
 from datamodules.images.file_table import FileTable
 from datamodules.images.folders import ImageTree
 from datamodules.images.image_data import ImageDataModule, warn
 from datamodules.images.known_sets import IMAGE_SETS, IMAGENET_MEAN, colour_digits, read_torchvision
-from datamodules.images.lists import find_images
-from datamodules.images.reading import (
-    BatchReader,
-    Crop,
-    ImageFiles,
-    check_variety,
-    cores,
-    held_in_memory,
-    open_images,
-    pixel_statistics,
-    usual_size,
-)
+from datamodules.images.lists import check_columns, find_images
+from datamodules.images.reading import BatchReader, Crop, ImageFiles
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 from datamodules.ranges import NOT_NEGATIVE, Range, check_choice, check_ranges
 
@@ -138,25 +128,13 @@ class ImageFolderDataModule(ImageDataModule):
         for name, numbers, least in (("pixel_mean", pixel_mean, 0), ("pixel_std", pixel_std, 1e-6)):
             if numbers is not None and (len(numbers) != 3 or not all(least <= number <= 1 for number in numbers)):
                 raise UserError(f"{name}={numbers}: expected three numbers from 0 to 1, such as [0.485, 0.456, 0.406]")
-        if columns is not None:
-            columns = [str(column) for column in (columns.split(",") if isinstance(columns, str) else columns)]
-            if len(columns) != 2:
-                raise UserError(f"columns={columns}: expected the two of path and label, such as columns='image,label'")
-        try:
-            groups = re.compile(label_pattern or "()").groups
-        except re.error:
-            groups = -1
-        if groups != 1:
-            raise UserError(
-                f"label_pattern={label_pattern!r}: expected a regular expression with one group, as '^(.+)_'"
-            )
+        columns = check_columns(columns, label_pattern)
         data_dir = self._check(dataset, data_dir, balance, batch_size, eval_batch_size)
         pixel_mean, pixel_std = (list(numbers) if numbers is not None else None for numbers in (pixel_mean, pixel_std))
         predict_inputs = [str(name) for name in predict_inputs] if predict_inputs is not None else None
         self.save_hyperparameters()
         if dataset == "auto":
             self.dataset = "folder" if data_dir else "digits"
-        self._names: dict[str, Sequence[str]] = {}
         self._caches: dict[Path, int] = {}
         self._restored: dict[str, Any] = {}
         # Weak: a loader that is no longer used, as where each epoch makes a new one, ends its workers by itself.
@@ -186,7 +164,7 @@ class ImageFolderDataModule(ImageDataModule):
         if self.dataset != "folder" or self.hparams.data_dir is None:
             return None
         files = self._source("train")[0]
-        return usual_size(files) if isinstance(files, FileTable) else None
+        return reading.usual_size(files) if isinstance(files, FileTable) else None
 
     @property
     def augment(self) -> str:
@@ -212,19 +190,13 @@ class ImageFolderDataModule(ImageDataModule):
         if None in given and not self._restored and self.dataset == "folder" and is_small(self.image_size):
             files = self._source("train")[0]
             if isinstance(files, FileTable):
-                known = pixel_statistics(files, self.image_size)
+                known = reading.pixel_statistics(files, self.image_size)
         mean, std = (tuple(mine or found) for mine, found in zip(given, known))
         return mean, std
 
     @override
-    def sample_names(self, part: str) -> Sequence[str]:
-        """The files of a part that has been set up; empty for sets in larger files."""
-        return self._names.get(part, ())
-
-    @override
     def _choices(self) -> dict[str, Any]:
         """The set, the size of its images, their augmentation and statistics; of a folder some files are looked at."""
-        self._note_fallback()
         mean, std = self.pixel_statistics
         self._note_choices()
         found = {"dataset": self.dataset, "image_size": self.image_size, "augment": self.augment}
@@ -246,8 +218,8 @@ class ImageFolderDataModule(ImageDataModule):
         chosen.append(f"pixels normalised by {whose} mean ({mean})")
         self._note(f"{self.title}: {', '.join(chosen)}")
 
-    def _note_fallback(self) -> None:
-        """Log once that the bundled digits are used."""
+    @override
+    def _decide(self) -> None:
         if self.dataset == "digits" and self.hparams.dataset == "auto":
             self._note(
                 "no `data_dir`: using the 1,797 digits bundled with scikit-learn as small colour images; pass"
@@ -298,7 +270,6 @@ class ImageFolderDataModule(ImageDataModule):
         if self._is_own:
             return self._own_images().parts[part]
         if self.dataset == "digits":
-            self._note_fallback()
             return colour_digits(part)
         try:
             images, targets, classes = read_torchvision(self.dataset, part, self._folder, download=False)
@@ -314,13 +285,12 @@ class ImageFolderDataModule(ImageDataModule):
     @override
     def _take(self, part: str, images: FileTable | Tensor, labels: Tensor, rows: Tensor) -> None:
         chosen = images[rows] if isinstance(images, Tensor) else images.select(rows)
-        self._names[part] = chosen if isinstance(chosen, FileTable) else ()
+        self._names[part] = () if isinstance(chosen, Tensor) else chosen
         super()._take(part, self._open(chosen, self.augment if part == "train" else "none"), labels[rows], rows)
         self._rows[part] = torch.arange(len(rows))
 
     def _open(self, images: FileTable | Sequence[Any] | Tensor, crop: str) -> ImageFiles | Tensor:
-        limit = int(self.hparams.cache_gb * 2**30)
-        return open_images(images, crop, self.image_size, limit, self._caches)
+        return reading.open_images(images, crop, self.image_size, int(self.hparams.cache_gb * 2**30), self._caches)
 
     @override
     def setup(self, stage: str) -> None:
@@ -334,23 +304,18 @@ class ImageFolderDataModule(ImageDataModule):
         """Reads a part's images; small ones are held in memory, all of one size, and those of a GPU on it."""
         images, targets = self._parts[part]
         crop = Crop(augment, self.image_size, self.hparams.seed)
-        if part != "predict" and (held := held_in_memory(images, crop, self._processes_here)) is not None:
+        if part != "predict" and (held := reading.held_in_memory(images, crop, self._processes_here)) is not None:
             images = held.to(self._device)
             self._parts[part] = (images, targets)
         return BatchReader(images, targets, crop)
 
-    @property
-    def _workers(self) -> int:
-        if self.hparams.num_workers is not None:
-            return int(self.hparams.num_workers)
-        # A process costs more than the digits do, and beside training on the CPU it takes cores away: bf16 kernels with
-        # AMX wait for each other in a loop, and one thread without a core makes a step many times slower.
-        if self.dataset == "digits" or self._device.type == "cpu":
-            return 0
-        return min(8, cores() // self._processes_here // 2)
-
     def _options(self, reader: BatchReader) -> dict[str, Any]:
-        workers = 0 if reader.is_in_memory else self._workers
+        workers = 0 if reader.is_in_memory else self.hparams.num_workers
+        if workers is None:
+            # A process costs more than the digits do, and beside training on the CPU it takes cores away: bf16 kernels
+            # with AMX wait for each other in a loop, and one thread without a core makes a step many times slower.
+            none = self.dataset == "digits" or self._device.type == "cpu"
+            workers = 0 if none else min(8, reading.cores() // self._processes_here // 2)
         return {"num_workers": workers, "pin_memory": self._device.type == "cuda", "device": self._device}
 
     def _augmentation(self, name: str) -> BatchAugmentation:
@@ -360,7 +325,7 @@ class ImageFolderDataModule(ImageDataModule):
     def train_dataloader(self) -> WorkerTrainLoader:
         options, files = self.hparams, self._names["train"]
         if isinstance(files, FileTable):
-            check_variety(files, self.title)
+            reading.check_variety(files, self.title)
         reader = self._reader("train", self.augment)
         self._note_balance()
         loader = WorkerTrainLoader(
@@ -401,20 +366,17 @@ class ImageFolderDataModule(ImageDataModule):
         self._unreadable = loader.unreadable
         return loader
 
-    def _close(self) -> None:
+    @override
+    def teardown(self, stage: str) -> None:
+        """End the worker processes."""
         for loader in list(self._loaders):
             loader.close()
         self._loaders.clear()
 
     @override
-    def teardown(self, stage: str) -> None:
-        """End the worker processes."""
-        self._close()
-
-    @override
     def on_exception(self, exception: BaseException) -> None:
         """End the worker processes, also after Ctrl-C."""
-        self._close()
+        self.teardown("fit")
 
     @override
     def state_dict(self) -> dict[str, Any]:

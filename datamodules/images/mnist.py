@@ -180,14 +180,6 @@ class MNISTDataModule(ImageDataModule):
         return self.info.classes if len(self.info.classes) == self.num_classes else ()
 
     @override
-    def sample_names(self, part: str) -> Sequence[str]:
-        """The files of your own images; empty for sets in larger files."""
-        if self._own is None:
-            return ()
-        images = self._own.parts[part if part in self._own.parts else "train"][0]
-        return images if isinstance(images, FileTable) else ()
-
-    @override
     def _download(self) -> None:
         name = "mnist" if self.dataset == "auto" else self.dataset
         if not self.hparams.download or known_sets.find_files(name, self._folder):
@@ -202,10 +194,6 @@ class MNISTDataModule(ImageDataModule):
 
     @override
     def _choices(self) -> dict[str, Any]:
-        """What "auto" stands for, after downloading what is missing, augmentation, and the number of classes."""
-        if self.dataset == "auto":
-            self.prepare_data()
-            self._resolve_dataset()
         return {"dataset": self.dataset, **self._augmentation, "num_classes": self.num_classes}
 
     @property
@@ -214,8 +202,9 @@ class MNISTDataModule(ImageDataModule):
         names = ("rotation", "scale", "flip")
         return {name: getattr(self.info, name) if self.hparams[name] is None else self.hparams[name] for name in names}
 
-    def _resolve_dataset(self) -> None:
-        """Replace "auto", the same on every rank; rank 0 decides, since nodes may see different folders."""
+    @override
+    def _decide(self) -> None:
+        """The same on every rank: rank 0 decides, since nodes may see different folders."""
         if self.dataset != "auto":
             return
         choices, given = (*known_sets.DATASETS, "none"), self.hparams.data_dir is not None
@@ -272,12 +261,6 @@ class MNISTDataModule(ImageDataModule):
         count, fraction = len(labels), self.hparams.val_fraction
         train, val = split_indices(count, max(round(count * fraction), 1 if fraction else 0), self.hparams.seed)
         return {"train": train, "val": val}
-
-    @override
-    def setup(self, stage: str) -> None:
-        if stage != "predict":
-            self._resolve_dataset()
-        super().setup(stage)
 
     def _training_transform(self) -> Transform:
         # Repeated samples have larger numbers, whose maps are made for each batch.

@@ -4,10 +4,11 @@ The crop of an image is made where it is read: afterwards all images have one si
 sample) and of nothing else.
 """
 
+import contextlib
 import hashlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
@@ -326,6 +327,14 @@ def _evenly(count: int, most: int) -> list[int]:
     return list(range(0, count, -(-count // most)))
 
 
+def _some(files: FileTable, size: int, most: int) -> Iterator[Tensor]:
+    """At most `most` images, evenly spaced, without those that cannot be read: the loaders report them."""
+    images = ImageFiles(files, size)
+    for row in _evenly(len(images), most):
+        with contextlib.suppress(UnreadableImage):
+            yield images[row]
+
+
 def usual_size(files: FileTable) -> int | None:
     """The median of the short sides of some files, rounded up to a multiple of 8; None from 224 pixels on.
 
@@ -333,11 +342,8 @@ def usual_size(files: FileTable) -> int | None:
     """
     sides = []
     for row in _evenly(len(files), _LOOKED_AT):
-        try:
-            with Image.open(BytesIO(files.read(row))) as image:
-                sides.append(min(image.size))
-        except Exception:
-            continue
+        with contextlib.suppress(Exception), Image.open(BytesIO(files.read(row))) as image:
+            sides.append(min(image.size))
     size = int(median(sides)) if sides else _LARGEST
     # Those of a little less than 224 are photographs that are scaled up a little.
     return None if size >= _LARGEST * 7 / 8 else max(8, -(-size // 8) * 8)
@@ -346,17 +352,12 @@ def usual_size(files: FileTable) -> int | None:
 def check_variety(files: FileTable, title: str) -> None:
     """Refuse files whose pixels are all alike: of a hundred, only as many are read as it takes to find two shades.
 
-    Files that cannot be read are left out; the loaders report them.
-
     Raises:
         UserError: there is one shade.
     """
-    images, shades = ImageFiles(files, 64), set[int]()
-    for row in _evenly(len(images), _LOOKED_AT):
-        try:
-            shades.update(images[row].unique().tolist())
-        except UnreadableImage:
-            continue
+    shades = set[int]()
+    for image in _some(files, 64, _LOOKED_AT):
+        shades.update(image.unique().tolist())
         if len(shades) > 1:
             return
     if shades and len(files) > 1:
@@ -370,17 +371,12 @@ def pixel_statistics(files: FileTable, size: int) -> tuple[tuple[float, ...], tu
     """The mean and the standard deviation of the pixels, from 0 to 1, of some images, by channel, to 4 digits.
 
     Args:
-        files: those that cannot be read are left out.
         size: of the square in the middle that evaluation sees.
     """
-    images = ImageFiles(files, size)
     total = torch.zeros(3, dtype=torch.int64)
     squares, count = total.clone(), 0
-    for row in _evenly(len(images), _MEASURED):
-        try:
-            pixels = centre_square(images[row], size).flatten(1).long()
-        except UnreadableImage:
-            continue
+    for image in _some(files, size, _MEASURED):
+        pixels = centre_square(image, size).flatten(1).long()
         total += pixels.sum(1)
         squares += (pixels * pixels).sum(1)
         count += pixels.shape[1]
