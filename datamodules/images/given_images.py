@@ -24,15 +24,12 @@ _warn = rank_zero_only(logging.getLogger("lightning_recipes").warning)
 
 @dataclass
 class GivenImages:
-    """Images in the order in which they were given.
-
-    Args:
-        names: of each, its file or its place, such as "images[3]".
-        contents: of each, its file or the image.
-    """
+    """Images in the order in which they were given."""
 
     names: list[str]
+    """Of each, its file or its place, such as "images[3]"."""
     contents: list[str | Image.Image]
+    """Of each, its file or the image."""
 
     def __len__(self) -> int:
         return len(self.names)

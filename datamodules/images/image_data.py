@@ -265,7 +265,7 @@ class ImageDataModule(BaseDataModule):
                 published = part != "train" and part in self._published
                 source = part if published else "train"
                 images, labels = self._source(source)
-                rows, files = torch.arange(len(labels)), self._own.parts[source][0] if self._own else ()
+                rows, files = torch.arange(len(labels)), self._own_images().parts[source][0] if self._is_own else ()
                 self._names[part] = files if isinstance(files, FileTable) else ()
                 self._take(part, images, labels, rows if published else self._split(labels).get(part, rows[:0]))
 

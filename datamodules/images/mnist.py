@@ -295,13 +295,10 @@ class MNISTDataModule(ImageDataModule):
 
     @override
     def _evaluation_loader(self, part: str, **ranks: Any) -> EvaluationLoader:
-        return self._loader(*self._parts[part], self._rows[part], **ranks)
-
-    def _loader(self, images: Tensor, labels: Tensor, rows: Tensor, **ranks: Any) -> EvaluationLoader:
-        normalise, size = self.preprocessing(), self.hparams.eval_batch_size
-        return EvaluationLoader(
-            images, labels, rows, size, transform=lambda images, *_: normalise(images), device=self._device, **ranks
-        )
+        (images, labels), normalise = self._parts[part], self.preprocessing()
+        rows = self._rows[part] if part in self._rows else torch.arange(len(labels))
+        how = {"transform": lambda images, *_: normalise(images), "device": self._device, **ranks}
+        return EvaluationLoader(images, labels, rows, self.hparams.eval_batch_size, **how)
 
     @override
     def predict_dataloader(self) -> EvaluationLoader:
@@ -310,8 +307,8 @@ class MNISTDataModule(ImageDataModule):
         self._unreadable, self._unclear = images.unreadable, images.unclear
         if len(images.unreadable) == len(self._given):
             raise UserError(next(iter(images.unreadable.values())))
-        pixels, numbers = images.pixels.to(self._device), images.numbers.to(self._device)
-        return self._loader(pixels, numbers, torch.arange(len(numbers)), **self._ranks)
+        self._parts["predict"] = images.pixels.to(self._device), images.numbers.to(self._device)
+        return self._evaluation_loader("predict", **self._ranks)
 
     @override
     def state_dict(self) -> dict[str, Any]:
