@@ -79,7 +79,7 @@ class Job:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Shuffled, normalised batches, made from memory at once."""
-        mean, std = DATASETS["mnist"].mean, DATASETS["mnist"].std
+        (mean,), (std,) = DATASETS["mnist"].mean, DATASETS["mnist"].std
         order = torch.randperm(len(self.images))
         offset = torch.tensor(-mean / std)
         for step in range(self.steps):

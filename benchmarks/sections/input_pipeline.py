@@ -84,7 +84,7 @@ def stock_loader(root: Path, workers: int = 0, augment: bool = False) -> Iterabl
     affine = transforms.RandomAffine(
         10, translate=(2 / 28, 2 / 28), scale=(0.9, 1.1), interpolation=transforms.InterpolationMode.BILINEAR
     )
-    steps: list[Any] = [transforms.ToTensor(), transforms.Normalize((info.mean,), (info.std,))]
+    steps: list[Any] = [transforms.ToTensor(), transforms.Normalize(info.mean, info.std)]
     dataset = datasets.MNIST(str(root), train=True, transform=transforms.Compose([affine] * augment + steps))
     return DataLoader(dataset, BATCH_SIZE, shuffle=True, num_workers=workers)
 

@@ -235,7 +235,20 @@ def _upright(pixels: Tensor, orientation: int) -> Tensor:
     return pixels.flip(mirrored) if mirrored else pixels
 
 
-def _decode(source: Source, short_side: int, name: str) -> Tensor:
+def load_image(source: Source, short_side: int, name: str = "") -> Tensor:
+    """An image of any size and mode, upright, in colour and on white, its short side reduced to `short_side` at most.
+
+    Args:
+        source: a file, its content, or an image in memory.
+        name: of the image, in messages; by default the file's.
+
+    Returns:
+        uint8 of shape (3, height, width).
+
+    Raises:
+        UnreadableImage: the file is missing, damaged, too large for Pillow, or not an image.
+    """
+    name = name or (str(source) if isinstance(source, (str, Path)) else "the image")
     pixels = None
     with open_image(source, name) as (image, content):
         whole = image.size
@@ -257,20 +270,3 @@ def _decode(source: Source, short_side: int, name: str) -> Tensor:
     if pixels.shape[1:] != (size[1], size[0]):
         pixels = resized(pixels, size[1], size[0])
     return _upright(pixels, orientation)
-
-
-def load_image(source: Source, short_side: int, name: str = "") -> Tensor:
-    """An image of any size and mode, upright, in colour and on white, its short side reduced to `short_side` at most.
-
-    Args:
-        source: a file, its content, or an image in memory.
-        name: of the image, in messages; by default the file's.
-
-    Returns:
-        uint8 of shape (3, height, width).
-
-    Raises:
-        UnreadableImage: the file is missing, damaged, too large for Pillow, or not an image.
-    """
-    name = name or (str(source) if isinstance(source, (str, Path)) else "the image")
-    return _decode(source, short_side, name)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,13 +51,6 @@ def part_of(name: str) -> str:
     words = {word.removesuffix("set").removesuffix("data") for word in _words(name)}
     found = [part for part, names in PARTS.items() if words.intersection(names)]
     return found[0] if len(found) == 1 else ""
-
-
-class Opened(NamedTuple):
-    """A folder, and the files in it and below it by their numbers."""
-
-    folder: Folder
-    table: FileTable
 
 
 @dataclass(frozen=True)
@@ -161,14 +154,14 @@ def find_parts(folder: Folder, flat: bool = False) -> dict[str, Folder]:
     return found
 
 
-def open_place(place: Path) -> Opened:
-    """A folder on disk, or an archive, of which a folder that holds all others is left out.
+def open_place(place: Path) -> tuple[Folder, FileTable]:
+    """A folder on disk, or an archive, of which a folder that holds all others is left out; and the files by number.
 
     Raises:
         UserError: there is none.
     """
     if place.is_dir():
-        return Opened(*list_folder(place))
+        return list_folder(place)
     if not is_archive(place) or not place.is_file():
         what = "is neither a folder nor an archive" if place.is_file() else "does not exist"
         raise UserError(
@@ -181,7 +174,7 @@ def open_place(place: Path) -> Opened:
         if not inner.folders:
             break
         folder = inner
-    return Opened(folder, table)
+    return folder, table
 
 
 def _class_images(part: str, place: Folder, pattern: str | None) -> tuple[dict[str, list[int]], list[str], list[str]]:
@@ -266,7 +259,9 @@ def _check_classes(place: Path, found: dict[str, dict[str, list[int]]], ignored:
     return notes
 
 
-def scan_tree(place: str | Path, opened: Opened | None = None, label_pattern: str | None = None) -> ImageTree:
+def scan_tree(
+    place: str | Path, opened: tuple[Folder, FileTable] | None = None, label_pattern: str | None = None
+) -> ImageTree:
     """The images in FOLDER/train/CLASS, FOLDER/val/CLASS and FOLDER/test/CLASS, or in FOLDER/CLASS.
 
     Args:

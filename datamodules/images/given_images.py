@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,14 @@ _COLOURS = (1, 3, 4)
 _warn = rank_zero_only(logging.getLogger("lightning_recipes").warning)
 
 
+@dataclass
 class GivenImages:
-    """Images in the order in which they were given.
+    """Images in the order in which they were given."""
 
-    Args:
-        names: of each, its file or its place, such as "images[3]".
-        contents: of each, its file or the image.
-    """
-
-    def __init__(self, names: Sequence[str], contents: Sequence[str | Image.Image]) -> None:
-        self.names, self.contents = list(names), list(contents)
+    names: list[str]
+    """Of each, its file or its place, such as "images[3]"."""
+    contents: list[str | Image.Image]
+    """Of each, its file or the image."""
 
     def __len__(self) -> int:
         return len(self.names)

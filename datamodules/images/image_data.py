@@ -3,6 +3,7 @@
 import logging
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,8 +16,10 @@ from typing_extensions import override
 from datamodules.base import BaseDataModule
 from datamodules.errors import UserError
 from datamodules.images.augmentation import Normalise
+from datamodules.images.file_table import FileTable
 from datamodules.images.folders import ImageTree, split_by_class
 from datamodules.images.given_images import GivenImages, given_images
+from datamodules.images.known_sets import ImageSet
 from datamodules.ranges import COUNT, check_choice, check_ranges
 
 __all__ = ["ImageDataModule", "balanced_class_weights", "describe_classes"]
@@ -63,92 +66,208 @@ def describe_classes(names: Sequence[str], counts: Sequence[int], shown: int = 1
 class ImageDataModule(BaseDataModule):
     """Images and their classes; a subclass says which there are, how they are read, and how they are augmented.
 
-    `_parts` holds images and labels, and `_rows` which of them make "train", "val" and "test": a part that the set
-    does not have is held out of its training part.
+    `_sources` holds the parts of the set as it is published, `_parts` the images and labels that loaders read, and
+    `_rows` which of them make "train", "val" and "test": a part that the set does not have is held out of its training
+    part.
     """
 
     _colour: ClassVar[bool]
     """What an array of shape (3, height, width) is: an image in colour, or three in grey."""
+    _sets: ClassVar[Mapping[str, ImageSet]]
+    _own_name: ClassVar[str]
+    """What `dataset` is where the images are your own, and what else than class folders they may be."""
+    _own_forms: ClassVar[str]
+    _validated: ClassVar[tuple[str, ...]] = ("val",)
+    """The parts that "validate" sets up."""
 
     batch_size: int
+    dataset: str
 
     def __init__(self) -> None:
         super().__init__()
+        self._own: ImageTree | None = None
+        self._classes: tuple[str, ...] = ()
+        self._sources: dict[str, tuple[Any, Tensor]] = {}
         self._parts: dict[str, tuple[Any, Tensor]] = {}
         self._rows: dict[str, Tensor] = {}
-        self._left_out: Mapping[str, int] = {}
+        self._names: dict[str, Sequence[str]] = {}
+        self._unreadable: Mapping[int, str] = {}
+        self._unclear: Mapping[int, str] = {}
         self._no_download: Exception | None = None
 
-    def _check(
-        self, dataset: str, datasets: Collection[str], data_dir: str | None, balance: str, *sizes: int
-    ) -> str | None:
+    def _check(self, dataset: str, data_dir: str | None, balance: str, *sizes: int) -> str | None:
         """Check parameters that both data modules have, and give ``data_dir`` as it is saved."""
-        check_choice("dataset", dataset, ("auto", *datasets))
+        check_choice("dataset", dataset, ("auto", *self._sets))
         check_choice("balance", balance, ("none", "sampling", "loss"))
         check_ranges(batch_size=(sizes[0], COUNT), eval_batch_size=(sizes[1], COUNT))
         if dataset == "digits" and data_dir is not None:
             raise UserError(f"dataset='digits' comes with scikit-learn, so data_dir={data_dir!s} would not be read")
+        self.dataset, self.batch_size = dataset, sizes[0]
         # A Path among the hyper-parameters makes a checkpoint unloadable with weights_only=True.
         return str(Path(data_dir).expanduser()) if data_dir is not None else None
 
     @property
-    @abstractmethod
-    def info(self) -> Any:
-        """Names and statistics of the data set."""
+    def info(self) -> ImageSet:
+        """Names and statistics of the set; its classes once it has been read. "auto" is MNIST until it is decided."""
+        known = self._sets.get(self.dataset) or self._sets["mnist"]
+        if self.dataset == self._own_name and self._own is not None:
+            return replace(known, title=self._own.title, classes=self._own.classes)
+        return replace(known, classes=self._classes) if self._classes else known
 
     @property
-    @abstractmethod
     def pixel_statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The mean and the standard deviation of each channel that images are normalised with."""
+        return self.info.mean, self.info.std
 
     @property
     @override
     def title(self) -> str:
-        return str(self.info.title)
+        return self.info.title
+
+    @property
+    @override
+    def num_classes(self) -> int:
+        """The number of classes; your own images are listed for it."""
+        if self._is_own and not self._classes:
+            return len(self._own_images().classes)
+        return len(self.info.classes) or self.info.num_classes
 
     @property
     @override
     def class_names(self) -> Sequence[str]:
         """The names of the classes, once the set has been read."""
-        names: Sequence[str] = self.info.classes
-        return names
+        return self.info.classes
 
     @property
     @override
     def may_flip(self) -> bool:
-        return bool(self.info.flip)
+        return self.info.flip
 
     @property
     @override
     def left_out(self) -> Mapping[str, int]:
         """Files and rows of your own that are not used, by reason."""
-        return self._left_out
+        return self._own.left_out if self._own else {}
 
     @property
     @override
     def sizes(self) -> dict[str, int]:
         return {part: len(rows) for part, rows in self._rows.items()}
 
+    @override
+    def sample_names(self, part: str) -> Sequence[str]:
+        """The files of a part that has been set up; empty for sets in larger files."""
+        return self._names.get(part, ())
+
+    @property
+    @override
+    def validates(self) -> bool:
+        """Whether there is a part to validate on; your own images are listed for it."""
+        return bool(self.hparams.val_fraction) or "val" in self._published
+
     @property
     def _folder(self) -> Path:
         return Path(self.hparams.data_dir or "data")
 
     @property
-    def _predicts(self) -> bool:
-        return self.trainer is not None and self.trainer.state.fn == "predict"
+    def _is_own(self) -> bool:
+        """Whether the images are your own."""
+        return self.dataset == self._own_name
 
-    def _listed(self, tree: ImageTree) -> ImageTree:
-        """Log remarks on images of your own, and keep what is left out of them."""
-        for note in tree.notes:
-            warn(f"note: {note}")
-        self._left_out = tree.left_out
-        return tree
+    @abstractmethod
+    def _list(self) -> ImageTree:
+        """Your own images in the folder."""
 
-    def _split(self, labels: Tensor, classes: Sequence[str], own: Collection[str]) -> dict[str, Tensor]:
-        """The sample numbers of "train" and of what is held out of it, as the set does not have it among its own."""
+    def _own_images(self) -> ImageTree:
+        """Your own images, listed once; remarks on them are logged."""
+        if self._own is None:
+            if self.hparams.data_dir is None:
+                raise UserError(
+                    f"dataset={self._own_name!r} needs `data_dir`, a folder with a folder of images for each"
+                    f" class{self._own_forms}"
+                )
+            tree = self._list()
+            for note in tree.notes:
+                warn(f"note: {note}")
+            self._own = replace(tree, title=tree.title or self._folder.resolve().name)
+        return self._own
+
+    @property
+    def _published(self) -> Collection[str]:
+        """The parts that the set has as it is published; your own images are listed for it."""
+        return self._own_images().parts if self._is_own else self.info.parts
+
+    @abstractmethod
+    def _load(self, part: str) -> tuple[Any, Tensor]:
+        """Images and labels of a part as it is published."""
+
+    def _source(self, part: str) -> tuple[Any, Tensor]:
+        if part not in self._sources:
+            self._sources[part] = self._load(part)
+        return self._sources[part]
+
+    def _split(self, labels: Tensor) -> dict[str, Tensor]:
+        """The sample numbers of "train" and of what is held out of it, as it is not published."""
         fractions = {"test": self.hparams.test_fraction, "val": self.hparams.val_fraction}
-        fractions = {part: share for part, share in fractions.items() if part not in own and share}
-        return split_by_class(labels, classes, fractions, self.hparams.seed)
+        fractions = {part: share for part, share in fractions.items() if part not in self._published and share}
+        return split_by_class(labels.cpu(), self.info.classes, fractions, self.hparams.seed)
+
+    @abstractmethod
+    def _download(self) -> None:
+        """Download what is missing of a set that torchvision knows."""
+
+    @override
+    def prepare_data(self) -> None:
+        """Download what is missing. Lightning calls this in one process per node.
+
+        A failure is raised in `setup`, which every process reaches: raised here, the other processes would wait.
+        """
+        if self.info.torchvision_name is None or (self.trainer is not None and self.trainer.state.fn == "predict"):
+            return
+        try:
+            self._download()
+        # A missing network, a damaged archive, a full disk: each has its own exception, and set-up fails all the same.
+        except Exception as error:
+            self._no_download = error
+
+    @abstractmethod
+    def _decide(self) -> None:
+        """Replace ``dataset="auto"`` by what it stands for, and log where that is not what was looked for."""
+
+    @abstractmethod
+    def _choices(self) -> dict[str, Any]:
+        """Parameters that may be left open, and what stands for them here."""
+
+    @override
+    def resolve(self) -> dict[str, Any]:
+        """Parameters that are open, by the data; what is missing is downloaded, and of a folder some files are read.
+
+        Raises:
+            UserError: ``data_dir`` was given and holds nothing to train on.
+        """
+        if self.dataset == "auto":
+            self.prepare_data()
+        self._decide()
+        return {name: value for name, value in self._choices().items() if self.hparams.get(name) in (None, "auto")}
+
+    def _take(self, part: str, images: Any, labels: Tensor, rows: Tensor) -> None:
+        """Set up a part: these rows of what is published."""
+        self._parts[part], self._rows[part] = (images, labels), rows
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Set up the parts that `stage` needs: "fit", "validate", "test" or "predict" (which needs none)."""
+        if stage == "predict":
+            return
+        self._decide()
+        for part in {"fit": ("train", "val"), "validate": self._validated, "test": ("test",)}[stage]:
+            if part not in self._parts:
+                published = part != "train" and part in self._published
+                source = part if published else "train"
+                images, labels = self._source(source)
+                rows, files = torch.arange(len(labels)), self._own_images().parts[source][0] if self._is_own else ()
+                self._names[part] = files if isinstance(files, FileTable) else ()
+                self._take(part, images, labels, rows if published else self._split(labels).get(part, rows[:0]))
 
     @property
     def _training_labels(self) -> Tensor | None:
@@ -231,11 +350,22 @@ class ImageDataModule(BaseDataModule):
         """The files, or the places of images from Python; batches of `predict_dataloader` hold their numbers."""
         return self._given.names
 
-    def _refuse_other_classes(self, saved: Sequence[str], found: Sequence[str]) -> None:
-        """Refuse a checkpoint of other classes than those that are here."""
-        if tuple(saved) != tuple(found):
+    @property
+    @override
+    def unreadable_inputs(self) -> Mapping[int, str]:
+        return self._unreadable
+
+    @property
+    @override
+    def unclear_inputs(self) -> Mapping[int, str]:
+        return self._unclear
+
+    def _refuse_other_classes(self, saved: Sequence[str], shown: int) -> None:
+        """Refuse a checkpoint of other classes than those that are here, naming some of them."""
+        if tuple(saved) != tuple(self.info.classes):
             theirs, ours = (
-                ", ".join(names[:8]) + f", ... ({len(names)} in all)" * (len(names) > 8) for names in (saved, found)
+                ", ".join(names[:shown]) + f", ... ({len(names)} in all)" * (len(names) > shown)
+                for names in (saved, self.info.classes)
             )
             raise UserError(
                 f"the checkpoint was trained on the classes {theirs}, found {ours}; pass the `data_dir` that it was"

@@ -4,13 +4,8 @@ Images leave the workers as bytes and are normalised on the device. What a run s
 workers or devices there are, on how often it was interrupted, or on whether decoded images are kept in memory.
 """
 
-import hashlib
-import os
-import re
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -21,33 +16,19 @@ from typing_extensions import override
 
 from datamodules.contract import Free, OneCall, Rare
 from datamodules.errors import UserError
+from datamodules.images import reading
 from datamodules.images.augmentation import AUGMENTATIONS, BatchAugmentation, Mixing, Normalise
-from datamodules.images.decoding import UnreadableImage, decoders, is_small
+from datamodules.images.decoding import is_small
 from datamodules.images.file_table import FileTable
+from datamodules.images.folders import ImageTree
 from datamodules.images.image_data import ImageDataModule, warn
-from datamodules.images.known_sets import IMAGE_SETS, IMAGENET_MEAN, ImageSetInfo, colour_digits, read_torchvision
-from datamodules.images.lists import find_images
-from datamodules.images.pixel_cache import PixelCache, cache_folder, make_room
-from datamodules.images.reading import (
-    BatchReader,
-    Crop,
-    ImageFiles,
-    centre_square,
-    check_variety,
-    decoded_side,
-    pixel_statistics,
-    usual_size,
-)
+from datamodules.images.known_sets import IMAGE_SETS, IMAGENET_MEAN, colour_digits, read_torchvision
+from datamodules.images.lists import check_columns, find_images
+from datamodules.images.reading import BatchReader, Crop, ImageFiles
 from datamodules.loading.worker_loaders import WorkerEvaluationLoader, WorkerTrainLoader
 from datamodules.ranges import NOT_NEGATIVE, Range, check_choice, check_ranges
 
 __all__ = ["ImageFolderDataModule"]
-
-_MOST_IN_MEMORY = 2**32  # Bytes of small images, on a machine.
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @lru_cache(maxsize=4)
@@ -55,26 +36,6 @@ def _normalise(means: tuple[float, ...], stds: tuple[float, ...], device: torch.
     # It outlives the validation, in inference mode, that may be the first to need it.
     with torch.inference_mode(False):
         return Normalise(means, stds).to(device)
-
-
-def _all_in_memory(images: ImageFiles | Tensor, size: int) -> Tensor | None:
-    """Images as evaluation sees them, uint8 of shape (n, 3, size, size); None where one cannot be read."""
-    if isinstance(images, Tensor) and images.shape[2:] == (size, size):
-        return images
-    # A validation, in inference mode, may be the first to need it.
-    with torch.inference_mode(False):
-        held = torch.empty((len(images), size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
-
-    def read(row: int) -> None:
-        held[row] = centre_square(images[row], size)
-
-    try:
-        with ThreadPoolExecutor(_cores()) as pool:
-            for _ in pool.map(read, range(len(images))):
-                pass
-    except UnreadableImage:
-        return None
-    return held
 
 
 class ImageFolderDataModule(ImageDataModule):
@@ -121,7 +82,10 @@ class ImageFolderDataModule(ImageDataModule):
         UserError: for invalid parameters, and at set-up for a folder that cannot be trained on.
     """
 
-    _colour: ClassVar[bool] = True
+    _colour: ClassVar = True
+    _sets: ClassVar = IMAGE_SETS
+    _own_name: ClassVar = "folder"
+    _own_forms: ClassVar = ", a .zip or .tar of it, or a list"
 
     def __init__(
         self,
@@ -164,46 +128,17 @@ class ImageFolderDataModule(ImageDataModule):
         for name, numbers, least in (("pixel_mean", pixel_mean, 0), ("pixel_std", pixel_std, 1e-6)):
             if numbers is not None and (len(numbers) != 3 or not all(least <= number <= 1 for number in numbers)):
                 raise UserError(f"{name}={numbers}: expected three numbers from 0 to 1, such as [0.485, 0.456, 0.406]")
-        if columns is not None:
-            columns = [str(column) for column in (columns.split(",") if isinstance(columns, str) else columns)]
-            if len(columns) != 2:
-                raise UserError(f"columns={columns}: expected the two of path and label, such as columns='image,label'")
-        try:
-            groups = re.compile(label_pattern or "()").groups
-        except re.error:
-            groups = -1
-        if groups != 1:
-            raise UserError(
-                f"label_pattern={label_pattern!r}: expected a regular expression with one group, as '^(.+)_'"
-            )
-        data_dir = self._check(dataset, IMAGE_SETS, data_dir, balance, batch_size, eval_batch_size)
+        columns = check_columns(columns, label_pattern)
+        data_dir = self._check(dataset, data_dir, balance, batch_size, eval_batch_size)
         pixel_mean, pixel_std = (list(numbers) if numbers is not None else None for numbers in (pixel_mean, pixel_std))
         predict_inputs = [str(name) for name in predict_inputs] if predict_inputs is not None else None
         self.save_hyperparameters()
-        self.batch_size = batch_size
-        self.dataset: str = ("folder" if data_dir else "digits") if dataset == "auto" else dataset
-        self._info = IMAGE_SETS[self.dataset]
-        self._sources: dict[str, tuple[FileTable | Tensor, Tensor]] = {}
-        self._names: dict[str, Sequence[str]] = {}
+        if dataset == "auto":
+            self.dataset = "folder" if data_dir else "digits"
         self._caches: dict[Path, int] = {}
-        self._predict_loader: WorkerEvaluationLoader | None = None
         self._restored: dict[str, Any] = {}
         # Weak: a loader that is no longer used, as where each epoch makes a new one, ends its workers by itself.
         self._loaders: weakref.WeakSet[WorkerTrainLoader | WorkerEvaluationLoader] = weakref.WeakSet()
-
-    @property
-    @override
-    def info(self) -> ImageSetInfo:
-        """Names and statistics of the set; its classes once it has been read."""
-        return self._info
-
-    @property
-    @override
-    def num_classes(self) -> int:
-        """The number of classes; a folder is scanned for them."""
-        if not self._info.num_classes:
-            self._scan()
-        return self._info.num_classes
 
     @property
     @override
@@ -221,7 +156,7 @@ class ImageFolderDataModule(ImageDataModule):
     def image_size(self) -> int:
         """The side of the network's inputs, in pixels; where it is open, some of a folder's files are looked at."""
         given = self.hparams.image_size or self._restored.get("image_size")
-        return int(given or self._size_of_files or self._info.image_size)
+        return int(given or self._size_of_files or self.info.image_size)
 
     @cached_property
     def _size_of_files(self) -> int | None:
@@ -229,7 +164,7 @@ class ImageFolderDataModule(ImageDataModule):
         if self.dataset != "folder" or self.hparams.data_dir is None:
             return None
         files = self._source("train")[0]
-        return usual_size(files) if isinstance(files, FileTable) else None
+        return reading.usual_size(files) if isinstance(files, FileTable) else None
 
     @property
     def augment(self) -> str:
@@ -251,39 +186,21 @@ class ImageFolderDataModule(ImageDataModule):
     def pixel_statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The mean and the standard deviation of each channel that images are normalised with."""
         given = self.hparams.pixel_mean, self.hparams.pixel_std
-        known = self._restored.get("statistics") or (self._info.mean, self._info.std)
+        known = self._restored.get("statistics") or (self.info.mean, self.info.std)
         if None in given and not self._restored and self.dataset == "folder" and is_small(self.image_size):
             files = self._source("train")[0]
             if isinstance(files, FileTable):
-                known = pixel_statistics(files, self.image_size)
+                known = reading.pixel_statistics(files, self.image_size)
         mean, std = (tuple(mine or found) for mine, found in zip(given, known))
         return mean, std
 
-    @property
     @override
-    def validates(self) -> bool:
-        """Whether there is a part to validate on; a folder is scanned for it."""
-        return "val" in self._own_parts or bool(self.hparams.val_fraction)
-
-    @override
-    def sample_names(self, part: str) -> Sequence[str]:
-        """The files of a part that has been set up; empty for sets in larger files."""
-        return self._names.get(part, ())
-
-    @property
-    @override
-    def unreadable_inputs(self) -> Mapping[int, str]:
-        return self._predict_loader.unreadable if self._predict_loader else {}
-
-    @override
-    def resolve(self) -> dict[str, Any]:
+    def _choices(self) -> dict[str, Any]:
         """The set, the size of its images, their augmentation and statistics; of a folder some files are looked at."""
-        self._note_fallback()
         mean, std = self.pixel_statistics
-        found = {"dataset": self.dataset, "image_size": self.image_size, "augment": self.augment}
-        found |= {"pixel_mean": list(mean), "pixel_std": list(std)}
         self._note_choices()
-        return {name: value for name, value in found.items() if self.hparams[name] in (None, "auto")}
+        found = {"dataset": self.dataset, "image_size": self.image_size, "augment": self.augment}
+        return {**found, "pixel_mean": list(mean), "pixel_std": list(std)}
 
     def _note_choices(self) -> None:
         """Log in a line what was chosen by the data, and why."""
@@ -292,7 +209,7 @@ class ImageFolderDataModule(ImageDataModule):
             why = " as the files have" if self.dataset == "folder" and self._size_of_files else ""
             chosen.append(f"images of {self.image_size} pixels{why}")
         if options.augment == "auto":
-            flips = " and mirroring" if self._info.flip else ", no mirroring"
+            flips = " and mirroring" if self.info.flip else ", no mirroring"
             how = f"shifts{flips}" if self.augment == "light" else f"random crops{flips}, colours"
             chosen.append(f"augment={self.augment!r} ({how})")
         mean = ", ".join(f"{value:.3f}" for value in self.pixel_statistics[0])
@@ -301,8 +218,8 @@ class ImageFolderDataModule(ImageDataModule):
         chosen.append(f"pixels normalised by {whose} mean ({mean})")
         self._note(f"{self.title}: {', '.join(chosen)}")
 
-    def _note_fallback(self) -> None:
-        """Log once that the bundled digits are used."""
+    @override
+    def _decide(self) -> None:
         if self.dataset == "digits" and self.hparams.dataset == "auto":
             self._note(
                 "no `data_dir`: using the 1,797 digits bundled with scikit-learn as small colour images; pass"
@@ -340,134 +257,75 @@ class ImageFolderDataModule(ImageDataModule):
         return max(1, self.trainer.num_devices) if self.trainer else 1
 
     @override
-    def prepare_data(self) -> None:
-        """Download what is missing. Lightning calls this in one process per node.
+    def _download(self) -> None:
+        read_torchvision(self.dataset, "train", self._folder, download=True)
 
-        A failure is raised in `setup`, which every process reaches: raised here, the other processes would wait.
-        """
-        if self._info.torchvision_name is None or self._predicts:
-            return
-        try:
-            read_torchvision(self.dataset, "train", self._folder, download=True)
-        # A missing network, a damaged archive, a full disk: each has its own exception, and set-up fails all the same.
-        except Exception as error:
-            self._no_download = error
-
-    def _scan(self) -> None:
-        """List the images of a folder and its classes."""
+    @override
+    def _list(self) -> ImageTree:
         options = self.hparams
-        if options.data_dir is None:
+        return find_images(options.data_dir, options.on_corrupt, options.columns, options.label_pattern)
+
+    @override
+    def _load(self, part: str) -> tuple[FileTable | Tensor, Tensor]:
+        if self._is_own:
+            return self._own_images().parts[part]
+        if self.dataset == "digits":
+            return colour_digits(part)
+        try:
+            images, targets, classes = read_torchvision(self.dataset, part, self._folder, download=False)
+        except (RuntimeError, OSError) as error:
+            reason = f"could not be downloaded ({self._no_download})" if self._no_download else str(error)
             raise UserError(
-                "dataset='folder' needs `data_dir`, a folder with a folder of images for each class, a .zip or .tar of"
-                " it, or a list"
-            )
-        tree = self._listed(find_images(options.data_dir, options.on_corrupt, options.columns, options.label_pattern))
-        title = self._folder.resolve().name
-        self._info = replace(self._info, title=title, num_classes=len(tree.classes), classes=tree.classes)
-        self._sources = dict(tree.parts)
+                f"{self.title} is not in {self._folder}, and {reason}; pass the `data_dir` of torchvision's copy of"
+                " it, or your own class folders with dataset='folder'"
+            ) from error
+        self._classes = tuple(classes)
+        return images, targets
 
-    @property
-    def _own_parts(self) -> Collection[str]:
-        """The parts that the set has as it is published; a folder is scanned for them."""
-        if self.dataset == "folder" and not self._sources:
-            self._scan()
-        return self._sources if self.dataset == "folder" else self._info.parts
+    @override
+    def _take(self, part: str, images: FileTable | Tensor, labels: Tensor, rows: Tensor) -> None:
+        chosen = images[rows] if isinstance(images, Tensor) else images.select(rows)
+        self._names[part] = () if isinstance(chosen, Tensor) else chosen
+        super()._take(part, self._open(chosen, self.augment if part == "train" else "none"), labels[rows], rows)
+        self._rows[part] = torch.arange(len(rows))
 
-    def _source(self, part: str) -> tuple[FileTable | Tensor, Tensor]:
-        """A part of the set as it is published."""
-        assert part in self._own_parts, part
-        if part not in self._sources and self.dataset == "digits":
-            self._note_fallback()
-            self._sources[part] = colour_digits(part)
-        elif part not in self._sources:
-            try:
-                images, targets, classes = read_torchvision(self.dataset, part, self._folder, download=False)
-            except (RuntimeError, OSError) as error:
-                reason = f"could not be downloaded ({self._no_download})" if self._no_download else str(error)
-                raise UserError(
-                    f"{self.title} is not in {self._folder}, and {reason}; pass the `data_dir` of torchvision's copy of"
-                    " it, or your own class folders with dataset='folder'"
-                ) from error
-            self._sources[part] = images, targets
-            self._info = replace(self._info, classes=tuple(classes))
-        return self._sources[part]
-
-    def _samples(self, part: str) -> tuple[FileTable | Tensor, Tensor]:
-        """A part that the set has, or one held out of its training part, or nothing."""
-        if part != "train" and part in self._own_parts:
-            return self._source(part)
-        images, targets = self._source("train")
-        rows = self._split(targets, self._info.classes, self._own_parts).get(part, torch.empty(0, dtype=torch.int64))
-        return images[rows] if isinstance(images, Tensor) else images.select(rows), targets[rows]
-
-    def _add(self, part: str, images: FileTable | Sequence[Any] | Tensor, targets: Tensor) -> None:
-        side = decoded_side(self.augment if part == "train" else "none", self.image_size)
-        held = images if isinstance(images, Tensor) else ImageFiles(images, side, self._cache(images, side))
-        self._parts[part] = (held, targets)
-
-    def _cache(self, files: Sequence[Any], side: int) -> PixelCache | None:
-        """Decoded images on disk: of files, where they are too large for memory."""
-        limit = int(self.hparams.cache_gb * 2**30)
-        if not limit or not isinstance(files, FileTable) or is_small(self.image_size):
-            return None
-        folder = cache_folder("images")
-        whole = files.whole()
-        key = hashlib.sha256(f"{whole.digest()} {decoders()}".encode()).hexdigest()
-        cache = folder / f"{key[:24]}-{side}"
-        # A photograph has a half more pixels than a square.
-        self._caches[cache] = int(4.5 * side * side) * len(whole)
-        make_room(folder, min(limit, sum(self._caches.values())), limit, {each.name for each in self._caches})
-        return PixelCache(cache, len(whole), limit, beside=self._caches)
+    def _open(self, images: FileTable | Sequence[Any] | Tensor, crop: str) -> ImageFiles | Tensor:
+        return reading.open_images(images, crop, self.image_size, int(self.hparams.cache_gb * 2**30), self._caches)
 
     @override
     def setup(self, stage: str) -> None:
-        """List what `stage` needs: "fit", "validate" or "test"; images are read by the loaders."""
-        if stage == "predict":
-            return
-        for part in {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}[stage]:
-            if part not in self._parts:
-                images, targets = self._samples(part)
-                self._names[part] = images if isinstance(images, FileTable) else ()
-                self._add(part, images, targets)
-                self._rows[part] = torch.arange(len(targets))
+        super().setup(stage)
         if stage == "fit":
             self._note_classes()
-        if self._size_of_files and self.hparams.image_size is None:
+        if stage != "predict" and self._size_of_files and self.hparams.image_size is None:
             self._note_choices()
 
     def _reader(self, part: str, augment: str) -> BatchReader:
         """Reads a part's images; small ones are held in memory, all of one size, and those of a GPU on it."""
         images, targets = self._parts[part]
         crop = Crop(augment, self.image_size, self.hparams.seed)
-        room = 3 * self.image_size**2 * len(targets) * self._processes_here
-        fits = part != "predict" and is_small(self.image_size) and room <= _MOST_IN_MEMORY
-        if fits and crop.is_centre and (held := _all_in_memory(images, self.image_size)) is not None:
+        if part != "predict" and (held := reading.held_in_memory(images, crop, self._processes_here)) is not None:
             images = held.to(self._device)
             self._parts[part] = (images, targets)
         return BatchReader(images, targets, crop)
 
-    @property
-    def _workers(self) -> int:
-        if self.hparams.num_workers is not None:
-            return int(self.hparams.num_workers)
-        # A process costs more than the digits do, and beside training on the CPU it takes cores away: bf16 kernels with
-        # AMX wait for each other in a loop, and one thread without a core makes a step many times slower.
-        if self.dataset == "digits" or self._device.type == "cpu":
-            return 0
-        return min(8, _cores() // self._processes_here // 2)
-
     def _options(self, reader: BatchReader) -> dict[str, Any]:
-        workers = 0 if reader.is_in_memory else self._workers
+        workers = 0 if reader.is_in_memory else self.hparams.num_workers
+        if workers is None:
+            # A process costs more than the digits do, and beside training on the CPU it takes cores away: bf16 kernels
+            # with AMX wait for each other in a loop, and one thread without a core makes a step many times slower.
+            none = self.dataset == "digits" or self._device.type == "cpu"
+            workers = 0 if none else min(8, reading.cores() // self._processes_here // 2)
         return {"num_workers": workers, "pin_memory": self._device.type == "cuda", "device": self._device}
 
     def _augmentation(self, name: str) -> BatchAugmentation:
-        return BatchAugmentation(name, self.image_size, self.hparams.seed, self._info.flip, self._normaliser)
+        return BatchAugmentation(name, self.image_size, self.hparams.seed, self.info.flip, self._normaliser)
 
     @override
     def train_dataloader(self) -> WorkerTrainLoader:
         options, files = self.hparams, self._names["train"]
         if isinstance(files, FileTable):
-            check_variety(files, self.title)
+            reading.check_variety(files, self.title)
         reader = self._reader("train", self.augment)
         self._note_balance()
         loader = WorkerTrainLoader(
@@ -501,32 +359,30 @@ class ImageFolderDataModule(ImageDataModule):
     def predict_dataloader(self) -> WorkerEvaluationLoader:
         """The images named by ``predict_inputs`` and their numbers, without those that cannot be read."""
         # Not at set-up: a checkpoint that is read later may hold the size of the images.
-        self._add("predict", self._given.contents, torch.arange(len(self._given)))
-        self._predict_loader = self._evaluation_loader("predict", **self._ranks)
+        self._parts["predict"] = self._open(self._given.contents, "none"), torch.arange(len(self._given))
+        loader = self._evaluation_loader("predict", **self._ranks)
         # They get a row each.
-        self._predict_loader.warn_unreadable = False
-        return self._predict_loader
+        loader.warn_unreadable = False
+        self._unreadable = loader.unreadable
+        return loader
 
-    def _close(self) -> None:
+    @override
+    def teardown(self, stage: str) -> None:
+        """End the worker processes."""
         for loader in list(self._loaders):
             loader.close()
         self._loaders.clear()
 
     @override
-    def teardown(self, stage: str) -> None:
-        """End the worker processes."""
-        self._close()
-
-    @override
     def on_exception(self, exception: BaseException) -> None:
         """End the worker processes, also after Ctrl-C."""
-        self._close()
+        self.teardown("fit")
 
     @override
     def state_dict(self) -> dict[str, Any]:
         """The data set and its classes, so that a checkpoint is not resumed or tested on others."""
         mean, std = self.pixel_statistics
-        names = {"dataset": self.dataset, "classes": list(self._info.classes)}
+        names = {"dataset": self.dataset, "classes": list(self.info.classes)}
         return {**names, "image_size": self.image_size, "statistics": [list(mean), list(std)]}
 
     @override
@@ -534,12 +390,11 @@ class ImageFolderDataModule(ImageDataModule):
         saved, classes = state_dict["dataset"], tuple(state_dict["classes"])
         self.__dict__.pop("pixel_statistics", None)
         self._restored = dict(state_dict)
-        if not self._sources:
+        if not self._sources and self._own is None:
             # Prediction needs no data set: the class names and the size of an image are those of the run.
-            self.dataset = saved
-            self._info = replace(IMAGE_SETS[saved], num_classes=len(classes), classes=classes)
+            self.dataset, self._classes = saved, classes
             return
         if saved != self.dataset:
             how = f"dataset={saved!r}" if saved != "folder" else "data_dir='FOLDER'"
             raise UserError(f"the checkpoint was trained on {saved}, found {self.dataset}; pass {how}")
-        self._refuse_other_classes(classes, self._info.classes)
+        self._refuse_other_classes(classes, shown=8)

@@ -8,7 +8,7 @@ import math
 import string
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ __all__ = [
     "IMAGENET_MEAN",
     "IMAGENET_STD",
     "IMAGE_SETS",
-    "DatasetInfo",
-    "ImageSetInfo",
+    "ImageSet",
     "check_images_and_labels",
     "colour_digits",
     "describe_missing",
@@ -57,97 +56,60 @@ EMNIST = {
 """The classes of EMNIST's sets (Cohen et al., 2017)."""
 
 
+_DIGITS = tuple(string.digits)
+
+
 @dataclass(frozen=True)
-class DatasetInfo:
-    """The names of a data set, the statistics of its training pixels (0..1), and its class in torchvision."""
+class ImageSet:
+    """The names of a data set, the statistics of its training pixels (0..1) by channel, and what suits it.
+
+    Of photographs the statistics are ImageNet's, which published weights expect. `classes` is empty where the names are
+    known only once the set has been read.
+    """
 
     title: str
-    classes: tuple[str, ...]
-    mean: float
-    std: float
+    classes: tuple[str, ...] = _DIGITS
+    mean: tuple[float, ...] = (0.1307,)
+    std: tuple[float, ...] = (0.3081,)
     torchvision_name: str | None = None
     flip: bool = False
     """Whether its images may be mirrored."""
     rotation: float = 10.0
     """The usual augmentation, in degrees; `scale` as in 0.1 for 0.9 to 1.1."""
     scale: float = 0.1
-
-
-_DIGITS = tuple("0123456789")
-DATASETS = {
-    "mnist": DatasetInfo("MNIST", _DIGITS, 0.1307, 0.3081, "MNIST"),
-    "fashion-mnist": DatasetInfo(
-        "Fashion-MNIST",
-        (
-            *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
-            *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
-        ),
-        0.2860,
-        0.3530,
-        "FashionMNIST",
-        # Clothing lies upright and fills the image.
-        flip=True,
-        rotation=0.0,
-        scale=0.0,
-    ),
-    "kmnist": DatasetInfo(
-        "KMNIST", ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"), 0.1918, 0.3483, "KMNIST"
-    ),
-    "qmnist": DatasetInfo("QMNIST", _DIGITS, 0.1307, 0.3081),
-    **{
-        name: DatasetInfo(name.replace("emnist-", "EMNIST "), tuple(classes), 0.1722, 0.3309)
-        for name, classes in EMNIST.items()
-    },
-    "digits": DatasetInfo("scikit-learn digits", _DIGITS, 0.1558, 0.2774),
-    # Your own take MNIST's form, so its statistics fit, and a checkpoint needs no others.
-    "custom": DatasetInfo("your images", (), 0.1307, 0.3081),
-}
-
-
-@dataclass(frozen=True)
-class ImageSetInfo:
-    """The names of a set, and the mean and standard deviation of its pixels (0..1), by channel.
-
-    Of photographs they are ImageNet's, which published weights expect. `classes` is empty until the set has been read,
-    save where the names are known.
-    """
-
-    title: str
+    image_size: int = 28
     num_classes: int = 0
-    classes: tuple[str, ...] = ()
-    image_size: int = 224
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-    std: tuple[float, float, float] = IMAGENET_STD
-    flip: bool = True
-    torchvision_name: str | None = None
-    parts: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ("train", "test")
     """Of the set as it is published."""
 
 
-IMAGE_SETS = {
-    "folder": ImageSetInfo("images"),
-    "cifar10": ImageSetInfo(
-        "CIFAR-10",
-        10,
-        image_size=32,
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2470, 0.2435, 0.2616),
-        torchvision_name="CIFAR10",
-        parts=("train", "test"),
-    ),
-    "cifar100": ImageSetInfo(
-        "CIFAR-100",
-        100,
-        image_size=32,
-        mean=(0.5071, 0.4865, 0.4409),
-        std=(0.2673, 0.2564, 0.2762),
-        torchvision_name="CIFAR100",
-        parts=("train", "test"),
-    ),
-    "digits": ImageSetInfo(
-        "scikit-learn digits", 10, tuple("0123456789"), image_size=32, flip=False, parts=("train", "test")
-    ),
+_CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+_KANA = ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo")
+DATASETS = {
+    "mnist": ImageSet("MNIST", torchvision_name="MNIST"),
+    # Clothing lies upright and fills the image.
+    "fashion-mnist": ImageSet("Fashion-MNIST", _CLOTHES, (0.2860,), (0.3530,), "FashionMNIST", True, 0.0, 0.0),
+    "kmnist": ImageSet("KMNIST", _KANA, (0.1918,), (0.3483,), "KMNIST"),
+    "qmnist": ImageSet("QMNIST"),
+    **{
+        name: ImageSet(name.replace("emnist-", "EMNIST "), tuple(classes), (0.1722,), (0.3309,))
+        for name, classes in EMNIST.items()
+    },
+    "digits": ImageSet("scikit-learn digits", mean=(0.1558,), std=(0.2774,)),
+    # Your own take MNIST's form, so its statistics fit, and a checkpoint needs no others.
+    "custom": ImageSet("your images", (), parts=()),
 }
+"""Sets in MNIST's form."""
+
+_10 = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+_100 = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+IMAGE_SETS = {
+    "folder": ImageSet("images", (), IMAGENET_MEAN, IMAGENET_STD, flip=True, image_size=224, parts=()),
+    "cifar10": ImageSet("CIFAR-10", (), *_10, "CIFAR10", flip=True, image_size=32, num_classes=10),
+    "cifar100": ImageSet("CIFAR-100", (), *_100, "CIFAR100", flip=True, image_size=32, num_classes=100),
+    "digits": replace(DATASETS["digits"], mean=IMAGENET_MEAN, std=IMAGENET_STD, image_size=32),
+}
+"""Sets in colour."""
 
 
 def file_names(name: str) -> dict[str, tuple[str, str]]:
@@ -227,7 +189,7 @@ def check_images_and_labels(
     check_labels(labels.long(), num_classes, labels_from)
 
 
-def _torchvision_class(info: "DatasetInfo | ImageSetInfo") -> Any:
+def _torchvision_class(info: ImageSet) -> Any:
     """The torchvision class of a data set, which holds its addresses and checksums."""
     import torchvision.datasets
 
@@ -300,11 +262,13 @@ def read_part(name: str, part: str, data_dir: Path) -> tuple[Tensor, Tensor, tup
     EMNIST writes columns for rows, and counts letters from 1. The first of QMNIST's eight columns is the class.
 
     Returns:
-        The images, labels of shape (n,), and the two files; None where there are none.
+        The images, labels of shape (n,), and what they are from; None where there are no files.
 
     Raises:
         UserError: a file is damaged, or of another set by its pixels.
     """
+    if name == "digits":
+        return *load_digits()[part], ("the bundled digits", "the bundled digits")
     files = find_files(name, data_dir)
     if files is None:
         return None
@@ -326,8 +290,8 @@ def _refuse_another_sets_images(name: str, images: Tensor, source: str) -> None:
     some = images[:10_000].double() / 255
     mean, std = float(some.mean()), float(some.std())
 
-    def matches(info: DatasetInfo) -> bool:
-        return abs(mean - info.mean) < 0.01 and abs(std - info.std) < 0.015
+    def matches(info: ImageSet) -> bool:
+        return abs(mean - info.mean[0]) < 0.01 and abs(std - info.std[0]) < 0.015
 
     for other, info in DATASETS.items():
         if info.torchvision_name and matches(info) and not matches(DATASETS[name]):

@@ -5,6 +5,7 @@ Parquet files, as Hugging Face's data sets are published, hold a file's bytes an
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from datamodules.images.folders import (
 from datamodules.loading.archives import Archive
 from datamodules.loading.text_files import NOT_UTF8, Faults, column_place, csv_rows, read_lines, text_suffix
 
-__all__ = ["class_order", "find_images", "holds_images", "list_files", "read_lists"]
+__all__ = ["check_columns", "class_order", "find_images", "holds_images", "list_files", "read_lists"]
 
 _SUFFIXES = (".txt", ".csv", ".tsv", ".jsonl")
 _METADATA = ("metadata.csv", "metadata.jsonl")
@@ -345,6 +346,21 @@ def _read_parquet(files: dict[str, list[Path]]) -> tuple[dict[str, tuple[FileTab
     return parts, unlabelled
 
 
+def check_columns(columns: Sequence[str] | str | None, label_pattern: str | None) -> list[str] | None:
+    """Check parameters that say where the labels are, and give ``columns`` as a list."""
+    try:
+        groups = re.compile(label_pattern or "()").groups
+    except re.error:
+        groups = -1
+    if groups != 1:
+        raise UserError(f"label_pattern={label_pattern!r}: expected a regular expression with one group, as '^(.+)_'")
+    if columns is not None:
+        columns = [str(column) for column in (columns.split(",") if isinstance(columns, str) else columns)]
+        if len(columns) != 2:
+            raise UserError(f"columns={columns}: expected the two of path and label, such as columns='image,label'")
+    return columns
+
+
 def find_images(
     place: str | Path,
     on_faults: Literal["error", "skip"] | None = None,
@@ -368,7 +384,7 @@ def find_images(
         parts, unlabelled = _read_parquet(shards)
         return _as_tree(str(place), parts, [], {"without a label": unlabelled} if unlabelled else {})
     opened = open_place(place)
-    if place.is_dir() and not (label_pattern or find_parts(opened.folder)) and (files := list_files(place)):
+    if place.is_dir() and not (label_pattern or find_parts(opened[0])) and (files := list_files(place)):
         return read_lists(files, on_faults, columns)
     if columns:
         raise UserError(

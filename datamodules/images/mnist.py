@@ -5,7 +5,6 @@ augmenting batch-wise costs hundredths of a second (``python -m benchmarks input
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -66,7 +65,11 @@ class MNISTDataModule(ImageDataModule):
 
     photographs = False
     image_size = 28
-    _colour: ClassVar[bool] = False
+    _colour: ClassVar = False
+    _sets: ClassVar = known_sets.DATASETS
+    _own_name: ClassVar = "custom"
+    _own_forms: ClassVar = " or a NumPy file"
+    _validated: ClassVar = ("train", "val")
 
     def __init__(
         self,
@@ -95,16 +98,10 @@ class MNISTDataModule(ImageDataModule):
             rotation=(rotation, Range(0, 180)),
             scale=(scale, Range(0, 1, below=True)),
         )
-        data_dir = self._check(dataset, known_sets.DATASETS, data_dir, balance, batch_size, eval_batch_size)
+        data_dir = self._check(dataset, data_dir, balance, batch_size, eval_batch_size)
         # An open number is no hyper-parameter: Lightning refuses one that differs from the network's.
         self.save_hyperparameters(ignore=["num_classes"] if num_classes is None else [])
         self._num_classes = num_classes
-        self.batch_size = batch_size
-        self.dataset: str = dataset
-        self._own: ImageTree | None = None
-        self._classes: tuple[str, ...] = ()
-        self._unreadable: dict[int, str] = {}
-        self._unclear: dict[int, str] = {}
 
     @classmethod
     def from_arrays(
@@ -153,22 +150,18 @@ class MNISTDataModule(ImageDataModule):
         pairs = all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in given.values())
         if not pairs or "train" not in given or given.keys() - {"train", "val", "test"}:
             raise UserError("expected (images, labels), or a dict of such pairs with the keys train, val and test")
-        self._own = self._listed(images_from_arrays(given, "arrays"))
+        self._own = images_from_arrays(given, "arrays")
         self.dataset = "custom"
         self.hparams.update({"dataset": "custom"})
 
-    def _own_images(self) -> ImageTree:
-        """Your own images, listed once."""
-        if self._own is None:
-            if self.hparams.data_dir is None:
-                raise UserError(
-                    "dataset='custom' needs `data_dir`, a folder with a folder of images for each class or a NumPy file"
-                )
-            self._own = self._listed(read_own_images(self._folder))
-        return self._own
+    @override
+    def _list(self) -> ImageTree:
+        return read_own_images(self._folder)
 
+    @property
+    @override
     def _is_own(self) -> bool:
-        """Whether the images are your own: as "auto" decides where ``data_dir`` is given and holds no MNIST files."""
+        """As "auto" decides where ``data_dir`` is given and holds no MNIST files."""
         if self.dataset != "auto":
             return self.dataset == "custom"
         given = self.hparams.data_dir is not None
@@ -176,25 +169,9 @@ class MNISTDataModule(ImageDataModule):
 
     @property
     @override
-    def info(self) -> known_sets.DatasetInfo:
-        """Names and statistics of the data set; "auto" is MNIST until `setup`, `resolve` or a checkpoint decides."""
-        info = known_sets.DATASETS["mnist" if self.dataset == "auto" else self.dataset]
-        if self.dataset != "custom" or self._own is None:
-            return replace(info, classes=self._classes) if self.dataset == "custom" else info
-        return replace(info, title=self._own.title or self._folder.resolve().name, classes=self._own.classes)
-
-    @property
-    @override
-    def pixel_statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        return (self.info.mean,), (self.info.std,)
-
-    @property
-    @override
     def num_classes(self) -> int:
         """``num_classes``, or the number of the data set's; your own are listed for it."""
-        if self._num_classes is None and self._is_own() and not self._classes:
-            return len(self._own_images().classes)
-        return self._num_classes or len(self.info.classes)
+        return self._num_classes or super().num_classes
 
     @property
     @override
@@ -203,53 +180,21 @@ class MNISTDataModule(ImageDataModule):
         return self.info.classes if len(self.info.classes) == self.num_classes else ()
 
     @override
-    def sample_names(self, part: str) -> Sequence[str]:
-        """The files of your own images; empty for sets in larger files."""
-        if self._own is None:
-            return ()
-        images = self._own.parts[part if part in self._own.parts else "train"][0]
-        return images if isinstance(images, FileTable) else ()
-
-    @property
-    @override
-    def validates(self) -> bool:
-        return float(self.hparams.val_fraction) > 0 or (self._is_own() and "val" in self._own_images().parts)
-
-    @override
-    def prepare_data(self) -> None:
-        """Download what is missing. Lightning calls this in one process per node.
-
-        A failure is raised in `setup`, which every process reaches: raised here, the other processes would wait.
-        """
-        name, folder = "mnist" if self.dataset == "auto" else self.dataset, self._folder
-        if known_sets.DATASETS[name].torchvision_name is None or self._predicts or not self.hparams.download:
+    def _download(self) -> None:
+        name = "mnist" if self.dataset == "auto" else self.dataset
+        if not self.hparams.download or known_sets.find_files(name, self._folder):
             return
-        if known_sets.find_files(name, folder):
-            return
-        if self.dataset == "auto" and self.hparams.data_dir is not None and known_sets.holds_other_files(folder):
-            # Only an empty folder is one to download into without being asked by dataset="mnist".
-            return
-        try:
-            known_sets.download_files(name, folder)
-        except (UserError, OSError) as error:
-            self._no_download = error
+        # Only an empty folder is one to download into without being asked by dataset="mnist".
+        asked = self.dataset != "auto" or self.hparams.data_dir is None
+        if asked or not known_sets.holds_other_files(self._folder):
+            known_sets.download_files(name, self._folder)
 
     def _missing(self, name: str) -> str:
         return known_sets.describe_missing(name, self._folder) + (f"; {self._no_download}" if self._no_download else "")
 
     @override
-    def resolve(self) -> dict[str, Any]:
-        """What ``dataset="auto"`` stands for, after downloading what is missing, the number of classes, augmentation.
-
-        Raises:
-            UserError: ``data_dir`` was given and holds nothing to train on.
-        """
-        if self.dataset == "auto":
-            self.prepare_data()
-            self._resolve_dataset()
-        found = {"dataset": self.dataset} if self.hparams.dataset == "auto" else {}
-        found |= {name: value for name, value in self._augmentation.items() if self.hparams[name] is None}
-        return found | ({"num_classes": self.num_classes} if self._num_classes is None else {})
+    def _choices(self) -> dict[str, Any]:
+        return {"dataset": self.dataset, **self._augmentation, "num_classes": self.num_classes}
 
     @property
     def _augmentation(self) -> dict[str, Any]:
@@ -257,14 +202,15 @@ class MNISTDataModule(ImageDataModule):
         names = ("rotation", "scale", "flip")
         return {name: getattr(self.info, name) if self.hparams[name] is None else self.hparams[name] for name in names}
 
-    def _resolve_dataset(self) -> None:
-        """Replace "auto", the same on every rank; rank 0 decides, since nodes may see different folders."""
+    @override
+    def _decide(self) -> None:
+        """The same on every rank: rank 0 decides, since nodes may see different folders."""
         if self.dataset != "auto":
             return
         choices, given = (*known_sets.DATASETS, "none"), self.hparams.data_dir is not None
         # Only the default folder is replaced by other data than it holds.
         chosen = known_sets.known_set(self._folder, given) or (
-            "custom" if self._is_own() else "none" if given else "digits"
+            "custom" if self._is_own else "none" if given else "digits"
         )
         if self.trainer is not None:
             number = choices.index(chosen) if self.trainer.is_global_zero else 0
@@ -283,11 +229,9 @@ class MNISTDataModule(ImageDataModule):
             )
         self.dataset = chosen
 
-    def _load(self, part: str) -> None:
-        """Read and check a part of the set as it is published, and keep it on the device where it fits."""
-        if part in self._parts:
-            return
-        source = ("the bundled digits", "the bundled digits")
+    @override
+    def _load(self, part: str) -> tuple[Tensor, Tensor]:
+        """Read and check a part, and keep it on the device where it fits."""
         if self.dataset == "custom":
             own = self._own_images()
             files, labels = own.parts[part]
@@ -296,8 +240,6 @@ class MNISTDataModule(ImageDataModule):
                 row = blank[0]
                 first = files[row] if isinstance(files, FileTable) else f"row {row} of {source[0]}{own.source}"
                 warn(f"note: {len(blank):,} of {len(images):,} {part} images are blank, such as {first}")
-        elif self.dataset == "digits":
-            images, labels = known_sets.load_digits()[part]
         elif found := known_sets.read_part(self.dataset, part, self._folder):
             images, labels, source = found
         else:
@@ -310,33 +252,15 @@ class MNISTDataModule(ImageDataModule):
         images, labels = images.unsqueeze(1), labels.long()
         if self._device.type != "cuda" or images.nbytes <= torch.cuda.mem_get_info(self._device)[0] // 4:
             images, labels = images.to(self._device), labels.to(self._device)
-        self._parts[part] = images, labels
+        return images, labels
 
     @override
-    def setup(self, stage: str) -> None:
-        """Read and check the parts that `stage` needs: "fit", "validate", "test" or "predict" (which needs none)."""
-        if stage == "predict":
-            return
-        self._resolve_dataset()
-        wanted = {"fit": ("train", "val"), "validate": ("train", "val"), "test": ("test",)}.get(stage, ())
-        if self.dataset == "custom":
-            own = self._own_images()
-            split = self._split(own.parts["train"][1], own.classes, own.parts)
-            for part in wanted:
-                source = part if part in own.parts else "train"
-                self._load(source)
-                every = torch.arange(len(self._parts[source][1]))
-                self._rows[part] = split.get(part, every[:0]) if source == "train" else every
-            return
-        for part in dict.fromkeys("test" if part == "test" else "train" for part in wanted):
-            self._load(part)
-            count = len(self._parts[part][1])
-            if part == "test":
-                self._rows["test"] = torch.arange(count)
-            else:
-                fraction = self.hparams.val_fraction
-                held_out = max(round(count * fraction), 1 if fraction else 0)
-                self._rows["train"], self._rows["val"] = split_indices(count, held_out, self.hparams.seed)
+    def _split(self, labels: Tensor) -> dict[str, Tensor]:
+        if self._is_own:
+            return super()._split(labels)
+        count, fraction = len(labels), self.hparams.val_fraction
+        train, val = split_indices(count, max(round(count * fraction), 1 if fraction else 0), self.hparams.seed)
+        return {"train": train, "val": val}
 
     def _training_transform(self) -> Transform:
         # Repeated samples have larger numbers, whose maps are made for each batch.
@@ -371,15 +295,10 @@ class MNISTDataModule(ImageDataModule):
 
     @override
     def _evaluation_loader(self, part: str, **ranks: Any) -> EvaluationLoader:
-        # What was held out of the training part lies in it.
-        images, labels = self._parts.get(part) or self._parts["train"]
-        return self._loader(images, labels, self._rows[part], **ranks)
-
-    def _loader(self, images: Tensor, labels: Tensor, rows: Tensor, **ranks: Any) -> EvaluationLoader:
-        normalise, size = self.preprocessing(), self.hparams.eval_batch_size
-        return EvaluationLoader(
-            images, labels, rows, size, transform=lambda images, *_: normalise(images), device=self._device, **ranks
-        )
+        (images, labels), normalise = self._parts[part], self.preprocessing()
+        rows = self._rows[part] if part in self._rows else torch.arange(len(labels))
+        how = {"transform": lambda images, *_: normalise(images), "device": self._device, **ranks}
+        return EvaluationLoader(images, labels, rows, self.hparams.eval_batch_size, **how)
 
     @override
     def predict_dataloader(self) -> EvaluationLoader:
@@ -388,18 +307,8 @@ class MNISTDataModule(ImageDataModule):
         self._unreadable, self._unclear = images.unreadable, images.unclear
         if len(images.unreadable) == len(self._given):
             raise UserError(next(iter(images.unreadable.values())))
-        pixels, numbers = images.pixels.to(self._device), images.numbers.to(self._device)
-        return self._loader(pixels, numbers, torch.arange(len(numbers)), **self._ranks)
-
-    @property
-    @override
-    def unreadable_inputs(self) -> Mapping[int, str]:
-        return self._unreadable
-
-    @property
-    @override
-    def unclear_inputs(self) -> Mapping[int, str]:
-        return self._unclear
+        self._parts["predict"] = images.pixels.to(self._device), images.numbers.to(self._device)
+        return self._evaluation_loader("predict", **self._ranks)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -416,9 +325,9 @@ class MNISTDataModule(ImageDataModule):
             )
         if self.dataset not in ("auto", saved):
             # Lightning sets up before it reads the checkpoint, so "auto" was resolved by the files found here.
-            self.dataset, self._parts, self._rows, self._own, self._left_out = saved, {}, {}, None, {}
+            self.dataset, self._own, self._sources, self._parts, self._rows = saved, None, {}, {}, {}
             if self.trainer is not None and self.trainer.state.fn is not None:
                 self.setup(self.trainer.state.fn)
         self.dataset = saved
         if self._own:
-            self._refuse_other_classes(self._classes, self._own.classes)
+            self._refuse_other_classes(self._classes, shown=20)

@@ -4,10 +4,15 @@ The crop of an image is made where it is read: afterwards all images have one si
 sample) and of nothing else.
 """
 
+import contextlib
+import hashlib
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
+from pathlib import Path
 from statistics import median
 from typing import Protocol
 
@@ -16,9 +21,9 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.images.decoding import UnreadableImage, is_small, load_image, resized, unreadable
+from datamodules.images.decoding import UnreadableImage, decoders, is_small, load_image, resized, unreadable
 from datamodules.images.file_table import FileTable
-from datamodules.images.pixel_cache import PixelCache, stamp_of
+from datamodules.images.pixel_cache import PixelCache, cache_folder, make_room, stamp_of
 from datamodules.loading.randomness import uniform
 from datamodules.loading.worker_loaders import BatchRequest, LoadedBatch
 
@@ -28,8 +33,10 @@ __all__ = [
     "ImageFiles",
     "centre_square",
     "check_variety",
+    "cores",
     "crop_box",
-    "decoded_side",
+    "held_in_memory",
+    "open_images",
     "pixel_statistics",
     "share_kept",
     "usual_size",
@@ -42,6 +49,7 @@ _LEAST_AREA, _LEAST_AREA_SMALL = 0.25, 0.64
 _TRIES = 10
 _LOOKED_AT, _MEASURED = 100, 1000
 _LARGEST = 224
+_MOST_IN_MEMORY = 2**32  # Bytes of small images, on a machine.
 
 
 class ImageFiles:
@@ -94,15 +102,6 @@ class ImageFiles:
 def share_kept(size: int) -> float:
     """The share of an image's short side that evaluation keeps, for images of `size` pixels."""
     return 1.0 if is_small(size) else _KEPT
-
-
-def decoded_side(name: str, size: int) -> int:
-    """The short side, in pixels, to which larger images are reduced while they are decoded.
-
-    Evaluation and shifts take a fixed share of it, without scaling again; a random crop of a quarter of the area still
-    has a pixel for each of the network's.
-    """
-    return 2 * size if name == "standard" else round(size / share_kept(size))
 
 
 def _resized(image: Tensor, top: int, left: int, height: int, width: int, size: int) -> Tensor:
@@ -201,6 +200,72 @@ class Crop:
         return _resized(image, *box, self.size)
 
 
+def open_images(
+    images: FileTable | Sequence[str | Image.Image] | Tensor,
+    crop: str,
+    size: int,
+    limit: int,
+    caches: dict[Path, int],
+) -> ImageFiles | Tensor:
+    """Images by number, decoded as large as they are needed; files of large ones are kept in a cache on disk.
+
+    Evaluation and shifts take a fixed share of the short side, without scaling again; a random crop of a quarter of the
+    area still has a pixel for each of the network's.
+
+    Args:
+        crop: the name of the augmentation.
+        size: of the network's inputs, in pixels.
+        limit: of the caches together, in bytes; 0 keeps none.
+        caches: the bytes of those that are in use, by folder; another is added.
+    """
+    if isinstance(images, Tensor):
+        return images
+    side = 2 * size if crop == "standard" else round(size / share_kept(size))
+    if not limit or not isinstance(images, FileTable) or is_small(size):
+        return ImageFiles(images, side)
+    folder, whole = cache_folder("images"), images.whole()
+    key = hashlib.sha256(f"{whole.digest()} {decoders()}".encode()).hexdigest()
+    place = folder / f"{key[:24]}-{side}"
+    # A photograph has a half more pixels than a square.
+    caches[place] = int(4.5 * side * side) * len(whole)
+    make_room(folder, min(limit, sum(caches.values())), limit, {each.name for each in caches})
+    return ImageFiles(images, side, PixelCache(place, len(whole), limit, beside=caches))
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def held_in_memory(images: ImageFiles | Tensor, crop: Crop, copies: int) -> Tensor | None:
+    """Small images as evaluation sees them, uint8 of shape (n, 3, size, size); None where one cannot be read.
+
+    None, too, where they are large, many or cropped at random.
+
+    Args:
+        copies: how many processes of the machine hold them.
+    """
+    size = crop.size
+    if not (crop.is_centre and is_small(size) and 3 * size * size * len(images) * copies <= _MOST_IN_MEMORY):
+        return None
+    if isinstance(images, Tensor) and images.shape[2:] == (size, size):
+        return images
+    # A validation, in inference mode, may be the first to need it.
+    with torch.inference_mode(False):
+        held = torch.empty((len(images), size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+
+    def read(row: int) -> None:
+        held[row] = centre_square(images[row], size)
+
+    try:
+        with ThreadPoolExecutor(cores()) as pool:
+            for _ in pool.map(read, range(len(images))):
+                pass
+    except UnreadableImage:
+        return None
+    return held
+
+
 class Images(Protocol):
     """Images by number: a tensor of all, or `ImageFiles`."""
 
@@ -262,6 +327,14 @@ def _evenly(count: int, most: int) -> list[int]:
     return list(range(0, count, -(-count // most)))
 
 
+def _some(files: FileTable, size: int, most: int) -> Iterator[Tensor]:
+    """At most `most` images, evenly spaced, without those that cannot be read: the loaders report them."""
+    images = ImageFiles(files, size)
+    for row in _evenly(len(images), most):
+        with contextlib.suppress(UnreadableImage):
+            yield images[row]
+
+
 def usual_size(files: FileTable) -> int | None:
     """The median of the short sides of some files, rounded up to a multiple of 8; None from 224 pixels on.
 
@@ -269,11 +342,8 @@ def usual_size(files: FileTable) -> int | None:
     """
     sides = []
     for row in _evenly(len(files), _LOOKED_AT):
-        try:
-            with Image.open(BytesIO(files.read(row))) as image:
-                sides.append(min(image.size))
-        except Exception:
-            continue
+        with contextlib.suppress(Exception), Image.open(BytesIO(files.read(row))) as image:
+            sides.append(min(image.size))
     size = int(median(sides)) if sides else _LARGEST
     # Those of a little less than 224 are photographs that are scaled up a little.
     return None if size >= _LARGEST * 7 / 8 else max(8, -(-size // 8) * 8)
@@ -282,17 +352,12 @@ def usual_size(files: FileTable) -> int | None:
 def check_variety(files: FileTable, title: str) -> None:
     """Refuse files whose pixels are all alike: of a hundred, only as many are read as it takes to find two shades.
 
-    Files that cannot be read are left out; the loaders report them.
-
     Raises:
         UserError: there is one shade.
     """
-    images, shades = ImageFiles(files, 64), set[int]()
-    for row in _evenly(len(images), _LOOKED_AT):
-        try:
-            shades.update(images[row].unique().tolist())
-        except UnreadableImage:
-            continue
+    shades = set[int]()
+    for image in _some(files, 64, _LOOKED_AT):
+        shades.update(image.unique().tolist())
         if len(shades) > 1:
             return
     if shades and len(files) > 1:
@@ -306,17 +371,12 @@ def pixel_statistics(files: FileTable, size: int) -> tuple[tuple[float, ...], tu
     """The mean and the standard deviation of the pixels, from 0 to 1, of some images, by channel, to 4 digits.
 
     Args:
-        files: those that cannot be read are left out.
         size: of the square in the middle that evaluation sees.
     """
-    images = ImageFiles(files, size)
     total = torch.zeros(3, dtype=torch.int64)
     squares, count = total.clone(), 0
-    for row in _evenly(len(images), _MEASURED):
-        try:
-            pixels = centre_square(images[row], size).flatten(1).long()
-        except UnreadableImage:
-            continue
+    for image in _some(files, size, _MEASURED):
+        pixels = centre_square(image, size).flatten(1).long()
         total += pixels.sum(1)
         squares += (pixels * pixels).sum(1)
         count += pixels.shape[1]

@@ -251,7 +251,7 @@ def test_a_checkpoint_knows_the_classes_of_your_own_and_refuses_others(
     data.load_state_dict(state)
     data.setup("predict")
     assert len(next(iter(data.predict_dataloader()))[0]) == 1
-    assert (data.class_names, data.num_classes, data.info.mean) == (("ma", "mu"), 2, 0.1307)
+    assert (data.class_names, data.num_classes, data.info.mean[0]) == (("ma", "mu"), 2, 0.1307)
     data = MNISTDataModule.from_arrays(images, labels)
     with pytest.raises(UserError, match="trained on the classes ma, mu, found 0, 1, 2"):
         data.load_state_dict(state)
