@@ -246,6 +246,7 @@ def test_the_table_holds_every_callback_of_the_package() -> None:
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, pl.Callback) and value.__module__ == module.__name__
     }
+    classes = {cls for cls in classes if not cls.__name__.startswith("_")}  # Parts of one that has a row.
     # Every case saves with ExactCheckpoint, so it has no row, and neither has its subclass.
     without_row = {ExactCheckpoint, LastCheckpoint}
     assert {type(make()) for make in CALLBACKS.values()} | without_row == classes

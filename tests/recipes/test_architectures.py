@@ -18,7 +18,7 @@ from callbacks.lib.freezing import freeze_layers
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from recipes.cli.settings import RunSettings, run_callbacks
-from recipes.resnet import network as networks
+from recipes.resnet import pretrained
 from recipes.resnet.feature_cache import head_to_train
 from recipes.resnet.layers import last_block_of, layers_of
 from recipes.resnet.network import build_network
@@ -244,7 +244,7 @@ def test_networks_with_further_outputs_give_logits_in_training_and_take_publishe
 
 def test_a_transformer_is_built_for_the_size_of_the_images(monkeypatch: pytest.MonkeyPatch):
     published = build_network("vit_b_32", 2, 224).state_dict()
-    monkeypatch.setattr(networks, "imagenet_weights", lambda _: dict(published))
+    monkeypatch.setattr(pretrained, "imagenet_weights", lambda _: dict(published))
     build_network("vit_b_32", 2, 64).load_state_dict(published_weights("vit_b_32", 64))
     with pytest.raises(UserError, match=r"vit_b_32 .*images of 100 pixels.*another `image_size`"):
         build_network("vit_b_32", 2, 100)
@@ -262,7 +262,7 @@ def test_weights_of_timm_come_from_its_file_or_say_where_to_put_it(tmp_path: Pat
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     nowhere = f"http://127.0.0.1:{free_port()}/model"
-    monkeypatch.setattr(networks, "download_weights", lambda _, name: download_weights(nowhere, name=name))
+    monkeypatch.setattr(pretrained, "download_weights", lambda _, name: download_weights(nowhere, name=name))
     with pytest.raises(UserError, match=r"download.*refused.*copy it to (\S+), or pass weights='FILE'") as caught:
         published_weights("timm:test_resnet", 64)
     (place,) = (word.rstrip(",") for word in str(caught.value).split() if word.startswith(str(tmp_path)))

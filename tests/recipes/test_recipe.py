@@ -225,8 +225,8 @@ def test_many_steps_without_a_log_keep_a_bounded_number_of_losses(tmp_path):
     module.configure_callbacks = lambda: [callback]
     # Stopped before the epoch's end, at which they would be logged.
     trainer(max_steps=250, logger=kept, log_every_n_steps=10**6).fit(module, batches(n=600, size=2))
-    assert len(callback._means) < 64
-    assert from_whole_numbers(callback._sums[0, 1].tolist()) + sum(callback._counts) == 500
+    assert len(callback._batches) < 64
+    assert from_whole_numbers(callback._sums[0, 1].tolist()) + sum(count for _, count, _ in callback._batches) == 500
 
 
 def _losses_of_unequal_ranks() -> float:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from datamodules import DataContract
 from datamodules.contract import data_contract
 from recipes import Classifier
+from recipes.optim import is_lbfgs
 from tests.support.own_training import TrainedClassifier
 from tests.support.ranks import run_ranks
 
@@ -69,8 +70,10 @@ class Points3(TrainedClassifier):
 
     @classmethod
     def settings_from_data(cls, data: pl.LightningDataModule, **settings: Any) -> dict[str, Any]:
-        rate = data_contract(data).sizes["train"] * settings["max_epochs"] / 1000
-        return super().settings_from_data(data, **settings) | {"lr": rate}
+        found = super().settings_from_data(data, **settings)
+        if settings["max_epochs"] == -1 or is_lbfgs(settings["optimizer"]):
+            return found
+        return found | {"lr": data_contract(data).sizes["train"] * settings["max_epochs"] / 1000}
 
 
 def _typed(args: list[str], folder: str) -> tuple[int, int]:
