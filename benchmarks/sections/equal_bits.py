@@ -25,9 +25,9 @@ from callbacks import GradientSum, OrderedStatistics
 from callbacks.lib.tree_sum import tree_nodes
 from datamodules.loading.sampling import range_of_rank
 from recipes import ResNetFineTuner
-from recipes.launch.precision import resolve_precision
 from recipes.optim import build_optimizer
 from recipes.parameter_groups import parameter_groups
+from recipes.runner.machine import resolve_precision
 
 __all__ = ["bytes_sent", "run"]
 

@@ -18,8 +18,6 @@ from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from recipes.cli.experiment import Experiment, takes_inputs
 from recipes.files import write_rows
-from recipes.launch.rank_zero import print_error
-from recipes.launch.settings import Command
 from recipes.recipe import Table
 from recipes.results.html_report import REPORT, write_report
 from recipes.results.origin import hardware, versions
@@ -27,6 +25,7 @@ from recipes.results.results_file import RESULTS, Best, Results, write_results
 from recipes.results.stopwatch import Stopwatch, count_parameters, loader_sizes
 from recipes.results.texts import memory_text
 from recipes.resume.saved_run import read_run
+from recipes.runner.launch import Command, print_error
 
 __all__ = [
     "Outcome",

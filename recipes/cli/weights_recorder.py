@@ -9,10 +9,10 @@ from typing_extensions import override
 
 from callbacks.checkpointing.weights_hash import weights_hash
 from callbacks.lib.best_effort import best_effort
-from recipes.launch.rank_zero import rank_zero_print
 from recipes.results.origin import differences, environment
 from recipes.results.weights_record import Save, Start, WeightsRecord
 from recipes.resume.saved_run import SavedRun
+from recipes.runner.launch import rank_zero_print
 
 __all__ = ["WeightsRecorder"]
 

@@ -11,7 +11,7 @@ from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import describe_damage
 from datamodules.contract import DataContract
 from datamodules.errors import UserError
-from recipes.launch.settings import flag_of
+from recipes.runner.launch import flag_of
 
 __all__ = ["SavedRun", "describe_differences", "newest_valid_checkpoint", "read_run"]
 

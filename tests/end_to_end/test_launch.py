@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from recipes.failures import rendezvous
 from torch.distributed import TCPStore
 
 from datamodules.errors import UserError
-from recipes.failures import rendezvous
-from recipes.failures.rendezvous import Request
-from recipes.launch.plan import Launch
-from recipes.launch.settings import Command
+from recipes.runner.join import Request
+from recipes.runner.launch import Command, Launch
 from tests.support.nodes import Ended, start
 from tests.support.ranks import free_port
 

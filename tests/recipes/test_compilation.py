@@ -28,11 +28,11 @@ from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from recipes.classification import Classifier
 from recipes.compilation import check_compiler, compile_network, restore_network
 from recipes.dropout import Dropout
-from recipes.launch.strategies import build_strategy
 from recipes.mnist import MNISTClassifier
 from recipes.mnist.network import MNISTNet
 from recipes.resnet import ResNetFineTuner
 from recipes.resnet.network import build_resnet
+from recipes.runner.strategies import build_strategy
 from recipes.seq2seq.network import target_positions
 from recipes.seq2seq.recurrent import Seq2SeqNet
 from recipes.seq2seq.transformer import TransformerNet

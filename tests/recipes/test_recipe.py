@@ -28,12 +28,12 @@ from callbacks.train_loss import TrainLoss
 from datamodules.errors import UserError
 from datamodules.loading.loaders import TrainLoader
 from datamodules.mnist.data_module import MNISTDataModule
-from recipes.launch.precision import resolve_precision
 from recipes.mnist import MNISTClassifier
 from recipes.optim import build_optimizer, learning_rate_scale
 from recipes.parameter_groups import parameter_groups
 from recipes.recipe import Recipe
 from recipes.resnet import ResNetFineTuner
+from recipes.runner.machine import resolve_precision
 from recipes.seq2seq import Seq2SeqTranslator
 from tests.support.ranks import run_ranks
 

@@ -11,7 +11,7 @@ import torch
 
 from callbacks.checkpointing.verified_io import write_checkpoint
 from datamodules import UserError
-from recipes.launch.job_name import launch_name
+from recipes.resume.job_name import launch_name
 from recipes.resume.resume_point import ResumePoint, find_resume_point, locked, start_from
 from recipes.resume.saved_run import describe_differences, newest_valid_checkpoint, read_run
 from tests.support.ranks import run_ranks

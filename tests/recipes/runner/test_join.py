@@ -3,9 +3,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from datamodules import UserError
-from recipes.failures.rendezvous import Request, rendezvous
-from recipes.launch.plan import Launch
-from recipes.launch.settings import Command
+from recipes.runner.join import Request, rendezvous
+from recipes.runner.launch import Command, Launch
 from tests.support.ranks import free_port
 
 COMMAND = Command("python -m r", [])

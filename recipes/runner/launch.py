@@ -1,24 +1,262 @@
-"""The rank of this process in the run: a function of environment, flags and devices.
+"""How this process was started, and which rank of the run it is: a function of environment, flags and devices.
 
 Every way to start a run is resolved here, before any process waits for another. A launch that cannot succeed is refused
 with the command to type instead. Lightning's environment classes do not serve here: they read ``os.environ`` one value
-at a time when a strategy asks, and do not compare the values with each other, the flags and the devices.
+at a time when a strategy asks, and do not compare the values with each other, the flags and the devices;
+`SLURMEnvironment` finds "rack1" for the first host of "rack[1-2]n[7,8]", and gives all steps of a job the same port.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from datamodules.errors import UserError
-from recipes.launch.devices import Machine, number_of_devices
-from recipes.launch.settings import DEFAULT_PORT, Command, LaunchSettings, flag_of
-from recipes.launch.slurm import SlurmStep, shell_of_srun, slurm_allocation, slurm_step
+from lightning.pytorch.utilities import rank_zero_only
 
-__all__ = ["LAUNCHER_VARIABLE", "RENDEZVOUS_VARIABLE", "Launch", "plan_launch"]
+from datamodules.errors import UserError
+from datamodules.ranges import NATURAL, SECONDS, Range, check_ranges
+from recipes.runner.machine import LOOPBACK, Machine, number_of_devices
+
+__all__ = [
+    "LAUNCHER_VARIABLE",
+    "Command",
+    "Launch",
+    "LaunchSettings",
+    "check_precision",
+    "first_host",
+    "flag_of",
+    "is_rank_zero",
+    "plan_launch",
+    "print_error",
+    "rank_zero_print",
+    "slurm_step",
+]
+
+DEFAULT_PORT = 29500
+
+
+def flag_of(name: str) -> str:
+    """The flag of a parameter.
+
+    Example:
+        >>> flag_of("max_epochs")
+        '--max-epochs'
+    """
+    return f"--{name.replace('_', '-')}"
+
+
+@dataclass(frozen=True)
+class LaunchSettings:
+    """How the processes of a run find each other.
+
+    Args:
+        node_rank: number of this node, from 0, where the run is started manually on each node; also NODE_RANK.
+        master_addr: host name or address of node 0; also MASTER_ADDR.
+        master_port: free TCP port of node 0, 29500 where none is given; also MASTER_PORT.
+        rendezvous_timeout: seconds to wait at the start for node 0 and for the other nodes.
+        collective_timeout: seconds that a rank waits for the others in a collective call before it fails.
+    """
+
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    rendezvous_timeout: float = 60.0
+    collective_timeout: float = 1800.0
+
+    def __post_init__(self) -> None:
+        check_ranges(
+            node_rank=(self.node_rank, NATURAL),
+            master_port=(self.master_port, Range(1, 65535, whole=True)),
+            rendezvous_timeout=(self.rendezvous_timeout, SECONDS),
+            collective_timeout=(self.collective_timeout, SECONDS),
+        )
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the user typed, to be printed with other flags.
+
+    Args:
+        program: without what starts it on several devices.
+        launcher: torchrun or slurm, where one of them starts the processes: `nodes` times `devices`.
+
+    Example:
+        >>> typed = Command("python -m recipes.mnist", ["--num_nodes=2", "--lr", "0.1"])
+        >>> typed.using(num_nodes=4, node_rank="I")
+        'python -m recipes.mnist --lr 0.1 --num-nodes 4 --node-rank I'
+        >>> typed.started_by("slurm", 2, 8).using(master_port=1234)
+        'srun --nodes=2 --ntasks-per-node=8 python -m recipes.mnist --lr 0.1 --master-port 1234'
+    """
+
+    program: str
+    args: Sequence[str] = ()
+    launcher: str = ""
+    nodes: int = 1
+    devices: int = 1
+
+    def started_by(self, launcher: str, nodes: int, devices: int) -> "Command":
+        """The same for processes that a launcher has started; others are started by the program itself."""
+        return replace(self, launcher=launcher, nodes=nodes, devices=devices)
+
+    def using(self, **flags: Any) -> str:
+        """The command with these flags replaced; None removes a flag."""
+        start = self._start()
+        if start != self.program:
+            flags = {"devices": None, "num_nodes": None} | flags
+        kept: list[str] = []
+        skip = False
+        for i, arg in enumerate(self.args):
+            name, equals, _ = arg.removeprefix("--").partition("=")
+            if skip:
+                skip = False
+            elif arg.startswith("--") and name.replace("-", "_") in flags:
+                skip = not equals and i + 1 < len(self.args) and not self.args[i + 1].startswith("--")
+            else:
+                kept.append(shlex.quote(arg))
+        for name, value in flags.items():
+            if value is not None:
+                kept += [flag_of(name), shlex.quote(str(value))]
+        return " ".join([start, *kept])
+
+    def _start(self) -> str:
+        if self.launcher == "slurm":
+            return f"srun --nodes={self.nodes} --ntasks-per-node={self.devices} {self.program}"
+        if self.launcher != "torchrun":
+            return self.program
+        several = f"--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:{DEFAULT_PORT}"
+        where = "--standalone" if self.nodes == 1 else several
+        return f"torchrun {where} --nproc-per-node {self.devices} {self.program.removeprefix('python ')}"
+
+    def split(self, nodes: int, devices: int) -> str:
+        """The command for other numbers of nodes and devices."""
+        if self.launcher in ("slurm", "torchrun"):
+            return self.started_by(self.launcher, nodes, devices).using()
+        return self.using(devices=devices, **({} if nodes == self.nodes else {"num_nodes": nodes}))
+
+    def torchrun(self, nodes: int, devices: int) -> str:
+        """The command that starts the same run through torchrun."""
+        return self.started_by("torchrun", nodes, devices).using()
+
+    def srun(self, nodes: int, devices: int) -> str:
+        """The command that starts the same run through Slurm."""
+        return self.started_by("slurm", nodes, devices).using()
+
+
+def is_rank_zero() -> bool:
+    """Whether this process is rank 0 of its run.
+
+    `recipes.runner.join.join_run` sets Lightning's ``rank_zero_only.rank``, which this reads. Before that the
+    variables of the launchers decide.
+    """
+    return not getattr(rank_zero_only, "rank", 0) and os.environ.get("NODE_RANK", "0") == "0"
+
+
+def rank_zero_print(message: str) -> None:
+    """Print a line on rank 0."""
+    if is_rank_zero():
+        print(message, flush=True)  # noqa: T201
+
+
+def print_error(line: str) -> None:
+    """Print a line on standard error."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+# Below the range of ephemeral ports.
+_FIRST_PORT, _PORTS = 15000, 17000
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # From here on: the batch script, the shell of salloc, processes that ssh has started.
+
+
+@dataclass(frozen=True)
+class SlurmStep:
+    """The processes that one srun has started, and the place of this one.
+
+    Args:
+        node: number of this node in the step.
+        local: number of this process on its node.
+        port: a TCP port computed from the numbers of the job and the step, so that all processes agree.
+    """
+
+    nodes: int
+    tasks: int
+    node: int
+    local: int
+    first_host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class SlurmAllocation:
+    """What a Slurm job has been given: nodes, and on each the tasks and GPUs that were asked for."""
+
+    nodes: int
+    tasks_per_node: int
+    gpus_per_node: int = 0
+
+
+def _number(env: Mapping[str, str], *names: str) -> int:
+    """The first of these variables that is a number, or 0."""
+    return next((int(env[name]) for name in names if env.get(name, "").isdigit()), 0)
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a list in Slurm's notation.
+
+    Example:
+        >>> [first_host(text) for text in ("tux03", "tux[03-05,9],gpu1", "rack[1-2]n[7,8]", "a,b")]
+        ['tux03', 'tux03', 'rack1n7', 'a']
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first[0] if first else "")
+
+
+def slurm_step(env: Mapping[str, str]) -> SlurmStep | None:
+    """The job step of this process; None where srun has not started it, as in a batch script or a shell of salloc."""
+    step = _number(env, "SLURM_STEP_ID")
+    if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= env.keys() or step >= _FIRST_SPECIAL_STEP:
+        return None
+    hosts = next((env[n] for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if env.get(n)), "")
+    nodes = _number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
+    return SlurmStep(
+        nodes,
+        _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") or 1,
+        _number(env, "SLURM_NODEID"),
+        _number(env, "SLURM_LOCALID"),
+        first_host(hosts) if nodes > 1 and hosts else "127.0.0.1",
+        _FIRST_PORT + (7 * _number(env, "SLURM_JOB_ID") + step) % _PORTS,
+    )
+
+
+def slurm_allocation(env: Mapping[str, str]) -> SlurmAllocation | None:
+    """The nodes and tasks of this Slurm job; None outside of one.
+
+    Example:
+        >>> slurm_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "8"})
+        SlurmAllocation(nodes=2, tasks_per_node=4, gpus_per_node=0)
+        >>> slurm_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"})  # salloc -N2 sets no tasks.
+        SlurmAllocation(nodes=2, tasks_per_node=1, gpus_per_node=0)
+    """
+    if "SLURM_JOB_ID" not in env:
+        return None
+    nodes = _number(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
+    tasks = _number(env, "SLURM_NTASKS_PER_NODE") or -(-_number(env, "SLURM_NTASKS") // nodes)
+    return SlurmAllocation(nodes, tasks or 1, _number(env, "SLURM_GPUS_PER_NODE"))
+
+
+def shell_of_srun(env: Mapping[str, str]) -> bool:
+    """Whether this program was typed in the shell of ``srun --pty bash``: then the tasks of the step are shells.
+
+    A step within that shell inherits its SLURM_PTY_PORT, but not its terminal.
+    """
+    typed = env.get("SLURM_TASK_PID") != str(os.getpid()) and sys.stdin is not None and sys.stdin.isatty()
+    return "SLURM_PTY_PORT" in env and typed
+
 
 LAUNCHER_VARIABLE = "LIGHTNING_RECIPES_LAUNCHER"
-RENDEZVOUS_VARIABLE = "LIGHTNING_RECIPES_RENDEZVOUS"
-"""Address and port of rank 0, for the processes that the first one of their node starts. MASTER_PORT is the store's."""
+"""For the processes that the first one of their node starts. MASTER_ADDR and MASTER_PORT tell them where to join."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +430,8 @@ def _by_parent(env: Mapping[str, str], asked: tuple[Any, int], here: Machine) ->
     """For the processes that the first one of their node has started."""
     node, local = _integer(env, "NODE_RANK") or 0, _integer(env, "LOCAL_RANK") or 0
     nodes, devices = asked[1], number_of_devices(asked[0], here)
-    address, _, port = env[RENDEZVOUS_VARIABLE].rpartition(":")
-    return Launch(env[LAUNCHER_VARIABLE], nodes, devices, node, local, address, int(port), joins=True)
+    address, port = env["MASTER_ADDR"], _integer(env, "MASTER_PORT")
+    return Launch(env[LAUNCHER_VARIABLE], nodes, devices, node, local, address, port, joins=True)
 
 
 def _by_environment(
@@ -306,4 +544,17 @@ def _plan(
         _refuse_one_process_of_many(env, devices, command)
     if devices == 1:
         return Launch("local", 1, 1)
-    return Launch("local", 1, devices, address="127.0.0.1", spawns=True)
+    return Launch("local", 1, devices, address=LOOPBACK, spawns=True)
+
+
+def check_precision(precision: str, here: Machine, command: Command) -> None:
+    """Refuse a precision that the device does not have.
+
+    Raises:
+        UserError: 16-mixed on a CPU.
+    """
+    if precision == "16-mixed" and here.kind == "cpu":
+        raise UserError(
+            "16-mixed needs a GPU, and this run is on the CPU; pass --precision bf16-mixed:"
+            f" {command.using(precision='bf16-mixed')}"
+        )

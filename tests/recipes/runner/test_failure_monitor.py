@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from recipes.failures import monitor
+from recipes.failures.protocol import Channel, listen
 
 from callbacks.lib.signals import Preempted, ending_on_signals
-from recipes.failures import monitor
-from recipes.failures.monitor import Coordinator, Member, RunConnection, monitored, use_monitor
-from recipes.failures.protocol import Channel, listen
-from recipes.launch.plan import Launch
+from recipes.runner.failure_monitor import Coordinator, FailureMonitor, Member, monitored, use_monitor
+from recipes.runner.launch import Launch
 from tests.support.ranks import run_ranks
 
 GREETING = b"lightning-recipes 1\n"
@@ -119,7 +119,7 @@ def test_messages_arrive_in_pieces_of_any_size():
         assert rank.receive() == [sent[2]]
 
 
-class _LosesRank(RunConnection):
+class _LosesRank(FailureMonitor):
     """Handles the loss of a rank while this process still reports how that ended it."""
 
     def _send_report(self, kind: str, line: str, status: int) -> None:

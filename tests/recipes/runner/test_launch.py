@@ -6,11 +6,8 @@ from typing import Any
 import pytest
 
 from datamodules import UserError
-from recipes.launch.devices import Machine, devices_of
-from recipes.launch.plan import Launch, plan_launch
-from recipes.launch.precision import check_precision
-from recipes.launch.settings import Command, LaunchSettings
-from recipes.launch.slurm import first_host, slurm_step
+from recipes.runner.launch import Command, Launch, LaunchSettings, first_host, plan_launch, slurm_step
+from recipes.runner.machine import Machine, check_precision, devices_of
 from tests.end_to_end.test_launch import by_slurm, by_torchrun
 
 CPU, GPUS = Machine("cpu"), Machine("cuda", 2)
