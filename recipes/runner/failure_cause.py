@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from datamodules.errors import UserError
 
-__all__ = ["BEATS_MISSED", "RankReport", "classify_exception", "failure_cause", "first_line", "is_consequence"]
+__all__ = ["MISSED_AFTER_LOSS", "RankReport", "classify_exception", "failure_cause", "first_line", "is_consequence"]
 
-BEATS_MISSED = 20
-"""Heartbeats, of one a second, after which a rank is unreachable."""
+MISSED_AFTER_LOSS = 5
+"""Heartbeats, of one a second, after which a rank is lost where another one has lost the connection to some rank."""
 
 # The kind that explains most comes first, as a rank that exits on purpose makes others fail; and the seconds to wait
 # for a report that explains more.
@@ -22,7 +22,7 @@ _WAIT = {
     "exit": 5.0,
     "lost": 0.0,
     "unreachable": 0.0,
-    "consequence": BEATS_MISSED + 4.0,
+    "consequence": MISSED_AFTER_LOSS + 3.0,
 }
 _CONSEQUENCES = (
     *("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "socket closed"),

@@ -21,12 +21,19 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from recipes.runner.failure_cause import BEATS_MISSED, RankReport, classify_exception, failure_cause, first_line
+from recipes.runner.failure_cause import (
+    MISSED_AFTER_LOSS,
+    RankReport,
+    classify_exception,
+    failure_cause,
+    first_line,
+)
 from recipes.runner.launch import Launch, print_error
 
 __all__ = ["FailureMonitor", "append", "end_process"]
 
 _TICK = 0.2
+_BEATS_MISSED = 20  # Of one a second: as long may an interpreter be busy in one call.
 _ENDS = {"lost", "unreachable"}
 _END_SEEN_WITHIN = 5.0  # Seconds for the other ranks to read that the run is over.
 _LOG, _LINES, _END, _SEEN = (f"lightning_recipes/{name}" for name in ("log", "lines", "end", "seen"))
@@ -93,6 +100,7 @@ class FailureMonitor:
         self.reports: list[RankReport] = []
         self._others: dict[int, RankReport] = {}
         self._left: set[int] = set()
+        self._watched: set[int] = set()
         self._outbox: list[dict[str, Any]] = []
         self._counted = self._read_lines = self._rounds = 0
         self._beats: list[bytes] = []
@@ -171,7 +179,7 @@ class FailureMonitor:
         if beats:
             self._next_beat = time.monotonic() + 1.0
             store.set(self._beat(self.launch.rank), str(self._rounds))
-        if self.launch.local_rank == 0:
+        if self.launch.local_rank < 2:  # The second one notices the end of the first.
             self._read(store)
         for key in ended:
             if key.fileobj is self._wakes:
@@ -231,6 +239,7 @@ class FailureMonitor:
             return
         try:
             self._selector.register(os.pidfd_open(message["pid"]), selectors.EVENT_READ, rank)
+            self._watched.add(rank)
         except ProcessLookupError:
             self._lose(store, rank)
         except (OSError, AttributeError):  # On other systems than Linux its heartbeats tell.
@@ -253,15 +262,18 @@ class FailureMonitor:
         return leaving
 
     def _count_beats(self, store: TCPStore) -> None:
+        """Notice nodes of which no rank has written a heartbeat for a while; the ends of processes here are watched."""
         beats = store.multi_get([self._beat(rank) for rank in range(self.launch.world_size)])
         for rank in self._others:
-            same = self._beats and beats[rank] == self._beats[rank]
-            self._missed[rank] = self._missed[rank] + 1 if same else 0
-            if self._missed[rank] == BEATS_MISSED:
-                # Where a process has ended and not the network, the others have lost their connections to it.
-                lost = any(report.kind == "consequence" for report in self.reports)
-                self._lose(store, rank, kind="lost" if lost else "unreachable")
+            self._missed[rank] = self._missed[rank] + 1 if self._beats and beats[rank] == self._beats[rank] else 0
         self._beats = beats
+        # Where a process has ended and not the network, the others have lost their connections to it.
+        lost = any(report.kind == "consequence" for report in self.reports)
+        limit = MISSED_AFTER_LOSS if lost else _BEATS_MISSED
+        for rank, report in self._others.items():
+            silent = min(self._missed[other] for other, of in self._others.items() if of.node == report.node)
+            if silent >= limit and rank not in self._watched:
+                self._lose(store, rank, kind="lost" if lost else "unreachable")
 
     def _publish_end(self, store: TCPStore, status: int, line: str = "") -> None:
         """End the other ranks; the store, which ends with this process, has to live until they have read it."""
@@ -311,5 +323,5 @@ class FailureMonitor:
         missed = before = 0
         while not self._finished.wait(1.0):
             missed, before = (missed + 1 if self._rounds == before else 0), self._rounds
-            if missed == BEATS_MISSED:
+            if missed == _BEATS_MISSED:
                 self._lose_rank_0("unreachable")

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -112,14 +112,8 @@ class Request:
         return dict(json.loads(json.dumps(record)))
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """The result of a rendezvous.
-
-    Args:
-        store: a connection to rank 0's, at `address` and `port`.
-        problem: how the settings of a process that joined later differ from rank 0's; empty if they do not.
-    """
+class Rendezvous(NamedTuple):
+    """The store of the run, where its ranks have met, and how the settings of one that joined later differ."""
 
     store: TCPStore
     address: str
@@ -127,25 +121,23 @@ class Rendezvous:
     problem: str = ""
 
 
-def describe_differences(everyone: dict[int, dict[str, Any]], launch: Launch) -> str:
+def describe_differences(everyone: dict[int, dict[str, Any]]) -> str:
     """The settings of each rank that differ from those of rank 0; empty where there are none.
 
     Example:
-        >>> launch = Launch("manual", 2, 1)
-        >>> ranks = {0: {"host": "a", "settings": {"lr": 0.1, "torch": "2.15"}}}
-        >>> ranks[1] = {"host": "b", "settings": {"lr": 0.2, "torch": "2.15"}}
-        >>> describe_differences(ranks, launch)
+        >>> ranks = {0: {"node": 0, "host": "a", "settings": {"lr": 0.1, "torch": "2.15"}}}
+        >>> ranks[1] = {"node": 1, "host": "b", "settings": {"lr": 0.2, "torch": "2.15"}}
+        >>> describe_differences(ranks)
         'rank 1 (node 1, b): lr is 0.2, on rank 0 0.1'
     """
     lines = []
     expected = everyone[0]["settings"]
     for rank, record in sorted(everyone.items()):
-        names = [n for n in expected.keys() | record["settings"].keys() if expected.get(n) != record["settings"].get(n)]
+        own = record["settings"]
+        names = sorted(name for name in expected.keys() | own.keys() if expected.get(name) != own.get(name))
         if names:
-            found = ", ".join(
-                f"{name} is {record['settings'].get(name)}, on rank 0 {expected.get(name)}" for name in sorted(names)
-            )
-            lines.append(f"rank {rank} (node {rank // launch.devices}, {record['host']}): {found}")
+            found = ", ".join(f"{name} is {own.get(name)}, on rank 0 {expected.get(name)}" for name in names)
+            lines.append(f"rank {rank} (node {record['node']}, {record['host']}): {found}")
     return "; ".join(lines)
 
 
@@ -159,28 +151,6 @@ def _with_another_port(port: int, command: Command) -> str:
     if command.launcher == "torchrun":
         return f"torchrun chooses another one when it is started again, on every node: {command.using()}"
     return f"{'type' if command.launcher == 'slurm' else 'on every node:'} {command.using(master_port=port + 1)}"
-
-
-def _listen(request: Request, port: int) -> socket.socket:
-    """Where rank 0 accepts the other ranks; those of its own machine reach it through the loopback interface."""
-    try:
-        return listen(port, loopback=request.launch.num_nodes == 1)
-    except OSError as error:
-        raise UserError(
-            f"port {port} of this machine is in use ({error.strerror}), perhaps by another run;"
-            f" {_with_another_port(port, request.command)}"
-        ) from error
-
-
-def _check_own_address(request: Request, address: str, port: int) -> None:
-    """Refuse a master's address that does not lead to this machine, before the other nodes are waited for."""
-    try:
-        socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT / 2).close()
-    except OSError as error:
-        raise UserError(
-            f"node 0 cannot connect to itself at {address}:{port} ({error}); `master_addr` has to be an address of the"
-            f" node with node_rank=0: {request.command.using(master_addr=socket.gethostname())}"
-        ) from error
 
 
 def _in_time(function: Callable[[], T], seconds: float) -> T:
@@ -205,6 +175,13 @@ def _in_time(function: Callable[[], T], seconds: float) -> T:
     return future.result(0)
 
 
+def _serve(listener: socket.socket, address: str) -> TCPStore:
+    """A store on rank 0, which torch.distributed may share; of itself it would listen on all interfaces."""
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
+    port = listener.getsockname()[1]  # The store takes the descriptor over, and closes it.
+    return TCPStore(address, port, master_listen_fd=listener.detach(), timeout=timedelta(seconds=30), **options)
+
+
 def _client(address: str, port: int) -> TCPStore:
     options: dict[str, Any] = {"is_master": False, "wait_for_workers": False}
     return _in_time(lambda: TCPStore(address, port, timeout=timedelta(seconds=5), **options), _CONNECT_TIMEOUT)
@@ -218,8 +195,8 @@ class _AgentsStore:
     """
 
     def __init__(self, launch: Launch) -> None:
-        self._master = (launch.address or LOOPBACK, launch.port or 0)
-        self._store = _client(*self._master)
+        self.master = (launch.address or LOOPBACK, launch.port or 0)
+        self._store = _client(*self.master)
         # Without the number of restarts: each agent counts only the rounds that it asked for itself.
         self._key = f"lightning_recipes/{os.environ.get('TORCHELASTIC_RUN_ID')}/{launch.world_size}/rank 0"
 
@@ -228,18 +205,13 @@ class _AgentsStore:
         """Whether torchrun tells its processes to use the agents' store."""
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
-    def publish(self, launch: Launch, port: int) -> str:
-        """Tell the others where rank 0 listens; returns the address."""
-        address = address_for_others(*self._master) if launch.num_nodes > 1 else LOOPBACK
+    def publish(self, address: str, port: int) -> None:
+        """Tell the others where rank 0 listens."""
         self._store.set(self._key, json.dumps([address, port]))
-        return address
 
     def find(self) -> tuple[str, int] | None:
         """Where rank 0 listens, or did before a restart; None while it has not said so."""
-        if not self._store.check([self._key]):
-            return None
-        address, port = json.loads(self._store.get(self._key))
-        return str(address), int(port)
+        return tuple(json.loads(self._store.get(self._key))) if self._store.check([self._key]) else None
 
 
 def _connect(request: Request, address: str, port: int) -> TCPStore:
@@ -253,26 +225,26 @@ def _connect(request: Request, address: str, port: int) -> TCPStore:
     other_port = _with_another_port(port, request.command)
     try:
         store = _client(address, port)
-        begun = not request.launch.joins and _in_time(lambda: store.check([_RESULT]), _CONNECT_TIMEOUT)
+        complete = not request.launch.joins and _in_time(lambda: store.check([_RESULT]), _CONNECT_TIMEOUT)
     except (RuntimeError, TimeoutError) as error:
         raise UserError(f"the service at {address}:{port} is not a run of this program; {other_port}") from error
-    if begun:
+    if complete:
         raise UserError(f"the run at {address}:{port} has all of its processes already; {other_port}")
     return store
 
 
 def _no_answer(request: Request, address: str, port: int, error: Exception) -> UserError:
-    reason = error if str(error) else "the connection was closed"
-    text = f"node 0 does not answer at {address}:{port} within {request.timeout:g} s ({reason}); "
+    what = "start the run there too, check `master_addr` and firewalls"
     if request.launch.num_nodes == 1:
-        text += (
+        what = (
             "all processes of one node have to run on one machine; with several nodes set LOCAL_WORLD_SIZE to the"
             " number of processes on each"
         )
-    else:
-        text += "start the run there too, check `master_addr` and firewalls"
-    longer = request.command.using(rendezvous_timeout=int(4 * request.timeout))
-    return UserError(f"{text}, or wait longer: {longer}")
+    reason = str(error) or "the connection was closed"
+    return UserError(
+        f"node 0 does not answer at {address}:{port} within {request.timeout:g} s ({reason}); {what}, or wait longer:"
+        f" {request.command.using(rendezvous_timeout=int(4 * request.timeout))}"
+    )
 
 
 def _exchange(store: TCPStore, request: Request, deadline: float) -> dict[str, Any]:
@@ -283,9 +255,9 @@ def _exchange(store: TCPStore, request: Request, deadline: float) -> dict[str, A
         if time.monotonic() > deadline:
             raise TimeoutError
         time.sleep(_RETRY_AFTER)
-    result = json.loads(store.get(_RESULT))
+    result = dict(json.loads(store.get(_RESULT)))
     store.add(_SEEN, 1)
-    return dict(result)
+    return result
 
 
 def _join(request: Request, find: Callable[[], tuple[str, int] | None], deadline: float, *, moves: bool) -> Rendezvous:
@@ -311,9 +283,13 @@ def _join(request: Request, find: Callable[[], tuple[str, int] | None], deadline
             raise failure
         time.sleep(_RETRY_AFTER)
     address, port = place
-    until = deadline + request.timeout
+    launch, until = request.launch, deadline + request.timeout
     try:
         result = _in_time(lambda: _exchange(store, request, until), until - time.monotonic() + 5.0)
+        if result["problem"]:
+            raise UserError(result["problem"])
+        # Another process of the node started a process that joins, and told it where the run's own store is.
+        of_run = store if launch.joins else _client(address, result["port"])
     except TimeoutError as error:
         text = f"rank 0 at {address}:{port} did not finish the rendezvous within {2 * request.timeout:g} s"
         raise UserError(text) from error
@@ -321,48 +297,16 @@ def _join(request: Request, find: Callable[[], tuple[str, int] | None], deadline
         raise UserError(f"rank 0 at {address}:{port} ended during the rendezvous; see its own output") from error
     except (KeyboardInterrupt, SystemExit):
         # This process may be started again in time.
-        withdrawn = {"rank": request.launch.rank, "withdrawn": True}
+        withdrawn = {"rank": launch.rank, "withdrawn": True}
         with contextlib.suppress(Exception):
             _in_time(lambda: append(store, _RECORDS, withdrawn), 2.0)
         raise
-    if result["problem"]:
-        raise UserError(result["problem"])
-    both = {0: result["record"], request.launch.rank: request.record}
-    return Rendezvous(store, address, port, describe_differences(both, request.launch) if request.launch.joins else "")
+    both = {0: result["record"], launch.rank: request.record}
+    return Rendezvous(of_run, address, port, describe_differences(both) if launch.joins else "")
 
 
-def _listed(noun: str, numbers: list[int]) -> str:
-    return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-
-
-def _missing(request: Request, everyone: dict[int, dict[str, Any]]) -> str:
-    launch = request.launch
-    absent = [rank for rank in launch.first_ranks if rank not in everyone]
-    nodes = sorted({rank // launch.devices for rank in absent})
-    what = f"{_listed('rank', absent)} on {_listed('node', nodes)}"
-    expected = len(launch.first_ranks)
-    text = f"{expected - len(absent)} of {expected} processes joined within {request.timeout:g} s; missing: {what}"
-    if launch.launcher == "manual":
-        flags: dict[str, Any] = {"node_rank": nodes[0], "master_addr": launch.address, "master_port": launch.port}
-        text += f"; type there: {request.command.using(**flags)}"
-    return text
-
-
-def _difference_message(everyone: dict[int, dict[str, Any]], launch: Launch) -> str:
-    """Why the ranks cannot train together, and what to type; empty where they can."""
-    if not (difference := describe_differences(everyone, launch)):
-        return ""
-    # Settings that were left open come from the checkpoint, so ranks with another one differ in these, too.
-    if len({record["settings"].get(UPDATES_DONE) for record in everyone.values()}) > 1:
-        return (
-            f"the ranks do not find the same checkpoint: {difference}. Pass a `run_dir` that all nodes share, or"
-            " resume=FILE"
-        )
-    return f"the ranks have different settings: {difference}. Start all with one command and one version of the code"
-
-
-def _unequal_nodes(everyone: dict[int, dict[str, Any]], request: Request) -> str:
-    """Which of the nodes so far has another number of devices or of nodes; empty where none has."""
+def _problem(request: Request, everyone: dict[int, dict[str, Any]], *, late: bool) -> str | None:
+    """Why the ranks that have come cannot train together, and what to type; None while others may still come."""
     launch, command = request.launch, request.command
     for record in everyone.values():
         nodes, devices, node = record["nodes"], record["devices"], record["node"]
@@ -377,53 +321,85 @@ def _unequal_nodes(everyone: dict[int, dict[str, Any]], request: Request) -> str
             there = here | {"master_addr": launch.address, "master_port": launch.port, "node_rank": node}
             text += f": on node 0 {command.using(**here)} and on node {node} {command.using(**there)}"
         return text
-    return ""
+    if absent := [rank for rank in launch.first_ranks if rank not in everyone]:
+        if not late:
+            return None
+        of_nodes = sorted({rank // launch.devices for rank in absent})
+        what, where = (
+            f"{noun}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+            for noun, numbers in (("rank", absent), ("node", of_nodes))
+        )
+        count = len(launch.first_ranks)
+        text = f"{count - len(absent)} of {count} processes joined within {request.timeout:g} s; missing: {what} on {where}"
+        if launch.launcher != "manual":
+            return text
+        flags = {"node_rank": of_nodes[0], "master_addr": launch.address, "master_port": launch.port}
+        return f"{text}; type there: {command.using(**flags)}"
+    if not (difference := describe_differences(everyone)):
+        return ""
+    # Settings that were left open come from the checkpoint, so ranks with another one differ in these, too.
+    if len({record["settings"].get(UPDATES_DONE) for record in everyone.values()}) > 1:
+        return (
+            f"the ranks do not find the same checkpoint: {difference}. Pass a `run_dir` that all nodes share, or"
+            " resume=FILE"
+        )
+    return f"the ranks have different settings: {difference}. Start all with one command and one version of the code"
 
 
 def _compare(store: TCPStore, request: Request, deadline: float) -> str:
     """On rank 0: wait for the other ranks and compare. Returns the problem; empty where there is none."""
-    launch = request.launch
     while True:
         everyone: dict[int, dict[str, Any]] = {}
-        for line in store.get(_RECORDS).decode().splitlines():
-            record = json.loads(line)
+        for record in map(json.loads, store.get(_RECORDS).decode().splitlines()):
             rank = record["rank"]
             if "withdrawn" in record:
                 everyone.pop(rank, None)
             elif rank in everyone:
-                node = rank // launch.devices
-                return f"two processes claim to be rank {rank} (node {node}); give each node its own `node_rank`"
+                return f"two processes claim to be rank {rank} (node {record['node']}); give each node its own `node_rank`"
             else:
                 everyone[rank] = record
-        if problem := _unequal_nodes(everyone, request):
+        problem = _problem(request, everyone, late=time.monotonic() > deadline)
+        if problem is not None:
             return problem
-        if everyone.keys() >= set(launch.first_ranks):
-            return _difference_message({rank: everyone[rank] for rank in launch.first_ranks}, launch)
-        if time.monotonic() > deadline:
-            return _missing(request, everyone)
         time.sleep(_RETRY_AFTER)
 
 
 def _host(request: Request, deadline: float, agents: _AgentsStore | None) -> Rendezvous:
-    """On rank 0: serve the store, compare the other ranks, and write the result."""
-    launch = request.launch
-    listener = _listen(request, 0 if agents else launch.port or 0)
-    address, port = _address(launch), listener.getsockname()[1]
+    """On rank 0: compare the other ranks, which find it at the run's port, and tell all of them the result.
+
+    The store of the run has a port of its own, so that the run's port is free again for a next run of this program.
+    """
+    launch, port = request.launch, 0 if agents else request.launch.port or 0
+    loopback, address = launch.num_nodes == 1, _address(launch)
+    try:
+        listener = listen(port, loopback=loopback)
+    except OSError as error:
+        raise UserError(
+            f"port {port} of this machine is in use ({error.strerror}), perhaps by another run;"
+            f" {_with_another_port(port, request.command)}"
+        ) from error
+    port = listener.getsockname()[1]
     if agents:
-        address = agents.publish(launch, port)
-    _check_own_address(request, address, port)
-    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
-    # Of itself the store listens on all interfaces. It takes this descriptor over, and closes it.
-    store = TCPStore(address, port, master_listen_fd=listener.detach(), timeout=timedelta(seconds=30), **options)
-    append(store, _RECORDS, request.record)
-    problem = _compare(store, request, deadline)
-    store.set(_RESULT, json.dumps({"problem": problem, "record": request.record}))
+        address = LOOPBACK if loopback else address_for_others(*agents.master)
+        agents.publish(address, port)
+    try:
+        socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT / 2).close()
+    except OSError as error:
+        raise UserError(
+            f"node 0 cannot connect to itself at {address}:{port} ({error}); `master_addr` has to be an address of the"
+            f" node with node_rank=0: {request.command.using(master_addr=socket.gethostname())}"
+        ) from error
+    rendezvous, of_run = _serve(listener, address), _serve(listen(0, loopback=loopback), address)
+    append(rendezvous, _RECORDS, request.record)
+    problem = _compare(rendezvous, request, deadline)
+    for store in (rendezvous, of_run):
+        store.set(_RESULT, json.dumps({"problem": problem, "record": request.record, "port": of_run.port}))
+    others, until = rendezvous.get(_RECORDS).count(b"\n") - 1, time.monotonic() + _CONNECT_TIMEOUT / 2
+    while rendezvous.add(_SEEN, 0) < others and time.monotonic() < until:  # It ends with this function.
+        time.sleep(_RETRY_AFTER / 10)
     if problem:
-        others, until = store.get(_RECORDS).count(b"\n") - 1, time.monotonic() + 3.0
-        while store.add(_SEEN, 0) < others and time.monotonic() < until:  # The store ends with this process.
-            time.sleep(_RETRY_AFTER)
         raise UserError(problem)
-    return Rendezvous(store, address, port)
+    return Rendezvous(of_run, address, port)
 
 
 def rendezvous(request: Request) -> Rendezvous:
@@ -439,10 +415,8 @@ def rendezvous(request: Request) -> Rendezvous:
     agents = _AgentsStore(launch) if launch.launcher == "torchrun" and _AgentsStore.is_used() else None
     if launch.rank == 0:
         return _host(request, deadline, agents)
-    if agents:
-        return _join(request, agents.find, deadline, moves=True)
     place = (_address(launch), launch.port or 0)
-    return _join(request, lambda: place, deadline, moves=False)
+    return _join(request, agents.find if agents else lambda: place, deadline, moves=agents is not None)
 
 
 def share(monitor: FailureMonitor, name: str, compute: Callable[[], Any], timeout: float) -> Any:
@@ -499,20 +473,19 @@ def join_run(
             " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
         )
     joined = rendezvous(Request(launch, settings(), options.rendezvous_timeout, command))
-    address, port = joined.address, joined.port
+    address, port = joined.address, joined.store.port
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
         # The store is our own, so torch must not expect torchrun's agent behind it.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), NODE_RANK=str(launch.node_rank))
-    os.environ[LAUNCHER_VARIABLE] = launch.launcher
-    if not launch.spawns:
-        os.environ["LOCAL_RANK"] = str(launch.local_rank)
+    name, value = (LAUNCHER_VARIABLE, launch.launcher) if launch.spawns else ("LOCAL_RANK", str(launch.local_rank))
+    os.environ[name] = value
     _choose_interface(launch, address)
     _current = FailureMonitor(launch, joined.store, _translate, _after_loss)
     _current.start()
     if joined.problem:
         raise UserError(f"the settings of this process differ from those of rank 0: {joined.problem}")
-    return replace(launch, address=address, port=port), _current
+    return replace(launch, address=address, port=joined.port), _current
 
 
 def _choose_interface(launch: Launch, address: str) -> None:

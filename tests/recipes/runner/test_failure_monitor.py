@@ -1,57 +1,47 @@
-"""The failure monitor of rank 0, its connections and what reaches them by mistake."""
+"""The failure monitor in the store of rank 0, and what reaches its port by mistake."""
 
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
-from recipes.failures import monitor
-from recipes.failures.protocol import Channel, listen
+from torch.distributed import TCPStore
 
 from callbacks.lib.signals import Preempted, ending_on_signals
-from recipes.runner.failure_monitor import Coordinator, FailureMonitor, Member, monitored, use_monitor
+from recipes.runner import join
+from recipes.runner.failure_monitor import FailureMonitor
+from recipes.runner.join import monitored
 from recipes.runner.launch import Launch
+from recipes.runner.machine import listen
 from tests.support.ranks import run_ranks
 
-GREETING = b"lightning-recipes 1\n"
 FOREIGN = [
     b"GET / HTTP/1.0\r\n\r\n",
     b'{"kind": "exception", "line": "end", "status": 1}\n',
     b"\xff\xfe\x00\n",
     b"x" * 300_000,
-    GREETING * 2,
-    GREETING + b"[1]\n",
-    GREETING + b"\xff\xfe \x00\n",
-    GREETING + b"[" * 40_000 + b"\n",
-    GREETING + b'{"kind": "exit", "status": 1}\n',
-    GREETING + b'{"rank": Infinity, "node": 1, "host": "a"}\n',
+    b"\x00" * 1000,
 ]
 
 
-def _launch(node: int) -> Launch:
-    return Launch("manual", 2, 1, node_rank=node, address="127.0.0.1", port=1)
+def _launch(node: int, devices: int = 1) -> Launch:
+    return Launch("manual", 2, devices, node_rank=node, address="127.0.0.1", port=1)
 
 
-def _coordinator(launch: Launch | None = None) -> tuple[Coordinator, int]:
+def _store() -> TCPStore:
     listener = listen(0, loopback=True)
-    return Coordinator(launch or _launch(0), listener), listener.getsockname()[1]
+    port = listener.getsockname()[1]
+    return TCPStore("127.0.0.1", port, None, True, timedelta(seconds=5), False, True, listener.detach())
 
 
-def _channel(port: int) -> Channel:
-    channel = Channel(socket.create_connection(("127.0.0.1", port), timeout=10))
-    channel.greet()
-    return channel
-
-
-def _member(port: int) -> Member:
-    channel = _channel(port)
-    channel.connection.settimeout(None)
-    member = Member(_launch(1), channel, {})
-    member.wait_until_accepted(time.monotonic() + 10)
-    return member
+def _monitor(store: TCPStore, node: int) -> FailureMonitor:
+    if node:
+        store = TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=5), False)
+    return FailureMonitor(_launch(node), store)
 
 
 def _wait_until(condition: Callable[[], Any]) -> None:
@@ -60,76 +50,76 @@ def _wait_until(condition: Callable[[], Any]) -> None:
         time.sleep(0.02)
 
 
-def _closes(port: int, data: bytes) -> bool:
-    """Whether the monitor closes a connection that sends this."""
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as foreign:
+def _send(port: int, data: bytes) -> None:
+    """Send what another program may, and see whether the store closes the connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=1) as foreign:
         try:
             foreign.sendall(data)
             while foreign.recv(100):
                 pass
-        except TimeoutError:
-            return False
         except OSError:
             pass
-        return True
 
 
 def _monitored_with_foreign_connections() -> dict[str, Any]:
-    leader, port = _coordinator()
-    closed = [_closes(port, data) for data in FOREIGN]
-    rank = _member(port)
-    closed += [_closes(port, data) for data in FOREIGN]
-    leader.monitors = True
-    _wait_until(lambda: leader._listener is None)
-    before, alive = list(leader.reports), leader.thread.is_alive()
-    refused = socket.socket().connect_ex(("127.0.0.1", port))
-    rank.report(SystemExit(3))
-    _wait_until(lambda: leader.reports)
-    return {
-        "closed": closed,
-        "before": before,
-        "alive": alive,
-        "refused": refused,
-        "after": leader.reports,
-    }
+    store = _store()
+    for data in FOREIGN:
+        _send(store.port, data)
+    zero, one = _monitor(store, 0), _monitor(store, 1)
+    zero.start(), one.start()
+    _wait_until(lambda: zero._others)
+    for data in FOREIGN:
+        _send(store.port, data)
+    before = list(zero.reports)
+    one.report(SystemExit(3))
+    _wait_until(lambda: zero.reports)
+    return {"before": before, "after": zero.reports}
 
 
-def test_connections_of_other_programs_are_closed_and_the_ranks_are_still_received():
+def test_what_other_programs_send_is_ignored_and_the_ranks_are_still_received():
     found = run_ranks(_monitored_with_foreign_connections, 1, timeout=100)[0]
-    assert found["closed"] == [True] * 2 * len(FOREIGN)
-    assert found["alive"]
     assert found["before"] == []
-    assert found["refused"], "once all ranks have joined, nobody else can"
     assert [(report.rank, report.kind, report.status) for report in found["after"]] == [(1, "exit", 3)]
 
 
-def test_messages_arrive_in_pieces_of_any_size():
-    here, there = socket.socketpair()
-    with here, there:
-        zero, rank = Channel(here), Channel(there)
-        zero.greet(), rank.greet()
-        sent = [{"hello": 1}, {"line": "ä" * 20_000}, {"bye": [1, None]}]
-        for message in sent:
-            rank.send(message)
-        found: list[dict[str, Any]] = []
-        while len(found) < 3:
-            found += zero.receive()
-        assert found == sent
-        zero.send(sent[2])
-        assert rank.receive() == [sent[2]]
+def _rounds_with_silent_ranks(silent: list[int]) -> dict[str, Any]:
+    """What rank 0 of 2 nodes x 2 knows after so many rounds in which only the ranks that are not silent write."""
+    store = _store()
+    zero = FailureMonitor(_launch(0, devices=2), store)
+    for rank in range(1, 4):
+        message = {"rank": rank, "node": rank // 2, "host": "h", "kind": "joined", "pid": 0, "namespace": "elsewhere"}
+        zero._receive(store, message)
+    store.multi_set([zero._beat(rank) for rank in range(4)], [""] * 4)
+    found = {}
+    for beat in range(1, 30):
+        for rank in {0, 1, 2, 3} - set(silent):
+            store.set(zero._beat(rank), str(beat))
+        zero._count_beats(store)
+        if zero.reports and "first" not in found:
+            found["first"] = beat
+    return found | {"reports": [(report.rank, report.kind) for report in zero.reports]}
+
+
+@pytest.mark.parametrize(("silent", "lost"), [([3], []), ([2, 3], [2, 3]), ([2], [])])
+def test_a_node_is_unreachable_when_all_of_its_ranks_are_silent_and_not_when_one_is_busy(silent, lost):
+    found = run_ranks(_rounds_with_silent_ranks, 1, silent)[0]
+    assert found["reports"] == [(rank, "unreachable") for rank in lost]
+    assert found.get("first", 0) == (21 if lost else 0)
 
 
 class _LosesRank(FailureMonitor):
     """Handles the loss of a rank while this process still reports how that ended it."""
 
-    def _send_report(self, kind: str, line: str, status: int) -> None:
-        self.thread.start()
+    def __init__(self, after_loss: Callable[[], str]) -> None:
+        super().__init__(_launch(1), _store(), str, after_loss)
+
+    def report(self, error: BaseException, *, handling: bool = False) -> None:
+        self.start()
         time.sleep(10)  # Until the signal.
 
-    def _say_goodbye(self, status: int) -> None: ...
-
-    def _run(self) -> None:
+    def _round(self, store: TCPStore) -> bool:
         self._handle_loss("rank 0 was killed")
+        return True
 
 
 def test_a_requeue_ends_although_its_sigterm_interrupts_the_report(monkeypatch: pytest.MonkeyPatch):
@@ -141,9 +131,7 @@ def test_a_requeue_ends_although_its_sigterm_interrupts_the_report(monkeypatch: 
         done.append("requeued")
         return done[0]
 
-    monkeypatch.setattr(monitor, "_current", None)
-    monkeypatch.setattr(monitor, "_after_loss", str)
-    use_monitor(_LosesRank(_launch(1)))
+    monkeypatch.setattr(join, "_current", _LosesRank(requeue))
     with ending_on_signals(signal.SIGTERM), pytest.raises(Preempted), monitored(after_loss=requeue):
         raise RuntimeError("Connection closed by peer")
     assert done == ["requeued"]

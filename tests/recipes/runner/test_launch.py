@@ -6,8 +6,16 @@ from typing import Any
 import pytest
 
 from datamodules import UserError
-from recipes.runner.launch import Command, Launch, LaunchSettings, first_host, plan_launch, slurm_step
-from recipes.runner.machine import Machine, check_precision, devices_of
+from recipes.runner.launch import (
+    Command,
+    Launch,
+    LaunchSettings,
+    check_precision,
+    first_host,
+    plan_launch,
+    slurm_step,
+)
+from recipes.runner.machine import Machine, devices_of
 from tests.end_to_end.test_launch import by_slurm, by_torchrun
 
 CPU, GPUS = Machine("cpu"), Machine("cuda", 2)
@@ -121,7 +129,7 @@ def test_torchrun_within_a_step_of_slurm_decides():
 
 def test_another_process_of_ours_is_told_where_it_belongs():
     mark = {"LIGHTNING_RECIPES_LAUNCHER": "manual", "LOCAL_RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": "4"}
-    env = mark | {"LIGHTNING_RECIPES_RENDEZVOUS": "head:9"}
+    env = mark | {"MASTER_ADDR": "head", "MASTER_PORT": "9"}
     assert plan(env, 2, 2) == Launch("manual", 2, 2, 1, 1, "head", 9, joins=True)
 
 

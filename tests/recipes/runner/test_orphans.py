@@ -16,6 +16,7 @@ ARGS = ["--accelerator", "cpu", "--precision", "32", "--dataset", "digits", "--m
 
 GUARDED = """
 import os, time
+from recipes.runner.machine import exit_with_parent
 
 exit_with_parent(os.environ)
 open("ready", "w").close()
@@ -25,6 +26,7 @@ time.sleep(60)
 
 PARENT = """
 import os, subprocess, sys, time
+from recipes.runner.machine import declare_parent
 
 declare_parent(os.environ)
 env = os.environ | {"LOCAL_RANK": "1"}
