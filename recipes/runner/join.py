@@ -330,7 +330,8 @@ def _problem(request: Request, everyone: dict[int, dict[str, Any]], *, late: boo
             for noun, numbers in (("rank", absent), ("node", of_nodes))
         )
         count = len(launch.first_ranks)
-        text = f"{count - len(absent)} of {count} processes joined within {request.timeout:g} s; missing: {what} on {where}"
+        text = f"{count - len(absent)} of {count} processes joined within {request.timeout:g} s"
+        text += f"; missing: {what} on {where}"
         if launch.launcher != "manual":
             return text
         flags = {"node_rank": of_nodes[0], "master_addr": launch.address, "master_port": launch.port}
@@ -355,7 +356,9 @@ def _compare(store: TCPStore, request: Request, deadline: float) -> str:
             if "withdrawn" in record:
                 everyone.pop(rank, None)
             elif rank in everyone:
-                return f"two processes claim to be rank {rank} (node {record['node']}); give each node its own `node_rank`"
+                return (
+                    f"two processes claim to be rank {rank} (node {record['node']}); give each node its own `node_rank`"
+                )
             else:
                 everyone[rank] = record
         problem = _problem(request, everyone, late=time.monotonic() > deadline)

@@ -21,18 +21,8 @@ from datamodules.ranges import NATURAL, SECONDS, Range, check_ranges
 from recipes.runner.machine import LOOPBACK, Machine, number_of_devices
 
 __all__ = [
-    "LAUNCHER_VARIABLE",
-    "Command",
-    "Launch",
-    "LaunchSettings",
-    "check_precision",
-    "first_host",
-    "flag_of",
-    "is_rank_zero",
-    "plan_launch",
-    "print_error",
-    "rank_zero_print",
-    "slurm_step",
+    *("LAUNCHER_VARIABLE", "Command", "Launch", "LaunchSettings", "check_precision", "first_host", "flag_of"),
+    *("is_rank_zero", "plan_launch", "print_error", "rank_zero_print"),
 ]
 
 DEFAULT_PORT = 29500
@@ -103,8 +93,14 @@ class Command:
 
     def using(self, **flags: Any) -> str:
         """The command with these flags replaced; None removes a flag."""
-        start = self._start()
-        if start != self.program:
+        start = self.program
+        if self.launcher == "slurm":
+            start = f"srun --nodes={self.nodes} --ntasks-per-node={self.devices} {start}"
+        elif self.launcher == "torchrun":
+            several = f"--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:{DEFAULT_PORT}"
+            where = "--standalone" if self.nodes == 1 else several
+            start = f"torchrun {where} --nproc-per-node {self.devices} {start.removeprefix('python ')}"
+        if self.launcher in ("slurm", "torchrun"):
             flags = {"devices": None, "num_nodes": None} | flags
         kept: list[str] = []
         skip = False
@@ -121,28 +117,11 @@ class Command:
                 kept += [flag_of(name), shlex.quote(str(value))]
         return " ".join([start, *kept])
 
-    def _start(self) -> str:
-        if self.launcher == "slurm":
-            return f"srun --nodes={self.nodes} --ntasks-per-node={self.devices} {self.program}"
-        if self.launcher != "torchrun":
-            return self.program
-        several = f"--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:{DEFAULT_PORT}"
-        where = "--standalone" if self.nodes == 1 else several
-        return f"torchrun {where} --nproc-per-node {self.devices} {self.program.removeprefix('python ')}"
-
     def split(self, nodes: int, devices: int) -> str:
         """The command for other numbers of nodes and devices."""
         if self.launcher in ("slurm", "torchrun"):
             return self.started_by(self.launcher, nodes, devices).using()
         return self.using(devices=devices, **({} if nodes == self.nodes else {"num_nodes": nodes}))
-
-    def torchrun(self, nodes: int, devices: int) -> str:
-        """The command that starts the same run through torchrun."""
-        return self.started_by("torchrun", nodes, devices).using()
-
-    def srun(self, nodes: int, devices: int) -> str:
-        """The command that starts the same run through Slurm."""
-        return self.started_by("slurm", nodes, devices).using()
 
 
 def is_rank_zero() -> bool:
@@ -163,96 +142,6 @@ def rank_zero_print(message: str) -> None:
 def print_error(line: str) -> None:
     """Print a line on standard error."""
     print(line, file=sys.stderr, flush=True)  # noqa: T201
-
-
-# Below the range of ephemeral ports.
-_FIRST_PORT, _PORTS = 15000, 17000
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # From here on: the batch script, the shell of salloc, processes that ssh has started.
-
-
-@dataclass(frozen=True)
-class SlurmStep:
-    """The processes that one srun has started, and the place of this one.
-
-    Args:
-        node: number of this node in the step.
-        local: number of this process on its node.
-        port: a TCP port computed from the numbers of the job and the step, so that all processes agree.
-    """
-
-    nodes: int
-    tasks: int
-    node: int
-    local: int
-    first_host: str
-    port: int
-
-
-@dataclass(frozen=True)
-class SlurmAllocation:
-    """What a Slurm job has been given: nodes, and on each the tasks and GPUs that were asked for."""
-
-    nodes: int
-    tasks_per_node: int
-    gpus_per_node: int = 0
-
-
-def _number(env: Mapping[str, str], *names: str) -> int:
-    """The first of these variables that is a number, or 0."""
-    return next((int(env[name]) for name in names if env.get(name, "").isdigit()), 0)
-
-
-def first_host(nodes: str) -> str:
-    """The first host of a list in Slurm's notation.
-
-    Example:
-        >>> [first_host(text) for text in ("tux03", "tux[03-05,9],gpu1", "rack[1-2]n[7,8]", "a,b")]
-        ['tux03', 'tux03', 'rack1n7', 'a']
-    """
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first[0] if first else "")
-
-
-def slurm_step(env: Mapping[str, str]) -> SlurmStep | None:
-    """The job step of this process; None where srun has not started it, as in a batch script or a shell of salloc."""
-    step = _number(env, "SLURM_STEP_ID")
-    if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= env.keys() or step >= _FIRST_SPECIAL_STEP:
-        return None
-    hosts = next((env[n] for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if env.get(n)), "")
-    nodes = _number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
-    return SlurmStep(
-        nodes,
-        _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") or 1,
-        _number(env, "SLURM_NODEID"),
-        _number(env, "SLURM_LOCALID"),
-        first_host(hosts) if nodes > 1 and hosts else "127.0.0.1",
-        _FIRST_PORT + (7 * _number(env, "SLURM_JOB_ID") + step) % _PORTS,
-    )
-
-
-def slurm_allocation(env: Mapping[str, str]) -> SlurmAllocation | None:
-    """The nodes and tasks of this Slurm job; None outside of one.
-
-    Example:
-        >>> slurm_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "8"})
-        SlurmAllocation(nodes=2, tasks_per_node=4, gpus_per_node=0)
-        >>> slurm_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"})  # salloc -N2 sets no tasks.
-        SlurmAllocation(nodes=2, tasks_per_node=1, gpus_per_node=0)
-    """
-    if "SLURM_JOB_ID" not in env:
-        return None
-    nodes = _number(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
-    tasks = _number(env, "SLURM_NTASKS_PER_NODE") or -(-_number(env, "SLURM_NTASKS") // nodes)
-    return SlurmAllocation(nodes, tasks or 1, _number(env, "SLURM_GPUS_PER_NODE"))
-
-
-def shell_of_srun(env: Mapping[str, str]) -> bool:
-    """Whether this program was typed in the shell of ``srun --pty bash``: then the tasks of the step are shells.
-
-    A step within that shell inherits its SLURM_PTY_PORT, but not its terminal.
-    """
-    typed = env.get("SLURM_TASK_PID") != str(os.getpid()) and sys.stdin is not None and sys.stdin.isatty()
-    return "SLURM_PTY_PORT" in env and typed
 
 
 LAUNCHER_VARIABLE = "LIGHTNING_RECIPES_LAUNCHER"
@@ -307,22 +196,17 @@ class Launch:
         return text if self.address is None else f"{text}, {self.address}:{self.port}"
 
 
-def _check_devices(launch: Launch, here: Machine, command: Command) -> None:
-    if here.count is None or launch.devices <= here.count:
-        return
-    command = command.started_by(launch.launcher, launch.num_nodes, launch.devices)
-    if here.count == 0:
-        raise UserError(f"there is no {here.kind} device here: {command.using(accelerator='cpu')}")
-    per_task = launch.launcher == "slurm"
-    hint = " (does the job ask for --gpus-per-task? --gpus-per-node shows each task all of them)" if per_task else ""
-    raise UserError(
-        f"{launch.devices} devices were requested and this machine has {here.count} ({here.kind}){hint}:"
-        f" {command.split(launch.num_nodes, here.count)}"
-    )
+_FIRST_PORT, _PORTS = 15000, 17000  # Below the range of ephemeral ports.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # From here on: the batch script, the shell of salloc, processes that ssh has started.
+
+
+def _number(env: Mapping[str, str], *names: str) -> int:
+    """The first of these variables that is a number, or 0."""
+    return next((int(env[name]) for name in names if env.get(name, "").isdigit()), 0)
 
 
 def _integer(env: Mapping[str, str], name: str) -> int | None:
-    """An integer from an environment variable."""
+    """An integer from an environment variable that the user may have set."""
     if not (text := env.get(name, "").strip()):
         return None
     if not text.isdigit():
@@ -330,183 +214,212 @@ def _integer(env: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-def _port(settings: LaunchSettings, env: Mapping[str, str]) -> int | None:
-    """The port of node 0: the flag, whose range is checked where it is read, or MASTER_PORT."""
-    if settings.master_port is not None:
-        return settings.master_port
-    value = _integer(env, "MASTER_PORT")
-    if value is not None and not 1 <= value <= 65535:
-        raise UserError(f"MASTER_PORT {value} is not a TCP port; expected 1 to 65535, such as {DEFAULT_PORT}")
-    return value
+def first_host(nodes: str) -> str:
+    """The first host of a list in Slurm's notation.
+
+    Example:
+        >>> [first_host(text) for text in ("tux03", "tux[03-05,9],gpu1", "rack[1-2]n[7,8]", "a,b")]
+        ['tux03', 'tux03', 'rack1n7', 'a']
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first[0] if first else "")
 
 
-def _check_agreement(found: tuple[int, int], asked: tuple[Any, int], here: Machine, who: str, command: Command) -> None:
-    """Refuse flags that contradict the processes that exist; the defaults contradict nothing."""
-    nodes, devices = found
-    devices_given = str(asked[0]) not in ("auto", "-1")
-    count = number_of_devices(asked[0], here)
-    if (devices_given and count != devices) or (asked[1] > 1 and asked[1] != nodes):
-        raise UserError(
-            f"{who} has started {nodes} x {devices} = {nodes * devices} processes, and --num-nodes {asked[1]} --devices"
-            f" {count} are {asked[1] * count}; {who} decides: {command.split(nodes, devices)}"
-        )
+def _is_slurm_step(env: Mapping[str, str]) -> bool:
+    """Whether srun has started this process, and not a batch script or a shell: of salloc, or ``srun --pty bash``.
+
+    A step within the shell of an srun inherits its SLURM_PTY_PORT, but not its terminal.
+    """
+    typed = env.get("SLURM_TASK_PID") != str(os.getpid()) and sys.stdin is not None and sys.stdin.isatty()
+    of_srun = {"SLURM_STEP_ID", "SLURM_PROCID"} <= env.keys() and _number(env, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP
+    return of_srun and not ("SLURM_PTY_PORT" in env and typed)
 
 
-def _by_torchrun(
-    env: Mapping[str, str], settings: LaunchSettings, asked: tuple[Any, int], here: Machine, command: Command
-) -> Launch:
-    world, local = _integer(env, "WORLD_SIZE") or 1, _integer(env, "LOCAL_WORLD_SIZE") or 1
-    nodes = _integer(env, "GROUP_WORLD_SIZE") or world // local
-    elastic = bool(_integer(env, "TORCHELASTIC_MAX_RESTARTS") or _integer(env, "TORCHELASTIC_RESTART_COUNT"))
-    if nodes * local != world:
-        raise UserError(
-            f"torchrun has started {world} processes on {nodes} nodes, {local} of them on this one; expected as many"
-            f" on each: {command.torchrun(nodes, local)}"
-        )
-    command = command.started_by("torchrun", nodes, local)
-    if not elastic:
-        _check_agreement((nodes, local), asked, here, "torchrun", command)
-    given = {name: value for name in ("master_addr", "master_port") if (value := getattr(settings, name)) is not None}
-    if given:
-        flags = " ".join(f"{flag_of(name)} {value}" for name, value in given.items())
-        raise UserError(
-            f"torchrun decides where the processes meet; pass {flags} to torchrun itself, or leave it out:"
-            f" {command.using(**dict.fromkeys(given))}"
-        )
-    return Launch(
-        "torchrun",
-        nodes,
-        local,
-        _integer(env, "GROUP_RANK") or 0,
-        _integer(env, "LOCAL_RANK") or 0,
-        env.get("MASTER_ADDR", "127.0.0.1") if world > 1 else None,
-        _integer(env, "MASTER_PORT") if world > 1 else None,
-        elastic=elastic,
-    )
+@dataclass(frozen=True)
+class _Start:
+    """How this process was started, as `plan_launch` is told."""
 
+    env: Mapping[str, str]
+    settings: LaunchSettings
+    asked: tuple[Any, int]
+    here: Machine
+    command: Command
 
-def _by_slurm(
-    step: SlurmStep,
-    env: Mapping[str, str],
-    settings: LaunchSettings,
-    asked: tuple[Any, int],
-    here: Machine,
-    command: Command,
-) -> Launch:
-    if step.tasks % step.nodes:
-        raise UserError(
-            f"Slurm has started {step.tasks} processes on {step.nodes} nodes; expected as many on each:"
-            f" {command.srun(step.nodes, -(-step.tasks // step.nodes))}"
-        )
-    devices = step.tasks // step.nodes
-    if "," in (each := env.get("SLURM_STEP_TASKS_PER_NODE", "")):
-        raise UserError(
-            f"Slurm has started {each} processes on the nodes, one number for each; expected as many on each:"
-            f" {command.srun(step.nodes, devices)}"
-        )
-    command = command.started_by("slurm", step.nodes, devices)
-    _check_agreement((step.nodes, devices), asked, here, "Slurm", command)
-    address = settings.master_addr or env.get("MASTER_ADDR") or step.first_host
-    port = _port(settings, env)
-    return Launch("slurm", step.nodes, devices, step.node, step.local, address, port or step.port)
+    @property
+    def master(self) -> str | None:
+        """The address of node 0: the flag or MASTER_ADDR."""
+        return self.settings.master_addr or self.env.get("MASTER_ADDR")
 
+    @property
+    def port(self) -> int | None:
+        """The port of node 0: the flag, whose range is checked where it is read, or MASTER_PORT."""
+        if self.settings.master_port is not None:
+            return self.settings.master_port
+        value = _integer(self.env, "MASTER_PORT")
+        if value is not None and not 1 <= value <= 65535:
+            raise UserError(f"MASTER_PORT {value} is not a TCP port; expected 1 to 65535, such as {DEFAULT_PORT}")
+        return value
 
-def _refuse_one_process_of_many(env: Mapping[str, str], devices: int, command: Command) -> None:
-    """Refuse a program that was started once, without srun, in a Slurm job that has more for it."""
-    job = slurm_allocation(env)
-    if job is None or (job.nodes == 1 and (job.tasks_per_node == 1 or devices > 1)):
-        return
-    tasks = job.nodes * job.tasks_per_node
-    what = f"{job.nodes} node{'s' * (job.nodes > 1)}" + (f" and {tasks} tasks" if tasks > job.nodes else "")
-    of_node = devices if devices > 1 else max(job.tasks_per_node, job.gpus_per_node)
-    lines = f"{command.srun(job.nodes, of_node)} or as one process: {command.srun(1, 1)}"
-    if "SLURM_PTY_PORT" in env:
-        # The shell of srun is a step that holds the processors of the job.
-        lines = lines.replace("srun --nodes", "srun --overlap --nodes")
-    raise UserError(f"this Slurm job has {what}, and the program was started once, without srun: {lines}")
-
-
-def _by_parent(env: Mapping[str, str], asked: tuple[Any, int], here: Machine) -> Launch:
-    """For the processes that the first one of their node has started."""
-    node, local = _integer(env, "NODE_RANK") or 0, _integer(env, "LOCAL_RANK") or 0
-    nodes, devices = asked[1], number_of_devices(asked[0], here)
-    address, port = env["MASTER_ADDR"], _integer(env, "MASTER_PORT")
-    return Launch(env[LAUNCHER_VARIABLE], nodes, devices, node, local, address, port, joins=True)
-
-
-def _by_environment(
-    env: Mapping[str, str], settings: LaunchSettings, asked: tuple[Any, int], here: Machine, command: Command
-) -> Launch:
-    """For processes that mpirun or a script has started, with their ranks in the environment."""
-    address, world = settings.master_addr or env.get("MASTER_ADDR"), _integer(env, "WORLD_SIZE") or 1
-    local, rank = _integer(env, "LOCAL_RANK"), _integer(env, "RANK")
-    missing = [name for name, value in (("LOCAL_RANK", local), ("MASTER_ADDR", address)) if value is None]
-    if address is None or local is None:
-        if "PET_NNODES" in env:
+    def check_agreement(self, nodes: int, devices: int, who: str, command: Command) -> None:
+        """Refuse flags that contradict the processes that exist; the defaults contradict nothing."""
+        count, of_nodes = number_of_devices(self.asked[0], self.here), self.asked[1]
+        devices_given = str(self.asked[0]) not in ("auto", "-1")
+        if (devices_given and count != devices) or (of_nodes > 1 and of_nodes != nodes):
             raise UserError(
-                "the variables of this PyTorchJob are for torchrun, which starts the processes of a pod: type torchrun"
-                " -m in place of python -m"
+                f"{who} has started {nodes} x {devices} = {nodes * devices} processes, and --num-nodes {of_nodes}"
+                f" --devices {count} are {of_nodes * count}; {who} decides: {command.split(nodes, devices)}"
             )
-        raise UserError(
-            f"RANK and WORLD_SIZE say that this is one of {world} processes; set {' and '.join(missing)} too, or unset"
-            " them to start the processes of this machine from here"
-        )
-    given = str(asked[0]) not in ("auto", "-1") or here.count is not None
-    of_node = number_of_devices(asked[0], here) if given else world // asked[1]
-    devices = _integer(env, "LOCAL_WORLD_SIZE") or of_node
-    nodes = asked[1] if asked[1] > 1 else max(1, world // max(1, devices))
-    if world != nodes * devices:
-        raise UserError(
-            f"WORLD_SIZE={world} is not {nodes} node{'s' * (nodes > 1)} x {devices} processes; every node needs as many"
-            f" processes as the others: {command.using(num_nodes=nodes, devices=max(1, world // nodes))}"
-        )
-    _check_agreement((nodes, devices), asked, here, "LOCAL_WORLD_SIZE", command)
-    told = (_integer(env, name) for name in ("NODE_RANK", "GROUP_RANK"))
-    node = next((number for number in told if number is not None), (rank or 0) // devices)
-    if rank is not None and rank != node * devices + local:
-        raise UserError(
-            f"RANK={rank} is not process {local} (LOCAL_RANK) of node {node} where each of {nodes} has {devices};"
-            " number them node by node, and set LOCAL_WORLD_SIZE to the number of processes on each node"
-        )
-    port = _port(settings, env) or DEFAULT_PORT
-    return Launch("manual", nodes, devices, node, local, address, port)
 
+    def by_parent(self) -> Launch:
+        """For the processes that the first one of their node has started."""
+        node, local = _number(self.env, "NODE_RANK"), _number(self.env, "LOCAL_RANK")
+        devices, address = number_of_devices(self.asked[0], self.here), self.env["MASTER_ADDR"]
+        launcher, port = self.env[LAUNCHER_VARIABLE], _number(self.env, "MASTER_PORT")
+        return Launch(launcher, self.asked[1], devices, node, local, address, port, joins=True)
 
-def _manual(
-    env: Mapping[str, str], settings: LaunchSettings, nodes: int, devices: int, command: Command
-) -> Launch | None:
-    """Started by the user on each node; None where neither flags nor environment say so."""
-    node = settings.node_rank if settings.node_rank is not None else _integer(env, "NODE_RANK")
-    address = settings.master_addr or env.get("MASTER_ADDR")
-    port = _port(settings, env) or DEFAULT_PORT
-    if node is not None and node >= nodes:
-        raise UserError(
-            f"node {node} of {nodes}: nodes are counted from 0, so expected were 0 to {nodes - 1}:"
-            f" {command.using(num_nodes=nodes, node_rank=nodes - 1)} or {command.using(num_nodes=node + 1)}"
-        )
-    if nodes == 1:
-        return None
-    if node is None or address is None:
-        missing: dict[str, Any] = {
-            "node_rank": "I" if node is None else node,
-            "master_addr": address or "HOST",
-            "master_port": port,
-        }
-        numbers = "0 or 1" if nodes == 2 else f"0 to {nodes - 1}"
-        raise UserError(
-            f"--num-nodes {nodes} does not tell how the nodes find each other. Type on each node, I being {numbers} and"
-            f" HOST the address of node 0: {command.using(**missing)} or use torchrun:"
-            f" {command.torchrun(nodes, devices)} or Slurm: {command.srun(nodes, devices)}"
-        )
-    return Launch("manual", nodes, devices, node, 0, address, port, spawns=True)
+    def by_torchrun(self) -> Launch:
+        """For the processes that torchrun's agent has started."""
+        env = self.env
+        world, local = _integer(env, "WORLD_SIZE") or 1, _integer(env, "LOCAL_WORLD_SIZE") or 1
+        nodes = _integer(env, "GROUP_WORLD_SIZE") or world // local
+        elastic = bool(_integer(env, "TORCHELASTIC_MAX_RESTARTS") or _integer(env, "TORCHELASTIC_RESTART_COUNT"))
+        command = self.command.started_by("torchrun", nodes, local)
+        if nodes * local != world:
+            raise UserError(
+                f"torchrun has started {world} processes on {nodes} nodes, {local} of them on this one; expected as"
+                f" many on each: {command.using()}"
+            )
+        if not elastic:
+            self.check_agreement(nodes, local, "torchrun", command)
+        own = vars(self.settings)
+        if given := {name: own[name] for name in ("master_addr", "master_port") if own[name] is not None}:
+            flags = " ".join(f"{flag_of(name)} {value}" for name, value in given.items())
+            raise UserError(
+                f"torchrun decides where the processes meet; pass {flags} to torchrun itself, or leave it out:"
+                f" {command.using(**dict.fromkeys(given))}"
+            )
+        ranks = _integer(env, "GROUP_RANK") or 0, _integer(env, "LOCAL_RANK") or 0
+        address, port = env.get("MASTER_ADDR", LOOPBACK), _integer(env, "MASTER_PORT")
+        where = (address, port) if world > 1 else (None, None)
+        return Launch("torchrun", nodes, local, *ranks, *where, elastic=elastic)
+
+    def by_slurm(self, tasks: int) -> Launch:
+        """For the processes that srun has started."""
+        env, nodes = self.env, _number(self.env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
+        devices, each = tasks // nodes, env.get("SLURM_STEP_TASKS_PER_NODE", "")
+        if tasks % nodes:
+            raise UserError(
+                f"Slurm has started {tasks} processes on {nodes} nodes; expected as many on each:"
+                f" {self.command.started_by('slurm', nodes, -(-tasks // nodes)).using()}"
+            )
+        command = self.command.started_by("slurm", nodes, devices)
+        if "," in each:
+            raise UserError(
+                f"Slurm has started {each} processes on the nodes, one number for each; expected as many on each:"
+                f" {command.using()}"
+            )
+        self.check_agreement(nodes, devices, "Slurm", command)
+        lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+        hosts = next((env[name] for name in lists if env.get(name)), "")
+        address = self.master or (first_host(hosts) if nodes > 1 and hosts else LOOPBACK)
+        # All processes compute the port from the numbers of the job and the step.
+        port = _FIRST_PORT + (7 * _number(env, "SLURM_JOB_ID") + _number(env, "SLURM_STEP_ID")) % _PORTS
+        ranks = _number(env, "SLURM_NODEID"), _number(env, "SLURM_LOCALID")
+        return Launch("slurm", nodes, devices, *ranks, address, self.port or port)
+
+    def by_environment(self) -> Launch:
+        """For processes that mpirun or a script has started, with their ranks in the environment."""
+        env, address, world = self.env, self.master, _integer(self.env, "WORLD_SIZE") or 1
+        local, rank = _integer(env, "LOCAL_RANK"), _integer(env, "RANK")
+        if address is None or local is None:
+            if "PET_NNODES" in env:
+                raise UserError(
+                    "the variables of this PyTorchJob are for torchrun, which starts the processes of a pod: type"
+                    " torchrun -m in place of python -m"
+                )
+            missing = [name for name, value in (("LOCAL_RANK", local), ("MASTER_ADDR", address)) if value is None]
+            raise UserError(
+                f"RANK and WORLD_SIZE say that this is one of {world} processes; set {' and '.join(missing)} too, or"
+                " unset them to start the processes of this machine from here"
+            )
+        given = str(self.asked[0]) not in ("auto", "-1") or self.here.count is not None
+        of_node = number_of_devices(self.asked[0], self.here) if given else world // self.asked[1]
+        devices = _integer(env, "LOCAL_WORLD_SIZE") or of_node
+        nodes = self.asked[1] if self.asked[1] > 1 else max(1, world // max(1, devices))
+        if world != nodes * devices:
+            raise UserError(
+                f"WORLD_SIZE={world} is not {nodes} node{'s' * (nodes > 1)} x {devices} processes; every node needs as"
+                " many processes as the others:"
+                f" {self.command.using(num_nodes=nodes, devices=max(1, world // nodes))}"
+            )
+        self.check_agreement(nodes, devices, "LOCAL_WORLD_SIZE", self.command)
+        told = (_integer(env, name) for name in ("NODE_RANK", "GROUP_RANK"))
+        node = next((number for number in told if number is not None), (rank or 0) // devices)
+        if rank is not None and rank != node * devices + local:
+            raise UserError(
+                f"RANK={rank} is not process {local} (LOCAL_RANK) of node {node} where each of {nodes} has {devices};"
+                " number them node by node, and set LOCAL_WORLD_SIZE to the number of processes on each node"
+            )
+        return Launch("manual", nodes, devices, node, local, address, self.port or DEFAULT_PORT)
+
+    def manual(self, nodes: int, devices: int) -> Launch:
+        """Started by the user on each node."""
+        command, address, port = self.command, self.master, self.port or DEFAULT_PORT
+        node = _integer(self.env, "NODE_RANK") if self.settings.node_rank is None else self.settings.node_rank
+        if node is not None and node >= nodes:
+            raise UserError(
+                f"node {node} of {nodes}: nodes are counted from 0, so expected were 0 to {nodes - 1}:"
+                f" {command.using(num_nodes=nodes, node_rank=nodes - 1)} or {command.using(num_nodes=node + 1)}"
+            )
+        if nodes > 1 and (node is None or address is None):
+            place = {"node_rank": "I" if node is None else node, "master_addr": address or "HOST", "master_port": port}
+            numbers = "0 or 1" if nodes == 2 else f"0 to {nodes - 1}"
+            torchrun, srun = (command.started_by(who, nodes, devices).using() for who in ("torchrun", "slurm"))
+            raise UserError(
+                f"--num-nodes {nodes} does not tell how the nodes find each other. Type on each node, I being"
+                f" {numbers} and HOST the address of node 0: {command.using(**place)} or use torchrun: {torchrun} or"
+                f" Slurm: {srun}"
+            )
+        return Launch("manual", nodes, devices, node or 0, 0, address, port, spawns=True)
+
+    def refuse_one_process_of_many(self, devices: int) -> None:
+        """Refuse a program that was started once, without srun, in a Slurm job that has more for it."""
+        env, nodes = self.env, _number(self.env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
+        of_node = _number(env, "SLURM_NTASKS_PER_NODE") or -(-_number(env, "SLURM_NTASKS") // nodes) or 1
+        if "SLURM_JOB_ID" not in env or (nodes == 1 and (of_node == 1 or devices > 1)):
+            return
+        tasks = f" and {nodes * of_node} tasks" if of_node > 1 else ""
+        what = f"{nodes} node{'s' * (nodes > 1)}{tasks}"
+        of_node = devices if devices > 1 else max(of_node, _number(env, "SLURM_GPUS_PER_NODE"))
+        several, one = (self.command.started_by("slurm", *split).using() for split in ((nodes, of_node), (1, 1)))
+        lines = f"{several} or as one process: {one}"
+        if "SLURM_PTY_PORT" in env:
+            # The shell of srun is a step that holds the processors of the job.
+            lines = lines.replace("srun --nodes", "srun --overlap --nodes")
+        raise UserError(f"this Slurm job has {what}, and the program was started once, without srun: {lines}")
+
+    def plan(self) -> Launch:
+        """Which of these it is; what the processes' own variables say wins over the flags."""
+        env, nodes, devices = self.env, self.asked[1], number_of_devices(self.asked[0], self.here)
+        if LAUNCHER_VARIABLE in env and "LOCAL_RANK" in env:
+            return self.by_parent()
+        if "TORCHELASTIC_RUN_ID" in env:
+            return self.by_torchrun()
+        by_slurm, tasks = _is_slurm_step(env), _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+        if by_slurm and tasks > 1:
+            return self.by_slurm(tasks)
+        if (_integer(env, "WORLD_SIZE") or 1) > 1 and env.keys() & {"RANK", "LOCAL_RANK"}:
+            return self.by_environment()
+        manual = self.manual(nodes, devices)
+        if nodes > 1:
+            return manual
+        if not by_slurm:
+            self.refuse_one_process_of_many(devices)
+        return Launch("local", 1, 1) if devices == 1 else Launch("local", 1, devices, address=LOOPBACK, spawns=True)
 
 
 def plan_launch(
-    env: Mapping[str, str],
-    settings: LaunchSettings,
-    asked: tuple[Any, int],
-    here: Machine,
-    command: Command,
+    env: Mapping[str, str], settings: LaunchSettings, asked: tuple[Any, int], here: Machine, command: Command
 ) -> Launch:
     """Find out which process of which run this one is.
 
@@ -519,32 +432,18 @@ def plan_launch(
     Raises:
         UserError: the run could not start, or would wait for ever.
     """
-    launch = _plan(env, settings, asked, here, command)
-    _check_devices(launch, here, command)
-    return launch
-
-
-def _plan(
-    env: Mapping[str, str], settings: LaunchSettings, asked: tuple[Any, int], here: Machine, command: Command
-) -> Launch:
-    nodes, devices = asked[1], number_of_devices(asked[0], here)
-    if LAUNCHER_VARIABLE in env and "LOCAL_RANK" in env:
-        return _by_parent(env, asked, here)
-    if "TORCHELASTIC_RUN_ID" in env:
-        return _by_torchrun(env, settings, asked, here, command)
-    step = None if shell_of_srun(env) else slurm_step(env)
-    if step is not None and step.tasks > 1:
-        return _by_slurm(step, env, settings, asked, here, command)
-    several = (_integer(env, "WORLD_SIZE") or 1) > 1
-    if several and (env.keys() & {"RANK", "LOCAL_RANK"}):
-        return _by_environment(env, settings, asked, here, command)
-    if (launch := _manual(env, settings, nodes, devices, command)) is not None:
+    launch = _Start(env, settings, asked, here, command).plan()
+    if here.count is None or launch.devices <= here.count:
         return launch
-    if step is None:
-        _refuse_one_process_of_many(env, devices, command)
-    if devices == 1:
-        return Launch("local", 1, 1)
-    return Launch("local", 1, devices, address=LOOPBACK, spawns=True)
+    command = command.started_by(launch.launcher, launch.num_nodes, launch.devices)
+    if here.count == 0:
+        raise UserError(f"there is no {here.kind} device here: {command.using(accelerator='cpu')}")
+    per_task = launch.launcher == "slurm"
+    hint = " (does the job ask for --gpus-per-task? --gpus-per-node shows each task all of them)" if per_task else ""
+    raise UserError(
+        f"{launch.devices} devices were requested and this machine has {here.count} ({here.kind}){hint}:"
+        f" {command.split(launch.num_nodes, here.count)}"
+    )
 
 
 def check_precision(precision: str, here: Machine, command: Command) -> None:

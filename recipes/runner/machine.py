@@ -18,26 +18,10 @@ import torch
 from datamodules.errors import UserError
 
 __all__ = [
-    "LOOPBACK",
-    "Machine",
-    "Precision",
-    "address_for_others",
-    "bf16_unit",
-    "declare_parent",
-    "default_threads",
-    "detect_machine",
-    "devices_of",
-    "drop_inherited_variables",
-    "exit_with_parent",
-    "interface_towards",
-    "listen",
-    "loopback_interface",
-    "number_of_devices",
-    "own_address",
-    "parent_of_rank",
-    "resolve_precision",
-    "stop_gpu_search",
-    "tune_allocator",
+    *("LOOPBACK", "Machine", "Precision", "address_for_others", "bf16_unit", "declare_parent", "default_threads"),
+    *("detect_machine", "devices_of", "drop_inherited_variables", "exit_with_parent", "interface_towards", "listen"),
+    *("loopback_interface", "number_of_devices", "own_address", "parent_of_rank", "resolve_precision"),
+    *("stop_gpu_search", "tune_allocator"),
 ]
 
 Precision = Literal["auto", "32", "64", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "32-true", "64-true", 32, 64]

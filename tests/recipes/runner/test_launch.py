@@ -13,7 +13,6 @@ from recipes.runner.launch import (
     check_precision,
     first_host,
     plan_launch,
-    slurm_step,
 )
 from recipes.runner.machine import Machine, devices_of
 from tests.end_to_end.test_launch import by_slurm, by_torchrun
@@ -192,4 +191,4 @@ def test_16_mixed_on_a_cpu_is_refused():
 
 def test_slurms_lists_of_hosts_and_steps():
     assert first_host("rack[07-12,15]-n[3],login") == "rack07-n3"
-    assert slurm_step({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
+    assert plan({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}).launcher == "local", "no step"
