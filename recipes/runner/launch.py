@@ -291,17 +291,17 @@ class _Start:
             )
         if not elastic:
             self.check_agreement(nodes, local, "torchrun", command)
-        own = vars(self.settings)
-        if given := {name: own[name] for name in ("master_addr", "master_port") if own[name] is not None}:
+        flags_of = vars(self.settings)
+        if given := {name: flags_of[name] for name in ("master_addr", "master_port") if flags_of[name] is not None}:
             flags = " ".join(f"{flag_of(name)} {value}" for name, value in given.items())
             raise UserError(
                 f"torchrun decides where the processes meet; pass {flags} to torchrun itself, or leave it out:"
                 f" {command.using(**dict.fromkeys(given))}"
             )
-        ranks = _integer(env, "GROUP_RANK") or 0, _integer(env, "LOCAL_RANK") or 0
+        node, own = _integer(env, "GROUP_RANK") or 0, _integer(env, "LOCAL_RANK") or 0
         address, port = env.get("MASTER_ADDR", LOOPBACK), _integer(env, "MASTER_PORT")
         where = (address, port) if world > 1 else (None, None)
-        return Launch("torchrun", nodes, local, *ranks, *where, elastic=elastic)
+        return Launch("torchrun", nodes, local, node, own, where[0], where[1], elastic=elastic)
 
     def by_slurm(self, tasks: int) -> Launch:
         """For the processes that srun has started."""
