@@ -55,9 +55,10 @@ def append(store: Any, key: str, message: dict[str, Any]) -> None:
 
 
 def _namespace() -> str:
-    """Equal for processes that know each other by their numbers: those of one machine, and one container there."""
+    """Equal for processes that know each other by their numbers, and share a network: of one machine or container."""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text()}{Path('/proc/self/ns/pid').readlink()}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return f"{boot}{Path('/proc/self/ns/pid').readlink()}{Path('/proc/self/ns/net').readlink()}"
     except OSError:
         return ""
 

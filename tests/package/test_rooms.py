@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "callbacks.drawing": f"{_DATA} callbacks.lib",
     "callbacks.*": f"{_DATA} datamodules.loading callbacks.checkpointing callbacks.drawing callbacks.lib",
     "recipes": "datamodules",
-    "recipes.__main__": "datamodules.errors recipes.cli recipes.launch recipes.results recipes.version",
+    "recipes.__main__": "datamodules.errors recipes.cli recipes.results recipes.runner recipes.version",
     "recipes.version": "",
     "recipes.files": "callbacks.lib",
     "recipes.weights": "datamodules.errors callbacks.checkpointing callbacks.lib",
@@ -54,13 +54,12 @@ MAY_IMPORT = {
     "recipes.labels recipes.recipe recipes.tta",
     "recipes.export": "datamodules.errors callbacks.lib callbacks.checkpointing recipes.graphs recipes.recipe "
     "recipes.version recipes.weights",
-    "recipes.launch": "datamodules.errors datamodules.ranges callbacks.lib",
-    "recipes.failures": "datamodules.errors callbacks.lib recipes.launch",
+    "recipes.runner": "datamodules.errors datamodules.ranges callbacks.lib",
     "recipes.results": f"{_CALLBACKS} callbacks.checkpointing recipes.files recipes.version",
-    "recipes.resume": f"{_CALLBACKS} callbacks.checkpointing recipes.launch recipes.results",
-    "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing callbacks.drawing recipes.failures recipes.files "
-    "recipes.export recipes.graphs recipes.launch recipes.optim recipes.recipe recipes.results "
-    "recipes.resume recipes.version recipes.weights",
+    "recipes.resume": f"{_CALLBACKS} callbacks.checkpointing recipes.results recipes.runner",
+    "recipes.cli": f"{_CALLBACKS} callbacks.checkpointing callbacks.drawing recipes.files recipes.export "
+    "recipes.graphs recipes.optim recipes.recipe recipes.results recipes.resume recipes.runner recipes.version "
+    "recipes.weights",
     "recipes.NAME": f"{_CALLBACKS} callbacks.drawing datamodules.NAME datamodules.images datamodules.loading "
     "datamodules.mnist datamodules.translation recipes.classification recipes.dropout recipes.graphs recipes.optim "
     "recipes.parameter_groups recipes.pretrained recipes.recipe recipes.text_scores recipes.weights",
