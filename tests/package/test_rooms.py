@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "callbacks.drawing": f"{_DATA} callbacks.lib",
     "callbacks.*": f"{_DATA} datamodules.loading callbacks.checkpointing callbacks.drawing callbacks.lib",
     "recipes": "datamodules",
-    "recipes.__main__": "datamodules.errors recipes.cli recipes.results recipes.runner recipes.version",
+    "recipes.__main__": "datamodules.errors recipes.cli recipes.runner recipes.results recipes.version",
     "recipes.version": "",
     "recipes.files": "callbacks.lib",
     "recipes.weights": "datamodules.errors callbacks.checkpointing callbacks.lib",
