@@ -103,7 +103,7 @@ class FailureMonitor:
         self._left: set[int] = set()
         self._watched: set[int] = set()
         self._outbox: list[dict[str, Any]] = []
-        self._counted = self._read_lines = self._rounds = 0
+        self._read_lines = self._rounds = 0
         self._beats: list[bytes] = []
         self._missed = [0] * launch.world_size
         self._next_beat = 0.0
@@ -212,12 +212,12 @@ class FailureMonitor:
         store.add(_LINES, 1)
 
     def _read(self, store: TCPStore) -> None:
-        if (counted := store.add(_LINES, 0)) == self._counted:
+        if store.add(_LINES, 0) <= self._read_lines:  # Each is counted after it was written.
             return
         lines = store.get(_LOG).decode().splitlines()
         for line in lines[self._read_lines :]:
             self._receive(store, json.loads(line))
-        self._counted, self._read_lines = counted, len(lines)
+        self._read_lines = len(lines)
 
     def _receive(self, store: TCPStore, message: dict[str, Any]) -> None:
         rank, kind = message["rank"], message["kind"]
