@@ -35,7 +35,7 @@ __all__ = ["FailureMonitor", "append", "end_process"]
 _TICK = 0.2
 _BEATS_MISSED = 20  # Of one a second: as long may an interpreter be busy in one call.
 _ENDS = {"lost", "unreachable"}
-_END_SEEN_WITHIN = 5.0  # Seconds for the other ranks to read that the run is over.
+_END_SEEN_WITHIN = 15.0  # Seconds for the other ranks to read that the run is over; 5 where that is a failure.
 _LOG, _LINES, _END, _SEEN = (f"lightning_recipes/{name}" for name in ("log", "lines", "end", "seen"))
 
 
@@ -134,7 +134,7 @@ class FailureMonitor:
             self._send("exit", status=status)
         self._send("left")
         self.over = True
-        self._finished.wait(2 * _END_SEEN_WITHIN)
+        self._finished.wait(_END_SEEN_WITHIN + 5.0)
 
     def wait(self) -> None:
         """Wait until the monitor ends this process.
@@ -164,7 +164,7 @@ class FailureMonitor:
                 store.multi_set([self._beat(rank) for rank in ranks], [""] * len(ranks))
             while not self._round(store):
                 pass
-        except RuntimeError:  # Of the store: rank 0 has ended.
+        except RuntimeError:  # Of the store, mostly: rank 0 has ended.
             self._lose_rank_0("lost")
         finally:
             self._finished.set()
@@ -174,6 +174,8 @@ class FailureMonitor:
         self._rounds += 1
         ended = [key for key, _ in self._selector.select(_TICK)]
         leaving = self.over
+        if any(key.data == 0 for key in ended):  # A call of its store would print torch's stack.
+            raise RuntimeError("rank 0 has ended")
         while self._outbox:
             self._write(store, self._outbox.pop(0))
         beats = time.monotonic() >= self._next_beat
@@ -279,7 +281,7 @@ class FailureMonitor:
     def _publish_end(self, store: TCPStore, status: int, line: str = "") -> None:
         """End the other ranks; the store, which ends with this process, has to live until they have read it."""
         store.set(_END, json.dumps({"status": status, "line": line}))
-        deadline = time.monotonic() + _END_SEEN_WITHIN
+        deadline = time.monotonic() + (5.0 if status else _END_SEEN_WITHIN)
         lost = sum(report.kind in _ENDS for report in self.reports)
         while store.add(_SEEN, 0) < len(self._others) - lost and time.monotonic() < deadline:
             time.sleep(0.02)

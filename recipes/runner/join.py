@@ -33,7 +33,14 @@ from datamodules.errors import UserError
 from recipes.runner.failure_cause import classify_exception
 from recipes.runner.failure_monitor import FailureMonitor, append, end_process
 from recipes.runner.launch import LAUNCHER_VARIABLE, Command, Launch, LaunchSettings
-from recipes.runner.machine import LOOPBACK, address_for_others, interface_towards, listen, loopback_interface
+from recipes.runner.machine import (
+    LOOPBACK,
+    address_for_others,
+    interface_towards,
+    is_loopback,
+    listen,
+    loopback_interface,
+)
 
 __all__ = [
     *("UPDATES_DONE", "ExpectedEnd", "FailureReporter", "Request", "code_version", "describe_differences"),
@@ -373,7 +380,8 @@ def _host(request: Request, deadline: float, agents: _AgentsStore | None) -> Ren
     The store of the run has a port of its own, so that the run's port is free again for a next run of this program.
     """
     launch, port = request.launch, 0 if agents else request.launch.port or 0
-    loopback, address = launch.num_nodes == 1, _address(launch)
+    address = _address(launch)
+    loopback = is_loopback(address)
     try:
         listener = listen(port, loopback=loopback)
     except OSError as error:

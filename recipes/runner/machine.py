@@ -19,9 +19,9 @@ from datamodules.errors import UserError
 
 __all__ = [
     *("LOOPBACK", "Machine", "Precision", "address_for_others", "bf16_unit", "declare_parent", "default_threads"),
-    *("detect_machine", "devices_of", "drop_inherited_variables", "exit_with_parent", "interface_towards", "listen"),
-    *("loopback_interface", "number_of_devices", "own_address", "parent_of_rank", "resolve_precision"),
-    *("stop_gpu_search", "tune_allocator"),
+    *("detect_machine", "devices_of", "drop_inherited_variables", "exit_with_parent", "interface_towards"),
+    *("is_loopback", "listen", "loopback_interface", "number_of_devices", "own_address", "parent_of_rank"),
+    *("resolve_precision", "stop_gpu_search", "tune_allocator"),
 ]
 
 Precision = Literal["auto", "32", "64", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "32-true", "64-true", 32, 64]
@@ -193,7 +193,8 @@ def own_address(address: str, port: int = 1) -> str:
         return str(probe.getsockname()[0])
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether an address or a name leads every machine to itself."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address).is_loopback
     return address.split(".")[0] == "localhost"
@@ -205,7 +206,7 @@ def address_for_others(address: str, port: int = 1) -> str:
     Debian resolves a machine's own name to 127.0.1.1, a loopback address: then the name is published.
     """
     own = own_address(address, port)
-    return address if _is_loopback(own) else own
+    return address if is_loopback(own) else own
 
 
 def loopback_interface() -> str | None:
@@ -226,7 +227,7 @@ def interface_towards(address: str) -> str | None:
 
     try:
         own = own_address(address)
-        if _is_loopback(own) and not _is_loopback(address):
+        if is_loopback(own) and not is_loopback(address):
             own = own_address(_ELSEWHERE)
     except OSError:
         return None
