@@ -53,6 +53,7 @@ UPDATES_DONE = "updates done"
 T = TypeVar("T")
 _RETRY_AFTER = 0.1
 _CONNECT_TIMEOUT = 10.0  # Seconds for rank 0 to answer once its port is open.
+_SEEN_WITHIN = 20.0  # Seconds for the other ranks to read the result, whatever they share their processors with.
 _RECORDS, _RESULT, _SEEN = (f"lightning_recipes/{name}" for name in ("records", "result", "result seen"))
 _PACKAGES = ("recipes", "callbacks", "datamodules")
 
@@ -254,7 +255,7 @@ def _no_answer(request: Request, address: str, port: int, error: Exception) -> U
     )
 
 
-def _exchange(store: TCPStore, request: Request, deadline: float) -> dict[str, Any]:
+def _exchange(store: Any, request: Request, deadline: float) -> dict[str, Any]:
     """Write the settings of this rank, and wait for what rank 0 makes of all."""
     if not request.launch.joins:
         append(store, _RECORDS, request.record)
@@ -263,7 +264,7 @@ def _exchange(store: TCPStore, request: Request, deadline: float) -> dict[str, A
             raise TimeoutError
         time.sleep(_RETRY_AFTER)
     result = dict(json.loads(store.get(_RESULT)))
-    store.add(_SEEN, 1)
+    store.append(_SEEN, f"{request.launch.rank} ")
     return result
 
 
@@ -400,16 +401,22 @@ def _host(request: Request, deadline: float, agents: _AgentsStore | None) -> Ren
             f"node 0 cannot connect to itself at {address}:{port} ({error}); `master_addr` has to be an address of the"
             f" node with node_rank=0: {request.command.using(master_addr=socket.gethostname())}"
         ) from error
-    rendezvous, of_run = _serve(listener, address), _serve(listen(0, loopback=loopback), address)
+    of_run = _serve(listen(0, loopback=loopback), address)
+    rendezvous: Any = _serve(listener, address)
     append(rendezvous, _RECORDS, request.record)
+    rendezvous.append(_SEEN, "0 ")
     problem = _compare(rendezvous, request, deadline)
     for store in (rendezvous, of_run):
         store.set(_RESULT, json.dumps({"problem": problem, "record": request.record, "port": of_run.port}))
-    others, until = rendezvous.get(_RECORDS).count(b"\n") - 1, time.monotonic() + _CONNECT_TIMEOUT / 2
-    while rendezvous.add(_SEEN, 0) < others and time.monotonic() < until:  # It ends with this function.
+    count, until = rendezvous.get(_RECORDS).count(b"\n"), time.monotonic() + (5.0 if problem else _SEEN_WITHIN)
+    seen = rendezvous.get(_SEEN).split()
+    while len(seen) < count and time.monotonic() < until:  # The store ends with this function.
         time.sleep(_RETRY_AFTER / 10)
+        seen = rendezvous.get(_SEEN).split()
     if problem:
         raise UserError(problem)
+    if ended := set(launch.first_ranks) - set(map(int, seen)):
+        raise UserError(f"rank {min(ended)} ended during the rendezvous; see its own output")
     return Rendezvous(of_run, address, port)
 
 
