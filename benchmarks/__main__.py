@@ -109,8 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from benchmarks.harness.measurements import Options, as_json, describe_machine, print_section, write_json
     from datamodules.errors import UserError
-    from recipes.launch.host_tuning import tune_allocator
-    from recipes.launch.precision import resolve_precision
+    from recipes.runner.machine import resolve_precision, tune_allocator
 
     tuned = tune_allocator()  # Before the first large allocation.
     console = Console(highlight=False)

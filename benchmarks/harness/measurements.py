@@ -259,7 +259,7 @@ def describe_machine(allocator_tuned: bool) -> dict[str, str]:
     """What the figures hold for: the hardware, the versions, the commit, the time and how busy the machine is."""
     import torch
 
-    from recipes.launch.precision import bf16_unit
+    from recipes.runner.machine import bf16_unit
 
     unit = bf16_unit()
     machine = {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.harness.measurements import Column, Goal, Options, Progress, Section, Spread, alternate, pin_threads
 from benchmarks.sections.multi30k import multi30k_texts
 from datamodules.translation.text import EOS, PAD, SOS, Vocabulary
-from recipes.launch.precision import resolve_precision
+from recipes.runner.machine import resolve_precision
 from recipes.seq2seq.decoding import beam_search, length_penalty
 from recipes.seq2seq.network import AnyNetwork, Seq2SeqNet
 from recipes.seq2seq.transformer import TransformerNet

@@ -25,8 +25,8 @@ from callbacks import GradientSum, OrderedStatistics
 from callbacks.lib.exact_sums import tree_nodes
 from datamodules.loading.sampling import range_of_rank
 from recipes import ResNetFineTuner
-from recipes.launch.precision import resolve_precision
 from recipes.optim import build_optimizer, parameter_groups
+from recipes.runner.machine import resolve_precision
 
 __all__ = ["bytes_sent", "run"]
 

@@ -31,7 +31,7 @@ from benchmarks.harness.measurements import (
 from benchmarks.harness.terminal import interruptible
 from datamodules import ImageFolderDataModule
 from recipes import ResNetFineTuner
-from recipes.launch.precision import resolve_precision
+from recipes.runner.machine import resolve_precision
 
 __all__ = ["run"]
 

@@ -40,8 +40,8 @@ from benchmarks.harness.processes import free_port
 from benchmarks.sections.fine_tuning import image_batch
 from datamodules.errors import UserError
 from recipes import ResNetFineTuner
-from recipes.launch.precision import resolve_precision
-from recipes.launch.strategies import LeanDDPStrategy
+from recipes.runner.machine import resolve_precision
+from recipes.runner.strategies import LeanDDPStrategy
 
 __all__ = ["run"]
 

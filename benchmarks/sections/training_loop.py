@@ -33,8 +33,8 @@ from benchmarks.harness.measurements import (
     pin_threads,
 )
 from benchmarks.sections.input_pipeline import find_images, write_files
-from recipes.launch.precision import resolve_precision
 from recipes.mnist.network import MNISTNet
+from recipes.runner.machine import resolve_precision
 
 __all__ = ["run"]
 

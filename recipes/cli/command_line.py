@@ -33,22 +33,35 @@ from recipes.cli.report import check_output, shown
 from recipes.cli.run_folder import logger_names
 from recipes.cli.settings import RunSettings
 from recipes.cli.verify import find_interval, settings_to_repeat
-from recipes.failures.fingerprint import fingerprint
-from recipes.failures.join import join_run
-from recipes.failures.monitor import RunConnection, monitored
-from recipes.failures.orphans import declare_parent, drop_inherited_variables, exit_with_parent, parent_of_rank
-from recipes.failures.rendezvous import UPDATES_DONE
-from recipes.launch.devices import detect_machine, devices_of
-from recipes.launch.host_tuning import stop_gpu_search, tune_allocator
-from recipes.launch.plan import Launch, plan_launch
-from recipes.launch.precision import check_precision, resolve_precision
-from recipes.launch.rank_zero import is_rank_zero, print_error, rank_zero_print
-from recipes.launch.settings import Command, LaunchSettings, flag_of
-from recipes.launch.strategies import check_strategy
 from recipes.results.stopwatch import process_age
 from recipes.resume.requeue import requeue_after_loss
 from recipes.resume.resume_point import ResumePoint, find_resume_point
 from recipes.resume.saved_run import describe_differences, read_run
+from recipes.runner.failure_monitor import FailureMonitor
+from recipes.runner.join import UPDATES_DONE, fingerprint, join_run, monitored
+from recipes.runner.launch import (
+    Command,
+    Launch,
+    LaunchSettings,
+    check_precision,
+    flag_of,
+    is_rank_zero,
+    plan_launch,
+    print_error,
+    rank_zero_print,
+)
+from recipes.runner.machine import (
+    declare_parent,
+    detect_machine,
+    devices_of,
+    drop_inherited_variables,
+    exit_with_parent,
+    parent_of_rank,
+    resolve_precision,
+    stop_gpu_search,
+    tune_allocator,
+)
+from recipes.runner.strategies import check_strategy
 from recipes.weights import read_settings_beside
 
 __all__ = ["CommandLine", "build_parser", "run"]
@@ -72,7 +85,6 @@ _COMMON_TRAINER_PARAMETERS = """
     accelerator strategy devices num_nodes max_epochs max_steps fast_dev_run gradient_clip_val log_every_n_steps
     limit_train_batches
 """
-_COMMON_LAUNCH_SETTINGS = "node_rank master_addr master_port"
 _TRAINER_TEXTS = LIMIT_TEXTS | {
     "strategy": "ddp, or auto, which is one device or ddp",
     "barebones": "measure the speed of training: without logs, progress, checkpoints and test",
@@ -145,7 +157,7 @@ def build_parser(classes: Classes, program: str) -> FlagParser:
     trainer_common = frozenset(_COMMON_TRAINER_PARAMETERS.split())
     groups = [
         FlagGroup("Run", RunSettings),
-        FlagGroup("Launch", LaunchSettings, common=frozenset(_COMMON_LAUNCH_SETTINGS.split())),
+        FlagGroup("Launch", LaunchSettings),
         FlagGroup("Data", classes.data, frozenset({"predict_inputs"})),
         FlagGroup("Recipe", classes.recipe),
         FlagGroup("Trainer", pl.Trainer, trainer_skips, common=trainer_common, texts=_TRAINER_TEXTS),
@@ -232,7 +244,7 @@ class CommandLine:
             self.parser.import_optimizer(namespace, args)
         return self._run(checkpoint, *self._settings(command, namespace, point))
 
-    def _run(self, checkpoint: str | None, settings: Settings, connection: RunConnection | None) -> Trained | None:
+    def _run(self, checkpoint: str | None, settings: Settings, connection: FailureMonitor | None) -> Trained | None:
         try:
             experiment = build_experiment(settings, self.classes, connection)
             return carry_out(experiment, self.typed, self.started_at)
@@ -431,7 +443,7 @@ class CommandLine:
 
     def _launch(
         self, command: str, values: dict[str, Any], config: dict[str, Any]
-    ) -> tuple[Launch, RunConnection | None]:
+    ) -> tuple[Launch, FailureMonitor | None]:
         """Find out which process of the run this one is, and wait for the others."""
         here = detect_machine(values["accelerator"])
         options = LaunchSettings(**self.parser.select(values, "Launch"))
@@ -461,7 +473,7 @@ class CommandLine:
 
     def _settings(
         self, command: str, namespace: Namespace, point: ResumePoint
-    ) -> tuple[Settings, RunConnection | None]:
+    ) -> tuple[Settings, FailureMonitor | None]:
         """The values of all flags, and the connection to the other ranks."""
         tuned = tune_allocator()
         stop_gpu_search()

@@ -40,16 +40,15 @@ from recipes.cli.trainer import build_trainer, renew_callbacks
 from recipes.cli.verify import verify
 from recipes.cli.weights_recorder import WeightsRecorder
 from recipes.export import export
-from recipes.failures.cause import first_line
-from recipes.failures.monitor import exit_run
 from recipes.files import write_rows, write_text
-from recipes.launch.rank_zero import is_rank_zero, rank_zero_print
-from recipes.launch.settings import Command
 from recipes.prediction import all_rows, prediction_table
 from recipes.results.results_file import set_aside
 from recipes.results.stopwatch import Stopwatch, stopwatch_for
 from recipes.resume.resume_point import start_from
 from recipes.resume.saved_run import read_run
+from recipes.runner.failure_cause import first_line
+from recipes.runner.join import exit_run
+from recipes.runner.launch import Command, is_rank_zero, rank_zero_print
 from recipes.weights import load_initial_weights, some_names
 
 __all__ = ["Trained", "carry_out"]

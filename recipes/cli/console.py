@@ -12,7 +12,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from recipes.launch.rank_zero import is_rank_zero
+from recipes.runner.launch import is_rank_zero
 
 __all__ = ["configure_logging", "escape_output", "prints_progress", "warnings_only"]
 

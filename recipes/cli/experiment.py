@@ -25,15 +25,13 @@ from datamodules.errors import UserError
 from recipes.base import Recipe
 from recipes.cli.limits import micro_batches_of_update
 from recipes.cli.settings import RunSettings, run_callbacks
-from recipes.failures.monitor import RunConnection
-from recipes.failures.rendezvous import share
-from recipes.launch.host_tuning import default_threads
-from recipes.launch.plan import Launch
-from recipes.launch.rank_zero import rank_zero_print
-from recipes.launch.settings import LaunchSettings
 from recipes.results.weights_record import Interval
 from recipes.resume.resume_point import ResumePoint
 from recipes.resume.saved_run import read_run
+from recipes.runner.failure_monitor import FailureMonitor
+from recipes.runner.join import share
+from recipes.runner.launch import Launch, LaunchSettings, rank_zero_print
+from recipes.runner.machine import default_threads
 
 __all__ = ["Classes", "Experiment", "Settings", "as_user_errors", "build_experiment", "takes_inputs"]
 
@@ -109,8 +107,8 @@ class Classes:
     @property
     def call_parameters(self) -> frozenset[str]:
         """Settings that belong to one call, and are not saved with a run."""
-        marked = (marked_parameters(cls, OneCall) for cls in (self.recipe, self.data, RunSettings))
-        return _OF_ONE_CALL.union(LaunchSettings.__dataclass_fields__, *marked)
+        marked = (marked_parameters(cls, OneCall) for cls in (self.recipe, self.data, RunSettings, LaunchSettings))
+        return _OF_ONE_CALL.union(*marked)
 
 
 @dataclass(frozen=True)
@@ -197,7 +195,7 @@ def _print_devices(settings: Settings) -> None:
         rank_zero_print(f"devices: {before} before, {now} now; the updates and their order stay")
 
 
-def _with_seed(settings: Settings, connection: RunConnection | None) -> tuple[Settings, int]:
+def _with_seed(settings: Settings, connection: FailureMonitor | None) -> tuple[Settings, int]:
     """Replace the seed "random" by that of the checkpoint, or by one that rank 0 draws for all; returns it, too."""
     run = settings.run
     if run.seed != "random":
@@ -213,7 +211,7 @@ def _with_seed(settings: Settings, connection: RunConnection | None) -> tuple[Se
     return replace(settings, run=replace(run, seed=seed), data=data, recipe=recipe, config=config, notes=notes), seed
 
 
-def _with_threads(settings: Settings, connection: RunConnection | None) -> Settings:
+def _with_threads(settings: Settings, connection: FailureMonitor | None) -> Settings:
     """Set the number of threads on every rank: that of the flag or the checkpoint, else the default of rank 0."""
     threads, default = settings.run.threads, default_threads(os.environ, settings.launch.devices)
     if threads is None and connection is not None:
@@ -250,7 +248,7 @@ def _resolved_data(
     classes: Classes,
     data: pl.LightningDataModule,
     recipe: Recipe,
-    connection: RunConnection | None,
+    connection: FailureMonitor | None,
 ) -> tuple[pl.LightningDataModule, Mapping[str, Any]]:
     """The data module and its arguments, with those that were left open decided by the recipe, and on rank 0."""
     if settings.run.ckpt:
@@ -282,7 +280,7 @@ def _set_arguments(data: pl.LightningDataModule, values: Mapping[str, Any]) -> N
     data.hparams.update(_fill(data.hparams, values))
 
 
-def build_experiment(settings: Settings, classes: Classes, connection: RunConnection | None) -> Experiment:
+def build_experiment(settings: Settings, classes: Classes, connection: FailureMonitor | None) -> Experiment:
     """Complete what the flags left open, freeze the settings, and build from them.
 
     Args:

@@ -4,7 +4,7 @@ import re
 import shlex
 from collections.abc import Collection, Mapping
 
-from recipes.launch.settings import flag_of
+from recipes.runner.launch import flag_of
 
 __all__ = ["ALIASES", "as_flags", "one_line"]
 

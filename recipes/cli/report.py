@@ -19,14 +19,13 @@ from datamodules.errors import RunFailedError, UserError
 from recipes.base import Recipe
 from recipes.cli.experiment import Experiment, takes_inputs
 from recipes.files import write_rows
-from recipes.launch.rank_zero import print_error
-from recipes.launch.settings import Command
 from recipes.results.html_report import REPORT, write_report
 from recipes.results.origin import hardware, versions
 from recipes.results.results_file import RESULTS, Best, Results, write_results
 from recipes.results.stopwatch import Stopwatch, count_parameters, loader_sizes, peak_memory
 from recipes.results.texts import memory_text
 from recipes.resume.saved_run import read_run
+from recipes.runner.launch import Command, print_error
 from recipes.tables import Table
 
 __all__ = [

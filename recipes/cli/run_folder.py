@@ -22,9 +22,9 @@ from callbacks.lib.writing import best_effort, forget_failures
 from datamodules.errors import UserError
 from recipes.cli.settings import RunSettings
 from recipes.files import write_rows
-from recipes.launch.rank_zero import is_rank_zero, print_error, rank_zero_print
 from recipes.resume.resume_point import ResumePoint, locked
 from recipes.resume.saved_run import read_run
+from recipes.runner.launch import is_rank_zero, print_error, rank_zero_print
 
 __all__ = ["do_nothing", "log_settings", "logger_names", "loggers", "run_folder", "tensorboard_name"]
 

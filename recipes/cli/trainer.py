@@ -22,10 +22,10 @@ from recipes.cli.console import prints_progress
 from recipes.cli.experiment import Experiment, Settings, as_user_errors
 from recipes.cli.limits import limits_per_device
 from recipes.cli.run_folder import logger_names, loggers
-from recipes.failures.monitor import FailureReporter
-from recipes.launch.rank_zero import rank_zero_print
-from recipes.launch.strategies import build_strategy
 from recipes.results.origin import hardware
+from recipes.runner.join import FailureReporter
+from recipes.runner.launch import rank_zero_print
+from recipes.runner.strategies import build_strategy
 
 __all__ = ["build_trainer", "renew_callbacks"]
 

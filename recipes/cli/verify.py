@@ -20,10 +20,10 @@ from recipes.cli.report import print_pairs, shown
 from recipes.cli.settings import checkpoint_callbacks
 from recipes.cli.trainer import build_trainer
 from recipes.cli.weights_recorder import weights_hash
-from recipes.failures.monitor import ExpectedEnd
 from recipes.results.origin import differences, environment
 from recipes.results.weights_record import Interval, interval_to_repeat
 from recipes.resume.saved_run import read_run
+from recipes.runner.join import ExpectedEnd
 
 __all__ = ["find_interval", "settings_to_repeat", "verify"]
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.lib.writing import best_effort
-from recipes.launch.rank_zero import rank_zero_print
 from recipes.results.origin import differences, environment
 from recipes.results.weights_record import Save, Start, WeightsRecord
 from recipes.resume.saved_run import SavedRun
+from recipes.runner.launch import rank_zero_print
 
 __all__ = ["WeightsRecorder", "weights_hash"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from callbacks.lib.slurm_job import NotRequeued, batch_job, requeue, restarts
 from datamodules.errors import UserError
-from recipes.launch.job_name import torchrun_will_restart
+from recipes.resume.job_name import torchrun_will_restart
 from recipes.resume.saved_run import read_run
 
 __all__ = ["requeue_after_loss"]

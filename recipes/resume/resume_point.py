@@ -12,12 +12,12 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from datamodules.errors import UserError
-from recipes.launch.job_name import is_restarted, launch_name
-from recipes.launch.rank_zero import is_rank_zero
 from recipes.results.results_file import RESULTS, read_results
+from recipes.resume.job_name import is_restarted, launch_name
 from recipes.resume.lineage import abandon_later_checkpoints, record_start, was_started_from
 from recipes.resume.saved_run import SavedRun, describe_differences, newest_valid_checkpoint, read_run
 from recipes.resume.settings_file import read_settings
+from recipes.runner.launch import is_rank_zero
 
 __all__ = ["ResumePoint", "find_resume_point", "locked", "start_from"]
 

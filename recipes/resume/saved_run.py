@@ -10,7 +10,7 @@ from typing import Any
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import describe_damage
 from datamodules.errors import UserError
-from recipes.launch.settings import flag_of
+from recipes.runner.launch import flag_of
 
 __all__ = ["SavedRun", "describe_differences", "newest_valid_checkpoint", "read_run"]
 

@@ -14,7 +14,7 @@ from datamodules.ranges import COUNT, SHARE, Range, check_ranges
 from datamodules.translation.data_module import TranslationDataModule
 from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator
 from recipes.cli.settings import RunSettings
-from recipes.launch.settings import LaunchSettings
+from recipes.runner.launch import LaunchSettings
 
 
 def translator(**options: Any) -> Seq2SeqTranslator:

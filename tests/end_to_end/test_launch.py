@@ -12,10 +12,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from datamodules.errors import UserError
-from recipes.failures import rendezvous
-from recipes.failures.rendezvous import Request
-from recipes.launch.plan import Launch
-from recipes.launch.settings import Command
+from recipes.runner import join
+from recipes.runner.join import Request, rendezvous
+from recipes.runner.launch import Command, Launch
 from tests.support.nodes import Ended, start
 from tests.support.ranks import free_port
 
@@ -322,14 +321,14 @@ def test_a_taken_port_is_refused_with_the_command_of_the_launcher(launcher, advi
         command = Command("python -m r").started_by(launcher, 2, 1)
         launch = Launch(launcher, 2, 1, address="127.0.0.1", port=port)
         with pytest.raises(UserError) as refused:
-            rendezvous.rendezvous(Request(launch, {}, 5.0, command))
+            rendezvous(Request(launch, {}, 5.0, command))
     assert advice.format(port + 1) in str(refused.value)
 
 
 def test_a_service_that_never_answers_is_not_a_run_of_this_program(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_CONNECT_TIMEOUT", 0.5)
+    monkeypatch.setattr(join, "_CONNECT_TIMEOUT", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         launch = Launch("manual", 2, 1, node_rank=1, address="127.0.0.1", port=silent.getsockname()[1])
         command = Command("python -m recipes.mnist", [])
         with pytest.raises(UserError, match="is not a run of this program"):
-            rendezvous.rendezvous(Request(launch, {}, 5.0, command))
+            rendezvous(Request(launch, {}, 5.0, command))

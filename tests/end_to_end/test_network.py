@@ -76,9 +76,11 @@ def _addresses_while(roots: list[int], runs: Callable[[], bool]) -> set[str]:
     return found
 
 
-def test_processes_of_one_node_listen_on_the_loopback_interface_only(tmp_path: Path) -> None:
-    where = {"WORLD_SIZE": "2", "MASTER_ADDR": socket.gethostname(), "MASTER_PORT": str(free_port())}
-    ranks = [where | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_processes_of_one_machine_listen_on_the_loopback_interface_only(tmp_path: Path, nodes: int) -> None:
+    where = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(2 // nodes), "MASTER_PORT": str(free_port())}
+    where["MASTER_ADDR"] = socket.gethostname() if nodes == 1 else "localhost"
+    ranks = [where | {"RANK": str(rank), "LOCAL_RANK": str(rank % (2 // nodes))} for rank in (0, 1)]
     shells = [Shell(tmp_path, f"rank{i}", ["--name", "run", "--max-epochs", "20"], env) for i, env in enumerate(ranks)]
     pids = [shell.process.pid for shell in shells if shell.process.pid is not None]
     addresses = _addresses_while(pids, lambda: any(shell.process.is_alive() for shell in shells))

@@ -27,11 +27,11 @@ from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from recipes.compilation import check_compiler, compile_network, restore_network
 from recipes.dropout import Dropout
-from recipes.launch.strategies import build_strategy
 from recipes.mnist import MNISTClassifier
 from recipes.mnist.network import MNISTNet
 from recipes.resnet import ResNetFineTuner
 from recipes.resnet.network import build_resnet
+from recipes.runner.strategies import build_strategy
 from recipes.seq2seq.network import Seq2SeqNet, target_positions
 from recipes.seq2seq.transformer import TransformerNet
 from tests.support.command_lines import typed

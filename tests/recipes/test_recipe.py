@@ -30,10 +30,10 @@ from datamodules.errors import UserError
 from datamodules.images.mnist import MNISTDataModule
 from datamodules.loading.loaders import TrainLoader
 from recipes.base import Recipe
-from recipes.launch.precision import resolve_precision
 from recipes.mnist import MNISTClassifier
 from recipes.optim import build_optimizer, learning_rate_scale, parameter_groups
 from recipes.resnet import ResNetFineTuner
+from recipes.runner.machine import resolve_precision
 from recipes.seq2seq import Seq2SeqTranslator
 from tests.support.own_training import TrainedRecipe
 from tests.support.ranks import run_ranks

@@ -167,8 +167,8 @@ def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_prin
     from recipes.cli.experiment import Classes, Settings, build_experiment
     from recipes.cli.settings import RunSettings
     from recipes.cli.trainer import _global_batch_text
-    from recipes.launch.plan import Launch
     from recipes.resume.resume_point import ResumePoint
+    from recipes.runner.launch import Launch
     from tests.recipes.resume.test_resume import save
 
     config = {"batch_size": batch_size, "accumulate": accumulate, "num_classes": 3, "shade": "grey"}

@@ -14,9 +14,9 @@ from datamodules.errors import UserError
 from recipes.cli.experiment import Settings
 from recipes.cli.settings import RunSettings
 from recipes.cli.verify import settings_to_repeat
-from recipes.launch.plan import Launch
 from recipes.results.weights_record import Interval, Start
 from recipes.resume.resume_point import ResumePoint
+from recipes.runner.launch import Launch
 from tests.support.command_lines import contents, typed
 
 FIT = "--name one --threads 2 --max-epochs 2 --precision 32-true --logger none --lr 0.02 --optimizer adamw"

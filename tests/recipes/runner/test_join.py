@@ -1,11 +1,12 @@
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from datamodules import UserError
-from recipes.failures.rendezvous import Request, rendezvous
-from recipes.launch.plan import Launch
-from recipes.launch.settings import Command
+from recipes.runner import join
+from recipes.runner.join import Request, rendezvous
+from recipes.runner.launch import Command, Launch
 from tests.support.ranks import free_port
 
 COMMAND = Command("python -m r", [])
@@ -46,6 +47,25 @@ def test_a_process_with_other_settings_is_named_on_both():
     for result in joined:
         with pytest.raises(UserError, match=r"rank 1 \(node 1, .*\): lr is 0.2, on rank 0 0.1"):
             result.result()
+
+
+def test_a_process_that_ends_during_the_rendezvous_does_not_leave_the_others_waiting(monkeypatch):
+    monkeypatch.setattr(join, "_SEEN_WITHIN", 1.0)
+    port = free_port()
+    zero, one = (
+        Request(Launch("manual", 2, 1, node, address="127.0.0.1", port=port), {}, 20.0, COMMAND) for node in (0, 1)
+    )
+    with ThreadPoolExecutor() as pool:
+        joined = pool.submit(rendezvous, zero)
+        while True:
+            try:
+                store = join._connect(one, "127.0.0.1", port)
+                break
+            except OSError:
+                time.sleep(0.1)
+        join.append(store, join._RECORDS, one.record)  # And then it is killed.
+    with pytest.raises(UserError, match="rank 1 ended during the rendezvous; see its own output"):
+        joined.result()
 
 
 def test_two_processes_that_claim_to_be_one_rank_are_told():

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from recipes.failures.orphans import declare_parent, drop_inherited_variables, parent_of_rank
+from recipes.runner.machine import declare_parent, drop_inherited_variables, parent_of_rank
 from tests.support.agents import children_of, shell_environment, wait_until
 
 ARGS = ["--accelerator", "cpu", "--precision", "32", "--dataset", "digits", "--max-epochs", "2000", "--devices", "2"]
 
 GUARDED = """
 import os, time
-from recipes.failures.orphans import exit_with_parent
+from recipes.runner.machine import exit_with_parent
 
 exit_with_parent(os.environ)
 open("ready", "w").close()
@@ -26,7 +26,7 @@ time.sleep(60)
 
 PARENT = """
 import os, subprocess, sys, time
-from recipes.failures.orphans import declare_parent
+from recipes.runner.machine import declare_parent
 
 declare_parent(os.environ)
 env = os.environ | {"LOCAL_RANK": "1"}

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from recipes.failures.fingerprint import code_version
+from recipes.runner.join import code_version
 
 
 def package(root: Path) -> list[Path]:

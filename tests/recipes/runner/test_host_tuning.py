@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.launch.host_tuning import default_threads
+from recipes.runner.machine import default_threads
 
 ROOT = Path(__file__).parents[3]
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 def test_without_a_gpu_adam_no_longer_searches_for_one_in_each_step() -> None:
     code = (
         "import os, lightning.pytorch, torch\n"
-        "from recipes.launch.host_tuning import stop_gpu_search\n"
+        "from recipes.runner.machine import stop_gpu_search\n"
         "stop_gpu_search()\n"
         "opened = []\n"
         "import sys\n"

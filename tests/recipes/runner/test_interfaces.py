@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.launch.interfaces import address_for_others, interface_towards, own_address
+from recipes.runner.machine import address_for_others, interface_towards, own_address
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="interfaces are asked for as Linux does")
 
@@ -45,7 +45,7 @@ def test_where_the_hosts_own_name_is_a_loopback_address_others_get_the_name_and_
         pytest.skip("there is no program unshare")
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n127.0.1.1 node0\n")
-    code = "import json, recipes.launch.interfaces as i\n"
+    code = "import json, recipes.runner.machine as i\n"
     code += "print(json.dumps([i.own_address('node0'), i.address_for_others('node0'), i.interface_towards('node0')]))"
     script = 'mount --bind "$1" /etc/hosts && exec "$2" -c "$3"'
     command = ["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh", str(hosts), sys.executable, code]

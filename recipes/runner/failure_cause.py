@@ -8,33 +8,26 @@ from dataclasses import dataclass
 
 from datamodules.errors import UserError
 
-__all__ = ["RankReport", "classify_exception", "failure_cause", "first_line", "is_consequence"]
+__all__ = ["MISSED_AFTER_LOSS", "RankReport", "classify_exception", "failure_cause", "first_line", "is_consequence"]
 
-# Seconds to wait for a report that explains more, by the kind of a report.
+MISSED_AFTER_LOSS = 5
+"""Heartbeats, of one a second, after which a rank is lost where another one has lost the connection to some rank."""
+
+# The kind that explains most comes first, as a rank that exits on purpose makes others fail; and the seconds to wait
+# for a report that explains more.
 _WAIT = {
     "user_error": 2.0,
     "exception": 0.3,
     "exception_pending": 10.0,
+    "exit": 5.0,
     "lost": 0.0,
     "unreachable": 0.0,
-    "exit": 5.0,
-    "consequence": 4.0,
+    "consequence": MISSED_AFTER_LOSS + 3.0,
 }
-# The kind that explains most comes first. A rank that exits on purpose makes others fail.
-_ORDER = ("user_error", "exception", "exception_pending", "exit", "lost", "unreachable", "consequence")
 _CONSEQUENCES = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "socket closed",
-    "connection was likely closed",
-    "remote process exited or there was a network error",
-    "failed to recv",
-    "failed to send",
-    "recvvalue failed",
-    "sendbytes failed",
-    "application timeout caused pair closure",
+    *("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "socket closed"),
+    *("connection was likely closed", "remote process exited or there was a network error", "failed to recv"),
+    *("failed to send", "recvvalue failed", "sendbytes failed", "application timeout caused pair closure"),
 )
 
 
@@ -46,7 +39,7 @@ class RankReport:
         kind: user_error (the user can correct it), exception, exception_pending (an exception that is still being
             handled), exit (on purpose, as on a signal), lost (the process ended without a report), unreachable (its
             node does not answer) or consequence (an exception that the end of another rank explains).
-        line: the first line of the error.
+        line: the first line of the error, or the signal that has killed a process.
         status: the exit status that belongs to it.
         at: when it arrived, in seconds.
     """
@@ -62,10 +55,9 @@ class RankReport:
     @property
     def due(self) -> float:
         """When to stop waiting for a report that explains more."""
-        if self.rank == 0:
-            # A user error mostly occurs on all ranks, and rank 0 prints it. Before it exits, rank 0 may have to save.
-            return self.at + {"user_error": 0.3, "exit": 25.0}.get(self.kind, _WAIT[self.kind])
-        return self.at + _WAIT[self.kind]
+        # A user error mostly occurs on all ranks, and rank 0 prints it. Before it exits, rank 0 may have to save.
+        of_rank_0 = {"user_error": 0.3, "exit": 25.0} if self.rank == 0 else {}
+        return self.at + of_rank_0.get(self.kind, _WAIT[self.kind])
 
     def describe(self) -> str:
         """The line that is printed."""
@@ -73,7 +65,8 @@ class RankReport:
         if self.kind == "user_error":
             return f"error on {where}: {self.line}"
         if self.kind == "lost":
-            return f"error: {where} ended without a report: it was killed, ran out of memory, or crashed in native code"
+            why = self.line or "it was killed, ran out of memory, or crashed in native code"
+            return f"error: {where} ended without a report: {why}"
         if self.kind == "unreachable":
             return f"error: {where} does not answer: its node or the network is down"
         return f"error: {where} failed: {self.line}"
@@ -91,8 +84,6 @@ def is_consequence(error: BaseException) -> bool:
     Example:
         >>> is_consequence(RuntimeError("[gloo/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:2"))
         True
-        >>> is_consequence(ValueError("Connection closed by peer"))
-        False
     """
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(part in text for part in _CONSEQUENCES)
@@ -125,4 +116,4 @@ def failure_cause(reports: Sequence[RankReport], now: float) -> RankReport | Non
     exiting = [report.due for report in reports if report.kind == "exit"]
     if not reports or now < (max(exiting) if exiting else min(report.due for report in reports)):
         return None
-    return min(reports, key=lambda report: (_ORDER.index(report.kind), report.rank, report.at))
+    return min(reports, key=lambda report: (list(_WAIT).index(report.kind), report.rank, report.at))

@@ -6,11 +6,15 @@ from typing import Any
 import pytest
 
 from datamodules import UserError
-from recipes.launch.devices import Machine, devices_of
-from recipes.launch.plan import Launch, plan_launch
-from recipes.launch.precision import check_precision
-from recipes.launch.settings import Command, LaunchSettings
-from recipes.launch.slurm import first_host, slurm_step
+from recipes.runner.launch import (
+    Command,
+    Launch,
+    LaunchSettings,
+    check_precision,
+    first_host,
+    plan_launch,
+)
+from recipes.runner.machine import Machine, devices_of
 from tests.end_to_end.test_launch import by_slurm, by_torchrun
 
 CPU, GPUS = Machine("cpu"), Machine("cuda", 2)
@@ -124,7 +128,7 @@ def test_torchrun_within_a_step_of_slurm_decides():
 
 def test_another_process_of_ours_is_told_where_it_belongs():
     mark = {"LIGHTNING_RECIPES_LAUNCHER": "manual", "LOCAL_RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": "4"}
-    env = mark | {"LIGHTNING_RECIPES_RENDEZVOUS": "head:9"}
+    env = mark | {"MASTER_ADDR": "head", "MASTER_PORT": "9"}
     assert plan(env, 2, 2) == Launch("manual", 2, 2, 1, 1, "head", 9, joins=True)
 
 
@@ -187,4 +191,4 @@ def test_16_mixed_on_a_cpu_is_refused():
 
 def test_slurms_lists_of_hosts_and_steps():
     assert first_host("rack[07-12,15]-n[3],login") == "rack07-n3"
-    assert slurm_step({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
+    assert plan({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}).launcher == "local", "no step"

@@ -1,0 +1,460 @@
+"""How this process was started, and which rank of the run it is: a function of environment, flags and devices.
+
+Every way to start a run is resolved here, before any process waits for another. A launch that cannot succeed is refused
+with the command to type instead. Lightning's environment classes do not serve here: they read ``os.environ`` one value
+at a time when a strategy asks, and do not compare the values with each other, the flags and the devices;
+`SLURMEnvironment` finds "rack1" for the first host of "rack[1-2]n[7,8]", and gives all steps of a job the same port.
+"""
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_only
+
+from datamodules.contract import OneCall, Rare
+from datamodules.errors import UserError
+from datamodules.ranges import NATURAL, SECONDS, Range, check_ranges
+from recipes.runner.machine import LOOPBACK, Machine, number_of_devices
+
+__all__ = [
+    *("LAUNCHER_VARIABLE", "Command", "Launch", "LaunchSettings", "check_precision", "first_host", "flag_of"),
+    *("is_rank_zero", "plan_launch", "print_error", "rank_zero_print"),
+]
+
+DEFAULT_PORT = 29500
+
+
+def flag_of(name: str) -> str:
+    """The flag of a parameter.
+
+    Example:
+        >>> flag_of("max_epochs")
+        '--max-epochs'
+    """
+    return f"--{name.replace('_', '-')}"
+
+
+@dataclass(frozen=True)
+class LaunchSettings:
+    """How the processes of a run find each other.
+
+    Args:
+        node_rank: number of this node, from 0, where the run is started manually on each node; also NODE_RANK.
+        master_addr: host name or address of node 0; also MASTER_ADDR.
+        master_port: free TCP port of node 0, 29500 where none is given; also MASTER_PORT.
+        rendezvous_timeout: seconds to wait at the start for node 0 and for the other nodes.
+        collective_timeout: seconds that a rank waits for the others in a collective call before it fails.
+    """
+
+    node_rank: OneCall[int | None] = None
+    master_addr: OneCall[str | None] = None
+    master_port: OneCall[int | None] = None
+    rendezvous_timeout: Rare[OneCall[float]] = 60.0
+    collective_timeout: Rare[OneCall[float]] = 1800.0
+
+    def __post_init__(self) -> None:
+        check_ranges(
+            node_rank=(self.node_rank, NATURAL),
+            master_port=(self.master_port, Range(1, 65535, whole=True)),
+            rendezvous_timeout=(self.rendezvous_timeout, SECONDS),
+            collective_timeout=(self.collective_timeout, SECONDS),
+        )
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the user typed, to be printed with other flags.
+
+    Args:
+        program: without what starts it on several devices.
+        launcher: torchrun or slurm, where one of them starts the processes: `nodes` times `devices`.
+
+    Example:
+        >>> typed = Command("python -m recipes.mnist", ["--num_nodes=2", "--lr", "0.1"])
+        >>> typed.using(num_nodes=4, node_rank="I")
+        'python -m recipes.mnist --lr 0.1 --num-nodes 4 --node-rank I'
+        >>> typed.started_by("slurm", 2, 8).using(master_port=1234)
+        'srun --nodes=2 --ntasks-per-node=8 python -m recipes.mnist --lr 0.1 --master-port 1234'
+    """
+
+    program: str
+    args: Sequence[str] = ()
+    launcher: str = ""
+    nodes: int = 1
+    devices: int = 1
+
+    def started_by(self, launcher: str, nodes: int, devices: int) -> "Command":
+        """The same for processes that a launcher has started; others are started by the program itself."""
+        return replace(self, launcher=launcher, nodes=nodes, devices=devices)
+
+    def using(self, **flags: Any) -> str:
+        """The command with these flags replaced; None removes a flag."""
+        start = self.program
+        if self.launcher == "slurm":
+            start = f"srun --nodes={self.nodes} --ntasks-per-node={self.devices} {start}"
+        elif self.launcher == "torchrun":
+            several = f"--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:{DEFAULT_PORT}"
+            where = "--standalone" if self.nodes == 1 else several
+            start = f"torchrun {where} --nproc-per-node {self.devices} {start.removeprefix('python ')}"
+        if self.launcher in ("slurm", "torchrun"):
+            flags = {"devices": None, "num_nodes": None} | flags
+        kept: list[str] = []
+        skip = False
+        for i, arg in enumerate(self.args):
+            name, equals, _ = arg.removeprefix("--").partition("=")
+            if skip:
+                skip = False
+            elif arg.startswith("--") and name.replace("-", "_") in flags:
+                skip = not equals and i + 1 < len(self.args) and not self.args[i + 1].startswith("--")
+            else:
+                kept.append(shlex.quote(arg))
+        for name, value in flags.items():
+            if value is not None:
+                kept += [flag_of(name), shlex.quote(str(value))]
+        return " ".join([start, *kept])
+
+    def split(self, nodes: int, devices: int) -> str:
+        """The command for other numbers of nodes and devices."""
+        if self.launcher in ("slurm", "torchrun"):
+            return self.started_by(self.launcher, nodes, devices).using()
+        return self.using(devices=devices, **({} if nodes == self.nodes else {"num_nodes": nodes}))
+
+
+def is_rank_zero() -> bool:
+    """Whether this process is rank 0 of its run.
+
+    `recipes.runner.join.join_run` sets Lightning's ``rank_zero_only.rank``, which this reads. Before that the
+    variables of the launchers decide.
+    """
+    return not getattr(rank_zero_only, "rank", 0) and os.environ.get("NODE_RANK", "0") == "0"
+
+
+def rank_zero_print(message: str) -> None:
+    """Print a line on rank 0."""
+    if is_rank_zero():
+        print(message, flush=True)  # noqa: T201
+
+
+def print_error(line: str) -> None:
+    """Print a line on standard error."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+LAUNCHER_VARIABLE = "LIGHTNING_RECIPES_LAUNCHER"
+"""For the processes that the first one of their node starts. MASTER_ADDR and MASTER_PORT tell them where to join."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Which process of the run this one is.
+
+    Args:
+        launcher: what started the processes: local (this program), manual (the user, on each node), torchrun or slurm.
+        devices: processes on each node, one for each device.
+        address: of node 0; None where the run is one process.
+        port: of node 0; None where node 0 chooses a free one.
+        spawns: this process starts the other processes of its node.
+        joins: another process of the node started this one, after the rendezvous of the nodes.
+        elastic: torchrun may start the processes again, and with another number of nodes.
+    """
+
+    launcher: str
+    num_nodes: int
+    devices: int
+    node_rank: int = 0
+    local_rank: int = 0
+    address: str | None = None
+    port: int | None = None
+    spawns: bool = False
+    joins: bool = False
+    elastic: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run."""
+        return self.num_nodes * self.devices
+
+    @property
+    def rank(self) -> int:
+        """The global rank of this process."""
+        return self.node_rank * self.devices + self.local_rank
+
+    @property
+    def first_ranks(self) -> list[int]:
+        """The ranks of the rendezvous: the first of each node where these start the others, else all."""
+        return list(range(0, self.world_size, self.devices if self.spawns else 1))
+
+    def describe(self) -> str:
+        """The launcher and the rendezvous address: the start of a run's first line."""
+        who = {"local": "started here", "manual": "started manually", "slurm": "started by Slurm"}
+        nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''} x {self.devices}"
+        text = f"{who.get(self.launcher, f'started by {self.launcher}')}, {nodes} device{'s' * (self.devices > 1)}"
+        return text if self.address is None else f"{text}, {self.address}:{self.port}"
+
+
+_FIRST_PORT, _PORTS = 15000, 17000  # Below the range of ephemeral ports.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # From here on: the batch script, the shell of salloc, processes that ssh has started.
+
+
+def _number(env: Mapping[str, str], *names: str) -> int:
+    """The first of these variables that is a number, or 0."""
+    return next((int(env[name]) for name in names if env.get(name, "").isdigit()), 0)
+
+
+def _integer(env: Mapping[str, str], name: str) -> int | None:
+    """An integer from an environment variable that the user may have set."""
+    if not (text := env.get(name, "").strip()):
+        return None
+    if not text.isdigit():
+        raise UserError(f"the environment says {name}={text}, which is not a whole number; unset or correct it")
+    return int(text)
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a list in Slurm's notation.
+
+    Example:
+        >>> [first_host(text) for text in ("tux03", "tux[03-05,9],gpu1", "rack[1-2]n[7,8]", "a,b")]
+        ['tux03', 'tux03', 'rack1n7', 'a']
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first[0] if first else "")
+
+
+def _is_slurm_step(env: Mapping[str, str]) -> bool:
+    """Whether srun has started this process, and not a batch script or a shell: of salloc, or ``srun --pty bash``.
+
+    A step within the shell of an srun inherits its SLURM_PTY_PORT, but not its terminal.
+    """
+    typed = env.get("SLURM_TASK_PID") != str(os.getpid()) and sys.stdin is not None and sys.stdin.isatty()
+    of_srun = {"SLURM_STEP_ID", "SLURM_PROCID"} <= env.keys() and _number(env, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP
+    return of_srun and not ("SLURM_PTY_PORT" in env and typed)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """How this process was started, as `plan_launch` is told."""
+
+    env: Mapping[str, str]
+    settings: LaunchSettings
+    asked: tuple[Any, int]
+    here: Machine
+    command: Command
+
+    @property
+    def master(self) -> str | None:
+        """The address of node 0: the flag or MASTER_ADDR."""
+        return self.settings.master_addr or self.env.get("MASTER_ADDR")
+
+    @property
+    def port(self) -> int | None:
+        """The port of node 0: the flag, whose range is checked where it is read, or MASTER_PORT."""
+        if self.settings.master_port is not None:
+            return self.settings.master_port
+        value = _integer(self.env, "MASTER_PORT")
+        if value is not None and not 1 <= value <= 65535:
+            raise UserError(f"MASTER_PORT {value} is not a TCP port; expected 1 to 65535, such as {DEFAULT_PORT}")
+        return value
+
+    def check_agreement(self, nodes: int, devices: int, who: str, command: Command) -> None:
+        """Refuse flags that contradict the processes that exist; the defaults contradict nothing."""
+        count, of_nodes = number_of_devices(self.asked[0], self.here), self.asked[1]
+        devices_given = str(self.asked[0]) not in ("auto", "-1")
+        if (devices_given and count != devices) or (of_nodes > 1 and of_nodes != nodes):
+            raise UserError(
+                f"{who} has started {nodes} x {devices} = {nodes * devices} processes, and --num-nodes {of_nodes}"
+                f" --devices {count} are {of_nodes * count}; {who} decides: {command.split(nodes, devices)}"
+            )
+
+    def by_parent(self) -> Launch:
+        """For the processes that the first one of their node has started."""
+        node, local = _number(self.env, "NODE_RANK"), _number(self.env, "LOCAL_RANK")
+        devices, address = number_of_devices(self.asked[0], self.here), self.env["MASTER_ADDR"]
+        launcher, port = self.env[LAUNCHER_VARIABLE], _number(self.env, "MASTER_PORT")
+        return Launch(launcher, self.asked[1], devices, node, local, address, port, joins=True)
+
+    def by_torchrun(self) -> Launch:
+        """For the processes that torchrun's agent has started."""
+        env = self.env
+        world, local = _integer(env, "WORLD_SIZE") or 1, _integer(env, "LOCAL_WORLD_SIZE") or 1
+        nodes = _integer(env, "GROUP_WORLD_SIZE") or world // local
+        elastic = bool(_integer(env, "TORCHELASTIC_MAX_RESTARTS") or _integer(env, "TORCHELASTIC_RESTART_COUNT"))
+        command = self.command.started_by("torchrun", nodes, local)
+        if nodes * local != world:
+            raise UserError(
+                f"torchrun has started {world} processes on {nodes} nodes, {local} of them on this one; expected as"
+                f" many on each: {command.using()}"
+            )
+        if not elastic:
+            self.check_agreement(nodes, local, "torchrun", command)
+        flags_of = vars(self.settings)
+        if given := {name: flags_of[name] for name in ("master_addr", "master_port") if flags_of[name] is not None}:
+            flags = " ".join(f"{flag_of(name)} {value}" for name, value in given.items())
+            raise UserError(
+                f"torchrun decides where the processes meet; pass {flags} to torchrun itself, or leave it out:"
+                f" {command.using(**dict.fromkeys(given))}"
+            )
+        node, own = _integer(env, "GROUP_RANK") or 0, _integer(env, "LOCAL_RANK") or 0
+        address, port = env.get("MASTER_ADDR", LOOPBACK), _integer(env, "MASTER_PORT")
+        where = (address, port) if world > 1 else (None, None)
+        return Launch("torchrun", nodes, local, node, own, where[0], where[1], elastic=elastic)
+
+    def by_slurm(self, tasks: int) -> Launch:
+        """For the processes that srun has started."""
+        env, nodes = self.env, _number(self.env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
+        devices, each = tasks // nodes, env.get("SLURM_STEP_TASKS_PER_NODE", "")
+        if tasks % nodes:
+            raise UserError(
+                f"Slurm has started {tasks} processes on {nodes} nodes; expected as many on each:"
+                f" {self.command.started_by('slurm', nodes, -(-tasks // nodes)).using()}"
+            )
+        command = self.command.started_by("slurm", nodes, devices)
+        if "," in each:
+            raise UserError(
+                f"Slurm has started {each} processes on the nodes, one number for each; expected as many on each:"
+                f" {command.using()}"
+            )
+        self.check_agreement(nodes, devices, "Slurm", command)
+        lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+        hosts = next((env[name] for name in lists if env.get(name)), "")
+        address = self.master or (first_host(hosts) if nodes > 1 and hosts else LOOPBACK)
+        # All processes compute the port from the numbers of the job and the step.
+        port = _FIRST_PORT + (7 * _number(env, "SLURM_JOB_ID") + _number(env, "SLURM_STEP_ID")) % _PORTS
+        ranks = _number(env, "SLURM_NODEID"), _number(env, "SLURM_LOCALID")
+        return Launch("slurm", nodes, devices, *ranks, address, self.port or port)
+
+    def by_environment(self) -> Launch:
+        """For processes that mpirun or a script has started, with their ranks in the environment."""
+        env, address, world = self.env, self.master, _integer(self.env, "WORLD_SIZE") or 1
+        local, rank = _integer(env, "LOCAL_RANK"), _integer(env, "RANK")
+        if address is None or local is None:
+            if "PET_NNODES" in env:
+                raise UserError(
+                    "the variables of this PyTorchJob are for torchrun, which starts the processes of a pod: type"
+                    " torchrun -m in place of python -m"
+                )
+            missing = [name for name, value in (("LOCAL_RANK", local), ("MASTER_ADDR", address)) if value is None]
+            raise UserError(
+                f"RANK and WORLD_SIZE say that this is one of {world} processes; set {' and '.join(missing)} too, or"
+                " unset them to start the processes of this machine from here"
+            )
+        given = str(self.asked[0]) not in ("auto", "-1") or self.here.count is not None
+        of_node = number_of_devices(self.asked[0], self.here) if given else world // self.asked[1]
+        devices = _integer(env, "LOCAL_WORLD_SIZE") or of_node
+        nodes = self.asked[1] if self.asked[1] > 1 else max(1, world // max(1, devices))
+        if world != nodes * devices:
+            raise UserError(
+                f"WORLD_SIZE={world} is not {nodes} node{'s' * (nodes > 1)} x {devices} processes; every node needs as"
+                " many processes as the others:"
+                f" {self.command.using(num_nodes=nodes, devices=max(1, world // nodes))}"
+            )
+        self.check_agreement(nodes, devices, "LOCAL_WORLD_SIZE", self.command)
+        told = (_integer(env, name) for name in ("NODE_RANK", "GROUP_RANK"))
+        node = next((number for number in told if number is not None), (rank or 0) // devices)
+        if rank is not None and rank != node * devices + local:
+            raise UserError(
+                f"RANK={rank} is not process {local} (LOCAL_RANK) of node {node} where each of {nodes} has {devices};"
+                " number them node by node, and set LOCAL_WORLD_SIZE to the number of processes on each node"
+            )
+        return Launch("manual", nodes, devices, node, local, address, self.port or DEFAULT_PORT)
+
+    def manual(self, nodes: int, devices: int) -> Launch:
+        """Started by the user on each node."""
+        command, address, port = self.command, self.master, self.port or DEFAULT_PORT
+        node = _integer(self.env, "NODE_RANK") if self.settings.node_rank is None else self.settings.node_rank
+        if node is not None and node >= nodes:
+            raise UserError(
+                f"node {node} of {nodes}: nodes are counted from 0, so expected were 0 to {nodes - 1}:"
+                f" {command.using(num_nodes=nodes, node_rank=nodes - 1)} or {command.using(num_nodes=node + 1)}"
+            )
+        if nodes > 1 and (node is None or address is None):
+            place = {"node_rank": "I" if node is None else node, "master_addr": address or "HOST", "master_port": port}
+            numbers = "0 or 1" if nodes == 2 else f"0 to {nodes - 1}"
+            torchrun, srun = (command.started_by(who, nodes, devices).using() for who in ("torchrun", "slurm"))
+            raise UserError(
+                f"--num-nodes {nodes} does not tell how the nodes find each other. Type on each node, I being"
+                f" {numbers} and HOST the address of node 0: {command.using(**place)} or use torchrun: {torchrun} or"
+                f" Slurm: {srun}"
+            )
+        return Launch("manual", nodes, devices, node or 0, 0, address, port, spawns=True)
+
+    def refuse_one_process_of_many(self, devices: int) -> None:
+        """Refuse a program that was started once, without srun, in a Slurm job that has more for it."""
+        env, nodes = self.env, _number(self.env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
+        of_node = _number(env, "SLURM_NTASKS_PER_NODE") or -(-_number(env, "SLURM_NTASKS") // nodes) or 1
+        if "SLURM_JOB_ID" not in env or (nodes == 1 and (of_node == 1 or devices > 1)):
+            return
+        tasks = f" and {nodes * of_node} tasks" if of_node > 1 else ""
+        what = f"{nodes} node{'s' * (nodes > 1)}{tasks}"
+        of_node = devices if devices > 1 else max(of_node, _number(env, "SLURM_GPUS_PER_NODE"))
+        several, one = (self.command.started_by("slurm", *split).using() for split in ((nodes, of_node), (1, 1)))
+        lines = f"{several} or as one process: {one}"
+        if "SLURM_PTY_PORT" in env:
+            # The shell of srun is a step that holds the processors of the job.
+            lines = lines.replace("srun --nodes", "srun --overlap --nodes")
+        raise UserError(f"this Slurm job has {what}, and the program was started once, without srun: {lines}")
+
+    def plan(self) -> Launch:
+        """Which of these it is; what the processes' own variables say wins over the flags."""
+        env, nodes, devices = self.env, self.asked[1], number_of_devices(self.asked[0], self.here)
+        if LAUNCHER_VARIABLE in env and "LOCAL_RANK" in env:
+            return self.by_parent()
+        if "TORCHELASTIC_RUN_ID" in env:
+            return self.by_torchrun()
+        by_slurm, tasks = _is_slurm_step(env), _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+        if by_slurm and tasks > 1:
+            return self.by_slurm(tasks)
+        if (_integer(env, "WORLD_SIZE") or 1) > 1 and env.keys() & {"RANK", "LOCAL_RANK"}:
+            return self.by_environment()
+        manual = self.manual(nodes, devices)
+        if nodes > 1:
+            return manual
+        if not by_slurm:
+            self.refuse_one_process_of_many(devices)
+        return Launch("local", 1, 1) if devices == 1 else Launch("local", 1, devices, address=LOOPBACK, spawns=True)
+
+
+def plan_launch(
+    env: Mapping[str, str], settings: LaunchSettings, asked: tuple[Any, int], here: Machine, command: Command
+) -> Launch:
+    """Find out which process of which run this one is.
+
+    Args:
+        env: the environment variables of this process.
+        asked: ``--devices`` and ``--num-nodes``.
+        here: the devices of this machine.
+        command: what the user typed, for the corrected command.
+
+    Raises:
+        UserError: the run could not start, or would wait for ever.
+    """
+    launch = _Start(env, settings, asked, here, command).plan()
+    if here.count is None or launch.devices <= here.count:
+        return launch
+    command = command.started_by(launch.launcher, launch.num_nodes, launch.devices)
+    if here.count == 0:
+        raise UserError(f"there is no {here.kind} device here: {command.using(accelerator='cpu')}")
+    per_task = launch.launcher == "slurm"
+    hint = " (does the job ask for --gpus-per-task? --gpus-per-node shows each task all of them)" if per_task else ""
+    raise UserError(
+        f"{launch.devices} devices were requested and this machine has {here.count} ({here.kind}){hint}:"
+        f" {command.split(launch.num_nodes, here.count)}"
+    )
+
+
+def check_precision(precision: str, here: Machine, command: Command) -> None:
+    """Refuse a precision that the device does not have.
+
+    Raises:
+        UserError: 16-mixed on a CPU.
+    """
+    if precision == "16-mixed" and here.kind == "cpu":
+        raise UserError(
+            "16-mixed needs a GPU, and this run is on the CPU; pass --precision bf16-mixed:"
+            f" {command.using(precision='bf16-mixed')}"
+        )
