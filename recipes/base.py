@@ -15,7 +15,7 @@ from callbacks.train_loss import TrainLoss
 from datamodules.contract import Free, Rare
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.compilation import CompileMode, CompileNetwork, check_compile_mode
-from recipes.optim import check_optimizer, default_rate, is_lbfgs
+from recipes.optim import CheckOptimizer, check_optimizer, default_rate, is_lbfgs
 from recipes.schedules import CheckSchedule, ScheduleName, ScheduleSettings
 from recipes.tables import Table
 from recipes.weights import InitialWeights, read_weights
@@ -96,7 +96,7 @@ class Recipe(pl.LightningModule):
     """The peak learning rate where none is given."""
 
     base_batch_size = 256
-    """The global batch size to which the default learning rate refers."""
+    """The global batch size to which the learning rate refers: the command line scales it with the batch of the run."""
 
     prediction_columns: ClassVar[tuple[str, ...]] = ("file", "output")
     """What predict says of each input: its name, the prediction, and what goes with it."""
@@ -200,7 +200,7 @@ class Recipe(pl.LightningModule):
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
         """The callbacks that belong to the recipe, in any Trainer; an override adds to them."""
-        return [TrainLoss(targets=self.targets), InitialWeights(), CompileNetwork(), CheckSchedule()]
+        return [TrainLoss(targets=self.targets), InitialWeights(), CompileNetwork(), CheckOptimizer(), CheckSchedule()]
 
     @override
     def predict_step(self, batch: Any, batch_idx: int) -> Any:

@@ -6,11 +6,12 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
@@ -26,7 +27,7 @@ from recipes.resume.resume_point import ResumePoint, locked
 from recipes.resume.saved_run import read_run
 from recipes.runner.launch import is_rank_zero, print_error, rank_zero_print
 
-__all__ = ["do_nothing", "log_settings", "logger_names", "loggers", "run_folder", "tensorboard_name"]
+__all__ = ["do_nothing", "log_settings", "logger_ids", "logger_names", "loggers", "run_folder", "tensorboard_name"]
 
 _LOGGERS: dict[str, tuple[str, ...]] = {"tensorboard": (), "csv": (), "wandb": ("wandb",), "mlflow": ("mlflow",)}
 """The loggers, and the packages one of which each needs besides those of this one."""
@@ -331,7 +332,7 @@ def loggers(
 ) -> list[Logger]:
     """The loggers of a run, by name. TensorBoard and CSV write into its folder.
 
-    With `resume`, what was logged before that checkpoint stays there.
+    With `resume`, what was logged before that checkpoint stays there, and W&B and MLflow go on in their run.
 
     Args:
         main: the scores that TensorBoard shows first, see `tensorboard_name`.
@@ -340,9 +341,12 @@ def loggers(
     make: dict[str, Callable[[], Logger]] = {
         "tensorboard": lambda: _TensorBoard(folder, main, by_epoch),
         "csv": lambda: _csv(folder, resume),
-        "wandb": lambda: WandbLogger(folder.name, save_dir=folder, project=folder.parent.name),
-        "mlflow": lambda: _mlflow(folder),
+        "wandb": lambda: WandbLogger(
+            folder.name, folder, id=ids.get("wandb") or token_hex(4), project=folder.parent.name, resume="allow"
+        ),
+        "mlflow": lambda: _mlflow(folder, ids.get("mlflow")),
     }
+    ids = read_run(resume).config.get("logger_ids", {}) if resume else {}
     made = []
     for name in names:
         try:
@@ -353,13 +357,20 @@ def loggers(
     return made
 
 
-def _mlflow(folder: Path) -> MLFlowLogger:
+def logger_ids(loggers: Iterable[Logger]) -> dict[str, str]:
+    """The ids of the runs of W&B and MLflow, by the logger's name, which a checkpoint keeps for a resume."""
+    named = {"wandb": WandbLogger, "mlflow": MLFlowLogger}
+    found = ((name, logger.version) for logger in loggers for name, kind in named.items() if isinstance(logger, kind))
+    return {name: str(version) for name, version in found if version is not None}
+
+
+def _mlflow(folder: Path, run_id: str | None) -> MLFlowLogger:
     """Logs to MLFLOW_TRACKING_URI; without it, into a data base beside the runs."""
     parent = folder.parent.resolve()
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     artifacts = None if uri else str(parent / "mlartifacts")
     uri = uri or f"sqlite:///{parent}/mlflow.db"
-    return MLFlowLogger(parent.name, folder.name, uri, artifact_location=artifacts)
+    return MLFlowLogger(parent.name, folder.name, uri, artifact_location=artifacts, run_id=run_id)
 
 
 def _csv(folder: Path, resume: str | None) -> CSVLogger:

@@ -21,7 +21,7 @@ from datamodules.errors import UserError
 from recipes.cli.console import prints_progress
 from recipes.cli.experiment import Experiment, Settings, as_user_errors
 from recipes.cli.limits import limits_per_device
-from recipes.cli.run_folder import logger_names, loggers
+from recipes.cli.run_folder import logger_ids, logger_names, loggers
 from recipes.results.origin import hardware
 from recipes.runner.join import FailureReporter
 from recipes.runner.launch import rank_zero_print
@@ -137,6 +137,8 @@ def build_trainer(
             enable_autolog_hparams=False,
             enable_model_summary=False,
         )
+    if trainer.is_global_zero and (ids := logger_ids(trainer.loggers)):
+        experiment.recipe.run_config["logger_ids"] = ids
     # Lightning's EarlyStopping reads it, and a Trainer that validates by time does not have it.
     vars(trainer).setdefault("val_check_interval", None)
     if _backend(trainer) == "nccl" and trainer.strategy.root_device.type != "cuda":

@@ -4,11 +4,15 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import yaml
+from lightning.pytorch.loggers.logger import DummyLogger
 
+from recipes import fit
+from recipes.cli import run_folder
 from recipes.cli.run_folder import logger_names
 from tests.end_to_end.test_settings import in_tensorboard
 from tests.support.command_lines import typed
@@ -113,6 +117,34 @@ def test_loggers_are_chosen_by_name_and_a_missing_package_is_named(tmp_path, mon
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="--logger wandb needs another package: pip install wandb"):
         logger_names("csv,wandb")
+
+
+class Recorded(DummyLogger):
+    """Stands for `WandbLogger`: keeps the arguments that it was made with."""
+
+    made: ClassVar[list[dict[str, Any]]] = []
+
+    def __init__(self, name: str, save_dir: Path, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+        self.made.append(options | {"name": name})
+
+    @property
+    def version(self) -> str:
+        return str(self.options["id"])
+
+
+def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "WandbLogger", Recorded)
+    monkeypatch.setattr(run_folder, "_LOGGERS", {"wandb": ()})
+    monkeypatch.chdir(tmp_path)
+    Recorded.made.clear()
+    common = {"data": None, "dataset": "digits", "verbose": False, "logger": "wandb", "limit_train_batches": 1}
+    for epochs, name, resume in ((1, "run", "none"), (2, "run", "auto"), (1, "other", "none")):
+        fit("mnist", **common, max_epochs=epochs, name=name, resume=resume)
+    first, resumed, other = Recorded.made
+    assert first == resumed == {"name": "run", "id": first["id"], "project": "mnist", "resume": "allow"}
+    assert other["id"] != first["id"]
 
 
 def test_settings_and_test_scores_reach_mlflow(tmp_path):
