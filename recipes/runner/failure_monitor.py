@@ -172,7 +172,10 @@ class FailureMonitor:
     def _round(self, store: TCPStore) -> bool:
         """Write, read, and wait a moment; returns whether that was the last round."""
         self._rounds += 1
-        ended = [key for key, _ in self._selector.select(_TICK)]
+        self._selector.select(_TICK)
+        if self._outbox:  # What it tells may follow from the end of rank 0, which is seen a moment later.
+            time.sleep(0.05)
+        ended = [key for key, _ in self._selector.select(0)]
         leaving = self.over
         if any(key.data == 0 for key in ended):  # A call of its store would print torch's stack.
             raise RuntimeError("rank 0 has ended")
