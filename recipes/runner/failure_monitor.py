@@ -185,7 +185,8 @@ class FailureMonitor:
         if beats:
             self._next_beat = time.monotonic() + 1.0
             store.set(self._beat(self.launch.rank), str(self._rounds))
-        if self.launch.local_rank < 2:  # The second one notices the end of the first.
+        # The second rank of a node notices the end of the first, and all that of rank 0.
+        if self.launch.local_rank < 2 or 0 not in self._others:
             self._read(store)
         for key in ended:
             if key.fileobj is self._wakes:
@@ -212,7 +213,8 @@ class FailureMonitor:
     def _write(self, store: TCPStore, message: dict[str, Any]) -> None:
         if self.launch.rank == 0:
             self._receive(store, message)
-            return
+            if message["kind"] != "joined":  # All watch rank 0.
+                return
         append(store, _LOG, message)
         store.add(_LINES, 1)
 
