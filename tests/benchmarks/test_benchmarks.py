@@ -16,7 +16,6 @@ from benchmarks.__main__ import INTERRUPTED, main
 from benchmarks.harness.measurements import Column, Goal, Options, Section, Spread, alternate, stopwatch, write_json
 from benchmarks.harness.terminal import interruptible, unread_terminal
 from datamodules.errors import UserError
-from tests.support.own_training import TrainedClassifier
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,9 +86,9 @@ def test_ctrl_c_keeps_the_complete_rounds_only() -> None:
 def test_ctrl_c_in_whatever_is_measured_is_a_keyboard_interrupt_and_the_next_one_is_heard() -> None:
     """A Trainer would exit the program instead, and ignore further interrupts."""
     from benchmarks.harness.bare_trainer import suppress_output
-    from benchmarks.sections.callbacks_cost import fit
+    from benchmarks.sections.callbacks_cost import Classifier, fit
 
-    class Interrupted(TrainedClassifier):
+    class Interrupted(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             signal.raise_signal(signal.SIGINT)
             return super().training_step(batch, batch_idx)

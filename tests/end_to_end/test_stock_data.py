@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from datamodules.contract import data_contract
+from recipes.prediction import all_rows
 from recipes.results.stopwatch import SampleCounter
 from tests.support.command_lines import typed
 from tests.support.minimal_recipe import Line
@@ -83,9 +85,12 @@ def test_samples_of_all_ranks_are_counted_the_repeated_ones_of_lightnings_sample
 
 
 def test_a_recipe_without_a_table_of_its_own_prints_the_networks_outputs():
-    rows = Line().prediction_rows([torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0]])], [])
+    class Named(pl.LightningDataModule):
+        prediction_names = ("a.txt",)
+
+    nameless, named = data_contract(None), data_contract(Named())
+    rows = all_rows(Line(), [torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0]])], nameless)
     assert rows == [{"sample": 0, "output": [1.0]}, {"sample": 1, "output": [2.0]}, {"sample": 2, "output": [3.0]}]
-    named = Line().prediction_rows([torch.tensor([[1.0]])], ["a.txt"])
-    assert named == [{"file": "a.txt", "output": [1.0]}]
-    with pytest.raises(ValueError, match=r"predict_step of Line returns a dict.*override prediction_rows"):
-        Line().prediction_rows([{"logits": torch.zeros(1)}], [])
+    assert all_rows(Line(), [torch.tensor([[1.0]])], named) == [{"file": "a.txt", "output": [1.0]}]
+    with pytest.raises(ValueError, match=r"predict_step of Line returns a dict.*write prediction_rows"):
+        all_rows(Line(), [{"logits": torch.zeros(1)}], nameless)

@@ -14,7 +14,7 @@ from recipes.cli.experiment import Classes
 ROOT = Path(__file__).parents[2]
 BUDGETS = {
     # Package: lines, and lines of code without blanks, comments and docstrings.
-    "recipes": (13_380, 8_440),
+    "recipes": (13_380, 8_450),
     "callbacks": (7_530, 4_430),
     "datamodules": (8_720, 5_320),
     "tests": (28_940, 22_060),

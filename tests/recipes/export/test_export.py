@@ -89,7 +89,7 @@ def test_an_export_carries_preprocessing_class_names_and_what_rebuilds_the_netwo
     metadata = metadata_of(export(recipe, str(saved[1]), kind).path, kind)
     assert metadata["class_names"] == [f"digit {i}" for i in range(10)]
     info = MNISTDataModule(dataset="digits").info
-    assert (metadata["mean"], metadata["std"]) == ([info.mean], [info.std])
+    assert (metadata["mean"], metadata["std"]) == (list(info.mean), list(info.std))
     assert (metadata["input_size"], metadata["layout"]) == ([1, 28, 28], "NCHW")
     assert (metadata["recipe"], metadata["version"]) == ("mnist", __version__)
     assert metadata["config"] == {"lr": 0.1}
