@@ -118,8 +118,7 @@ class ResNetFineTuner(Classifier):
         new = weights == "none"
         if small_images is None:
             small_images = new and is_small(image_size) and arch in (*RESNETS, *SMALL_NETWORKS)
-        if lr is None:
-            lr = default_rate(optimizer, 0.001 if new else 0.0003)
+        lr = lr if lr is not None else default_rate(optimizer, 0.001 if new else 0.0003)
         head_lr_factor = head_lr_factor if head_lr_factor is not None else (1.0 if new else 10.0)
         check_ranges(
             image_size=(image_size, Range(8, 2**14, whole=True)),
@@ -145,9 +144,8 @@ class ResNetFineTuner(Classifier):
         self.cached_head = ""
         self._block: str | None = None
         if freeze_until == "auto":
-            freeze_until = None if new else self.block
-        elif freeze_until == "none":
-            freeze_until = None
+            freeze_until = "none" if new else self.block
+        freeze_until = freeze_until if freeze_until != "none" else None
         # A subclass passes its arguments on as they were.
         settled = {"weights": weights, "image_size": image_size, "freeze_until": freeze_until, "lr": lr}
         self.hparams.update(settled | {"small_images": small_images, "head_lr_factor": head_lr_factor})
