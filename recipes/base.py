@@ -63,6 +63,10 @@ class Recipe(pl.LightningModule):
     them were right, as a tensor; a bare mean counts the batch's samples. Nothing here waits for the device during a
     step: `TrainLoss` reads the loss once per ``log_every_n_steps`` of the Trainer.
 
+    A recipe may have further methods: `headline` for the final table, `prediction_rows` for predict (see
+    `recipes.prediction`), and for export `named_outputs`, `graphs`, `export_files` and `export_metadata` (see
+    `recipes.export`).
+
     Args:
         optimizer: an optimiser of torch.optim, such as sgd, adamw or lbfgs, or any class by its import path, such as
             lion_pytorch.Lion.

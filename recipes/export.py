@@ -55,6 +55,11 @@ class _HasGraphs(Protocol):
     def graphs(self) -> list[Graph]:
         """What is exported with its computation."""
 
+
+@runtime_checkable
+class _HasFiles(Protocol):
+    """A recipe whose export of several graphs holds further files."""
+
     def export_files(self) -> dict[str, str]:
         """Texts that belong into the folder of an export of several graphs, by the name of the file."""
 
@@ -290,7 +295,7 @@ def _export_graphs(recipe: Recipe, path: Path, graphs: list[Graph], metadata: di
             raise UserError(f"--output {path} is a file; {recipe.title} is exported to a folder of several files")
         files = [path / f"{graph.name}.onnx" for graph in graphs]
         texts = {"metadata.json": json.dumps(metadata, indent=1, ensure_ascii=False)}
-        texts |= recipe.export_files() if isinstance(recipe, _HasGraphs) else {}
+        texts |= recipe.export_files() if isinstance(recipe, _HasFiles) else {}
     errors: list[float] = []
     with ExitStack() as stack:
         if len(graphs) > 1:

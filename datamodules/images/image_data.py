@@ -281,13 +281,13 @@ class ImageDataModule(BaseDataModule):
         labels = self._training_labels
         if self.hparams.balance != "loss" or labels is None:
             return None
-        return balanced_class_weights(labels, self.num_classes or 0)
+        return balanced_class_weights(labels, self.num_classes)
 
     def _note_classes(self) -> None:
         """Log the classes that are trained on."""
         labels = self._training_labels
         assert labels is not None
-        names = self.class_names or [str(number) for number in range(self.num_classes or 0)]
+        names = self.class_names or [str(number) for number in range(self.num_classes)]
         counts = labels.bincount(minlength=len(names)).tolist()
         self._note(f"{self.title}: training on {describe_classes(names, counts)}")
 
@@ -313,7 +313,7 @@ class ImageDataModule(BaseDataModule):
         """What the training loader needs to know of the order, besides the samples."""
         labels, weights = self._training_labels, None
         if self.hparams.balance == "sampling" and labels is not None:
-            weights = balanced_class_weights(labels, self.num_classes or 0)[self._parts["train"][1].cpu()]
+            weights = balanced_class_weights(labels, self.num_classes)[self._parts["train"][1].cpu()]
         how = {"seed": self.hparams.seed, "shuffle": self._shuffles, "weights": weights}
         return {"rows": self._rows["train"], "batch_size": self.batch_size, **self._ranks, **how}
 

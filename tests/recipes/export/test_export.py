@@ -15,7 +15,7 @@ from torch import nn
 from datamodules import MNISTDataModule, UserError
 from recipes import MNISTClassifier, Seq2SeqTranslator, __version__
 from recipes.export import export
-from recipes.graphs import Graph
+from recipes.graphs import Graph, network_graph
 from recipes.inputs import preprocessing
 from tests.support.plain_recipe import Plain
 
@@ -175,6 +175,20 @@ class ChangingTranslator(Seq2SeqTranslator):
     def graphs(self) -> list[Graph]:
         encoder, decoder = super().graphs()
         return [encoder, replace(decoder, module=ChangingStep())]
+
+
+class TwoGraphs(MNISTClassifier):
+    """Its network as two graphs, and no further files."""
+
+    def graphs(self) -> list[Graph]:
+        graph = network_graph(self.network, self.example_input_array, None, self.named_outputs)
+        return [replace(graph, name="first"), replace(graph, name="second")]
+
+
+def test_a_recipe_with_graphs_of_its_own_and_no_further_files_is_exported_as_these(saved):
+    pytest.importorskip("onnxruntime")
+    folder = export(TwoGraphs(), str(saved[1]), "onnx").path
+    assert sorted(file.name for file in folder.iterdir()) == ["first.onnx", "metadata.json", "second.onnx"]
 
 
 @pytest.mark.parametrize("options", [{"num_layers": 2}], ids=str)
