@@ -364,13 +364,22 @@ def logger_ids(loggers: Iterable[Logger]) -> dict[str, str]:
     return {name: str(version) for name, version in found if version is not None}
 
 
+class _ResumedMLflow(MLFlowLogger):
+    """Goes on in a run of MLflow, whose parameters stay those that it began with: MLflow lets none of them change."""
+
+    @override
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+
 def _mlflow(folder: Path, run_id: str | None) -> MLFlowLogger:
     """Logs to MLFLOW_TRACKING_URI; without it, into a data base beside the runs."""
     parent = folder.parent.resolve()
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     artifacts = None if uri else str(parent / "mlartifacts")
     uri = uri or f"sqlite:///{parent}/mlflow.db"
-    return MLFlowLogger(parent.name, folder.name, uri, artifact_location=artifacts, run_id=run_id)
+    kind = _ResumedMLflow if run_id else MLFlowLogger
+    return kind(parent.name, folder.name, uri, artifact_location=artifacts, run_id=run_id)
 
 
 def _csv(folder: Path, resume: str | None) -> CSVLogger:

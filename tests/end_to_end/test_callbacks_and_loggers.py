@@ -147,14 +147,16 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(tmp_path, monkeypatch):
     assert other["id"] != first["id"]
 
 
-def test_settings_and_test_scores_reach_mlflow(tmp_path):
+def test_settings_and_scores_reach_mlflow_and_a_resumed_run_goes_on_in_its_run_there(tmp_path):
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
     os.environ.pop("MLFLOW_TRACKING_URI", None)
-    ((status, _, err),) = typed(tmp_path, f"{COMMON} --max-epochs 1 --logger mlflow --name run")
-    assert status == 0, err
+    run = f"{COMMON} --logger mlflow --name run"
+    for status, _, err in typed(tmp_path, f"{run} --max-epochs 1", f"{run} --max-epochs 2 --resume auto"):
+        assert status == 0, err
+        assert "not saved" not in err
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/{RUNS}/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("quadrants").experiment_id])
     assert run.info.run_name == "run"
     assert run.data.params["lr"] == "0.001"
-    assert "val/accuracy" in run.data.metrics
+    assert len(client.get_metric_history(run.info.run_id, "val/accuracy")) == 2, "of each epoch, in one run"
