@@ -60,7 +60,7 @@ def test_bytes_in_give_the_accuracy_of_test_on_a_thousand_images(shared_data: Pa
 
     described = session.get_modelmeta().custom_metadata_map
     assert json.loads(described["class_names"]) == list("0123456789")
-    assert json.loads(described["mean"]) == [data.info.mean]
+    assert json.loads(described["mean"]) == list(data.info.mean)
     assert described["layout"] == "NCHW"
     for wrong in (images / np.float32(255), images[:, :, :14]):
         with pytest.raises(Exception, match="Unexpected input data type|Got invalid dimensions"):
