@@ -1,14 +1,14 @@
 from .base import Recipe as Recipe
 from .base import RecipeParameters as RecipeParameters
 from .classifier import Classifier as Classifier
-from .cli.command_line import run as run
-from .cli.fitting import Fitted as Fitted
-from .cli.fitting import fit as fit
 from .mnist.recipe import MNISTClassifier as MNISTClassifier
 from .optim import build_optimizer as build_optimizer
 from .optim import parameter_groups as parameter_groups
 from .prediction import predict as predict
 from .resnet.recipe import ResNetFineTuner as ResNetFineTuner
+from .runner.fit import Fitted as Fitted
+from .runner.fit import fit as fit
+from .runner.run import run as run
 from .schedules import build_schedule as build_schedule
 from .scores import MeanOverTargets as MeanOverTargets
 from .seq2seq.recipe import Seq2SeqTranslator as Seq2SeqTranslator

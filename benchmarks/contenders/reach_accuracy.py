@@ -19,9 +19,9 @@ from typing_extensions import override
 
 from datamodules.images.mnist import MNISTDataModule
 from datamodules.loading.loaders import EvaluationLoader
-from recipes.cli.command_line import run
 from recipes.mnist.network import ClassicNet
 from recipes.mnist.recipe import MNISTClassifier
+from recipes.runner.run import run
 
 __all__: list[str] = []
 

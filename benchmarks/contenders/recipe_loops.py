@@ -16,8 +16,8 @@ from benchmarks.contenders.loops import LR, WEIGHT_DECAY, Job, LapClock, Laps, g
 from benchmarks.harness.terminal import interruptible, unread_terminal
 from benchmarks.sections.input_pipeline import stock_loader
 from datamodules.images.mnist import MNISTDataModule
-from recipes.cli.command_line import run
 from recipes.mnist.recipe import MNISTClassifier
+from recipes.runner.run import run
 
 __all__ = ["recipe_loop", "stock_loop"]
 

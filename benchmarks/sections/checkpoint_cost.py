@@ -30,7 +30,7 @@ from benchmarks.harness.measurements import (
 from benchmarks.harness.terminal import interruptible, unread_terminal
 from benchmarks.sections.input_pipeline import find_images, write_files
 from datamodules.images.mnist import MNISTDataModule
-from recipes.cli.command_line import run as run_command_line
+from recipes.runner.run import run as run_command_line
 
 __all__ = ["run"]
 

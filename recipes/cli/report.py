@@ -17,7 +17,6 @@ from callbacks.lib.writing import best_effort, unsaved
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError
 from recipes.base import Recipe
-from recipes.cli.experiment import Experiment, takes_inputs
 from recipes.files import write_rows
 from recipes.results.html_report import REPORT, write_report
 from recipes.results.origin import hardware, versions
@@ -25,7 +24,8 @@ from recipes.results.results_file import RESULTS, Best, Results, write_results
 from recipes.results.stopwatch import Stopwatch, count_parameters, loader_sizes, peak_memory
 from recipes.results.texts import memory_text
 from recipes.resume.saved_run import read_run
-from recipes.runner.launch import Command, print_error
+from recipes.runner.experiment import Experiment, takes_inputs
+from recipes.runner.launch import print_error
 from recipes.tables import Table
 
 __all__ = [
@@ -112,15 +112,13 @@ def _headline(recipe: Recipe, scores: dict[str, float]) -> dict[str, str]:
     return {name: f"{value:.4f}" for name, value in scores.items()}
 
 
-def _results(
-    trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, outcome: Outcome, command: Command
-) -> Results:
+def _results(trainer: pl.Trainer, experiment: Experiment, stopwatch: Stopwatch, outcome: Outcome) -> Results:
     recipe, data, device = experiment.recipe, data_contract(experiment.data), trainer.strategy.root_device
     sizes = stopwatch.sizes | loader_sizes(test=trainer.test_dataloaders) | dict(data.sizes)
     seconds, ended_at = stopwatch.seconds(), datetime.now().astimezone()
     return Results(
         recipe=recipe.title,
-        command=command.using(),
+        command=experiment.typed.using(),
         started_at=(ended_at - timedelta(seconds=seconds["total"])).isoformat(timespec="seconds"),
         ended_at=ended_at.isoformat(timespec="seconds"),
         host=platform.node(),
@@ -142,8 +140,7 @@ def _results(
         parameters=count_parameters(recipe)[0],
         trainable_parameters=stopwatch.trainable,
         data={"name": data.title, "sizes": sizes, "left_out": dict(data.left_out)},
-        config=dict(experiment.settings.config),
-        changed=list(experiment.settings.changed),
+        config=dict(experiment.config),
     )
 
 
@@ -162,14 +159,14 @@ def _table(results: Results) -> dict[str, str]:
     return rows | ({"stopped early": results["stopped_early"]} if results["stopped_early"] else {})
 
 
-def _next_steps(trainer: pl.Trainer, experiment: Experiment, best: str, program: str) -> dict[str, str]:
+def _next_steps(trainer: pl.Trainer, experiment: Experiment, best: str) -> dict[str, str]:
     """Where the best checkpoint is, and what to type with it."""
     rows = {"best checkpoint": shown(best)}
     if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
         rows["TensorBoard"] = f"tensorboard --logdir {shlex.quote(shown(Path(best).parents[2]))}"
     example = f" {experiment.recipe.predict_example}" if takes_inputs(type(experiment.data)) else ""
     if example or is_overridden("predict_dataloader", experiment.data):
-        rows["predict"] = f"{program} predict --ckpt {shlex.quote(shown(best))}{example}"
+        rows["predict"] = f"{experiment.typed.program} predict --ckpt {shlex.quote(shown(best))}{example}"
     return rows
 
 
@@ -194,18 +191,13 @@ def report(
     folder: Path | None,
     stopwatch: Stopwatch,
     outcome: Outcome,
-    command: Command,
 ) -> None:
-    """Write results.json, its tables and report.html into `folder`, and print the final table.
-
-    Args:
-        command: as it was typed.
-    """
-    results = _results(trainer, experiment, stopwatch, outcome, command)
+    """Write results.json, its tables and report.html into `folder`, and print the final table."""
+    results = _results(trainer, experiment, stopwatch, outcome)
     rows = _table(results)
     if folder is not None:
         if outcome.best:
-            rows |= _next_steps(trainer, experiment, outcome.best, command.program)
+            rows |= _next_steps(trainer, experiment, outcome.best)
         # Before anything is printed: a terminal may have gone.
         rows |= _write(folder, results, experiment.recipe.tables)
     print_pairs(rows)

@@ -21,11 +21,11 @@ from typing_extensions import override
 from callbacks.lib.lightning_internals import set_writer
 from callbacks.lib.writing import best_effort, forget_failures
 from datamodules.errors import UserError
-from recipes.cli.settings import RunSettings
 from recipes.files import write_rows
 from recipes.resume.resume_point import ResumePoint, locked
 from recipes.resume.saved_run import read_run
 from recipes.runner.launch import is_rank_zero, print_error, rank_zero_print
+from recipes.runner.settings import RunSettings
 
 __all__ = ["do_nothing", "log_settings", "logger_ids", "logger_names", "loggers", "run_folder", "tensorboard_name"]
 
@@ -45,8 +45,8 @@ def run_folder(
     A new folder is removed when a `UserError` ends the run, unless it is `worth_keeping`.
     """
     folder = Path(start.folder) if start.folder else None
-    if folder is None and settings.resume:
-        rank_zero_print(f"{settings.resume} is not in the folder of a run: resuming in a new folder")
+    if folder is None and start.checkpoint:
+        rank_zero_print(f"{start.checkpoint} is not in the folder of a run: resuming in a new folder")
     if not is_rank_zero():
         # Only rank 0 writes; Lightning tells the others where its checkpoints are.
         yield folder or Path(settings.run_dir) / title / "unknown"

@@ -1,8 +1,8 @@
 """The command verify: trains again from one checkpoint of a run to the next save, and compares the weights' bits."""
 
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,17 @@ from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.lib.exchange import broadcast
 from datamodules.errors import RunFailedError, UserError
-from recipes.cli.experiment import Experiment, Settings
 from recipes.cli.report import print_pairs, shown
-from recipes.cli.settings import checkpoint_callbacks
-from recipes.cli.trainer import build_trainer
 from recipes.cli.weights_recorder import weights_hash
 from recipes.results.origin import differences, environment
 from recipes.results.weights_record import Interval, interval_to_repeat
 from recipes.resume.saved_run import read_run
+from recipes.runner.experiment import Experiment
 from recipes.runner.join import ExpectedEnd
+from recipes.runner.settings import checkpoint_callbacks
+from recipes.runner.trainer import build_trainer
 
-__all__ = ["find_interval", "settings_to_repeat", "verify"]
+__all__ = ["find_interval", "split_of", "verify"]
 
 
 def _checkpoints(folder: Path) -> dict[int, Path]:
@@ -118,23 +118,26 @@ def _text(hashes: frozenset[str]) -> str:
     return " or ".join(sorted(hashes))
 
 
-def settings_to_repeat(settings: Settings, interval: Interval) -> Settings:
-    """The settings for an interval, whose updates have the same micro-batches on any number of devices.
+def split_of(interval: Interval, values: Mapping[str, Any], world_size: int) -> Any:
+    """The micro-batches of each device, so that the updates of an interval have the same on any number of devices.
 
     A checkpoint holds how many they are; from the beginning of a run they follow from its number of devices.
+
+    Args:
+        values: the settings of the run.
 
     Raises:
         UserError: the devices cannot share them.
     """
-    run, before, here = settings.run, interval.start.world_size, settings.launch.world_size
-    if interval.checkpoint is None and run.global_batch_size is None and here != before:
-        if not isinstance(run.accumulate, int) or run.accumulate * before % here:
-            raise UserError(
-                f"the run began on {before} devices with --accumulate {run.accumulate}, and {here} devices cannot share"
-                f" its micro-batches: pass --devices {before}"
-            )
-        run = replace(run, accumulate=run.accumulate * before // here)
-    return replace(settings, run=run, interval=interval)
+    accumulate, before = values["accumulate"], interval.start.world_size
+    if interval.checkpoint is not None or values["global_batch_size"] is not None or world_size == before:
+        return accumulate
+    if not isinstance(accumulate, int) or accumulate * before % world_size:
+        raise UserError(
+            f"the run began on {before} devices with --accumulate {accumulate}, and {world_size} devices cannot share"
+            f" its micro-batches: pass --devices {before}"
+        )
+    return accumulate * before // world_size
 
 
 def verify(experiment: Experiment, interval: Interval) -> None:
@@ -143,17 +146,17 @@ def verify(experiment: Experiment, interval: Interval) -> None:
     Raises:
         RunFailedError: the weights differ.
     """
-    recipe, settings = experiment.recipe, experiment.settings
+    recipe = experiment.recipe
     _check_beginning(interval)
     io = _Repeats(interval)
     with tempfile.TemporaryDirectory() as empty:
         monitor = recipe.monitor if experiment.validates else None
-        saves = checkpoint_callbacks(Path(empty), monitor, recipe, settings.run)
+        saves = checkpoint_callbacks(Path(empty), monitor, recipe, experiment.run)
         trainer = build_trainer(experiment, [*saves, _EndOfInterval(io)], checkpoint_io=io)
         trainer.loggers = [DummyLogger()]  # Callbacks such as LearningRateMonitor need one.
         here = environment(trainer)
         with suppress(ExpectedEnd):
-            trainer.fit(recipe, experiment.data, ckpt_path=settings.run.resume, weights_only=True)
+            trainer.fit(recipe, experiment.data, ckpt_path=experiment.point.checkpoint, weights_only=True)
     if not trainer.is_global_zero:
         return
     changed = differences(interval.start.environment, here)
@@ -166,7 +169,7 @@ def verify(experiment: Experiment, interval: Interval) -> None:
     if io.sha256 is None:
         raise UserError(f"training again from {trained} did not come to that update: no weights to compare")
     why = f"here it has {changed}" if changed else "processor, versions, threads and precision are those of the run"
-    if trainer.strategy.root_device.type == "cuda" and not settings.run.deterministic:
+    if trainer.strategy.root_device.type == "cuda" and not experiment.run.deterministic:
         why += "; on a GPU only a run with --deterministic repeats its bits for sure"
     raise RunFailedError(
         f"NOT EQUAL: trained again from {trained}, the weights have SHA-256 {io.sha256}, and"

@@ -82,19 +82,12 @@ class FailureMonitor:
     Args:
         launch: which rank this is.
         store: a connection to rank 0's, where the ranks have met.
-        translate: turns the parameters in messages into flags.
         after_loss: called before a process ends because another one was lost; what it returns is printed.
     """
 
-    def __init__(
-        self,
-        launch: Launch,
-        store: TCPStore,
-        translate: Callable[[str], str] = str,
-        after_loss: Callable[[], str] = str,
-    ) -> None:
+    def __init__(self, launch: Launch, store: TCPStore, after_loss: Callable[[], str] = str) -> None:
         self.launch, self.store = launch, store
-        self._translate, self._after_loss = translate, after_loss
+        self._after_loss = after_loss
         self.over = False
         self.ending = False
         """Whether the monitor handles the loss of a rank, after which it ends this process."""
@@ -122,8 +115,6 @@ class FailureMonitor:
         """Report that this rank ends with an exception; `handling`: it is still being handled."""
         kind, line, status = classify_exception(error)
         kind = "exception_pending" if handling and kind == "exception" else kind
-        # Only our own messages name parameters; another exception is reported as it is.
-        line = self._translate(line) if kind == "user_error" else line
         self._send(kind, line=line[:10_000], status=status)
 
     def leave(self, status: int) -> None:

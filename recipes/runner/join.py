@@ -59,7 +59,6 @@ _PACKAGES = ("recipes", "callbacks", "datamodules")
 
 log = logging.getLogger("lightning_recipes.failures")
 _current: FailureMonitor | None = None
-_translate: Callable[[str], str] = str
 _after_loss: Callable[[], str] = str
 
 
@@ -437,17 +436,22 @@ def rendezvous(request: Request) -> Rendezvous:
     return _join(request, agents.find if agents else lambda: place, deadline, moves=agents is not None)
 
 
-def share(monitor: FailureMonitor, name: str, compute: Callable[[], Any], timeout: float) -> Any:
+def share(monitor: FailureMonitor | None, name: str, compute: Callable[[], Any]) -> Any:
     """A value that rank 0 computes and all ranks get, such as a setting that depends on files.
 
+    If rank 0 fails meanwhile, the failure monitor ends the others.
+
     Args:
+        monitor: of this rank; None where the run is one process.
         name: of the value; each may be shared once.
         compute: called on rank 0 only; its result has to fit into JSON.
-        timeout: seconds for the other ranks to wait; if rank 0 fails meanwhile, the failure monitor ends them.
 
     Raises:
-        UserError: rank 0 did not finish in time.
+        UserError: rank 0 did not finish within the collective timeout.
     """
+    if monitor is None:
+        return compute()
+    timeout = monitor.launch.collective_timeout
     store, key = monitor.store, f"lightning_recipes/shared/{name}"
     if monitor.launch.rank == 0:
         value = compute()
@@ -499,7 +503,7 @@ def join_run(
     name, value = (LAUNCHER_VARIABLE, launch.launcher) if launch.spawns else ("LOCAL_RANK", str(launch.local_rank))
     os.environ[name] = value
     _choose_interface(launch, address)
-    _current = FailureMonitor(launch, joined.store, _translate, _after_loss)
+    _current = FailureMonitor(launch, joined.store, _after_loss)
     _current.start()
     if joined.problem:
         raise UserError(f"the settings of this process differ from those of rank 0: {joined.problem}")
@@ -532,16 +536,15 @@ class FailureReporter(pl.Callback):
 
 
 @contextlib.contextmanager
-def monitored(translate: Callable[[str], str] = str, after_loss: Callable[[], str] = str) -> Iterator[None]:
+def monitored(after_loss: Callable[[], str] = str) -> Iterator[None]:
     """Report to the other ranks how the block ends: after an exception all end, and rank 0 prints the cause.
 
     Args:
-        translate: turns the parameters in messages into flags.
         after_loss: called before a process ends because another one was lost, on rank 0 or, where that was lost, on one
             rank or several of each node; what it returns is printed after the cause.
     """
-    global _translate, _after_loss
-    _translate, _after_loss = translate, after_loss
+    global _after_loss
+    _after_loss = after_loss
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as error:

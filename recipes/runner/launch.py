@@ -73,6 +73,7 @@ class Command:
     Args:
         program: without what starts it on several devices.
         launcher: torchrun or slurm, where one of them starts the processes: `nodes` times `devices`.
+        in_program: nothing was typed: `recipes.fit` has been called by a program, which goes on after the run.
 
     Example:
         >>> typed = Command("python -m recipes.mnist", ["--num_nodes=2", "--lr", "0.1"])
@@ -87,10 +88,15 @@ class Command:
     launcher: str = ""
     nodes: int = 1
     devices: int = 1
+    in_program: bool = False
 
     def started_by(self, launcher: str, nodes: int, devices: int) -> "Command":
         """The same for processes that a launcher has started; others are started by the program itself."""
         return replace(self, launcher=launcher, nodes=nodes, devices=devices)
+
+    def alone(self, command: str = "") -> "Command":
+        """The program, and a command of it, without the flags."""
+        return replace(self, program=f"{self.program} {command}".rstrip(), args=())
 
     def using(self, **flags: Any) -> str:
         """The command with these flags replaced; None removes a flag."""
@@ -161,6 +167,7 @@ class Launch:
         spawns: this process starts the other processes of its node.
         joins: another process of the node started this one, after the rendezvous of the nodes.
         elastic: torchrun may start the processes again, and with another number of nodes.
+        collective_timeout: seconds that a rank waits for the others in a collective call.
     """
 
     launcher: str
@@ -173,6 +180,7 @@ class Launch:
     spawns: bool = False
     joins: bool = False
     elastic: bool = False
+    collective_timeout: float = 1800.0
 
     @property
     def world_size(self) -> int:
@@ -328,41 +336,6 @@ class _Start:
         ranks = _number(env, "SLURM_NODEID"), _number(env, "SLURM_LOCALID")
         return Launch("slurm", nodes, devices, *ranks, address, self.port or port)
 
-    def by_environment(self) -> Launch:
-        """For processes that mpirun or a script has started, with their ranks in the environment."""
-        env, address, world = self.env, self.master, _integer(self.env, "WORLD_SIZE") or 1
-        local, rank = _integer(env, "LOCAL_RANK"), _integer(env, "RANK")
-        if address is None or local is None:
-            if "PET_NNODES" in env:
-                raise UserError(
-                    "the variables of this PyTorchJob are for torchrun, which starts the processes of a pod: type"
-                    " torchrun -m in place of python -m"
-                )
-            missing = [name for name, value in (("LOCAL_RANK", local), ("MASTER_ADDR", address)) if value is None]
-            raise UserError(
-                f"RANK and WORLD_SIZE say that this is one of {world} processes; set {' and '.join(missing)} too, or"
-                " unset them to start the processes of this machine from here"
-            )
-        given = str(self.asked[0]) not in ("auto", "-1") or self.here.count is not None
-        of_node = number_of_devices(self.asked[0], self.here) if given else world // self.asked[1]
-        devices = _integer(env, "LOCAL_WORLD_SIZE") or of_node
-        nodes = self.asked[1] if self.asked[1] > 1 else max(1, world // max(1, devices))
-        if world != nodes * devices:
-            raise UserError(
-                f"WORLD_SIZE={world} is not {nodes} node{'s' * (nodes > 1)} x {devices} processes; every node needs as"
-                " many processes as the others:"
-                f" {self.command.using(num_nodes=nodes, devices=max(1, world // nodes))}"
-            )
-        self.check_agreement(nodes, devices, "LOCAL_WORLD_SIZE", self.command)
-        told = (_integer(env, name) for name in ("NODE_RANK", "GROUP_RANK"))
-        node = next((number for number in told if number is not None), (rank or 0) // devices)
-        if rank is not None and rank != node * devices + local:
-            raise UserError(
-                f"RANK={rank} is not process {local} (LOCAL_RANK) of node {node} where each of {nodes} has {devices};"
-                " number them node by node, and set LOCAL_WORLD_SIZE to the number of processes on each node"
-            )
-        return Launch("manual", nodes, devices, node, local, address, self.port or DEFAULT_PORT)
-
     def manual(self, nodes: int, devices: int) -> Launch:
         """Started by the user on each node."""
         command, address, port = self.command, self.master, self.port or DEFAULT_PORT
@@ -409,8 +382,11 @@ class _Start:
         by_slurm, tasks = _is_slurm_step(env), _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
         if by_slurm and tasks > 1:
             return self.by_slurm(tasks)
-        if (_integer(env, "WORLD_SIZE") or 1) > 1 and env.keys() & {"RANK", "LOCAL_RANK"}:
-            return self.by_environment()
+        if (world := _integer(env, "WORLD_SIZE") or 1) > 1 and env.keys() & {"RANK", "LOCAL_RANK"}:
+            raise UserError(
+                f"RANK and WORLD_SIZE say that this is one of {world} processes, and neither torchrun nor Slurm has"
+                f" started it: type {self.command.started_by('torchrun', nodes, devices).using()}, or unset them"
+            )
         manual = self.manual(nodes, devices)
         if nodes > 1:
             return manual
@@ -434,6 +410,7 @@ def plan_launch(
         UserError: the run could not start, or would wait for ever.
     """
     launch = _Start(env, settings, asked, here, command).plan()
+    launch = replace(launch, collective_timeout=settings.collective_timeout)
     if here.count is None or launch.devices <= here.count:
         return launch
     command = command.started_by(launch.launcher, launch.num_nodes, launch.devices)

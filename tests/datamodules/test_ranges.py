@@ -13,8 +13,8 @@ from datamodules.images.mnist import MNISTDataModule
 from datamodules.ranges import COUNT, SHARE, Range, check_ranges
 from datamodules.translation.data_module import TranslationDataModule
 from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator
-from recipes.cli.settings import RunSettings
 from recipes.runner.launch import LaunchSettings
+from recipes.runner.settings import RunSettings
 
 
 def translator(**options: Any) -> Seq2SeqTranslator:

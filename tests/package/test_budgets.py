@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from recipes import MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator
-from recipes.cli.command_line import build_parser
-from recipes.cli.experiment import Classes
+from recipes.runner.experiment import Classes
+from recipes.runner.run import build_parser
 
 ROOT = Path(__file__).parents[2]
 BUDGETS = {

@@ -17,13 +17,13 @@ from torch import nn
 from callbacks.lib.freezing import freeze_layers
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
-from recipes.cli.settings import RunSettings, run_callbacks
 from recipes.resnet import pretrained
 from recipes.resnet.feature_cache import head_to_train
 from recipes.resnet.layers import last_block_of, layers_of
 from recipes.resnet.network import build_network
 from recipes.resnet.pretrained import download_weights, published_weights, weights_statistics
 from recipes.resnet.recipe import ResNetFineTuner
+from recipes.runner.settings import RunSettings, run_callbacks
 from recipes.weights import load_initial_weights
 from tests.recipes.export.test_readmes import program
 from tests.recipes.test_resnet import draw, type_in

@@ -12,12 +12,12 @@ import torch
 
 from callbacks.checkpointing.verified_io import write_checkpoint
 from datamodules import MNISTDataModule, UserError
-from recipes.cli.experiment import Classes
 from recipes.mnist import MNISTClassifier
 from recipes.resume import resume_point, saved_run
 from recipes.resume.job_name import launch_name
 from recipes.resume.resume_point import ResumePoint, locked, start_from
 from recipes.resume.saved_run import newest_valid_checkpoint, read_run
+from recipes.runner.experiment import Classes
 from tests.support.ranks import run_ranks
 
 FREE = Classes(MNISTClassifier, MNISTDataModule, tuple).free_settings

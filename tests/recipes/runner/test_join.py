@@ -27,7 +27,7 @@ def test_a_node_that_was_started_as_part_of_another_run_is_named_on_both(nodes: 
 
 def test_an_address_of_another_machine_is_refused_on_node_0_before_it_waits_for_the_others():
     launch = Launch("manual", 2, 1, address="192.0.2.1", port=free_port())
-    with pytest.raises(UserError, match="node 0 cannot connect to itself at 192.0.2.1:.*--master-addr "):
+    with pytest.raises(UserError, match="node 0 cannot connect to itself at 192.0.2.1:.*`master_addr` "):
         rendezvous(Request(launch, {}, 60.0, COMMAND))
 
 

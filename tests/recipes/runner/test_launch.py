@@ -18,7 +18,6 @@ from recipes.runner.machine import Machine, devices_of
 from tests.end_to_end.test_launch import by_slurm, by_torchrun
 
 CPU, GPUS = Machine("cpu"), Machine("cuda", 2)
-BY_HAND = {"LOCAL_RANK": "0", "MASTER_ADDR": "head", "MASTER_PORT": "9"}
 
 
 def plan(env: dict[str, str], devices: Any = "auto", nodes: int = 1, here: Machine = CPU, **flags: Any) -> Launch:
@@ -156,8 +155,11 @@ def test_another_process_of_ours_is_told_where_it_belongs():
         (by_slurm(1)[0], {"nodes": 3}, "Slurm decides: srun --nodes=1 --ntasks-per-node=2 python -m r --lr 0.1"),
         (by_slurm(1, 2, 4)[0], {"here": GPUS}, ": srun --nodes=2 --ntasks-per-node=2 python -m r --lr 0.1"),
         (by_slurm(1)[0] | {"SLURM_NTASKS": "3", "SLURM_NNODES": "2"}, {}, "expected as many on each: srun --nodes=2"),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, {}, "one of 2 processes; set LOCAL_RANK and MASTER_ADDR too, or unset them"),
-        (BY_HAND | {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "3"}, {}, "WORLD_SIZE=3 is not 1 node x 2 processes"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2"},
+            {"nodes": 2},
+            "one of 2 processes, and neither torchrun nor Slurm has started",
+        ),
         (by_slurm(1, 2)[0] | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, {}, "Slurm has started 3,1 processes on the nodes"),
     ],
 )
@@ -165,21 +167,6 @@ def test_what_cannot_succeed_is_refused_with_the_command_to_type(env, arguments,
     with pytest.raises(UserError) as refused:
         plan(env, **arguments)
     assert message in str(refused.value)
-
-
-def test_ranks_in_the_environment_alone_tell_nodes_and_devices():
-    env = BY_HAND | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
-    assert plan(env) == Launch("manual", 1, 2, 0, 1, "head", 9)
-    env = BY_HAND | {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
-    two_by_two = Launch("manual", 2, 2, 1, 1, "head", 9)
-    assert (
-        plan(env | {"LOCAL_WORLD_SIZE": "2"})
-        == plan(env, 2)
-        == plan(env, nodes=2)
-        == plan(env, here=GPUS)
-        == two_by_two
-    )
-    assert plan(BY_HAND | {"RANK": "0", "WORLD_SIZE": "1"}) == Launch("local", 1, 1)
 
 
 def test_16_mixed_on_a_cpu_is_refused():

@@ -13,7 +13,7 @@ from callbacks import ExactCheckpoint, GradientAccumulation
 from callbacks.checkpointing import loop_place
 from callbacks.checkpointing.stopping_points import move_counters
 from datamodules import UserError
-from recipes.cli.limits import WholeUpdates, limits_per_device, micro_batches_of_update, seconds_of
+from recipes.runner.limits import WholeUpdates, limits_per_device, micro_batches_of_update, seconds_of
 from tests.support.minimal_recipe import Line
 from tests.support.tables import QUIET, silence
 

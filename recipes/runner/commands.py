@@ -31,12 +31,9 @@ from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError, is_out_of_memory
 from recipes.base import Recipe
 from recipes.cli.early_stopping import why_stopped
-from recipes.cli.experiment import Experiment, Settings, as_user_errors
 from recipes.cli.report import Outcome, print_pairs, print_rows, report, report_unsaved, shown
 from recipes.cli.run_folder import do_nothing, log_settings, run_folder
-from recipes.cli.settings import checkpoint_callbacks
 from recipes.cli.stock_loaders import evaluate_each_sample_once
-from recipes.cli.trainer import build_trainer, renew_callbacks
 from recipes.cli.verify import verify
 from recipes.cli.weights_recorder import WeightsRecorder
 from recipes.export import export
@@ -44,11 +41,15 @@ from recipes.files import write_rows, write_text
 from recipes.prediction import all_rows, prediction_table
 from recipes.results.results_file import set_aside
 from recipes.results.stopwatch import Stopwatch, stopwatch_for
+from recipes.results.weights_record import Interval
 from recipes.resume.resume_point import start_from
 from recipes.resume.saved_run import read_run
+from recipes.runner.experiment import Experiment, as_user_errors
 from recipes.runner.failure_cause import first_line
 from recipes.runner.join import exit_run
-from recipes.runner.launch import Command, is_rank_zero, rank_zero_print
+from recipes.runner.launch import is_rank_zero, rank_zero_print
+from recipes.runner.settings import checkpoint_callbacks
+from recipes.runner.trainer import build_trainer, renew_callbacks
 from recipes.weights import load_initial_weights, some_names
 
 __all__ = ["Trained", "carry_out"]
@@ -92,35 +93,34 @@ def _without_points(trainer: pl.Trainer) -> Iterator[None]:
             logger.log_metrics = method  # type: ignore[method-assign]
 
 
-def carry_out(experiment: Experiment, typed: Command, started_at: float) -> Trained | None:
+def carry_out(experiment: Experiment, started_at: float, interval: Interval | None = None) -> Trained | None:
     """Run a command; returns what fit has trained.
 
     Args:
-        typed: what the user typed, for the commands to print.
         started_at: `time.monotonic` at the start of the program.
+        interval: the part of a run that verify trains again.
     """
-    command = experiment.settings.command
+    command, launch = experiment.command, experiment.launch
     if command == "export":
         _export(experiment)
         return None
     _check_parts(experiment)
-    settings = experiment.settings
-    if settings.trainer["use_distributed_sampler"]:
-        evaluate_each_sample_once(experiment.data, settings.launch.rank, settings.launch.world_size)
+    if experiment.trainer["use_distributed_sampler"]:
+        evaluate_each_sample_once(experiment.data, launch.rank, launch.world_size)
     with as_user_errors(MisconfigurationException):
         if command != "fit":
-            _evaluate(experiment, typed.program)
-        elif settings.interval is None:
-            return _fit(experiment, typed, started_at)
+            _evaluate(experiment)
+        elif interval is None:
+            return _fit(experiment, started_at)
         else:
-            with _restoring(settings.run.resume):
-                verify(experiment, settings.interval)
+            with _restoring(experiment.point.checkpoint):
+                verify(experiment, interval)
     return None
 
 
 def _check_parts(experiment: Experiment) -> None:
     """Refuse a command for which recipe or data module have no method."""
-    command = experiment.settings.command
+    command = experiment.command
     step, loader = _NEEDS[command]
     for part, name in ((experiment.recipe, step), (experiment.data, loader)):
         if not is_overridden(name, part):
@@ -128,7 +128,7 @@ def _check_parts(experiment: Experiment) -> None:
 
 
 def _export(experiment: Experiment) -> None:
-    run = experiment.settings.run
+    run = experiment.run
     written = export(experiment.recipe, run.ckpt or "", run.format or "", run.output)
     inputs = {f"input {name}": text for name, text in written.inputs.items()}
     print_pairs({"written": shown(written.path), **inputs, "checked": written.check})
@@ -142,7 +142,7 @@ def _checkpoint_io(callbacks: Sequence[Callback]) -> VerifiedCheckpointIO:
 
 def _run_callbacks(experiment: Experiment, folder: Path) -> list[Callback]:
     """The callbacks of a run with a folder."""
-    recipe, settings = experiment.recipe, experiment.settings
+    recipe, resume = experiment.recipe, experiment.point.checkpoint
 
     def begin(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
@@ -150,42 +150,41 @@ def _run_callbacks(experiment: Experiment, folder: Path) -> list[Callback]:
                 set_aside(folder)
 
     callbacks: list[Callback] = [LambdaCallback(on_train_start=begin)]
-    if settings.trainer["enable_checkpointing"] is not False:
+    if experiment.trainer["enable_checkpointing"] is not False:
         monitor = recipe.monitor if experiment.validates else None
-        callbacks += checkpoint_callbacks(folder, monitor, recipe, settings.run)
-        resume = settings.run.resume
+        callbacks += checkpoint_callbacks(folder, monitor, recipe, experiment.run)
         callbacks.append(CheckpointGuard(resume))
         resumed = read_run(resume) if resume else None
-        callbacks.append(WeightsRecorder(folder, recipe.title, resumed, settings.config))
+        callbacks.append(WeightsRecorder(folder, recipe.title, resumed, experiment.config))
     return callbacks
 
 
-def _fit(experiment: Experiment, typed: Command, started_at: float) -> Trained:
+def _fit(experiment: Experiment, started_at: float) -> Trained:
     """Train in the run's folder, which a trial of a few batches has not, then test the best checkpoint."""
     forget_failures()
-    settings, stopwatch = experiment.settings, stopwatch_for(experiment.data, started_at)
-    title, point = experiment.recipe.title, settings.resume_point
+    stopwatch = stopwatch_for(experiment.data, started_at)
 
     def train(folder: Path | None) -> Trained:
         more = _run_callbacks(experiment, folder) if folder else []
         more.append(stopwatch)
         trainer = build_trainer(experiment, more, folder, _checkpoint_io(more))
         if folder and is_rank_zero():
-            _write_config(folder, settings.config)
-            log_settings(trainer.loggers, settings.config)
+            _write_config(folder, experiment.config)
+            log_settings(trainer.loggers, experiment.config)
         if folder:
             _record_start(experiment, folder)
-        outcome = _train_and_test(trainer, experiment, folder, stopwatch, typed.program)
+        outcome = _train_and_test(trainer, experiment, folder, stopwatch)
         if trainer.is_global_zero:
-            report(trainer, experiment, folder, stopwatch, outcome, typed)
+            report(trainer, experiment, folder, stopwatch, outcome)
             report_unsaved(folder)
         return Trained(folder, experiment.recipe, experiment.data, outcome)
 
-    if settings.trainer["barebones"]:
+    if experiment.trainer["barebones"]:
         rank_zero_print("--barebones measures speed: nothing is logged, saved or tested, so the run cannot be resumed")
-    if settings.trainer["fast_dev_run"] or settings.trainer["barebones"]:
+    if experiment.trainer["fast_dev_run"] or experiment.trainer["barebones"]:
         return train(None)
-    with run_folder(settings.run, title, point, worth_keeping=lambda: stopwatch.started) as folder:
+    title, worth_keeping = experiment.recipe.title, lambda: stopwatch.started
+    with run_folder(experiment.run, title, experiment.point, worth_keeping) as folder:
         return train(folder)
 
 
@@ -201,9 +200,9 @@ def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 def _record_start(experiment: Experiment, folder: Path) -> None:
     """Record where this job starts, and rename the later checkpoints of the run, where --resume names a checkpoint."""
-    settings = experiment.settings
-    if settings.run.resume and not settings.resumes_by_itself:
-        for path in start_from(settings.run.resume, folder, settings.run.name):
+    checkpoint, run = experiment.point.checkpoint, experiment.run
+    if checkpoint and checkpoint == run.resume:
+        for path in start_from(checkpoint, folder, run.name):
             rank_zero_print(f"{shown(path)} has more updates than the checkpoint to resume from, and is renamed")
 
 
@@ -227,17 +226,15 @@ class _ImagesOf(pl.Callback):
                 callback.updates = self.updates
 
 
-def _train_and_test(
-    trainer: pl.Trainer, experiment: Experiment, folder: Path | None, stopwatch: Stopwatch, program: str
-) -> Outcome:
+def _train_and_test(trainer: pl.Trainer, experiment: Experiment, folder: Path | None, stopwatch: Stopwatch) -> Outcome:
     """Train, then score the best checkpoint as validate and test do, and draw its samples."""
-    recipe, data, resume = experiment.recipe, experiment.data, experiment.settings.run.resume
+    recipe, data, resume = experiment.recipe, experiment.data, experiment.point.checkpoint
     if folder and 0 in (trainer.max_epochs, trainer.max_steps):
         rank_zero_print("nothing is trained in 0 epochs or steps: the initial weights are saved and scored")
-    with _interruptible(trainer, experiment, folder, program), _restoring(resume), _within_memory(trainer, experiment):
+    with _interruptible(trainer, experiment, folder), _restoring(resume), _within_memory(trainer, experiment):
         trainer.fit(recipe, data, ckpt_path=resume, weights_only=True)
     stopped, epochs = why_stopped(callbacks_of(trainer)), trainer.current_epoch
-    if experiment.settings.trainer["barebones"]:
+    if experiment.trainer["barebones"]:
         return Outcome({}, None, stopped, epochs)
     best = _best_checkpoint(trainer, folder)
     scores: dict[str, float] = {}
@@ -251,7 +248,7 @@ def _train_and_test(
     if folder and (experiment.validates or tests):
         draws = any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
         rank_zero_print(f"scoring {shown(best) if best else 'the weights'}{' and drawing' if draws else ''} ...")
-    with _interruptible(trainer, experiment, folder, program), _within_memory(trainer, experiment):
+    with _interruptible(trainer, experiment, folder), _within_memory(trainer, experiment):
         if experiment.validates:
             with _without_points(trainer):
                 validated = trainer.validate(recipe, data, ckpt_path=best, weights_only=True, verbose=False)
@@ -273,16 +270,15 @@ def _load_all(recipe: Recipe) -> None:
         )
 
 
-def _evaluate(experiment: Experiment, program: str) -> None:
+def _evaluate(experiment: Experiment) -> None:
     """Validate, test or predict with a checkpoint."""
-    recipe, data, settings = experiment.recipe, experiment.data, experiment.settings
-    command, run = settings.command, settings.run
+    recipe, data, command, run = experiment.recipe, experiment.data, experiment.command, experiment.run
     trainer = build_trainer(experiment)
     if run.ckpt is None:
         trainer.precision_plugin.convert_module(recipe)
         _load_all(recipe)
     rows: Sequence[dict[str, object]]
-    with _interruptible(trainer, experiment, None, program), _restoring(run.ckpt), _within_memory(trainer, experiment):
+    with _interruptible(trainer, experiment, None), _restoring(run.ckpt), _within_memory(trainer, experiment):
         if command == "predict":
             outputs = trainer.predict(recipe, data, ckpt_path=run.ckpt, weights_only=True)
             rows = all_rows(recipe, outputs or [], data_contract(data))
@@ -365,21 +361,21 @@ def _restoring(checkpoint: str | None) -> Iterator[None]:
         ) from error
 
 
-def _smaller_batches(settings: Settings, evaluates: bool) -> str:
+def _smaller_batches(experiment: Experiment, evaluates: bool) -> str:
     """The sizes of a run that is out of memory, and what to pass instead.
 
     Args:
         evaluates: it was out while a batch was validated, tested or predicted.
     """
-    data, run, tokens = settings.data, settings.run, settings.tokens_parameter
-    name = tokens if tokens and data.get(tokens) else "batch_size"
+    config, run = experiment.config, experiment.run
+    name = experiment.tokens_parameter or "batch_size"
     if evaluates:
-        name = "eval_batch_size" if "eval_batch_size" in data else name
-        return f"with {name}={data.get(name)}: pass a smaller `{name}`"
-    if name == "batch_size" and (run.global_batch_size is not None or run.resume):
-        return f"with {name}={data.get(name)}: pass a smaller `{name}`; an update keeps its samples"
+        name = "eval_batch_size" if "eval_batch_size" in config else name
+        return f"with {name}={config.get(name)}: pass a smaller `{name}`"
+    if name == "batch_size" and (run.global_batch_size is not None or experiment.point.checkpoint):
+        return f"with {name}={config.get(name)}: pass a smaller `{name}`; an update keeps its samples"
     factor = f"accumulate={run.accumulate}"
-    return f"with {name}={data.get(name)} and {factor}: pass a smaller `{name}` with as many times the `accumulate`"
+    return f"with {name}={config.get(name)} and {factor}: pass a smaller `{name}` with as many times the `accumulate`"
 
 
 @contextmanager
@@ -392,24 +388,24 @@ def _within_memory(trainer: pl.Trainer, experiment: Experiment) -> Iterator[None
             raise
         evaluates = any(frame.name in _EVALUATION_STEPS for frame in traceback.extract_tb(error.__traceback__))
         rank = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
-        advice = _smaller_batches(experiment.settings, evaluates)
+        advice = _smaller_batches(experiment, evaluates)
         raise RunFailedError(f"out of memory{rank} {advice} ({first_line(error)[:160]})") from error
 
 
 @contextmanager
-def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | None, program: str) -> Iterator[None]:
+def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | None) -> Iterator[None]:
     """Where a signal has ended the run, print how to resume, and end the process; a program goes on."""
     try:
         yield
     except Preempted as stopped:
-        if experiment.in_program:
+        if experiment.typed.in_program:
             saved = f'; resume="{shown(folder / "checkpoints" / "last.ckpt")}" resumes it' if folder else ""
             rank_zero_print(f"\nended by {stopped.signal_name}{saved}")
             raise
         with suppress(ValueError):  # Handlers need the main thread.
             for signum in SIGNALS:  # Slurm sends SIGTERM to a job that has been requeued.
                 signal.signal(signum, signal.SIG_IGN)
-        why = f"\nended by {stopped.signal_name}"
+        typed, why = experiment.typed, f"\nended by {stopped.signal_name}"
         if stopped.at_once and is_rank_zero() and (note := requeue_on(stopped.signum)):
             why += f"; {note}"
         last = folder / "checkpoints" / "last.ckpt" if folder else None
@@ -421,24 +417,17 @@ def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | N
             rank_zero_print(f"{why} before the first update, so nothing was saved")
         elif stopped.trained or trainer.state.fn != "fit":
             best = last.with_name("best.ckpt")
-            test = _as_started(experiment, f"{program} test").using(ckpt=shown(best if best.exists() else last))
+            test = typed.alone("test").using(ckpt=shown(best if best.exists() else last))
             rank_zero_print(f"{why}; the training is done, so test with\n  {test}")
         else:
             # Callbacks of the command line are not taken from a checkpoint.
             given = read_run(last).config.get("callbacks") or []
             config = shown(last.parents[1] / "config.yaml") if given else None
             how = f"in a new job with --name {last.parents[1].name}, or with" if is_batch_job(os.environ) else "with"
-            launch = experiment.settings.launch
             # On other devices than before it would resume within rounding.
-            devices = launch.devices if launch.launcher == "local" and launch.devices > 1 else None
-            line = _as_started(experiment, program).using(config=config, resume=shown(last), devices=devices)
+            devices = typed.devices if typed.launcher == "local" and typed.devices > 1 else None
+            line = typed.alone().using(config=config, resume=shown(last), devices=devices)
             rank_zero_print(f"{why}; resume {how}\n  {line}")
         sys.stderr.flush()
         # Loggers and processes are closed; a regular exit of the interpreter would take another second.
         exit_run(int(stopped.code or 1))
-
-
-def _as_started(experiment: Experiment, program: str) -> Command:
-    """The program with the launcher that has started the processes of this run."""
-    launch = experiment.settings.launch
-    return Command(program).started_by(launch.launcher, launch.num_nodes, launch.devices)

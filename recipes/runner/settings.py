@@ -22,8 +22,8 @@ from datamodules.contract import Free, OneCall, Rare
 from datamodules.ranges import COUNT, Range, check_ranges
 from recipes.base import Recipe
 from recipes.cli.early_stopping import PatientStopping, score_mode
-from recipes.cli.limits import WholeUpdates
 from recipes.optim import learning_rate_scale
+from recipes.runner.limits import WholeUpdates
 from recipes.runner.machine import Precision
 
 __all__ = ["RunSettings", "checkpoint_callbacks", "run_callbacks"]

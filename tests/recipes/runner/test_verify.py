@@ -11,12 +11,8 @@ import torch
 
 from callbacks.checkpointing.verified_io import write_checkpoint
 from datamodules.errors import UserError
-from recipes.cli.experiment import Settings
-from recipes.cli.settings import RunSettings
-from recipes.cli.verify import settings_to_repeat
+from recipes.cli.verify import split_of
 from recipes.results.weights_record import Interval, Start
-from recipes.resume.resume_point import ResumePoint
-from recipes.runner.launch import Launch
 from tests.support.command_lines import contents, typed
 
 FIT = "--name one --threads 2 --max-epochs 2 --precision 32-true --logger none --lr 0.02 --optimizer adamw"
@@ -128,12 +124,12 @@ def test_an_interval_from_the_beginning_has_the_micro_batches_of_the_run_on_othe
     tmp_path: Path, accumulate: int, before: int, here: int, now: int
 ) -> None:
     start = Start("mnist", None, {"devices": before, "num_nodes": 1}, {})
-    interval, run = Interval(tmp_path, start, 5, 1, frozenset()), RunSettings(accumulate=accumulate)
-    settings = Settings("fit", run, {}, {}, {}, {}, (), None, Launch("local", 1, here), ResumePoint(), False, 60.0, {})
-    assert settings_to_repeat(settings, interval).run.accumulate == now
-    assert settings_to_repeat(settings, replace(interval, checkpoint=tmp_path)).run == run, "the checkpoint holds them"
+    interval = Interval(tmp_path, start, 5, 1, frozenset())
+    values = {"accumulate": accumulate, "global_batch_size": None}
+    assert split_of(interval, values, here) == now
+    assert split_of(replace(interval, checkpoint=tmp_path), values, here) == accumulate, "the checkpoint holds them"
     with pytest.raises(UserError, match=f"cannot share its micro-batches: pass --devices {before}"):
-        settings_to_repeat(replace(settings, launch=Launch("local", 1, 5)), interval)
+        split_of(interval, values, 5)
 
 
 def test_a_resume_with_other_threads_is_refused_and_one_elsewhere_says_what_differs(

@@ -34,18 +34,14 @@ LIMIT_TEXTS = {
 """What the flags do on the command line, in place of the Trainer's texts."""
 
 
-def micro_batches_of_update(
-    accumulate: Any, items: int | None, data: Mapping[str, Any], world_size: int, tokens: str | None = None
-) -> int | None:
+def micro_batches_of_update(accumulate: Any, items: int | None, batch_size: Any, world_size: int) -> int | None:
     """Micro-batches of an update on all devices; None where they change during the run or the settings do not tell.
 
     Args:
         accumulate: the number of them on each device, or a schedule; it counts where `items` is None.
         items: of an update on all devices: samples, or batches limited by tokens.
-        data: arguments of the data module, such as ``batch_size``.
-        tokens: the argument that, where it is given, limits a batch by tokens.
+        batch_size: of a micro-batch, counted as `items`.
     """
-    batch_size = 1 if tokens and data.get(tokens) else data.get("batch_size")
     if items is None:
         return accumulate * world_size if isinstance(accumulate, int) else None
     return -(-items // batch_size) if isinstance(batch_size, int) else None

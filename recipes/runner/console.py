@@ -1,10 +1,10 @@
-"""The log messages and warnings that it prints or suppresses."""
+"""What a run prints or suppresses: log messages and warnings, each in one line."""
 
 import io
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from recipes.runner.launch import is_rank_zero
 
-__all__ = ["configure_logging", "escape_output", "prints_progress", "warnings_only"]
+__all__ = ["configure_logging", "escape_output", "one_line", "prints_progress", "warnings_only"]
 
 _PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("recipes", "callbacks", "datamodules"))
 
@@ -22,15 +22,11 @@ _PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("recipes", "call
 class _OneLine(logging.Handler):
     """Prints each of our log messages as a plain line."""
 
-    def __init__(self, translate: Callable[[str], str]) -> None:
-        super().__init__()
-        self._translate = translate
-
     @override
     def emit(self, record: logging.LogRecord) -> None:
         # A message about one rank, such as a damaged file, is logged by no other.
         if is_rank_zero() or getattr(record, "any_rank", False):
-            print(self._translate(record.getMessage()), file=sys.stderr)  # noqa: T201
+            print(record.getMessage(), file=sys.stderr)  # noqa: T201
 
 
 _level: ContextVar[int] = ContextVar("_level", default=logging.INFO)
@@ -58,22 +54,14 @@ def escape_output() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def configure_logging(translate: Callable[[str], str] = str) -> None:
-    """Print our messages and warnings as plain lines, and suppress tips and deprecation warnings of others.
-
-    Args:
-        translate: turns parameters in our messages into flags.
-    """
+def configure_logging() -> None:
+    """Print our messages and warnings as plain lines, and suppress tips and deprecation warnings of others."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    for name, change in (
-        ("lightning.pytorch.profilers", str),
-        ("lightning.pytorch.callbacks.model_summary", str),
-        ("lightning_recipes", translate),
-    ):
+    for name in ("lightning.pytorch.profilers", "lightning.pytorch.callbacks.model_summary", "lightning_recipes"):
         logger = logging.getLogger(name)
         logger.setLevel(_level.get())
-        logger.handlers, logger.propagate = [_OneLine(change)], False
+        logger.handlers, logger.propagate = [_OneLine()], False
     show = getattr(warnings.showwarning, "others", warnings.showwarning)
 
     def show_ours(
@@ -82,7 +70,7 @@ def configure_logging(translate: Callable[[str], str] = str) -> None:
         if not any(map(Path(filename).is_relative_to, _PACKAGES)):
             show(message, category, filename, lineno, *rest, **named)
         elif is_rank_zero():
-            print(f"warning: {translate(str(message))}", file=sys.stderr)  # noqa: T201
+            print(f"warning: {message}", file=sys.stderr)  # noqa: T201
 
     show_ours.others = show  # type: ignore[attr-defined]
     warnings.showwarning = show_ours
@@ -91,3 +79,28 @@ def configure_logging(translate: Callable[[str], str] = str) -> None:
     # Pillow's, of large images; ours are refused by their size.
     warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
     warnings.filterwarnings("ignore", message=r".*(isinstance\(treespec, LeafSpec\)|trace might not generalize).*")
+
+
+def _cut(text: str, longest: int) -> str:
+    """A text without its middle where it is longer than this."""
+    if len(text) <= longest:
+        return text
+    half = (longest - 5) // 2
+    return f"{text[: longest - 5 - half]} ... {text[-half:]}"
+
+
+def one_line(message: str, longest: int = 10_000, longest_word: int = 500) -> str:
+    """A message in one line that shows on any terminal, since values of any kind and length may stand in it.
+
+    Args:
+        longest: characters. The commands in a message may be long, so it is a bound for hostile values only.
+        longest_word: characters of a word; of longer ones, such as a value, the middle is left out.
+
+    Example:
+        >>> print(one_line("no file \x1b[31mred\\n"))
+        no file \\x1b[31mred\\n
+        >>> one_line("--lr " + "9" * 100 + " is not a number", longest_word=20)
+        '--lr 99999999 ... 9999999 is not a number'
+    """
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+    return _cut(" ".join(_cut(word, longest_word) for word in shown.split(" ")), longest)

@@ -149,7 +149,7 @@ def test_random_seed_and_threads_are_those_of_rank_0_on_all_ranks_and_a_resume_k
 def test_a_trial_of_a_finished_run_is_refused_as_the_run_is(tmp_path: Path) -> None:
     assert run_ranks(_typed, 1, ["--name", "run"], str(tmp_path))[0][0] == 0
     last = "runs/points/run/checkpoints/last.ckpt"
-    trial = ["--resume", last, "--resume-anyway", "--fast-dev-run", "--max-epochs", "1"]
+    trial = ["--resume", last, "--fast-dev-run", "--max-epochs", "1"]
     assert run_ranks(_typed, 1, trial, str(tmp_path))[0][0] == 2
 
 
@@ -164,20 +164,29 @@ def test_a_trial_of_a_finished_run_is_refused_as_the_run_is(tmp_path: Path) -> N
 def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_printed(
     items: Any, accumulate: Any, batch_size: int, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from recipes.cli.experiment import Classes, Settings, build_experiment
-    from recipes.cli.settings import RunSettings
-    from recipes.cli.trainer import _global_batch_text
     from recipes.resume.resume_point import ResumePoint
-    from recipes.runner.launch import Launch
+    from recipes.runner.experiment import Classes, build_experiment
+    from recipes.runner.launch import Command, Launch
+    from recipes.runner.run import build_parser
+    from recipes.runner.trainer import _global_batch_text
     from tests.recipes.resume.test_resume import save
 
     config = {"batch_size": batch_size, "accumulate": accumulate, "num_classes": 3, "shade": "grey"}
     last = str(save(tmp_path / "last.ckpt", 3, 0, config, items))  # On one device.
-    run = RunSettings(resume=last, precision="32-true", accumulate=accumulate)
-    data = {"num_classes": 3, "shade": "grey", "batch_size": batch_size}
-    point, launch = ResumePoint(checkpoint=last), Launch("local", 1, 4)
-    more: tuple[Any, ...] = ((), None, launch, point, False, 60.0, {"precision": "", "memory": ""})
-    settings = Settings("fit", run, data, {"num_classes": 3}, {}, config, *more)
-    experiment = build_experiment(settings, Classes(Points3, Points, list), None)
+    classes = Classes(Points3, Points, list)
+    parser = build_parser(classes, "prog")
+    values = parser.get_defaults().as_dict() | config
+    experiment = build_experiment(
+        "fit",
+        lambda title: parser.select(values, title),
+        values,
+        config,
+        classes,
+        launch=Launch("local", 1, 4),
+        connection=None,
+        point=ResumePoint(checkpoint=last),
+        typed=Command("prog"),
+        notes="",
+    )
+    assert _global_batch_text(experiment) == line
     assert "devices: 1 before, 4 now; the updates and their order stay" in capsys.readouterr().out
-    assert _global_batch_text(experiment.settings) == line

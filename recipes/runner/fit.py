@@ -20,15 +20,15 @@ from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from recipes.base import Recipe
-from recipes.cli.command_line import CommandLine
-from recipes.cli.commands import Trained
-from recipes.cli.console import warnings_only
-from recipes.cli.experiment import Classes
-from recipes.cli.flags import nearest
-from recipes.cli.settings import RunSettings
 from recipes.results.results_file import read_results
+from recipes.runner.commands import Trained
+from recipes.runner.console import warnings_only
+from recipes.runner.experiment import Classes
+from recipes.runner.flags import nearest
 from recipes.runner.join import monitored
 from recipes.runner.launch import LaunchSettings
+from recipes.runner.run import CommandLine
+from recipes.runner.settings import RunSettings
 
 __all__ = ["Fitted", "find_recipe", "fit"]
 
@@ -197,7 +197,7 @@ def fit(
         if unknown := settings.keys() - line.parser.types().keys():
             name = min(unknown)
             raise UserError(f"fit() has no parameter {name}{nearest(name, line.parser.types())}")
-        with _one_run_of_a_program(), monitored(line.parser.as_flags, line.after_loss):
+        with _one_run_of_a_program(), monitored(line.after_loss):
             trained = line.main()
     assert trained is not None
     return _fitted(trained, recipe_class)

@@ -25,7 +25,6 @@ from typing_extensions import override
 
 from datamodules.contract import Rare, marked_parameters
 from datamodules.errors import UserError
-from recipes.cli.messages import ALIASES, as_flags
 from recipes.resume.settings_file import read_settings
 from recipes.runner.launch import flag_of
 
@@ -339,10 +338,6 @@ class FlagParser(ArgumentParser):
         spelled = self._with_settings_of_results(self._spell_out(args))
         return vars(self.parse_args(spelled, defaults=False))
 
-    def as_flags(self, message: str) -> str:
-        """A message about parameters, written with this parser's flags."""
-        return as_flags(message, self._flags, ALIASES)
-
     def _failure(self, parse: Callable[[Any], Any], settings: Any) -> str | None:
         try:
             parse(settings)
@@ -450,7 +445,7 @@ class FlagParser(ArgumentParser):
                 action = self._flags[name]
                 left = f"  {flag_of(name)} {_type_name(self._type(name), everything)}"
                 text = re.sub(r"\s+", " ", (action.help or "").replace("%%", "%").strip())
-                text = "" if "==SUPPRESS==" in text else without_markup(self.as_flags(text))
+                text = "" if "==SUPPRESS==" in text else without_markup(text)
                 if not everything:
                     text = re.split(r"(?<=[a-z\d)])[.;] ", text)[0]
                 text = text.strip().rstrip(".")

@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -18,13 +17,13 @@ from callbacks.lib.hooks import set_callbacks
 from callbacks.lib.lightning_internals import set_collective_timeout
 from callbacks.run_progress import RunProgress
 from datamodules.errors import UserError
-from recipes.cli.console import prints_progress
-from recipes.cli.experiment import Experiment, Settings, as_user_errors
-from recipes.cli.limits import limits_per_device
 from recipes.cli.run_folder import logger_ids, logger_names, loggers
 from recipes.results.origin import hardware
+from recipes.runner.console import prints_progress
+from recipes.runner.experiment import Experiment, as_user_errors
 from recipes.runner.join import FailureReporter
 from recipes.runner.launch import rank_zero_print
+from recipes.runner.limits import limits_per_device
 from recipes.runner.strategies import build_strategy
 
 __all__ = ["build_trainer", "renew_callbacks"]
@@ -41,39 +40,36 @@ def _counted(number: int, what: str, plural: str = "s") -> str:
     return f"{number} {what}{plural if number != 1 else ''}"
 
 
-def _global_batch_text(settings: Settings) -> str:
+def _global_batch_text(experiment: Experiment) -> str:
     """The global batch as micro-batches, their size and the devices that share them: a part of a run's first line."""
-    data, run, launch, tokens = settings.data, settings.run, settings.launch, settings.tokens_parameter
-    limited = bool(tokens and data.get(tokens))
-    size = data.get(tokens if tokens and limited else "batch_size")
+    launch, micro_batches = experiment.launch, experiment.micro_batches
+    limited = experiment.tokens_parameter is not None
+    size = experiment.config.get(experiment.tokens_parameter or "batch_size")
     if not isinstance(size, int):
         return ""
     on = f"on {_counted(launch.world_size, 'device')} of {_counted(launch.num_nodes, 'node')}, "
-    if settings.micro_batches is None:
+    if micro_batches is None:
         # A resumed run keeps its updates, on other devices too.
-        each = "" if run.resume else f", {run.accumulate} on each device"
+        each = "" if experiment.point.checkpoint else f", {experiment.run.accumulate} on each device"
         return f"micro-batches of {size}{' tokens' * limited}{each} {on}"
-    total = (None if limited else settings.update_items) or settings.micro_batches * size
+    total = (None if limited else experiment.update_items) or micro_batches * size
     short = f", the last of {total % size}," if total % size else ""
-    parts = f"{_counted(settings.micro_batches, 'micro-batch', 'es')} of {size}{' tokens' * limited}{short} {on}"
+    parts = f"{_counted(micro_batches, 'micro-batch', 'es')} of {size}{' tokens' * limited}{short} {on}"
     return f"global batch {total}{' tokens' * limited} = {parts}"
 
 
 def _print_first_line(trainer: pl.Trainer, experiment: Experiment) -> None:
-    settings = experiment.settings
-    run, notes = settings.run, settings.notes
-    launch = f"{settings.launch.describe()}, {_backend(trainer)}, " if trainer.world_size > 1 else ""
-    batch = _global_batch_text(settings) if settings.command == "fit" else ""
-    memory = notes["memory"] if trainer.strategy.root_device.type == "cpu" else ""
-    precision = f"precision {run.precision}{notes['precision']}"
+    launch = f"{experiment.launch.describe()}, {_backend(trainer)}, " if trainer.world_size > 1 else ""
+    batch = _global_batch_text(experiment) if experiment.command == "fit" else ""
     rank_zero_print(
-        f"{experiment.recipe.title}: {launch}{hardware(trainer)}, {batch}{precision}{memory}{notes['seed']}"
+        f"{experiment.recipe.title}: {launch}{hardware(trainer)}, {batch}precision"
+        f" {experiment.run.precision}{experiment.notes}"
     )
 
 
 def _callbacks(experiment: Experiment) -> list[Callback]:
     """New callbacks of any command."""
-    options, callbacks = experiment.settings.trainer, experiment.callbacks()
+    options, callbacks = experiment.trainer, experiment.callbacks()
     shows = options["enable_progress_bar"] is not False and not options["barebones"] and prints_progress()
     given = any(isinstance(callback, ProgressBar) for callback in callbacks)
     return [FailureReporter(), *callbacks, *([RunProgress()] if shows and not given else [])]
@@ -88,18 +84,10 @@ def renew_callbacks(trainer: pl.Trainer, experiment: Experiment, *more: Callback
     set_callbacks(trainer, [*_callbacks(experiment), *more])
 
 
-def _limits(settings: Settings) -> dict[str, Any]:
-    launch = settings.launch
-    micro_batches = settings.micro_batches if settings.command == "fit" else launch.world_size
-    return limits_per_device(settings.trainer, micro_batches, launch.rank, launch.world_size)
-
-
-def _loggers(folder: Path, settings: Settings, monitor: str) -> list[Logger]:
-    options = settings.trainer
-    at_ends = options["val_check_interval"] in (None, 1.0) and options["check_val_every_n_epoch"] is not None
-    by_epoch = at_ends and options["max_epochs"] != -1
-    main = {"loss", "accuracy", monitor.rpartition("/")[2]}
-    return loggers(folder, settings.run.resume, logger_names(settings.run.logger), main, by_epoch)
+def _limits(experiment: Experiment) -> dict[str, Any]:
+    launch = experiment.launch
+    micro_batches = experiment.micro_batches if experiment.command == "fit" else launch.world_size
+    return limits_per_device(experiment.trainer, micro_batches, launch.rank, launch.world_size)
 
 
 def build_trainer(
@@ -117,20 +105,20 @@ def build_trainer(
         checkpoint_io: writes the checkpoints.
         announces: prints it.
     """
-    settings = experiment.settings
-    options: dict[str, Any] = {**settings.trainer, **_limits(settings)}
+    run, launch = experiment.run, experiment.launch
+    options: dict[str, Any] = {**experiment.trainer, **_limits(experiment)}
     if not prints_progress():
         options["enable_progress_bar"] = False
-    options["strategy"] = build_strategy(options["strategy"], settings.launch.world_size)
+    options["strategy"] = build_strategy(options["strategy"], launch.world_size)
     # Lightning moves the callbacks that save behind the others, and calls the first of them the Trainer's.
     saves = [callback for callback in more if isinstance(callback, Checkpoint)]
     callbacks = [*saves, *_callbacks(experiment), *(callback for callback in more if callback not in saves)]
     with as_user_errors(ValueError, TypeError, ImportError, MisconfigurationException):
         trainer = pl.Trainer(
             **options,
-            precision=settings.run.precision,  # type: ignore[arg-type]
-            deterministic=settings.run.deterministic or None,
-            logger=_loggers(folder, settings, experiment.recipe.monitor) if folder else False,
+            precision=run.precision,  # type: ignore[arg-type]
+            deterministic=run.deterministic or None,
+            logger=loggers(folder, experiment.point.checkpoint, logger_names(run.logger)) if folder else False,
             callbacks=callbacks,
             plugins=[LightningEnvironment(), checkpoint_io or VerifiedCheckpointIO()],
             default_root_dir=str(folder) if folder else None,
@@ -144,7 +132,7 @@ def build_trainer(
     if _backend(trainer) == "nccl" and trainer.strategy.root_device.type != "cuda":
         raise UserError("NCCL needs NVIDIA GPUs, and this run is on the CPU; pass --strategy ddp, which uses gloo")
     without_pickles(trainer.strategy)
-    set_collective_timeout(trainer.strategy, timedelta(seconds=settings.collective_timeout))
-    if announces and settings.command != "predict":
+    set_collective_timeout(trainer.strategy, timedelta(seconds=launch.collective_timeout))
+    if announces and experiment.command != "predict":
         _print_first_line(trainer, experiment)
     return trainer

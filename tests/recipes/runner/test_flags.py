@@ -7,7 +7,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from datamodules.errors import UserError
-from recipes.cli.flags import FlagGroup, FlagParser, describe_type
+from recipes.runner.flags import FlagGroup, FlagParser, describe_type
 
 
 @dataclass

@@ -1,0 +1,504 @@
+"""One command line for every recipe, ``run(MyRecipe, MyDataModule)``: from what was typed to what was trained.
+
+`CommandLine` goes on as a run does: parse, find the checkpoint to resume from, take its settings, find out which
+process of the run this one is and wait for the others, build the experiment, and carry out the command.
+"""
+
+import io
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from jsonargparse import Namespace
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_only
+
+from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
+from callbacks.lib.slurm_job import requeue_on
+from datamodules.errors import RunFailedError, UserError, system_failure
+from datamodules.ranges import COUNT, NOT_NEGATIVE, check_ranges
+from recipes.base import Recipe
+from recipes.cli.report import check_output, shown
+from recipes.cli.run_folder import logger_names
+from recipes.cli.verify import find_interval, split_of
+from recipes.results.stopwatch import process_age
+from recipes.results.weights_record import Interval
+from recipes.resume.requeue import requeue_after_loss
+from recipes.resume.resume_point import ResumePoint, find_resume_point
+from recipes.resume.saved_run import describe_differences, read_run
+from recipes.runner.commands import Trained, carry_out
+from recipes.runner.console import configure_logging, escape_output, one_line
+from recipes.runner.experiment import Classes, build_experiment, takes_inputs
+from recipes.runner.failure_monitor import FailureMonitor
+from recipes.runner.flags import FlagGroup, FlagParser, help_width, nearest, without_markup
+from recipes.runner.join import UPDATES_DONE, fingerprint, join_run, monitored
+from recipes.runner.launch import (
+    Command,
+    Launch,
+    LaunchSettings,
+    check_precision,
+    flag_of,
+    is_rank_zero,
+    plan_launch,
+    print_error,
+    rank_zero_print,
+)
+from recipes.runner.limits import LIMIT_TEXTS, seconds_of
+from recipes.runner.machine import (
+    declare_parent,
+    detect_machine,
+    devices_of,
+    drop_inherited_variables,
+    exit_with_parent,
+    parent_of_rank,
+    resolve_precision,
+    stop_gpu_search,
+    tune_allocator,
+)
+from recipes.runner.quick_imports import keep_help, program_name
+from recipes.runner.settings import RunSettings
+from recipes.runner.strategies import check_strategy
+from recipes.weights import read_settings_beside
+
+__all__ = ["CommandLine", "build_parser", "run"]
+
+_COMMANDS = {
+    "fit": "train, then test the best checkpoint (the default)",
+    "validate": "score a checkpoint on the validation part",
+    "test": "score a checkpoint on the test set",
+    "predict": "run inference on the given inputs: predict --ckpt FILE INPUT ...",
+    "verify": "train a part of a run again, and compare the weights to the bit: verify runs/RECIPE/NAME",
+    "export": "write the network of a checkpoint for other programs, and verify the file",
+}
+
+# The command line sets these itself, or they hold objects that no flag can express; or ours are exact where these are
+# not: --accumulate, --sync-bn, --deterministic.
+_NO_FLAGS_OF_TRAINER = """
+    logger callbacks plugins precision default_root_dir enable_autolog_hparams enable_model_summary
+    accumulate_grad_batches sync_batchnorm deterministic
+"""
+_COMMON_TRAINER_PARAMETERS = """
+    accelerator strategy devices num_nodes max_epochs max_steps fast_dev_run gradient_clip_val log_every_n_steps
+    limit_train_batches
+"""
+_TRAINER_TEXTS = LIMIT_TEXTS | {
+    "strategy": "ddp, or auto, which is one device or ddp",
+    "barebones": "measure the speed of training: without logs, progress, checkpoints and test",
+}
+# They take weights alone, too.
+_SCORING = ("validate", "test")
+_OF_THE_MACHINE = {"devices", "num_nodes", "accelerator", "strategy"}
+
+
+def run(
+    recipe_class: type[Recipe],
+    data_class: type[pl.LightningDataModule],
+    callbacks: Callable[[], Sequence[Callback]] = tuple,
+    args: Sequence[str] | None = None,
+) -> None:
+    """Give a recipe and its data a command line: fit, validate, test, predict, verify and export.
+
+    Every parameter of the two constructors and of the Trainer is a flag. Ends the process with a message in one line:
+    status 2 where the run could not start, 1 where it failed on the way, and 128 + the number of a signal: 130 for
+    Ctrl-C, 138 for SIGUSR1, 143 for SIGTERM.
+
+    Args:
+        recipe_class: what to train.
+        data_class: what to train on.
+        callbacks: makes further callbacks for the Trainer, new ones for the scores after training.
+        args: the command line; by default that of the process.
+    """
+    escape_output()
+    drop_inherited_variables(os.environ)
+    exit_with_parent(os.environ)
+    if parent_of_rank(os.environ) is None:
+        declare_parent(os.environ)
+    # A program has begun with its imports, which take seconds.
+    started_at = time.monotonic() - (process_age() if args is None else 0.0)
+    classes = Classes(recipe_class, data_class, callbacks)
+    program = CommandLine(classes, sys.argv[1:] if args is None else args, started_at, program_name())
+    try:
+        with ending_on_signals(*SIGNALS), monitored(program.after_loss):
+            program.main()
+    except Preempted as stopped:
+        rank_zero_print(f"\nended by {stopped.signal_name}")
+        if is_rank_zero() and (note := requeue_on(stopped.signum)):
+            rank_zero_print(note)
+        raise
+    except UserError as error:
+        who = ""
+        if not is_rank_zero():
+            # Before the rendezvous; where rank 0 makes the same error, it prints first.
+            time.sleep(3)
+            who = f" on rank {getattr(rank_zero_only, 'rank', '?')}"
+        print_error(f"error{who}: {one_line(str(error))}")
+        sys.exit(error.exit_status)
+
+
+def _print_texts(title: str, texts: dict[str, str], width: int) -> None:
+    """Print names and their texts, in a column or, where there is no room for one, below the names."""
+    column = max(map(len, texts)) + 2
+    print(f"{title}:")  # noqa: T201
+    for name, text in texts.items():
+        beside = width >= column + 34
+        indent = " " * (column + 2 if beside else 4)
+        lines = textwrap.wrap(text, width - len(indent), break_long_words=False, break_on_hyphens=False)
+        first = f"  {name:<{column}}{lines[0]}" if beside else f"  {name}\n{indent}{lines[0]}"
+        print("\n".join([first, *(indent + line for line in lines[1:])]))  # noqa: T201
+
+
+def build_parser(classes: Classes, program: str) -> FlagParser:
+    """The parser of a recipe's flags; see `CommandLine`."""
+    trainer_common = frozenset(_COMMON_TRAINER_PARAMETERS.split())
+    groups = [
+        FlagGroup("Run", RunSettings),
+        FlagGroup("Launch", LaunchSettings),
+        FlagGroup("Data", classes.data, frozenset({"predict_inputs"})),
+        FlagGroup("Recipe", classes.recipe),
+        FlagGroup("Trainer", pl.Trainer, frozenset(_NO_FLAGS_OF_TRAINER.split()), trainer_common, _TRAINER_TEXTS),
+    ]
+    parser = FlagParser(groups, program)
+    parser.set_defaults(classes.recipe.trainer_defaults)
+    return parser
+
+
+def _refuse(*rules: tuple[Any, str]) -> None:
+    """Refuse with the message of the first rule whose condition holds."""
+    for holds, message in rules:
+        if holds:
+            raise UserError(message)
+
+
+class CommandLine:
+    """One call of the command line.
+
+    Args:
+        args: what was typed after the program's name.
+        started_at: `time.monotonic` at the start of the program.
+        program: its name, for the commands to print.
+    """
+
+    def __init__(self, classes: Classes, args: Sequence[str], started_at: float, program: str) -> None:
+        self.classes, self.program, self.args, self.started_at = classes, program, list(args), started_at
+        self.parser = build_parser(classes, program)
+        self._not_saved = classes.call_parameters
+        self._point = ResumePoint()
+
+    def main(self) -> Trained | None:
+        """Carry out the command; an error by which the system refuses files, processes or memory takes one line.
+
+        Returns:
+            What fit has trained; of a run that had finished before, its folder only.
+        """
+        try:
+            return self._carry_out()
+        except (MemoryError, OSError, RuntimeError, TypeError) as error:
+            if problem := system_failure(error):
+                raise RunFailedError(problem) from error
+            raise
+
+    def after_loss(self) -> str:
+        """What is done where a process of the run was lost, in words."""
+        return requeue_after_loss(self._point.folder, self._updates_done())
+
+    def _updates_done(self) -> int:
+        return read_run(self._point.checkpoint).updates if self._point.checkpoint else 0
+
+    def _carry_out(self) -> Trained | None:
+        command, args = self._command()
+        folder = Path(args.pop(0)) if command == "verify" and args and not args[0].startswith("-") else None
+        if asked := {"-h", "--help", "--help-all", "--help_all"} & set(args):
+            with redirect_stdout(io.StringIO()) as text:
+                self._print_help(everything=any(arg.endswith("all") for arg in asked))
+            print(text.getvalue(), end="")  # noqa: T201
+            keep_help(self.program, self.args, text.getvalue())
+            return None
+        namespace = self.parser.parse(args)
+        self._check("fit" if command == "verify" else command, namespace)
+        if namespace.ckpt and any(arg.partition("=")[0] == "--weights" for arg in args):
+            raise UserError("--ckpt and --weights are two sources of weights; leave one of them out")
+        configure_logging()
+        if command == "verify":
+            self._verify(folder, args)
+            return None
+        if command == "fit":
+            self._point = self._find_resume_point(namespace, args)
+        if checkpoint := self._point.checkpoint or namespace.ckpt:
+            namespace = self._with_settings_of(checkpoint, args)
+        elif command in _SCORING:
+            saved = read_settings_beside(namespace.weights) if namespace.weights != "imagenet" else {}
+            # All tensors of a file of weights have to match.
+            namespace = self._with_settings(dict(saved) | {"weights_skip": None}, args)
+        if self._point.checkpoint:
+            self._check_experiment(self._point.checkpoint, namespace)
+        if self._point.finished:
+            longer = "--max-epochs (or --patience, where it was stopped early)"
+            rank_zero_print(
+                f"the run in {shown(self._point.folder or '')} has finished, and stays as it is; pass a larger {longer}"
+                " to train longer"
+            )
+            return Trained(Path(self._point.folder or ""))
+        if self._point.checkpoint:
+            self._check_going_on(self._point.checkpoint, namespace)
+        if command == "fit":
+            self.parser.import_optimizer(namespace, args)
+        return self._go(command, namespace)
+
+    # Parse
+
+    def _command(self) -> tuple[str, list[str]]:
+        args = list(self.args)
+        command = args.pop(0) if args and args[0] in _COMMANDS else "fit"
+        if args and not args[0].startswith("-") and command not in ("predict", "verify"):
+            if args[0] in _COMMANDS:
+                raise UserError(f"{command} and {args[0]} are two commands; pass one of them")
+            hint = nearest(args[0], _COMMANDS) or f"; expected one of {', '.join(_COMMANDS)}, or a flag"
+            raise UserError(f"unknown command {args[0]!r}{hint}")
+        if command == "predict":
+            self.parser.add_argument("inputs", nargs="*")
+        return command, args
+
+    def _check(self, command: str, given: Namespace) -> None:
+        """Refuse flags that the command does not use, and a command without what it needs."""
+        logger_names(given.logger)
+        for name in ("max_time", "val_check_interval"):
+            seconds_of(name, given[name])
+        check_ranges(
+            num_nodes=(given.num_nodes, COUNT),
+            check_val_every_n_epoch=(given.check_val_every_n_epoch, COUNT),
+            gradient_clip_val=(given.gradient_clip_val, NOT_NEGATIVE),
+        )
+        fits, predicts = command == "fit", command == "predict"
+        _refuse(
+            (
+                given.patience is not None and (given.patience < 1 or not given.early_stopping),
+                "--patience is a number of validations, 1 or more, for --early-stopping SCORE",
+            ),
+            (
+                given.barebones and given.early_stopping,
+                "--barebones has no scores to stop by; leave --early-stopping out",
+            ),
+            (
+                given.val_check_interval == 0,
+                "--val-check-interval 0 is no interval; --limit-val-batches 0 leaves the validation out",
+            ),
+            (
+                fits and given.limit_train_batches == 0,
+                "--limit-train-batches 0 trains nothing; --max-epochs 0 scores the initial weights",
+            ),
+            (
+                command != "export" and given.format is not None,
+                "--format is for export; a run writes its own checkpoints, and the others go by the suffix of --output",
+            ),
+            (fits and given.ckpt, "fit begins with new weights; pass --resume FILE to resume from a checkpoint"),
+            (
+                fits and given.output,
+                "fit writes results.json into its run's folder; --output is for the other commands",
+            ),
+            (not fits and given.resume, f"--resume continues training; pass --ckpt FILE to {command}"),
+            (
+                not fits and given.barebones,
+                f"--barebones measures the speed of training, and keeps no scores; leave it out to {command}",
+            ),
+        )
+        if fits:
+            return
+        data, bare = self.classes.data.__name__, ", or --weights FILE, weights alone" if command in _SCORING else ""
+        _refuse(
+            (
+                predicts and given.inputs and not takes_inputs(self.classes.data),
+                f"{data} takes no inputs, because its constructor has no parameter predict_inputs; leave"
+                f" {' '.join(given.inputs or ()) if predicts else ''} out to predict what {data}.predict_dataloader()"
+                " yields",
+            ),
+            (
+                not given.ckpt and (command not in _SCORING or given.get("weights") in (None, "none")),
+                f"{command} needs a checkpoint; pass --ckpt"
+                f" runs/{self.classes.recipe.title}/NAME/checkpoints/best.ckpt{bare}",
+            ),
+            (
+                command == "export" and given.format is None,
+                "export needs a format; pass --format safetensors, state-dict or onnx",
+            ),
+        )
+        if command != "export":
+            check_output(given.output, self.classes.recipe.prediction_files if predicts else (".json", ".csv"))
+
+    def _print_help(self, everything: bool) -> None:
+        width = help_width()
+        summary = without_markup((self.classes.recipe.__doc__ or "").strip().splitlines()[0])
+        usage = f"usage: {self.program} [{'|'.join(_COMMANDS)}] [flags]"
+        lines = textwrap.wrap(usage, width, subsequent_indent="  ", break_on_hyphens=False)
+        print("\n".join([*lines, "", *textwrap.wrap(summary, width), ""]))  # noqa: T201
+        _print_texts("Commands", _COMMANDS, width)
+        self.parser.print_flags(everything)
+        rest = {} if everything else {"--help-all": "all flags, with their full texts"}
+        settings = {
+            "--config FILE": "YAML file of settings, or a run's results.json; the last wins, what is typed over all",
+            "--print-config": "print all settings as such a file, and exit",
+        }
+        print()  # noqa: T201
+        _print_texts("Settings (--no-NAME is the same as --NAME false)", rest | settings, width)
+
+    # Find the checkpoint to resume from, and take its settings
+
+    def _config(self, namespace: Namespace) -> dict[str, Any]:
+        """The settings that make the experiment, as they are saved."""
+        return {k: v for k, v in self.parser.as_plain(namespace).items() if k not in self._not_saved}
+
+    def _find_resume_point(self, namespace: Namespace, args: list[str]) -> ResumePoint:
+        if namespace.name is not None and Path(namespace.name).name != namespace.name:
+            raise UserError(f"--name {namespace.name} is not the name of a folder; pass --run-dir for where runs go")
+        resume = namespace.resume
+        if namespace.fast_dev_run or namespace.barebones or namespace.enable_checkpointing is False:
+            resume = "none" if resume in (None, "auto") else resume
+        parent = Path(namespace.run_dir) / self.classes.recipe.title
+        config, typed = self._config(namespace), self.parser.typed(args)
+        return find_resume_point(resume, namespace.name, parent, config, typed, self.classes.free_settings)
+
+    def _with_settings(self, saved: Mapping[str, Any], args: list[str], keeps: Sequence[str] = ()) -> Namespace:
+        """Parse again, with saved settings as defaults, but those of the machine, unless `keeps` names them."""
+        other = (self._not_saved | _OF_THE_MACHINE | {"callbacks"}) - set(keeps)
+        self.parser.set_known_defaults({name: value for name, value in saved.items() if name not in other})
+        return self.parser.parse(args)
+
+    def _with_settings_of(self, checkpoint: str, args: list[str]) -> Namespace:
+        saved, own = read_run(checkpoint), self.classes.recipe.titles()
+        if own and saved.recipes and not set(own) & set(saved.recipes):
+            raise UserError(
+                f"{shown(checkpoint)} is a checkpoint of the recipe {saved.recipes[0]}, and this is {own[0]}; run that"
+                f" recipe, or pass a checkpoint of {own[0]}"
+            )
+        return self._with_settings(saved.config, args)
+
+    def _check_experiment(self, checkpoint: str, namespace: Namespace) -> None:
+        """Refuse settings of another experiment than the one to resume."""
+        saved = read_run(checkpoint).config
+        if differences := describe_differences(saved, self._config(namespace), self.classes.free_settings):
+            raise UserError(
+                f"{shown(checkpoint)} is of another experiment: {'; '.join(differences)}; leave these out, or pass"
+                " another --name to start fresh"
+            )
+
+    def _check_going_on(self, checkpoint: str, namespace: Namespace) -> None:
+        """Refuse to train longer than the run was to, and say where it resumes."""
+        saved = read_run(checkpoint)
+        if namespace.resume == checkpoint and saved.is_finished(namespace.max_epochs, namespace.max_steps):
+            raise UserError(
+                f"this run has finished its {saved.epochs} epochs and {saved.updates:,} updates; pass --max-epochs"
+                f" {2 * max(1, saved.epochs)} to train longer"
+            )
+        self._check_callbacks(shown(checkpoint), saved.config, namespace)
+        if namespace.resume != checkpoint:
+            rank_zero_print(f"resuming from {shown(checkpoint)}, after {saved.updates:,} updates")
+
+    def _check_callbacks(self, what: str, config: Mapping[str, Any], namespace: Namespace) -> None:
+        """Refuse to train without the callbacks of a run, which are not taken from its files."""
+        if config.get("callbacks") and namespace.callbacks is None:
+            paths = (one.get("class_path") if isinstance(one, Mapping) else one for one in config["callbacks"])
+            names = ", ".join(str(path).rpartition(".")[2] for path in paths)
+            raise UserError(
+                f"{what} was trained with --callbacks ({names}), and a checkpoint must not make a program run them:"
+                " pass them again, or the run's settings as --config config.yaml"
+            )
+
+    def _verify(self, folder: Path | None, args: list[str]) -> None:
+        """Train an interval of a run again, with the settings that it had there."""
+        if folder is None:
+            raise UserError(f"verify needs the folder of a run; pass verify runs/{self.classes.recipe.title}/NAME")
+        interval = find_interval(folder)
+        recipe, own = interval.start.recipe, self.classes.recipe.titles()
+        if own and recipe not in own:
+            raise UserError(
+                f"{shown(folder)} is a run of the recipe {recipe}, and this is {self.classes.recipe.title}: pass it to"
+                " that recipe's command"
+            )
+        config, before = interval.start.config, interval.start.environment
+        may_differ = _OF_THE_MACHINE | {"callbacks", "enable_progress_bar"} | self.classes.free_parameters
+        free, typed = self._not_saved | may_differ, self.parser.typed(args)
+        if wrong := [flag_of(n) for n, value in typed.items() if n not in free and value != config.get(n)]:
+            raise UserError(f"verify trains with the settings of the run: leave out {', '.join(wrong)}")
+        # By default on as many devices as the run had.
+        chosen = "devices" in typed or "TORCHELASTIC_RUN_ID" in os.environ
+        split = {} if chosen else {name: before.get(name) for name in ("devices", "num_nodes")}
+        namespace = self._with_settings({**config, **split}, args, keeps=("accelerator", "strategy", *split))
+        self._check_callbacks(f"the run in {shown(folder)}", config, namespace)
+        self.parser.import_optimizer(namespace, args)
+        namespace.max_time = None  # It is not to end by this machine's speed.
+        self._point = ResumePoint(checkpoint=str(interval.checkpoint) if interval.checkpoint else None)
+        self._go("fit", namespace, interval)
+
+    # Find out which process this is, wait for the others, build, and go
+
+    def _join(
+        self, command: str, values: dict[str, Any], config: dict[str, Any], typed: Command
+    ) -> tuple[Launch, FailureMonitor | None]:
+        """Find out which process of the run this one is, and wait for the others."""
+        here = detect_machine(values["accelerator"])
+        options = LaunchSettings(**self.parser.select(values, "Launch"))
+        alone, launch = command in ("predict", "export"), Launch("local", 1, 1)
+        if not alone:
+            launch = plan_launch(os.environ, options, (values["devices"], values["num_nodes"]), here, typed)
+        if launch.spawns and self.classes.in_program:
+            raise UserError(
+                f"a program trains on one device by itself, and {launch.devices} are asked for; start it as"
+                f" torchrun --standalone --nproc-per-node {launch.devices} PROGRAM.py, which needs no devices=,"
+                " or use the recipe's command line"
+            )
+        typed = typed.started_by(launch.launcher, launch.num_nodes, launch.devices)
+        check_precision(str(values["precision"]), here, typed)
+        check_strategy(values["strategy"])
+        if launch.address is not None and not launch.spawns:
+            values["devices"] = devices_of(launch.devices, values["devices"], here)
+            values["num_nodes"] = launch.num_nodes
+
+        def settings() -> dict[str, Any]:
+            classes = (self.classes.recipe, self.classes.data)
+            return fingerprint(config, classes) | {UPDATES_DONE: self._updates_done()}
+
+        return (launch, None) if alone else join_run(launch, settings, options, typed)
+
+    def _go(self, command: str, namespace: Namespace, interval: Interval | None = None) -> Trained | None:
+        tuned = tune_allocator()
+        stop_gpu_search()
+        if command == "predict":
+            namespace.devices, namespace.num_nodes = 1, 1
+        namespace.precision, reason = resolve_precision(namespace.precision, namespace.accelerator)
+        on_cpu, config = detect_machine(namespace.accelerator).kind == "cpu", self._config(namespace)
+        values = self.parser.instantiate_classes(namespace).as_dict()
+
+        def options(title: str) -> dict[str, Any]:
+            inputs = values.get("inputs") if title == "Data" else None
+            return self.parser.select(values, title) | ({"predict_inputs": inputs} if inputs else {})
+
+        RunSettings(**options("Run"))  # What is out of its range is refused before any process waits for another.
+        typed = Command(self.program, self.args, in_program=self.classes.in_program)
+        launch, connection = self._join(command, values, config, typed)
+        if interval is not None:
+            values["accumulate"] = split_of(interval, values, launch.world_size)
+        checkpoint = self._point.checkpoint or values["ckpt"]
+        try:
+            experiment = build_experiment(
+                command,
+                options,
+                values,
+                config,
+                self.classes,
+                launch=launch,
+                connection=connection,
+                point=self._point,
+                typed=typed.started_by(launch.launcher, launch.num_nodes, launch.devices),
+                notes=(f" ({reason})" if reason else "") + (", tuned allocator" if tuned and on_cpu else ""),
+            )
+            return carry_out(experiment, self.started_at, interval)
+        except RuntimeError as error:
+            if "Error(s) in loading state_dict" not in str(error):
+                raise
+            first = str(error).splitlines()[1].strip()
+            raise UserError(f"{checkpoint} holds another network than this one: {first[:200]}") from error
