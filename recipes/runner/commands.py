@@ -420,13 +420,10 @@ def _interruptible(trainer: pl.Trainer, experiment: Experiment, folder: Path | N
             test = typed.alone("test").using(ckpt=shown(best if best.exists() else last))
             rank_zero_print(f"{why}; the training is done, so test with\n  {test}")
         else:
-            # Callbacks of the command line are not taken from a checkpoint.
-            given = read_run(last).config.get("callbacks") or []
-            config = shown(last.parents[1] / "config.yaml") if given else None
             how = f"in a new job with --name {last.parents[1].name}, or with" if is_batch_job(os.environ) else "with"
             # On other devices than before it would resume within rounding.
             devices = typed.devices if typed.launcher == "local" and typed.devices > 1 else None
-            line = typed.alone().using(config=config, resume=shown(last), devices=devices)
+            line = typed.alone().using(resume=shown(last), devices=devices)
             rank_zero_print(f"{why}; resume {how}\n  {line}")
         sys.stderr.flush()
         # Loggers and processes are closed; a regular exit of the interpreter would take another second.

@@ -8,6 +8,7 @@ import difflib
 import importlib
 import inspect
 import json
+import os
 import re
 import shutil
 import sys
@@ -16,6 +17,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import Enum
 from itertools import groupby, pairwise
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
@@ -35,6 +37,7 @@ _CLASS_PATH = "optimizer"
 
 # Parameters of type Any would take objects of all classes, and torch has some that start a program.
 set_parsing_settings(instantiate_subclass_spec_in_any=False)
+_PLAIN = (int, float, str, type(None), timedelta, Enum, os.PathLike)
 
 _SWITCH_VALUES = {"true", "false", "yes", "no", "1", "0", "null", "none"}
 
@@ -133,24 +136,6 @@ def _one_line(message: str) -> str:
     return re.sub(r"\s+", " ", message.removeprefix("error: ")).strip()
 
 
-def _names_unknown_class(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(map(_names_unknown_class, value))
-    if not isinstance(value, dict):
-        return False
-    module = str(value.get("class_path", "")).rpartition(".")[0]
-    return (bool(module) and module not in sys.modules) or any(map(_names_unknown_class, value.values()))
-
-
-def _classes_in(annotation: Any) -> dict[str, type]:
-    """A class and its subclasses by name, and those in a type such as a list of them."""
-    is_class = isinstance(annotation, type) and not get_args(annotation)
-    found = {annotation.__name__: annotation} if is_class else {}
-    for part in type.__subclasses__(annotation) if is_class else get_args(annotation):
-        found |= _classes_in(part)
-    return found
-
-
 def nearest(name: str, names: Iterable[str]) -> str:
     """A question about the name that was meant, such as "; did you mean lr?"; nothing where none is close."""
     known = list(names)
@@ -159,25 +144,22 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {others.get(close[0], close[0])}?" if close else ""
 
 
-def _without_marks(annotation: Any) -> Any:
-    """The type without `Free`, `OneCall` and `Rare`."""
-    if get_origin(annotation) is Annotated:
-        return _without_marks(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        return Union[tuple(map(_without_marks, get_args(annotation)))]  # noqa: UP007
-    return annotation
+def _needs_object(annotation: Any) -> bool:
+    return isinstance(annotation, type) and get_origin(annotation) is None and not issubclass(annotation, _PLAIN)
 
 
-def _whole_numbers_first(annotation: Any) -> Any:
-    """The type with int before float, and float before text, in a union: jsonargparse takes the first that fits.
+def _flag_type(annotation: Any) -> Any:
+    """The type of a flag: a parameter's without `Free`, `OneCall` and `Rare`, and without classes that need an object.
 
-    1 is not the share 1.0, and 1.0 is not the time "1.0". A time stays text: jsonargparse reads 00:00:30:00 as 30 s.
-
-    The order in the source does not tell: typing returns an equal union that another library has made before.
+    In a union int comes before float, and float before text: jsonargparse takes the first that fits. 1 is not the share
+    1.0, and 1.0 is not the time "1.0". A time stays text: jsonargparse reads 00:00:30:00 as 30 s. The order in the
+    source does not tell: typing returns an equal union that another library has made before.
     """
+    if get_origin(annotation) is Annotated:
+        return _flag_type(get_args(annotation)[0])
     if get_origin(annotation) not in (Union, types.UnionType):
         return annotation
-    parts = get_args(annotation)
+    parts = [part for part in map(_flag_type, get_args(annotation)) if not _needs_object(part)]
     places = {float: 1, str: 2, timedelta: 3} if float in parts else {}
     return Union[tuple(sorted(parts, key=lambda part: places.get(part, 0)))]  # noqa: UP007
 
@@ -210,10 +192,10 @@ class FlagParser(ArgumentParser):
             self.add_argument(
                 "--config", action=ActionConfigFile, help="a YAML file of settings, as --print-config prints"
             )
-        self._flags = {action.dest: action for action in self._actions if action.option_strings}
+        self._flags = {a.dest: a for a in self._actions if a.option_strings and not a.dest.endswith(".help")}
         for action in self._flags.values():
             if (annotation := getattr(action, "_typehint", None)) is not None:
-                action._typehint = _whole_numbers_first(_without_marks(annotation))  # type: ignore[attr-defined]
+                action._typehint = _flag_type(annotation)  # type: ignore[attr-defined]
         for name, text in (pair for group in groups for pair in group.texts.items()):
             self._flags[name].help = text
 
@@ -228,15 +210,14 @@ class FlagParser(ArgumentParser):
     def set_known_defaults(self, values: dict[str, Any]) -> None:
         """Take defaults from other settings, such as those of a checkpoint.
 
-        Names without a flag are ignored, and so are classes in modules that are not imported yet, since a checkpoint
-        must not make the program import code.
+        Names without a flag are ignored.
 
         Raises:
             UserError: a value cannot be used.
         """
         known = {name: value for name, value in values.items() if name in self._flags}
         try:
-            self.set_defaults({name: value for name, value in known.items() if not _names_unknown_class(value)})
+            self.set_defaults(known)
         except Exception as error:
             raise UserError(f"the saved settings cannot be used: {_one_line(str(error))}") from error
 
@@ -263,21 +244,18 @@ class FlagParser(ArgumentParser):
                 spelled.append(arg)
                 continue
             flag, equals, value = arg[2:].partition("=")
-            name, plus = flag.replace("-", "_").removesuffix("+"), "+" * flag.endswith("+")
+            name = flag.replace("-", "_")
             if name.startswith("no_") and name not in self._flags and not equals:
                 name, equals, value = name[3:], "=", "false"
-            known = name.split(".")[0]
-            if known not in self._flags and name != "print_config":
+            if name not in self._flags and name != "print_config":
                 names = [*self._flags, "help", "help_all", "print_config"]
-                hint = nearest(known, names).replace("mean ", "mean --").replace("_", "-")
+                hint = nearest(name, names).replace("mean ", "mean --").replace("_", "-")
                 raise UserError(f"there is no flag --{flag}{hint or '; --help-all lists the flags'}")
-            if "." in name and not self._holds_classes(known):
-                raise UserError(f"there is no flag --{flag}, since {flag_of(known)} has no parameters")
             following = args[i + 1].lower() if i + 1 < len(args) else "--"
             bare = not equals and name in self._flags and _allows_bare(self._type(name))
             if bare and following not in _switch_values(self._type(name)) and not following.lstrip("-").isdigit():
                 equals, value = "=", "true"
-            spelled += ["--config", value] if name == "config" and equals else [f"--{name}{plus}{equals}{value}"]
+            spelled += ["--config", value] if name == "config" and equals else [f"--{name}{equals}{value}"]
         # With jsonargparse the last one wins; here the command line wins over all files, wherever they are named.
         pairs = enumerate(pairwise(spelled))
         named = {i for i, (flag, path) in pairs if flag == "--config" and not path.startswith("--")}
@@ -314,7 +292,7 @@ class FlagParser(ArgumentParser):
             return self.parse_args(self._with_settings_of_results(args))
         except Exception as error:
             message = str(error).replace("unrecognized arguments:", "pass all inputs beside each other, also")
-            raise UserError(self._explain(args) or self._explain_class(message, args) or _one_line(message)) from error
+            raise UserError(self._explain(args) or _one_line(message)) from error
 
     def import_optimizer(self, namespace: Namespace, args: Sequence[str]) -> None:
         """Import the module of an optimiser by its import path, if that was typed or is in the file that was.
@@ -366,41 +344,9 @@ class FlagParser(ArgumentParser):
             if name == "config":
                 if problem := self._explain_file(value):
                     return problem
-            elif name not in self._flags or self._holds_classes(name):
-                continue
-            elif self._failure(self.parse_args, [f"--{name}={value}"]) != required:
+            elif name in self._flags and self._failure(self.parse_args, [f"--{name}={value}"]) != required:
                 return f"{flag_of(name)} {value} is not {describe_type(self._type(name))}"
         return None
-
-    def _holds_classes(self, name: str) -> bool:
-        """Whether the value of a flag is an object of a class that the user names, whose parameters are flags, too."""
-        return f"{name}.help" in self._flags
-
-    def _explain_class(self, message: str, args: Sequence[str] = ()) -> str | None:
-        """The mistake in a class by name or in its parameters; None where the message is about something else.
-
-        Args:
-            args: the command line, where the class is named on it.
-        """
-        found = re.search(r'key "(\w+)":.*?Errors:\s+- (.+?)(?=\n\s+- |\n\s+Given|\Z)', message, re.DOTALL)
-        if found is None or not self._holds_classes(found[1]):
-            return None
-        flag, reason, classes = flag_of(found[1]), _one_line(found[2]), _classes_in(self._type(found[1]))
-        if name := re.search(r"Expected a dot import path string: (\S+)", reason):
-            close = difflib.get_close_matches(name[1], classes, n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            return f"{flag} {name[1]} is not the name of a class; {hint}A class of yours is written as module.Class"
-        if name := re.search(r"Option '([^']+)' is not accepted", reason):
-            named = re.findall(r"class_path\W+(?:\w+\.)*(\w+)", message) or re.findall(r"\w+", " ".join(args))
-            given = [one for one in named if one in classes]
-            parameters = [name for one in given for name in inspect.signature(classes[one]).parameters]
-            return (
-                f"{flag}: {' or '.join(given) or 'the class'} has no parameter {name[1]}{nearest(name[1], parameters)}"
-            )
-        if value := re.search(r'key "(\w+)": Expected a <class .(\w+).>. Got value: (.*)', reason):
-            kind = {"int": "a whole number", "float": "a number", "bool": "true or false"}.get(value[2], value[2])
-            return f"{flag}: {value[1]}: {value[3]} is not {kind}"
-        return f"{flag}: {reason}"
 
     def _explain_file(self, path: str) -> str | None:
         """The setting of a file that cannot be parsed."""
@@ -417,11 +363,6 @@ class FlagParser(ArgumentParser):
             failure = self._failure(self.parse_object, {name: value})
             if failure in (None, required):
                 continue
-            if self._holds_classes(name):
-                problem = self._explain_class(failure)
-                if problem is None:
-                    continue
-                return f"{path}: {problem.removeprefix('--')}"
             kind = describe_type(self._type(name))
             for key, part in value.items() if isinstance(value, dict) else ():
                 if self._failure(self.parse_object, {name: {key: part}}) != required:

@@ -286,31 +286,39 @@ class _Start:
         launcher, port = self.env[LAUNCHER_VARIABLE], _number(self.env, "MASTER_PORT")
         return Launch(launcher, self.asked[1], devices, node, local, address, port, joins=True)
 
-    def by_torchrun(self) -> Launch:
-        """For the processes that torchrun's agent has started."""
-        env = self.env
-        world, local = _integer(env, "WORLD_SIZE") or 1, _integer(env, "LOCAL_WORLD_SIZE") or 1
-        nodes = _integer(env, "GROUP_WORLD_SIZE") or world // local
+    def by_variables(self) -> Launch:
+        """For processes that torchrun, mpirun or a script has started, with their ranks in the environment."""
+        env, torchrun = self.env, "TORCHELASTIC_RUN_ID" in self.env
+        world = _integer(env, "WORLD_SIZE") or 1
+        devices = _integer(env, "LOCAL_WORLD_SIZE") or world
+        nodes, who = world // devices, "torchrun" if torchrun else "LOCAL_WORLD_SIZE"
         elastic = bool(_integer(env, "TORCHELASTIC_MAX_RESTARTS") or _integer(env, "TORCHELASTIC_RESTART_COUNT"))
-        command = self.command.started_by("torchrun", nodes, local)
-        if nodes * local != world:
+        command = self.command.started_by(who, nodes, devices)
+        rank, local, address = _integer(env, "RANK"), _integer(env, "LOCAL_RANK"), self.master or LOOPBACK
+        if rank is None or local is None or (world > 1 and self.master is None):
             raise UserError(
-                f"torchrun has started {world} processes on {nodes} nodes, {local} of them on this one; expected as"
-                f" many on each: {command.using()}"
+                f"WORLD_SIZE says that this is one of {world} processes; set RANK, LOCAL_RANK and MASTER_ADDR too, or"
+                " start them by torchrun, as torchrun -m in place of python -m, or unset it"
+            )
+        if nodes * devices != world or rank % devices != local:
+            raise UserError(
+                f"process {rank} (RANK) of {world} (WORLD_SIZE) is process {local} of {devices} on its node"
+                " (LOCAL_RANK, LOCAL_WORLD_SIZE); expected as many on each node, numbered node by node:"
+                f" {command.using()}"
             )
         if not elastic:
-            self.check_agreement(nodes, local, "torchrun", command)
+            self.check_agreement(nodes, devices, who, command)
         flags_of = vars(self.settings)
-        if given := {name: flags_of[name] for name in ("master_addr", "master_port") if flags_of[name] is not None}:
+        given = {name: flags_of[name] for name in ("master_addr", "master_port") if flags_of[name] is not None}
+        if torchrun and given:
             flags = " ".join(f"{flag_of(name)} {value}" for name, value in given.items())
             raise UserError(
                 f"torchrun decides where the processes meet; pass {flags} to torchrun itself, or leave it out:"
                 f" {command.using(**dict.fromkeys(given))}"
             )
-        node, own = _integer(env, "GROUP_RANK") or 0, _integer(env, "LOCAL_RANK") or 0
-        address, port = env.get("MASTER_ADDR", LOOPBACK), _integer(env, "MASTER_PORT")
-        where = (address, port) if world > 1 else (None, None)
-        return Launch("torchrun", nodes, local, node, own, where[0], where[1], elastic=elastic)
+        where = (address, self.port or DEFAULT_PORT) if world > 1 else (None, None)
+        launcher = "torchrun" if torchrun else "manual"
+        return Launch(launcher, nodes, devices, rank // devices, local, *where, elastic=elastic)
 
     def by_slurm(self, tasks: int) -> Launch:
         """For the processes that srun has started."""
@@ -378,15 +386,12 @@ class _Start:
         if LAUNCHER_VARIABLE in env and "LOCAL_RANK" in env:
             return self.by_parent()
         if "TORCHELASTIC_RUN_ID" in env:
-            return self.by_torchrun()
+            return self.by_variables()
         by_slurm, tasks = _is_slurm_step(env), _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
         if by_slurm and tasks > 1:
             return self.by_slurm(tasks)
-        if (world := _integer(env, "WORLD_SIZE") or 1) > 1 and env.keys() & {"RANK", "LOCAL_RANK"}:
-            raise UserError(
-                f"RANK and WORLD_SIZE say that this is one of {world} processes, and neither torchrun nor Slurm has"
-                f" started it: type {self.command.started_by('torchrun', nodes, devices).using()}, or unset them"
-            )
+        if (_integer(env, "WORLD_SIZE") or 1) > 1 and env.keys() & {"RANK", "LOCAL_RANK"}:
+            return self.by_variables()
         manual = self.manual(nodes, devices)
         if nodes > 1:
             return manual

@@ -364,7 +364,7 @@ class CommandLine:
 
     def _with_settings(self, saved: Mapping[str, Any], args: list[str], keeps: Sequence[str] = ()) -> Namespace:
         """Parse again, with saved settings as defaults, but those of the machine, unless `keeps` names them."""
-        other = (self._not_saved | _OF_THE_MACHINE | {"callbacks"}) - set(keeps)
+        other = (self._not_saved | _OF_THE_MACHINE) - set(keeps)
         self.parser.set_known_defaults({name: value for name, value in saved.items() if name not in other})
         return self.parser.parse(args)
 
@@ -394,19 +394,8 @@ class CommandLine:
                 f"this run has finished its {saved.epochs} epochs and {saved.updates:,} updates; pass --max-epochs"
                 f" {2 * max(1, saved.epochs)} to train longer"
             )
-        self._check_callbacks(shown(checkpoint), saved.config, namespace)
         if namespace.resume != checkpoint:
             rank_zero_print(f"resuming from {shown(checkpoint)}, after {saved.updates:,} updates")
-
-    def _check_callbacks(self, what: str, config: Mapping[str, Any], namespace: Namespace) -> None:
-        """Refuse to train without the callbacks of a run, which are not taken from its files."""
-        if config.get("callbacks") and namespace.callbacks is None:
-            paths = (one.get("class_path") if isinstance(one, Mapping) else one for one in config["callbacks"])
-            names = ", ".join(str(path).rpartition(".")[2] for path in paths)
-            raise UserError(
-                f"{what} was trained with --callbacks ({names}), and a checkpoint must not make a program run them:"
-                " pass them again, or the run's settings as --config config.yaml"
-            )
 
     def _verify(self, folder: Path | None, args: list[str]) -> None:
         """Train an interval of a run again, with the settings that it had there."""
@@ -420,7 +409,7 @@ class CommandLine:
                 " that recipe's command"
             )
         config, before = interval.start.config, interval.start.environment
-        may_differ = _OF_THE_MACHINE | {"callbacks", "enable_progress_bar"} | self.classes.free_parameters
+        may_differ = _OF_THE_MACHINE | {"enable_progress_bar"} | self.classes.free_parameters
         free, typed = self._not_saved | may_differ, self.parser.typed(args)
         if wrong := [flag_of(n) for n, value in typed.items() if n not in free and value != config.get(n)]:
             raise UserError(f"verify trains with the settings of the run: leave out {', '.join(wrong)}")
@@ -428,7 +417,6 @@ class CommandLine:
         chosen = "devices" in typed or "TORCHELASTIC_RUN_ID" in os.environ
         split = {} if chosen else {name: before.get(name) for name in ("devices", "num_nodes")}
         namespace = self._with_settings({**config, **split}, args, keeps=("accelerator", "strategy", *split))
-        self._check_callbacks(f"the run in {shown(folder)}", config, namespace)
         self.parser.import_optimizer(namespace, args)
         namespace.max_time = None  # It is not to end by this machine's speed.
         self._point = ResumePoint(checkpoint=str(interval.checkpoint) if interval.checkpoint else None)
@@ -471,7 +459,7 @@ class CommandLine:
             namespace.devices, namespace.num_nodes = 1, 1
         namespace.precision, reason = resolve_precision(namespace.precision, namespace.accelerator)
         on_cpu, config = detect_machine(namespace.accelerator).kind == "cpu", self._config(namespace)
-        values = self.parser.instantiate_classes(namespace).as_dict()
+        values = namespace.as_dict()
 
         def options(title: str) -> dict[str, Any]:
             inputs = values.get("inputs") if title == "Data" else None

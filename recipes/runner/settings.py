@@ -1,6 +1,5 @@
 """The settings of a run, as opposed to its network and data, and the callbacks that implement them."""
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -60,8 +59,6 @@ class RunSettings:
         average_from: where the average begins, as in "500 steps", "2 epochs" or "10%"; by default after 75% of the run
             for swa, else with the first update.
         sync_bn: synchronise BatchNorm over all devices; the bits of the run then depend on their number.
-        callbacks: Lightning's callbacks by name, yours as module.Class; write --callbacks+=NAME for each, and after it
-            --callbacks.PARAMETER=VALUE for its parameters.
         early_stopping: end the run when this score no longer improves; such as val/loss, see patience.
         patience: validations without improvement after which early stopping ends the run; 3 where none is given.
         logger: any of tensorboard,csv,wandb,mlflow, or none.
@@ -88,7 +85,6 @@ class RunSettings:
     swa: bool = False
     average_from: Rare[int | str | None] = None
     sync_bn: bool = False
-    callbacks: list[Callback] | None = None
     early_stopping: Free[str | None] = None
     patience: Rare[Free[int | None]] = None
     logger: Free[str] = "tensorboard,csv"
@@ -123,8 +119,6 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
     if score := settings.early_stopping:
         mode = score_mode(score, recipe.monitor, recipe.monitor_mode)
         callbacks.append(PatientStopping(score, patience=settings.patience or _PATIENCE, mode=mode))
-    # Copies, since a run takes new ones for its final test.
-    callbacks += copy.deepcopy(settings.callbacks or [])
     return callbacks
 
 

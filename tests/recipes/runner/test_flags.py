@@ -4,7 +4,6 @@ from datetime import timedelta
 from typing import Literal
 
 import pytest
-from lightning.pytorch.callbacks import Callback
 
 from datamodules.errors import UserError
 from recipes.runner.flags import FlagGroup, FlagParser, describe_type
@@ -110,18 +109,6 @@ def test_a_mistake_is_answered_in_one_line(parser, args, message):
         ("[a\n", "line 2: cannot be read as a file of settings"),
         ("power: 1\n\npower: 2\n", "line 3: power is in line 1, too; leave one out"),
         ("plan:\n  1: 2\n  3: many\n", ": plan: 3: many is not a whole number or a mapping"),
-        (
-            "callbacks:\n- class_path: EarlyStoping\n",
-            ": callbacks EarlyStoping is not the name of a class",
-        ),
-        (
-            "callbacks:\n- class_path: EarlyStopping\n  init_args:\n    monitro: val/loss\n",
-            ": callbacks: EarlyStopping has no parameter monitro; did you mean monitor?",
-        ),
-        (
-            "callbacks:\n- class_path: EarlyStopping\n  init_args:\n    monitor: a\n    patience: many\n",
-            ": callbacks: patience: many is not a whole number",
-        ),
     ],
 )
 def test_a_mistake_in_the_file_is_answered_in_one_line_with_its_place(tmp_path, text, message):
@@ -132,12 +119,10 @@ def test_a_mistake_in_the_file_is_answered_in_one_line_with_its_place(tmp_path, 
         Args:
             lr: learning rate.
             plan: a number, or several.
-            callbacks: of the run.
         """
 
         lr: float = 1.0
         plan: int | dict[int, int] = 1
-        callbacks: list[Callback] | None = None
 
     parser = FlagParser([FlagGroup("Engine", Engine), FlagGroup("Run", Run)], "prog")
     file = tmp_path / "settings.yaml"

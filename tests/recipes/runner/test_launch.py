@@ -18,6 +18,7 @@ from recipes.runner.machine import Machine, devices_of
 from tests.end_to_end.test_launch import by_slurm, by_torchrun
 
 CPU, GPUS = Machine("cpu"), Machine("cuda", 2)
+BY_HAND = {"LOCAL_RANK": "0", "RANK": "0", "MASTER_ADDR": "head", "MASTER_PORT": "9"}
 
 
 def plan(env: dict[str, str], devices: Any = "auto", nodes: int = 1, here: Machine = CPU, **flags: Any) -> Launch:
@@ -157,8 +158,13 @@ def test_another_process_of_ours_is_told_where_it_belongs():
         (by_slurm(1)[0] | {"SLURM_NTASKS": "3", "SLURM_NNODES": "2"}, {}, "expected as many on each: srun --nodes=2"),
         (
             {"RANK": "1", "WORLD_SIZE": "2"},
-            {"nodes": 2},
-            "one of 2 processes, and neither torchrun nor Slurm has started",
+            {},
+            "one of 2 processes; set RANK, LOCAL_RANK and MASTER_ADDR",
+        ),
+        (
+            BY_HAND | {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "3"},
+            {},
+            "process 0 (RANK) of 3 (WORLD_SIZE) is process",
         ),
         (by_slurm(1, 2)[0] | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, {}, "Slurm has started 3,1 processes on the nodes"),
     ],
@@ -167,6 +173,14 @@ def test_what_cannot_succeed_is_refused_with_the_command_to_type(env, arguments,
     with pytest.raises(UserError) as refused:
         plan(env, **arguments)
     assert message in str(refused.value)
+
+
+def test_ranks_in_the_environment_alone_tell_nodes_and_devices():
+    env = BY_HAND | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    assert plan(env) == Launch("manual", 1, 2, 0, 1, "head", 9)
+    env = BY_HAND | {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    assert plan(env) == plan(env, 2, 2, here=GPUS) == Launch("manual", 2, 2, 1, 1, "head", 9)
+    assert plan(BY_HAND | {"WORLD_SIZE": "1"}) == Launch("local", 1, 1)
 
 
 def test_16_mixed_on_a_cpu_is_refused():
