@@ -142,13 +142,11 @@ def test_a_run_that_is_out_of_memory_says_in_one_line_what_to_pass(tmp_path: Pat
     )
     assert plain.status == given.status == 1
     (line,) = plain.err.splitlines()[-1:]
-    assert line.startswith(
-        "error: out of memory with --batch-size 10 and --accumulate 1: pass a smaller --batch-size with"
+    assert line == (
+        "error: out of memory with batch_size=10 and accumulate=1: pass a smaller `batch_size` with as many times the"
+        " `accumulate` (OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.)"
     )
-    assert line.endswith(
-        "as many times the --accumulate (OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.)"
-    )
-    assert "with --batch-size 5: pass a smaller --batch-size; an update keeps its samples (" in given.err
+    assert "with batch_size=5: pass a smaller `batch_size`; an update keeps its samples (" in given.err
 
 
 def test_a_name_in_another_encoding_is_printed_with_escapes(monkeypatch):

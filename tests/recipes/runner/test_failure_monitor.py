@@ -111,7 +111,7 @@ class _LosesRank(FailureMonitor):
     """Handles the loss of a rank while this process still reports how that ended it."""
 
     def __init__(self, after_loss: Callable[[], str]) -> None:
-        super().__init__(_launch(1), _store(), str, after_loss)
+        super().__init__(_launch(1), _store(), after_loss)
 
     def report(self, error: BaseException, *, handling: bool = False) -> None:
         self.start()

@@ -22,24 +22,22 @@ from tests.support.tables import QUIET, silence
     ("devices", "batch_size", "limit"), [(1, 64, 40), (1, 16, 160), (2, 32, 40), (4, 8, 80), (3, 16, 80), (2, 24, 80)]
 )
 def test_a_number_of_updates_is_counted_in_steps_of_a_device(devices, batch_size, limit):
-    micro_batches = micro_batches_of_update(1, 64, {"batch_size": batch_size}, devices)
+    micro_batches = micro_batches_of_update(1, 64, batch_size, devices)
     limits = limits_per_device({"limit_train_batches": 40, "overfit_batches": 10}, micro_batches, 0, devices)
     assert limits == {"limit_train_batches": limit, "overfit_batches": limit // 4}
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "items", "data", "micro_batches"),
+    ("accumulate", "items", "batch_size", "micro_batches"),
     [
-        (3, None, {"batch_size": 16}, 6),
-        (3, 100, {"batch_size": 16}, 7),  # Saved with the run, on other devices.
-        (3, None, {"batch_size": 8, "max_tokens": 100}, 6),
-        (3, 4, {"batch_size": 8, "max_tokens": 100}, 4),
-        ({0: 2, "1 epochs": 1}, None, {"batch_size": 8}, None),
-        (1, 64, {}, None),
+        (3, None, 16, 6),
+        (3, 100, 16, 7),  # Saved with the run, on other devices.
+        ({0: 2, "1 epochs": 1}, None, 8, None),
+        (1, 64, None, None),
     ],
 )
-def test_the_micro_batches_of_an_update_follow_from_what_is_known_of_it(accumulate, items, data, micro_batches):
-    assert micro_batches_of_update(accumulate, items, data, 2, "max_tokens") == micro_batches
+def test_the_micro_batches_of_an_update_follow_from_what_is_known_of_it(accumulate, items, batch_size, micro_batches):
+    assert micro_batches_of_update(accumulate, items, batch_size, 2) == micro_batches
 
 
 def test_batches_of_an_evaluation_are_dealt_to_the_devices():
