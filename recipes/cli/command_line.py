@@ -7,6 +7,7 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,7 @@ from recipes.cli.help_cache import keep_help
 from recipes.cli.limits import LIMIT_TEXTS, seconds_of
 from recipes.cli.messages import one_line
 from recipes.cli.program import program_name
-from recipes.cli.report import check_output, shown
-from recipes.cli.run_folder import logger_names
 from recipes.cli.settings import RunSettings
-from recipes.cli.verify import find_interval, settings_to_repeat
-from recipes.results.stopwatch import process_age
-from recipes.resume.requeue import requeue_after_loss
-from recipes.resume.resume_point import ResumePoint, find_resume_point
-from recipes.resume.saved_run import describe_differences, read_run
 from recipes.runner.failure_monitor import FailureMonitor
 from recipes.runner.join import UPDATES_DONE, fingerprint, join_run, monitored
 from recipes.runner.launch import (
@@ -50,6 +44,7 @@ from recipes.runner.launch import (
     print_error,
     rank_zero_print,
 )
+from recipes.runner.loggers import logger_names
 from recipes.runner.machine import (
     declare_parent,
     detect_machine,
@@ -61,7 +56,12 @@ from recipes.runner.machine import (
     stop_gpu_search,
     tune_allocator,
 )
+from recipes.runner.report import check_output, shown
+from recipes.runner.results import process_age
+from recipes.runner.resume import ResumePoint, find_resume_point, requeue_after_loss
+from recipes.runner.saved_run import describe_differences, read_run
 from recipes.runner.strategies import check_strategy
+from recipes.runner.verify import find_interval
 from recipes.weights import read_settings_beside
 
 __all__ = ["CommandLine", "build_parser", "run"]
@@ -281,7 +281,7 @@ class CommandLine:
         namespace.max_time = None  # It is not to end by this machine's speed.
         point = ResumePoint(checkpoint=str(interval.checkpoint) if interval.checkpoint else None)
         settings, connection = self._settings("fit", namespace, point)
-        self._run(point.checkpoint, settings_to_repeat(settings, interval), connection)
+        self._run(point.checkpoint, replace(settings, interval=interval), connection)
 
     def after_loss(self) -> str:
         """What is done where a process of the run was lost, in words."""
@@ -410,13 +410,11 @@ class CommandLine:
         """Refuse settings of another experiment than the one to resume."""
         saved = read_run(checkpoint).config
         differences = "; ".join(describe_differences(saved, self._config(namespace), self.classes.free_settings))
-        if differences and not namespace.resume_anyway:
-            raise UserError(
-                f"{shown(checkpoint)} is of another experiment: {differences}; leave these out, pass another --name to"
-                " start fresh, or --resume-anyway"
-            )
         if differences:
-            rank_zero_print(f"resuming anyway: {differences}")
+            raise UserError(
+                f"{shown(checkpoint)} is of another experiment: {differences}; leave these out, or start fresh: pass"
+                " another --name, and --weights FILE for a warm start"
+            )
 
     def _check_going_on(self, checkpoint: str, namespace: Namespace) -> None:
         """Refuse to train longer than the run was to, and say where it resumes."""
@@ -432,11 +430,11 @@ class CommandLine:
 
     def _check_callbacks(self, what: str, config: Mapping[str, Any], namespace: Namespace) -> None:
         """Refuse to train without the callbacks of a run, which are not taken from its files."""
-        if config.get("callbacks") and namespace.callbacks is None and not namespace.resume_anyway:
+        if config.get("callbacks") and namespace.callbacks is None:
             names = ", ".join(_class_name(callback) for callback in config["callbacks"])
             raise UserError(
                 f"{what} was trained with --callbacks ({names}), and a checkpoint must not make a program run them:"
-                " pass them again, or the run's settings as --config config.yaml; or pass --resume-anyway"
+                " pass them again, or the run's settings as --config config.yaml"
             )
 
     # Settings

@@ -25,13 +25,13 @@ from datamodules.errors import UserError
 from recipes.base import Recipe
 from recipes.cli.limits import micro_batches_of_update
 from recipes.cli.settings import RunSettings, run_callbacks
-from recipes.results.weights_record import Interval
-from recipes.resume.resume_point import ResumePoint
-from recipes.resume.saved_run import read_run
 from recipes.runner.failure_monitor import FailureMonitor
 from recipes.runner.join import share
 from recipes.runner.launch import Launch, LaunchSettings, rank_zero_print
 from recipes.runner.machine import default_threads
+from recipes.runner.resume import ResumePoint
+from recipes.runner.saved_run import read_run
+from recipes.runner.weights_record import Interval
 
 __all__ = ["Classes", "Experiment", "Settings", "as_user_errors", "build_experiment", "takes_inputs"]
 

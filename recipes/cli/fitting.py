@@ -26,9 +26,9 @@ from recipes.cli.console import warnings_only
 from recipes.cli.experiment import Classes
 from recipes.cli.flags import nearest
 from recipes.cli.settings import RunSettings
-from recipes.results.results_file import read_results
 from recipes.runner.join import monitored
 from recipes.runner.launch import LaunchSettings
+from recipes.runner.results import read_results
 
 __all__ = ["Fitted", "find_recipe", "fit"]
 

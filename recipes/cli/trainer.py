@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -21,10 +20,10 @@ from datamodules.errors import UserError
 from recipes.cli.console import prints_progress
 from recipes.cli.experiment import Experiment, Settings, as_user_errors
 from recipes.cli.limits import limits_per_device
-from recipes.cli.run_folder import logger_ids, logger_names, loggers
-from recipes.results.origin import hardware
 from recipes.runner.join import FailureReporter
 from recipes.runner.launch import rank_zero_print
+from recipes.runner.loggers import logger_names, loggers, wandb_id
+from recipes.runner.results import hardware
 from recipes.runner.strategies import build_strategy
 
 __all__ = ["build_trainer", "renew_callbacks"]
@@ -94,14 +93,6 @@ def _limits(settings: Settings) -> dict[str, Any]:
     return limits_per_device(settings.trainer, micro_batches, launch.rank, launch.world_size)
 
 
-def _loggers(folder: Path, settings: Settings, monitor: str) -> list[Logger]:
-    options = settings.trainer
-    at_ends = options["val_check_interval"] in (None, 1.0) and options["check_val_every_n_epoch"] is not None
-    by_epoch = at_ends and options["max_epochs"] != -1
-    main = {"loss", "accuracy", monitor.rpartition("/")[2]}
-    return loggers(folder, settings.run.resume, logger_names(settings.run.logger), main, by_epoch)
-
-
 def build_trainer(
     experiment: Experiment,
     more: Sequence[Callback] = (),
@@ -130,15 +121,15 @@ def build_trainer(
             **options,
             precision=settings.run.precision,  # type: ignore[arg-type]
             deterministic=settings.run.deterministic or None,
-            logger=_loggers(folder, settings, experiment.recipe.monitor) if folder else False,
+            logger=loggers(folder, settings.run.resume, logger_names(settings.run.logger)) if folder else False,
             callbacks=callbacks,
             plugins=[LightningEnvironment(), checkpoint_io or VerifiedCheckpointIO()],
             default_root_dir=str(folder) if folder else None,
             enable_autolog_hparams=False,
             enable_model_summary=False,
         )
-    if trainer.is_global_zero and (ids := logger_ids(trainer.loggers)):
-        experiment.recipe.run_config["logger_ids"] = ids
+    if trainer.is_global_zero and (run_id := wandb_id(trainer.loggers)):
+        experiment.recipe.run_config["wandb_id"] = run_id
     # Lightning's EarlyStopping reads it, and a Trainer that validates by time does not have it.
     vars(trainer).setdefault("val_check_interval", None)
     if _backend(trainer) == "nccl" and trainer.strategy.root_device.type != "cuda":

@@ -24,16 +24,14 @@ LEVELS = (
     "datamodules.base",
     "datamodules.NAME",
     "callbacks datamodules",
-    "recipes.version recipes.files recipes.graphs recipes.dropout",
+    "recipes.version recipes.graphs recipes.dropout",
     "recipes.labels recipes.optim recipes.schedules recipes.weights recipes.compilation recipes.scores recipes.tta",
     "recipes.tables",
     "recipes.base",
     "recipes.inputs",
     "recipes.classifier recipes.prediction recipes.export",
     "recipes.NAME",
-    "recipes.runner recipes.results",
-    "recipes.resume",
-    "recipes.cli",
+    "recipes.runner",
     "recipes",
     "recipes.__main__ recipes.NAME.__main__",
 )
@@ -56,6 +54,7 @@ def _room(module: str) -> str:
     if f"{top}.{name}.__main__" in MODULES:
         return "recipes.NAME.__main__" if module.endswith(".__main__") else "recipes.NAME"
     others = {"datamodules": "datamodules.NAME", "callbacks": "callbacks.*"}
+    name = "runner" if (top, name) == ("recipes", "cli") else name  # They are one room.
     room = f"{top}.{name}" if name else top
     return others[top] if name and room not in LEVEL and top in others else room
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from callbacks import BNRecalibration
 from recipes.cli.console import escape_output
-from recipes.cli.report import print_rows
+from recipes.runner.report import print_rows
 from tests.support.command_lines import typed
 from tests.support.ranks import run_ranks
 from tests.support.stock_data import Quadrants

@@ -149,7 +149,7 @@ def test_random_seed_and_threads_are_those_of_rank_0_on_all_ranks_and_a_resume_k
 def test_a_trial_of_a_finished_run_is_refused_as_the_run_is(tmp_path: Path) -> None:
     assert run_ranks(_typed, 1, ["--name", "run"], str(tmp_path))[0][0] == 0
     last = "runs/points/run/checkpoints/last.ckpt"
-    trial = ["--resume", last, "--resume-anyway", "--fast-dev-run", "--max-epochs", "1"]
+    trial = ["--resume", last, "--fast-dev-run", "--max-epochs", "1"]
     assert run_ranks(_typed, 1, trial, str(tmp_path))[0][0] == 2
 
 
@@ -167,9 +167,9 @@ def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_prin
     from recipes.cli.experiment import Classes, Settings, build_experiment
     from recipes.cli.settings import RunSettings
     from recipes.cli.trainer import _global_batch_text
-    from recipes.resume.resume_point import ResumePoint
     from recipes.runner.launch import Launch
-    from tests.recipes.resume.test_resume import save
+    from recipes.runner.resume import ResumePoint
+    from tests.recipes.runner.test_resume import save
 
     config = {"batch_size": batch_size, "accumulate": accumulate, "num_classes": 3, "shade": "grey"}
     last = str(save(tmp_path / "last.ckpt", 3, 0, config, items))  # On one device.

@@ -2,7 +2,6 @@
 
 import tempfile
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,16 @@ from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.lib.exchange import broadcast
 from datamodules.errors import RunFailedError, UserError
-from recipes.cli.experiment import Experiment, Settings
-from recipes.cli.report import print_pairs, shown
+from recipes.cli.experiment import Experiment
 from recipes.cli.settings import checkpoint_callbacks
 from recipes.cli.trainer import build_trainer
-from recipes.cli.weights_recorder import weights_hash
-from recipes.results.origin import differences, environment
-from recipes.results.weights_record import Interval, interval_to_repeat
-from recipes.resume.saved_run import read_run
 from recipes.runner.join import ExpectedEnd
+from recipes.runner.report import print_pairs, shown
+from recipes.runner.results import differences, environment
+from recipes.runner.saved_run import readable_checkpoints
+from recipes.runner.weights_record import Interval, interval_to_repeat, weights_hash
 
-__all__ = ["find_interval", "settings_to_repeat", "verify"]
-
-
-def _checkpoints(folder: Path) -> dict[int, Path]:
-    """The checkpoints of a run that can be read, by their updates."""
-    found = {}
-    for path in sorted((folder / "checkpoints").glob("*.ckpt")):
-        try:
-            found[read_run(path).updates] = path
-        except UserError:
-            continue
-    return found
+__all__ = ["find_interval", "verify"]
 
 
 def find_interval(folder: Path) -> Interval:
@@ -45,7 +32,8 @@ def find_interval(folder: Path) -> Interval:
     Raises:
         UserError: no part can be.
     """
-    if interval := interval_to_repeat(folder, _checkpoints(folder)):
+    checkpoints = {run.updates: path for path, run in readable_checkpoints(folder / "checkpoints").items()}
+    if interval := interval_to_repeat(folder, checkpoints):
         return interval
     raise UserError(
         f"{shown(folder)} has no checkpoint before a save whose weights were recorded, and did not begin anew: no part"
@@ -98,43 +86,29 @@ class _EndOfInterval(pl.Callback):
             raise ExpectedEnd
 
 
-def _check_beginning(interval: Interval) -> None:
-    """Compare a checkpoint with what the run has recorded of it.
+def _check_beginning(experiment: Experiment, interval: Interval) -> None:
+    """Compare the checkpoint with what the run has recorded of it.
 
     Raises:
         RunFailedError: it holds other weights.
+        UserError: there is none, and the micro-batches of an update follow from another number of devices.
     """
-    if interval.checkpoint is not None:
-        found = weights_hash(load_plain(interval.checkpoint)["state_dict"])
-        if found not in interval.from_hashes:
-            raise RunFailedError(
-                f"NOT EQUAL: the weights in {shown(interval.checkpoint)} are not those that the run has saved after"
-                f" {interval.from_step:,} updates: their SHA-256 is {found}, and {_text(interval.from_hashes)} in the"
-                " record"
-            )
+    run, before = experiment.settings.run, interval.start.world_size
+    if interval.checkpoint is None:
+        if run.global_batch_size is None and experiment.settings.launch.world_size != before:
+            raise UserError(f"the run began on {before} devices, and is repeated from there: pass --devices {before}")
+        return
+    found = weights_hash(load_plain(interval.checkpoint)["state_dict"])
+    if found not in interval.from_hashes:
+        raise RunFailedError(
+            f"NOT EQUAL: the weights in {shown(interval.checkpoint)} are not those that the run has saved after"
+            f" {interval.from_step:,} updates: their SHA-256 is {found}, and {_text(interval.from_hashes)} in the"
+            " record"
+        )
 
 
 def _text(hashes: frozenset[str]) -> str:
     return " or ".join(sorted(hashes))
-
-
-def settings_to_repeat(settings: Settings, interval: Interval) -> Settings:
-    """The settings for an interval, whose updates have the same micro-batches on any number of devices.
-
-    A checkpoint holds how many they are; from the beginning of a run they follow from its number of devices.
-
-    Raises:
-        UserError: the devices cannot share them.
-    """
-    run, before, here = settings.run, interval.start.world_size, settings.launch.world_size
-    if interval.checkpoint is None and run.global_batch_size is None and here != before:
-        if not isinstance(run.accumulate, int) or run.accumulate * before % here:
-            raise UserError(
-                f"the run began on {before} devices with --accumulate {run.accumulate}, and {here} devices cannot share"
-                f" its micro-batches: pass --devices {before}"
-            )
-        run = replace(run, accumulate=run.accumulate * before // here)
-    return replace(settings, run=run, interval=interval)
 
 
 def verify(experiment: Experiment, interval: Interval) -> None:
@@ -144,7 +118,7 @@ def verify(experiment: Experiment, interval: Interval) -> None:
         RunFailedError: the weights differ.
     """
     recipe, settings = experiment.recipe, experiment.settings
-    _check_beginning(interval)
+    _check_beginning(experiment, interval)
     io = _Repeats(interval)
     with tempfile.TemporaryDirectory() as empty:
         monitor = recipe.monitor if experiment.validates else None
