@@ -39,7 +39,7 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 class TrainingMonitor(pl.Callback):
-    """Logs the norm of the gradients as "monitor/gradient_norm" (in TensorBoard of the recipes under "updates/").
+    """Logs the norm of the gradients as "monitor/gradient_norm".
 
     It is that of the whole update, over all micro-batches and ranks, unscaled and before clipping. Only parameters with
     a gradient count, so frozen ones do not. The samples per second are logged by `TrainLoss`.

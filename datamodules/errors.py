@@ -10,8 +10,7 @@ class UserError(ValueError):
     """The run could not start: parameters, data or the environment are wrong, and the user can correct them.
 
     The message says what was found, what was expected and what to pass instead. It names parameters as Python does,
-    ``batch_size=256`` or `` `batch_size` `` in backticks, and the command line prints those that have a flag as
-    ``--batch-size 256`` and ``--batch-size``.
+    ``batch_size=256`` or `` `batch_size` ``: ``--batch_size=256`` is what to type on the command line.
     """
 
     exit_status: ClassVar[int] = 2

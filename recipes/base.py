@@ -63,9 +63,8 @@ class Recipe(pl.LightningModule):
     them were right, as a tensor; a bare mean counts the batch's samples. Nothing here waits for the device during a
     step: `TrainLoss` reads the loss once per ``log_every_n_steps`` of the Trainer.
 
-    A recipe may have further methods: `headline` for the final table, `prediction_rows` for predict (see
-    `recipes.prediction`), and for export `named_outputs`, `graphs`, `export_files` and `export_metadata` (see
-    `recipes.export`).
+    A recipe may have further methods: `prediction_rows` for predict (see `recipes.prediction`), and for export
+    `named_outputs`, `graphs`, `export_files` and `export_metadata` (see `recipes.export`).
 
     Args:
         optimizer: an optimiser of torch.optim, such as sgd, adamw or lbfgs, or any class by its import path, such as
@@ -210,6 +209,10 @@ class Recipe(pl.LightningModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """What the network makes of the inputs: of the batch, or of its first part where it is a tuple or a list."""
         return self(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+    def headline(self, scores: dict[str, float]) -> dict[str, str]:
+        """The rows of the closing table with the main scores, from all logged scores; an override chooses them."""
+        return {name: f"{value:.4f}" for name, value in scores.items()}
 
     def data_module(self) -> pl.LightningDataModule | None:
         """The data module of the run; None without a Trainer, and where the Trainer was given loaders.

@@ -30,26 +30,24 @@ from callbacks.lib.writing import best_effort, forget_failures
 from datamodules.contract import data_contract
 from datamodules.errors import RunFailedError, UserError, is_out_of_memory
 from recipes.base import Recipe
-from recipes.cli.early_stopping import why_stopped
-from recipes.cli.report import Outcome, print_pairs, print_rows, report, report_unsaved, shown
-from recipes.cli.run_folder import do_nothing, log_settings, run_folder
-from recipes.cli.stock_loaders import evaluate_each_sample_once
-from recipes.cli.verify import verify
-from recipes.cli.weights_recorder import WeightsRecorder
 from recipes.export import export
-from recipes.files import write_rows, write_text
 from recipes.prediction import all_rows, prediction_table
-from recipes.results.results_file import set_aside
-from recipes.results.stopwatch import Stopwatch, stopwatch_for
-from recipes.results.weights_record import Interval
-from recipes.resume.resume_point import start_from
-from recipes.resume.saved_run import read_run
+from recipes.runner.early_stopping import why_stopped
 from recipes.runner.experiment import Experiment, as_user_errors
 from recipes.runner.failure_cause import first_line
+from recipes.runner.folder import run_folder
 from recipes.runner.join import exit_run
 from recipes.runner.launch import is_rank_zero, rank_zero_print
+from recipes.runner.loggers import log_settings
+from recipes.runner.report import Outcome, print_pairs, print_rows, report, report_unsaved, shown
+from recipes.runner.results import Stopwatch, set_aside, write_rows, write_text
+from recipes.runner.resume import start_from
+from recipes.runner.saved_run import read_run
 from recipes.runner.settings import checkpoint_callbacks
+from recipes.runner.stock_loaders import evaluate_each_sample_once
 from recipes.runner.trainer import build_trainer, renew_callbacks
+from recipes.runner.verify import verify
+from recipes.runner.weights_record import Interval, WeightsRecorder
 from recipes.weights import load_initial_weights, some_names
 
 __all__ = ["Trained", "carry_out"]
@@ -85,7 +83,7 @@ def _without_points(trainer: pl.Trainer) -> Iterator[None]:
     """Log no scores: the curves of an evaluation in training would get another point."""
     methods = [(logger, logger.log_metrics) for logger in trainer.loggers]
     for logger, _ in methods:
-        logger.log_metrics = do_nothing  # type: ignore[method-assign]
+        logger.log_metrics = lambda *_, **__: None  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -162,7 +160,7 @@ def _run_callbacks(experiment: Experiment, folder: Path) -> list[Callback]:
 def _fit(experiment: Experiment, started_at: float) -> Trained:
     """Train in the run's folder, which a trial of a few batches has not, then test the best checkpoint."""
     forget_failures()
-    stopwatch = stopwatch_for(experiment.data, started_at)
+    stopwatch = Stopwatch(started_at)
 
     def train(folder: Path | None) -> Trained:
         more = _run_callbacks(experiment, folder) if folder else []
@@ -183,8 +181,8 @@ def _fit(experiment: Experiment, started_at: float) -> Trained:
         rank_zero_print("--barebones measures speed: nothing is logged, saved or tested, so the run cannot be resumed")
     if experiment.trainer["fast_dev_run"] or experiment.trainer["barebones"]:
         return train(None)
-    title, worth_keeping = experiment.recipe.title, lambda: stopwatch.started
-    with run_folder(experiment.run, title, experiment.point, worth_keeping) as folder:
+    parent = Path(experiment.run.run_dir) / experiment.recipe.title
+    with run_folder(parent, experiment.run.name, experiment.point) as folder:
         return train(folder)
 
 

@@ -23,13 +23,13 @@ from callbacks.seed_control import SeedControl, draw_seed
 from datamodules.contract import USUALLY_FREE, Free, OneCall, data_contract, marked_parameters
 from datamodules.errors import UserError
 from recipes.base import Recipe
-from recipes.resume.resume_point import ResumePoint
-from recipes.resume.saved_run import read_run
 from recipes.runner.failure_monitor import FailureMonitor
 from recipes.runner.join import share
 from recipes.runner.launch import Command, Launch, LaunchSettings, rank_zero_print
 from recipes.runner.limits import micro_batches_of_update
 from recipes.runner.machine import default_threads
+from recipes.runner.resume import ResumePoint
+from recipes.runner.saved_run import read_run
 from recipes.runner.settings import RunSettings, run_callbacks
 
 __all__ = ["Classes", "Experiment", "as_user_errors", "build_experiment", "takes_inputs"]

@@ -20,13 +20,13 @@ from callbacks.lib.signals import SIGNALS, Preempted, ending_on_signals
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
 from recipes.base import Recipe
-from recipes.results.results_file import read_results
 from recipes.runner.commands import Trained
 from recipes.runner.console import warnings_only
 from recipes.runner.experiment import Classes
 from recipes.runner.flags import nearest
 from recipes.runner.join import monitored
 from recipes.runner.launch import LaunchSettings
+from recipes.runner.results import read_results
 from recipes.runner.run import CommandLine
 from recipes.runner.settings import RunSettings
 

@@ -27,8 +27,8 @@ from typing_extensions import override
 
 from datamodules.contract import Rare, marked_parameters
 from datamodules.errors import UserError
-from recipes.resume.settings_file import read_settings
 from recipes.runner.launch import flag_of
+from recipes.runner.saved_run import read_settings
 
 __all__ = ["FlagGroup", "FlagParser", "describe_type", "help_width", "nearest", "without_markup"]
 

@@ -316,9 +316,8 @@ class _Start:
                 f"torchrun decides where the processes meet; pass {flags} to torchrun itself, or leave it out:"
                 f" {command.using(**dict.fromkeys(given))}"
             )
-        where = (address, self.port or DEFAULT_PORT) if world > 1 else (None, None)
-        launcher = "torchrun" if torchrun else "manual"
-        return Launch(launcher, nodes, devices, rank // devices, local, *where, elastic=elastic)
+        launch = Launch("torchrun" if torchrun else "manual", nodes, devices, rank // devices, local, elastic=elastic)
+        return launch if world == 1 else replace(launch, address=address, port=self.port or DEFAULT_PORT)
 
     def by_slurm(self, tasks: int) -> Launch:
         """For the processes that srun has started."""

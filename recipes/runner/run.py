@@ -24,14 +24,6 @@ from callbacks.lib.slurm_job import requeue_on
 from datamodules.errors import RunFailedError, UserError, system_failure
 from datamodules.ranges import COUNT, NOT_NEGATIVE, check_ranges
 from recipes.base import Recipe
-from recipes.cli.report import check_output, shown
-from recipes.cli.run_folder import logger_names
-from recipes.cli.verify import find_interval, split_of
-from recipes.results.stopwatch import process_age
-from recipes.results.weights_record import Interval
-from recipes.resume.requeue import requeue_after_loss
-from recipes.resume.resume_point import ResumePoint, find_resume_point
-from recipes.resume.saved_run import describe_differences, read_run
 from recipes.runner.commands import Trained, carry_out
 from recipes.runner.console import configure_logging, escape_output, one_line
 from recipes.runner.experiment import Classes, build_experiment, takes_inputs
@@ -50,6 +42,7 @@ from recipes.runner.launch import (
     rank_zero_print,
 )
 from recipes.runner.limits import LIMIT_TEXTS, seconds_of
+from recipes.runner.loggers import logger_names
 from recipes.runner.machine import (
     declare_parent,
     detect_machine,
@@ -62,8 +55,14 @@ from recipes.runner.machine import (
     tune_allocator,
 )
 from recipes.runner.quick_imports import keep_help, program_name
+from recipes.runner.report import check_output, shown
+from recipes.runner.results import process_age
+from recipes.runner.resume import ResumePoint, find_resume_point, requeue_after_loss
+from recipes.runner.saved_run import describe_differences, read_run
 from recipes.runner.settings import RunSettings
 from recipes.runner.strategies import check_strategy
+from recipes.runner.verify import find_interval
+from recipes.runner.weights_record import Interval
 from recipes.weights import read_settings_beside
 
 __all__ = ["CommandLine", "build_parser", "run"]
@@ -382,8 +381,8 @@ class CommandLine:
         saved = read_run(checkpoint).config
         if differences := describe_differences(saved, self._config(namespace), self.classes.free_settings):
             raise UserError(
-                f"{shown(checkpoint)} is of another experiment: {'; '.join(differences)}; leave these out, or pass"
-                " another --name to start fresh"
+                f"{shown(checkpoint)} is of another experiment: {'; '.join(differences)}; leave these out, or start"
+                " fresh: pass another --name, and --weights FILE for a warm start"
             )
 
     def _check_going_on(self, checkpoint: str, namespace: Namespace) -> None:
@@ -468,8 +467,6 @@ class CommandLine:
         RunSettings(**options("Run"))  # What is out of its range is refused before any process waits for another.
         typed = Command(self.program, self.args, in_program=self.classes.in_program)
         launch, connection = self._join(command, values, config, typed)
-        if interval is not None:
-            values["accumulate"] = split_of(interval, values, launch.world_size)
         checkpoint = self._point.checkpoint or values["ckpt"]
         try:
             experiment = build_experiment(

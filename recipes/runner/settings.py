@@ -20,8 +20,8 @@ from callbacks.weight_averaging import WeightAveraging
 from datamodules.contract import Free, OneCall, Rare
 from datamodules.ranges import COUNT, Range, check_ranges
 from recipes.base import Recipe
-from recipes.cli.early_stopping import PatientStopping, score_mode
 from recipes.optim import learning_rate_scale
+from recipes.runner.early_stopping import PatientStopping, score_mode
 from recipes.runner.limits import WholeUpdates
 from recipes.runner.machine import Precision
 
@@ -39,7 +39,6 @@ class RunSettings:
         run_dir: folder of all runs.
         resume: checkpoint to resume from, in its run's folder and with its settings; auto finds the newest valid
             checkpoint of the run, or starts fresh; the default is auto in jobs that are restarted, else none.
-        resume_anyway: resume although the settings are of another experiment.
         save_every: how often last.ckpt is saved, as in "500 steps", "2 epochs" or "10 minutes".
         save_top_k: how many of the best checkpoints are kept; -1 keeps all.
         ckpt: checkpoint to validate, test, predict with or export; its settings are the defaults.
@@ -61,13 +60,12 @@ class RunSettings:
         sync_bn: synchronise BatchNorm over all devices; the bits of the run then depend on their number.
         early_stopping: end the run when this score no longer improves; such as val/loss, see patience.
         patience: validations without improvement after which early stopping ends the run; 3 where none is given.
-        logger: any of tensorboard,csv,wandb,mlflow, or none.
+        logger: any of tensorboard,csv,wandb, or none.
     """
 
     name: OneCall[str | None] = None
     run_dir: OneCall[str] = "runs"
     resume: OneCall[str | None] = None
-    resume_anyway: Rare[OneCall[bool]] = False
     save_every: Free[str] = "1 epochs"
     save_top_k: Rare[Free[int]] = 1
     ckpt: OneCall[str | None] = None

@@ -17,13 +17,13 @@ from callbacks.lib.hooks import set_callbacks
 from callbacks.lib.lightning_internals import set_collective_timeout
 from callbacks.run_progress import RunProgress
 from datamodules.errors import UserError
-from recipes.cli.run_folder import logger_ids, logger_names, loggers
-from recipes.results.origin import hardware
 from recipes.runner.console import prints_progress
 from recipes.runner.experiment import Experiment, as_user_errors
 from recipes.runner.join import FailureReporter
 from recipes.runner.launch import rank_zero_print
 from recipes.runner.limits import limits_per_device
+from recipes.runner.loggers import logger_names, loggers, wandb_id
+from recipes.runner.results import hardware
 from recipes.runner.strategies import build_strategy
 
 __all__ = ["build_trainer", "renew_callbacks"]
@@ -125,8 +125,8 @@ def build_trainer(
             enable_autolog_hparams=False,
             enable_model_summary=False,
         )
-    if trainer.is_global_zero and (ids := logger_ids(trainer.loggers)):
-        experiment.recipe.run_config["logger_ids"] = ids
+    if trainer.is_global_zero and (run_id := wandb_id(trainer.loggers)):
+        experiment.recipe.run_config["wandb_id"] = run_id
     # Lightning's EarlyStopping reads it, and a Trainer that validates by time does not have it.
     vars(trainer).setdefault("val_check_interval", None)
     if _backend(trainer) == "nccl" and trainer.strategy.root_device.type != "cuda":

@@ -1,7 +1,6 @@
 """--callbacks, --early-stopping and --logger on the command line, in files of settings and after a resume."""
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,8 +11,8 @@ import yaml
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from recipes import fit
-from recipes.cli import run_folder
-from recipes.cli.run_folder import logger_names
+from recipes.runner import loggers
+from recipes.runner.loggers import logger_names
 from tests.end_to_end.test_settings import in_tensorboard
 from tests.support.command_lines import typed
 
@@ -92,7 +91,7 @@ def test_early_stopping_ends_a_resumed_run_where_it_ends_one_that_was_not_interr
         ("--patience 2", 2, "--patience is a number of validations, 1 or more, for --early-stopping SCORE"),
         ("--callbacks+=EarlyStoping", 2, "--callbacks EarlyStoping is not the name of a class; did you mean EarlySt"),
         ("--callbacks+=EarlyStopping", 2, "--callbacks: the following arguments are required: monitor"),
-        ("--logger tensorbord", 2, "--logger tensorbord: expected some of tensorboard, csv, wandb, mlflow with commas"),
+        ("--logger tensorbord", 2, "--logger tensorbord: expected some of tensorboard, csv, wandb with commas"),
     ],
 )
 def test_a_mistake_is_answered_with_what_to_type(tmp_path, args, status, message):
@@ -135,8 +134,8 @@ class Recorded(DummyLogger):
 
 
 def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder, "WandbLogger", Recorded)
-    monkeypatch.setattr(run_folder, "_LOGGERS", {"wandb": ()})
+    monkeypatch.setattr(loggers, "WandbLogger", Recorded)
+    monkeypatch.setattr(loggers, "find_spec", str)
     monkeypatch.chdir(tmp_path)
     Recorded.made.clear()
     common = {"data": None, "dataset": "digits", "verbose": False, "logger": "wandb", "limit_train_batches": 1}
@@ -145,18 +144,3 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(tmp_path, monkeypatch):
     first, resumed, other = Recorded.made
     assert first == resumed == {"name": "run", "id": first["id"], "project": "mnist", "resume": "allow"}
     assert other["id"] != first["id"]
-
-
-def test_settings_and_scores_reach_mlflow_and_a_resumed_run_goes_on_in_its_run_there(tmp_path):
-    mlflow = pytest.importorskip("mlflow")
-    pytest.importorskip("sqlalchemy")
-    os.environ.pop("MLFLOW_TRACKING_URI", None)
-    run = f"{COMMON} --logger mlflow --name run"
-    for status, _, err in typed(tmp_path, f"{run} --max-epochs 1", f"{run} --max-epochs 2 --resume auto"):
-        assert status == 0, err
-        assert "not saved" not in err
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/{RUNS}/mlflow.db")
-    (run,) = client.search_runs([client.get_experiment_by_name("quadrants").experiment_id])
-    assert run.info.run_name == "run"
-    assert run.data.params["lr"] == "0.001"
-    assert len(client.get_metric_history(run.info.run_id, "val/accuracy")) == 2, "of each epoch, in one run"

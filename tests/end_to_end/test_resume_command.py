@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from recipes.resume.saved_run import read_run
+from recipes.runner.saved_run import read_run
 from tests.support.ranks import run_ranks
 
 ARGS = ["--dataset", "digits", "--max-epochs", "3", "--batch-size", "128", "--accelerator", "cpu", "--precision", "32"]
@@ -162,8 +162,8 @@ def test_a_requeued_job_does_not_go_back_to_the_file_it_began_with_nor_to_what_w
     shutil.copy(given, home / "best.ckpt")
     back, other = [*ARGS, "--resume", str(home / "best.ckpt")], job | {"SLURM_JOB_ID": "10"}
     out = run_ranks(live, 1, back, str(tmp_path), env=other)[0]
-    assert "far.ckpt.abandoned has more updates" in out
-    assert read_run(home / "far.ckpt.abandoned").updates == 18
+    assert "far.ckpt-18.abandoned has more updates" in out
+    assert read_run(home / "far.ckpt-18.abandoned").updates == 18
     assert "has finished" in run_ranks(live, 1, back, str(tmp_path), env=other)[0]
 
 

@@ -20,8 +20,8 @@ from datamodules import ImageFolderDataModule, MNISTDataModule
 from datamodules.contract import DataContract
 from datamodules.loading.loaders import EvaluationLoader
 from datamodules.loading.sample_numbers import sample_numbers
-from recipes.cli.stock_loaders import evaluate_each_sample_once, share_of
-from recipes.files import write_rows
+from recipes.runner.results import write_rows
+from recipes.runner.stock_loaders import evaluate_each_sample_once, share_of
 from recipes.tables import class_table
 from tests.support.command_lines import typed
 from tests.support.own_training import TrainedClassifier

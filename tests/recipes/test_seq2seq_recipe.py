@@ -22,8 +22,8 @@ from datamodules.errors import UserError
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.text import UNK, Vocabulary
-from recipes.files import write_rows
 from recipes.prediction import all_rows, predict
+from recipes.runner.results import write_rows
 from recipes.seq2seq.decoding import sentences_of
 from recipes.seq2seq.network import Seq2SeqNet
 from recipes.seq2seq.recipe import Seq2SeqTranslator

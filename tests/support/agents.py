@@ -15,7 +15,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from datamodules.errors import UserError
-from recipes.resume.saved_run import read_run
+from recipes.runner.saved_run import read_run
 
 __all__ = ["Agent", "children_of", "shell_environment", "updates_done", "wait_until", "weights_of", "write_digits"]
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks import BNRecalibration
-from recipes.cli.report import print_rows
 from recipes.runner.console import escape_output
+from recipes.runner.report import print_rows
 from tests.support.command_lines import typed
 from tests.support.ranks import run_ranks
 from tests.support.stock_data import Quadrants

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 
 from datamodules import UserError
-from recipes.cli.early_stopping import PatientStopping, score_mode, why_stopped
+from recipes.runner.early_stopping import PatientStopping, score_mode, why_stopped
 from tests.support.command_lines import typed
 
 

@@ -164,12 +164,12 @@ def test_a_trial_of_a_finished_run_is_refused_as_the_run_is(tmp_path: Path) -> N
 def test_the_updates_of_a_checkpoint_count_on_other_devices_and_are_what_is_printed(
     items: Any, accumulate: Any, batch_size: int, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from recipes.resume.resume_point import ResumePoint
     from recipes.runner.experiment import Classes, build_experiment
     from recipes.runner.launch import Command, Launch
+    from recipes.runner.resume import ResumePoint
     from recipes.runner.run import build_parser
     from recipes.runner.trainer import _global_batch_text
-    from tests.recipes.resume.test_resume import save
+    from tests.recipes.runner.test_resume import save
 
     config = {"batch_size": batch_size, "accumulate": accumulate, "num_classes": 3, "shade": "grey"}
     last = str(save(tmp_path / "last.ckpt", 3, 0, config, items))  # On one device.

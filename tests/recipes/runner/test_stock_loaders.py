@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from recipes.cli.stock_loaders import share_of
+from recipes.runner.stock_loaders import share_of
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

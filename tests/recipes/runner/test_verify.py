@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,6 @@ import pytest
 import torch
 
 from callbacks.checkpointing.verified_io import write_checkpoint
-from datamodules.errors import UserError
-from recipes.cli.verify import split_of
-from recipes.results.weights_record import Interval, Start
 from tests.support.command_lines import contents, typed
 
 FIT = "--name one --threads 2 --max-epochs 2 --precision 32-true --logger none --lr 0.02 --optimizer adamw"
@@ -119,17 +115,13 @@ def test_a_run_of_which_one_checkpoint_is_left_is_trained_from_the_beginning(tmp
     assert "the beginning, 0 updates, to 7 updates (epoch 1)" in equal.out
 
 
-@pytest.mark.parametrize(("accumulate", "before", "here", "now"), [(6, 2, 3, 4), (3, 2, 1, 6), (1, 3, 3, 1)])
-def test_an_interval_from_the_beginning_has_the_micro_batches_of_the_run_on_other_devices(
-    tmp_path: Path, accumulate: int, before: int, here: int, now: int
-) -> None:
-    start = Start("mnist", None, {"devices": before, "num_nodes": 1}, {})
-    interval = Interval(tmp_path, start, 5, 1, frozenset())
-    values = {"accumulate": accumulate, "global_batch_size": None}
-    assert split_of(interval, values, here) == now
-    assert split_of(replace(interval, checkpoint=tmp_path), values, here) == accumulate, "the checkpoint holds them"
-    with pytest.raises(UserError, match=f"cannot share its micro-batches: pass --devices {before}"):
-        split_of(interval, values, 5)
+def test_an_interval_from_the_beginning_is_repeated_on_the_devices_of_the_run(trained: Path, tmp_path: Path) -> None:
+    record = _copy(trained, tmp_path, "one") / "weights.jsonl"
+    shutil.rmtree(record.with_name("checkpoints"))
+    record.write_text(record.read_text().replace('"devices": 1', '"devices": 2', 1))
+    (refused,) = typed(tmp_path, "verify runs/quadrants/one --devices 1")
+    assert refused.status == 2
+    assert "the run began on 2 devices, and is repeated from there: pass --devices 2" in refused.err
 
 
 def test_a_resume_with_other_threads_is_refused_and_one_elsewhere_says_what_differs(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.results.results_file import read_results
-from recipes.resume.saved_run import read_run
+from recipes.runner.results import read_results
+from recipes.runner.saved_run import read_run
 from tests.support.command_lines import contents, typed
 
 FIT = "--name one --precision 32-true --logger csv --lr 0.1 --batch-size 16"

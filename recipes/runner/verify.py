@@ -1,7 +1,6 @@
 """The command verify: trains again from one checkpoint of a run to the next save, and compares the weights' bits."""
 
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,28 +14,16 @@ from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from callbacks.lib.exchange import broadcast
 from datamodules.errors import RunFailedError, UserError
-from recipes.cli.report import print_pairs, shown
-from recipes.cli.weights_recorder import weights_hash
-from recipes.results.origin import differences, environment
-from recipes.results.weights_record import Interval, interval_to_repeat
-from recipes.resume.saved_run import read_run
 from recipes.runner.experiment import Experiment
 from recipes.runner.join import ExpectedEnd
+from recipes.runner.report import print_pairs, shown
+from recipes.runner.results import differences, environment
+from recipes.runner.saved_run import readable_checkpoints
 from recipes.runner.settings import checkpoint_callbacks
 from recipes.runner.trainer import build_trainer
+from recipes.runner.weights_record import Interval, interval_to_repeat, weights_hash
 
-__all__ = ["find_interval", "split_of", "verify"]
-
-
-def _checkpoints(folder: Path) -> dict[int, Path]:
-    """The checkpoints of a run that can be read, by their updates."""
-    found = {}
-    for path in sorted((folder / "checkpoints").glob("*.ckpt")):
-        try:
-            found[read_run(path).updates] = path
-        except UserError:
-            continue
-    return found
+__all__ = ["find_interval", "verify"]
 
 
 def find_interval(folder: Path) -> Interval:
@@ -45,7 +32,8 @@ def find_interval(folder: Path) -> Interval:
     Raises:
         UserError: no part can be.
     """
-    if interval := interval_to_repeat(folder, _checkpoints(folder)):
+    checkpoints = {run.updates: path for path, run in readable_checkpoints(folder / "checkpoints").items()}
+    if interval := interval_to_repeat(folder, checkpoints):
         return interval
     raise UserError(
         f"{shown(folder)} has no checkpoint before a save whose weights were recorded, and did not begin anew: no part"
@@ -98,46 +86,29 @@ class _EndOfInterval(pl.Callback):
             raise ExpectedEnd
 
 
-def _check_beginning(interval: Interval) -> None:
-    """Compare a checkpoint with what the run has recorded of it.
+def _check_beginning(experiment: Experiment, interval: Interval) -> None:
+    """Compare the checkpoint with what the run has recorded of it.
 
     Raises:
         RunFailedError: it holds other weights.
+        UserError: there is none, and the micro-batches of an update follow from another number of devices.
     """
-    if interval.checkpoint is not None:
-        found = weights_hash(load_plain(interval.checkpoint)["state_dict"])
-        if found not in interval.from_hashes:
-            raise RunFailedError(
-                f"NOT EQUAL: the weights in {shown(interval.checkpoint)} are not those that the run has saved after"
-                f" {interval.from_step:,} updates: their SHA-256 is {found}, and {_text(interval.from_hashes)} in the"
-                " record"
-            )
+    run, before = experiment.run, interval.start.world_size
+    if interval.checkpoint is None:
+        if run.global_batch_size is None and experiment.launch.world_size != before:
+            raise UserError(f"the run began on {before} devices, and is repeated from there: pass --devices {before}")
+        return
+    found = weights_hash(load_plain(interval.checkpoint)["state_dict"])
+    if found not in interval.from_hashes:
+        raise RunFailedError(
+            f"NOT EQUAL: the weights in {shown(interval.checkpoint)} are not those that the run has saved after"
+            f" {interval.from_step:,} updates: their SHA-256 is {found}, and {_text(interval.from_hashes)} in the"
+            " record"
+        )
 
 
 def _text(hashes: frozenset[str]) -> str:
     return " or ".join(sorted(hashes))
-
-
-def split_of(interval: Interval, values: Mapping[str, Any], world_size: int) -> Any:
-    """The micro-batches of each device, so that the updates of an interval have the same on any number of devices.
-
-    A checkpoint holds how many they are; from the beginning of a run they follow from its number of devices.
-
-    Args:
-        values: the settings of the run.
-
-    Raises:
-        UserError: the devices cannot share them.
-    """
-    accumulate, before = values["accumulate"], interval.start.world_size
-    if interval.checkpoint is not None or values["global_batch_size"] is not None or world_size == before:
-        return accumulate
-    if not isinstance(accumulate, int) or accumulate * before % world_size:
-        raise UserError(
-            f"the run began on {before} devices with --accumulate {accumulate}, and {world_size} devices cannot share"
-            f" its micro-batches: pass --devices {before}"
-        )
-    return accumulate * before // world_size
 
 
 def verify(experiment: Experiment, interval: Interval) -> None:
@@ -147,7 +118,7 @@ def verify(experiment: Experiment, interval: Interval) -> None:
         RunFailedError: the weights differ.
     """
     recipe = experiment.recipe
-    _check_beginning(interval)
+    _check_beginning(experiment, interval)
     io = _Repeats(interval)
     with tempfile.TemporaryDirectory() as empty:
         monitor = recipe.monitor if experiment.validates else None

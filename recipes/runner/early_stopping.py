@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from typing_extensions import override
 
@@ -48,32 +47,29 @@ class PatientStopping(EarlyStopping):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        score = torch.tensor(float(state_dict["best_score"]))  # Of one number, or the checkpoint is refused.
-        numbers = {name: int(state_dict[name]) for name in ("wait_count", "stopped_epoch")}
-        super().load_state_dict(state_dict | numbers | {"best_score": score, "patience": self.patience})
+        super().load_state_dict(state_dict | {"patience": self.patience})
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        with self._named_scores(trainer):
+        with _naming_scores(self.monitor, trainer):
             super().on_train_epoch_end(trainer, pl_module)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        with self._named_scores(trainer):
+        with _naming_scores(self.monitor, trainer):
             super().on_validation_end(trainer, pl_module)
 
-    @contextmanager
-    def _named_scores(self, trainer: pl.Trainer) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if self.monitor in trainer.callback_metrics:
-                raise
-            names = (name for name in sorted(trainer.callback_metrics) if "_class_" not in name)
-            scores = ", ".join(name for name in names if name.split("/")[0] != "lr")
-            raise RunFailedError(
-                f"`early_stopping={self.monitor}` is no score of this run, whose scores are {scores}"
-            ) from error
+
+@contextmanager
+def _naming_scores(monitor: str, trainer: pl.Trainer) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        names = (name for name in sorted(trainer.callback_metrics) if "_class_" not in name)
+        scores = ", ".join(name for name in names if name.split("/")[0] != "lr")
+        raise RunFailedError(
+            f"`early_stopping={monitor}` is no score of this run, whose scores are {scores}"
+        ) from error
 
 
 def why_stopped(callbacks: Sequence[Callback]) -> str:

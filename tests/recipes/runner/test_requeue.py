@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.resume.requeue import requeue_after_loss
-from tests.recipes.resume.test_resume import make_run, save
+from recipes.runner.resume import requeue_after_loss
+from tests.recipes.runner.test_resume import make_run, save
 from tests.support.scontrol import BATCH, RUNNING, fake_scontrol
 
 

@@ -5,6 +5,7 @@ DataLoader, which fails where ``batch_size`` was passed by position. It leaves l
 """
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -13,13 +14,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, SequentialSampler
 
 __all__ = ["evaluate_each_sample_once", "share_of"]
-
-
-_OPTIONS = (
-    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
-    *("prefetch_factor", "persistent_workers"),
-)
-"""How a DataLoader makes the batches that its sampler lists."""
 
 
 class _AsIs:
@@ -48,8 +42,9 @@ def share_of(loader: Any, rank: int, world_size: int) -> Any:
     batches = loader.batch_sampler if type(loader) is DataLoader else None
     if batches is None or not isinstance(loader.sampler, SequentialSampler) or len(loader) < world_size:
         return loader
-    options = {name: getattr(loader, name) for name in _OPTIONS}
-    return _AsIs(DataLoader(loader.dataset, batch_sampler=list(batches)[rank::world_size], **options))
+    share = copy(loader)
+    vars(share)["batch_sampler"] = list(batches)[rank::world_size]  # A DataLoader refuses to have it set.
+    return _AsIs(share)
 
 
 def _shared(make: Callable[[], Any], rank: int, world_size: int) -> Any:

@@ -13,8 +13,8 @@ import lightning.pytorch as pl
 import pytest
 from typing_extensions import override
 
-from recipes.cli import run_folder
-from recipes.cli.run_folder import log_settings, loggers
+from recipes.runner import loggers as module
+from recipes.runner.loggers import log_settings, loggers
 from tests.support.command_lines import typed
 from tests.support.ranks import run_ranks
 
@@ -81,7 +81,7 @@ def _log_after_a_resume(folder: str) -> list[str]:
     file = Path(folder) / "metrics.csv"
     first = os.environ.get("NODE_RANK", "0") == "0"
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    with patch.object(run_folder, "read_run", return_value=SimpleNamespace(updates=2, config={})):
+    with patch.object(module, "read_run", return_value=SimpleNamespace(updates=2, config={})):
         (logger,) = loggers(Path(folder), "last.ckpt", ["csv"])
     contents = [file.read_text()] if first else []
     for limit in (0, 10**6):
@@ -107,7 +107,7 @@ def test_only_rank_0_opens_the_metrics_of_a_folder_that_nodes_share(tmp_path: Pa
     assert run_ranks(_log_after_a_resume, 1, str(tmp_path), env={"NODE_RANK": "1"}) == [[]]
 
 
-def test_tensorboard_compares_what_differs_and_the_final_score_first(tmp_path: Path) -> None:
+def test_tensorboard_shows_scores_by_update_and_the_settings_that_differ_first(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
     from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
     from tensorboard.context import RequestContext
@@ -115,14 +115,14 @@ def test_tensorboard_compares_what_differs_and_the_final_score_first(tmp_path: P
     from tensorboard.plugins.hparams.backend_context import Context
 
     for name, lr in (("a", 0.1), ("b", 0.2)):
-        made = loggers(tmp_path / name, None, ["tensorboard"], {"loss", "accuracy"})
+        made = loggers(tmp_path / name, None, ["tensorboard"])
         log_settings(made, {"accumulate": 1, "callbacks": None, "devices": "auto", "lr": lr, "seed": 1})
-        for row in ({"lr": lr, "train/loss": 2.0, "epoch": 0}, {"train/accuracy_epoch": 0.5, "epoch": 0}):
-            made[0].log_metrics(row, step=7)
-        made[0].log_metrics({"test/accuracy": 0.5 + lr, "test/loss": 1.0, "epoch": 1}, step=8)
+        made[0].log_metrics({"val/loss": 2.0}, step=7)
         made[0].finalize("success")
-    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
-    context = Context(TBContext(data_provider=MultiplexerDataProvider(runs.Reload(), str(tmp_path))))
+    assert {path.name.partition(".")[0] for path in (tmp_path / "a").iterdir()} == {"events"}
+    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    assert [event.step for event in runs.GetAccumulator("a").Scalars("val/loss")] == [7]
+    context = Context(TBContext(data_provider=MultiplexerDataProvider(runs, str(tmp_path))))
     request = RequestContext()
     found = context.experiment_from_metadata(
         request,
@@ -132,5 +132,4 @@ def test_tensorboard_compares_what_differs_and_the_final_score_first(tmp_path: P
         context.hparams_from_data_provider(request, "", None),
     )
     assert [info.name for info in found.hparam_infos] == ["lr", "accumulate", "callbacks", "devices", "seed"]
-    metrics = [info.name.tag for info in found.metric_infos]
-    assert metrics == ["accuracy/test", "accuracy/train", "loss/test", "updates/loss", "updates/lr"]
+    assert [info.name.tag for info in found.metric_infos] == ["val/loss"]

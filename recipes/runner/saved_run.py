@@ -1,18 +1,25 @@
-"""Saved runs: settings and progress in a checkpoint, the newest valid checkpoint, and differences of settings."""
+"""What is read from a saved run: settings and progress in a checkpoint, and settings in a file."""
 
+import json
 import logging
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import describe_damage
 from datamodules.errors import UserError
 from recipes.runner.launch import flag_of
 
-__all__ = ["SavedRun", "describe_differences", "newest_valid_checkpoint", "read_run"]
+__all__ = [
+    *("SavedRun", "describe_differences", "newest_valid_checkpoint", "read_run", "read_settings"),
+    "readable_checkpoints",
+]
 
 log = logging.getLogger("lightning_recipes.resume")
 
@@ -30,7 +37,7 @@ class SavedRun:
             or is not known.
         epoch: in which it was saved, from 1.
         recipes: titles of the recipe and of those that it is derived from; empty where they are not known.
-        environment: what may have changed the bits: see `recipes.results.origin`; empty where it is not known.
+        environment: what may have changed the bits, see `recipes.runner.results.environment`.
     """
 
     config: dict[str, Any]
@@ -72,12 +79,9 @@ def _read(path: str, changed: int, size: int) -> SavedRun:
     except Exception as error:
         if problem := describe_damage(path):
             raise UserError(f"{path} is not a checkpoint: {problem}") from error
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path} is not a readable checkpoint: {reason}") from error
-    if (
-        not isinstance(checkpoint, dict)
-        or not {"state_dict", "loops", "pytorch-lightning_version"} <= checkpoint.keys()
-    ):
+        raise UserError(f"{path} is not a readable checkpoint: {str(error).splitlines()[0]}") from error
+    entries = {"state_dict", "loops", "pytorch-lightning_version"}
+    if not isinstance(checkpoint, dict) or not entries <= checkpoint.keys():
         raise UserError(f"{path} is not a checkpoint of a run, which holds settings beside the weights")
     try:
         return _saved_run(checkpoint)
@@ -86,7 +90,6 @@ def _read(path: str, changed: int, size: int) -> SavedRun:
 
 
 def _saved_run(checkpoint: Mapping[str, Any]) -> SavedRun:
-    _check_counts(checkpoint["loops"])
     # A plain Trainer saves the constructors' arguments only.
     saved = {**checkpoint.get("datamodule_hyper_parameters", {}), **checkpoint.get("hyper_parameters", {})}
     devices = checkpoint.get("devices")
@@ -94,7 +97,7 @@ def _saved_run(checkpoint: Mapping[str, Any]) -> SavedRun:
     return SavedRun(
         dict(checkpoint.get("config") or saved),
         _count("global_step", checkpoint["global_step"]),
-        checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"],
+        _count("processed", checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]),
         None if devices is None else _count("devices", devices),
         _count("items", sizes[0][1]) if len(sizes) == 1 else None,
         1 + _count("epoch", checkpoint.get("epoch", 0)),
@@ -109,17 +112,23 @@ def _count(name: str, value: Any) -> int:
     return value
 
 
-def _check_counts(loops: Mapping[str, Any]) -> None:
-    """Refuse counters of Lightning's loops that are no numbers: training would end in them, wherever they are added."""
-    for name, value in loops.items():
-        if isinstance(value, Mapping):
-            if name != "state_dict":  # Of loaders, which check theirs.
-                _check_counts(value)
-        else:
-            _count(name, value)
+def _checkpoints(folder: Path) -> tuple[dict[Path, SavedRun], dict[Path, str]]:
+    """The checkpoints in a folder that a run may resume from, and what is wrong with the others."""
+    found, wrong = {}, {}
+    for path in sorted(folder.glob("*.ckpt")):
+        try:
+            found[path] = read_run(path)
+        except UserError as error:
+            wrong[path] = str(error).removeprefix(f"{path} ").removeprefix("is not a checkpoint: ")
+    return found, wrong
 
 
-def newest_valid_checkpoint(folder: str | Path) -> Path | None:
+def readable_checkpoints(folder: Path) -> dict[Path, SavedRun]:
+    """The checkpoints in a folder that can be read."""
+    return _checkpoints(folder)[0]
+
+
+def newest_valid_checkpoint(folder: Path) -> Path | None:
     """The valid checkpoint of a run with the most updates, or None; damaged ones with more updates are reported.
 
     The number of updates decides, not the time of the file, since clocks may be set back.
@@ -127,22 +136,14 @@ def newest_valid_checkpoint(folder: str | Path) -> Path | None:
     Args:
         folder: the run's ``checkpoints``.
     """
-    readable: list[tuple[int, int, bool, Path]] = []
-    damaged: dict[Path, str] = {}
-    for path in sorted(Path(folder).glob("*.ckpt")):
-        try:
-            run = read_run(path)
-        except UserError as error:
-            damaged[path] = str(error).removeprefix(f"{path} ").removeprefix("is not a checkpoint: ")
-        else:
-            readable.append((run.updates, run.epochs, path.name == "last.ckpt", path))
+    found, damaged = _checkpoints(folder)
     valid = None
-    for *_, path in sorted(readable, reverse=True):
-        if problem := describe_damage(path):
-            damaged[path] = problem
-        else:
+    oldest_first = sorted(found, key=lambda p: (found[p].updates, found[p].epochs, p.name == "last.ckpt", p))
+    for path in reversed(oldest_first):
+        if (problem := describe_damage(path)) is None:
             valid = path
             break
+        damaged[path] = problem
     for path, problem in damaged.items():
         log.warning("warning: %s is skipped: %s", path, problem)
     return valid
@@ -161,8 +162,7 @@ def _same(old: Any, new: Any) -> bool:
 def describe_differences(saved: Mapping[str, Any], config: Mapping[str, Any], free: Collection[str]) -> list[str]:
     """A line for each setting that asks for another experiment than the saved one.
 
-    A setting that is left open (None, "auto", the seed "random") has been resolved in the
-    saved run.
+    A setting that is left open (None, "auto", the seed "random") has been resolved in the saved run.
 
     Args:
         free: settings that may differ.
@@ -179,3 +179,36 @@ def describe_differences(saved: Mapping[str, Any], config: Mapping[str, Any], fr
             continue
         lines.append(f"{flag_of(name)} is {new}, and {saved[name]} in the checkpoint")
     return lines
+
+
+def read_settings(path: str | Path) -> Any:
+    """What a YAML file of settings, or a run's results.json, holds of settings, as plain Python.
+
+    Raises:
+        UserError: it is no file, is no YAML, or has a setting twice.
+    """
+    if not os.path.isfile(path):  # noqa: PTH113 - Path's raises for long names.
+        raise UserError(f"there is no file {path}")
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        _refuse_repeated(yaml.compose(text, yaml.SafeLoader), path)
+        # In YAML 1.1 numbers such as 1e-05 are text.
+        settings = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except UserError:
+        raise
+    except yaml.MarkedYAMLError as error:
+        where = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{path}{where}: cannot be read as a file of settings: {error.problem}") from error
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read as a file of settings: {' '.join(str(error).split())}") from error
+    inside = settings.get("config") if isinstance(settings, dict) else None  # Of results.json.
+    return inside if isinstance(inside, dict) else settings
+
+
+def _refuse_repeated(root: yaml.Node | None, path: Path) -> None:
+    lines: dict[str, int] = {}
+    for key, _ in root.value if isinstance(root, yaml.MappingNode) else ():
+        line = key.start_mark.line + 1
+        if lines.setdefault(str(key.value), line) != line:
+            raise UserError(f"{path}, line {line}: {key.value} is in line {lines[str(key.value)]}, too; leave one out")

@@ -1,0 +1,109 @@
+"""A run's folder and its lock."""
+
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from datamodules.errors import UserError
+from recipes.runner.launch import is_rank_zero, print_error, rank_zero_print
+from recipes.runner.resume import ResumePoint
+
+__all__ = ["locked", "run_folder"]
+
+log = logging.getLogger("lightning_recipes.resume")
+
+# The loader workers of a run that was killed hold its lock for a while.
+_LOCK_TIMEOUT = 20.0
+
+
+@contextmanager
+def run_folder(parent: Path, name: str | None, start: ResumePoint) -> Iterator[Path]:
+    """The run's folder, locked for this process.
+
+    A new folder in which nothing was logged or saved is removed when a `UserError` ends the run.
+
+    Args:
+        parent: the folder of the recipe's runs.
+        name: ``--name``.
+    """
+    folder = Path(start.folder) if start.folder else None
+    if folder is None and start.checkpoint:
+        rank_zero_print(f"{start.checkpoint} is not in the folder of a run: resuming in a new folder")
+    if not is_rank_zero():
+        # Only rank 0 writes; Lightning tells the others where its checkpoints are.
+        yield folder or parent / "unknown"
+        return
+    folder, new = (folder, _make(folder)) if folder else (_new_folder(parent, name), True)
+    _refuse_links(folder)
+    with locked(folder):
+        try:
+            yield folder
+        except UserError:
+            if new and not (folder / "metrics.csv").exists() and not any(folder.glob("checkpoints/*.ckpt")):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def _refuse_links(folder: Path) -> None:
+    """Refuse a folder with links to what lies outside of it: a run would write and delete there.
+
+    Raises:
+        UserError: with the first of them.
+    """
+    for path in (*folder.iterdir(), *folder.glob("checkpoints/*")):
+        if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+            raise UserError(
+                f"{path} is a link to {path.readlink()}, and a run neither writes nor deletes outside of its folder:"
+                " replace the link by what it names, or pass another --name; --run-dir chooses the disk"
+            )
+
+
+def _make(folder: Path) -> bool:
+    """Make a folder; False where it exists."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise UserError(f"cannot make the run's folder {folder}: {error.strerror}; pass --run-dir") from error
+    return True
+
+
+def _new_folder(parent: Path, name: str | None) -> Path:
+    """A new folder, with a number after its name if that exists."""
+    first = parent / (name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
+    numbered = (first if number == 1 else first.with_name(f"{first.name}-{number}") for number in count(1))
+    folder = next(path for path in numbered if _make(path))
+    if name and folder != first:
+        print_error(f"note: {first} exists, so this run is {folder}; --resume auto goes on in the first")
+    return folder
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder; on rank 0 only.
+
+    Raises:
+        UserError: another process trains in it.
+    """
+    lock = FileLock(folder / ".lock")
+    try:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            log.info("%s is in use; waiting up to %.0f s for its process to end", folder, _LOCK_TIMEOUT)
+            lock.acquire(timeout=_LOCK_TIMEOUT, poll_interval=0.2)
+    except Timeout as error:
+        raise UserError(f"another process is training in {folder}; wait for it, or pass another --name") from error
+    except (NotImplementedError, OSError):
+        pass  # The file system has no locks.
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,195 @@
+"""The loggers of a run: TensorBoard and metrics.csv in its folder, and W&B. None of their failures ends it."""
+
+import csv
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from typing_extensions import override
+
+from callbacks.lib.lightning_internals import set_writer
+from callbacks.lib.writing import best_effort, forget_failures
+from datamodules.errors import UserError
+from recipes.runner.launch import is_rank_zero
+from recipes.runner.results import write_rows
+from recipes.runner.saved_run import read_run
+
+__all__ = ["log_settings", "logger_names", "loggers", "wandb_id"]
+
+METRICS = "metrics.csv"
+_NAMES = {"tensorboard": "the TensorBoard log", "csv": METRICS, "wandb": "the wandb log"}
+_METHODS = ("log_metrics", "log_hyperparams", "save", "finalize", "after_save_checkpoint")
+
+
+class _TensorBoard(TensorBoardLogger):
+    @override
+    def save(self) -> None:
+        # Without hparams.yaml, which TensorBoardLogger.save would write: config.yaml holds the settings.
+        super(TensorBoardLogger, self).save()
+
+
+class _CSV(CSVLogger):
+    @property
+    @override
+    def experiment(self) -> Any:
+        if is_rank_zero() and self._experiment is None:
+            set_writer(self, _MetricsFile(self.log_dir))
+        return super().experiment
+
+    @override
+    def save(self) -> None:
+        super(CSVLogger, self).save()  # Without hparams.yaml, too.
+
+
+class _MetricsFile(ExperimentWriter):
+    """Writes metrics.csv; where it cannot, the file stays as it was, and the rows are written with the next ones."""
+
+    def __init__(self, log_dir: str) -> None:
+        super().__init__(log_dir)
+        self.metrics_keys, _ = _read(Path(self.metrics_file_path))
+
+    @override
+    def _check_log_dir_exists(self) -> None:
+        # Lightning's method deletes a file that is there, and it holds what was logged before a resume.
+        pass
+
+    @override
+    def save(self) -> None:
+        if not self.metrics:
+            return
+        path, columns = Path(self.metrics_file_path), sorted(set(self.metrics_keys).union(*self.metrics))
+        if columns == self.metrics_keys and path.is_file():
+            self._append(path)
+        else:
+            write_rows(path, [*_read(path)[1], *self.metrics], columns)
+        self.metrics, self.metrics_keys = [], columns
+        forget_failures(path.name)
+
+    def _append(self, path: Path) -> None:
+        size = path.stat().st_size
+        try:
+            with path.open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, self.metrics_keys).writerows(self.metrics)
+        except OSError:
+            os.truncate(path, size)
+            raise
+
+
+def _read(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
+    """The columns and rows of a file of metrics; none where there is no file."""
+    if not path.is_file():
+        return [], []
+    with path.open(newline="", encoding="utf-8") as file:
+        table = csv.DictReader(file)
+        rows = list(table)
+    return list(table.fieldnames or ()), rows
+
+
+def _csv(folder: Path, updates: int) -> CSVLogger:
+    """Logs into metrics.csv, which keeps what was logged in the first `updates` of a run."""
+    # Only rank 0 looks at the file: it may lie on a disk that all nodes share.
+    if is_rank_zero():
+        file = folder / METRICS
+        if not updates:
+            file.unlink(missing_ok=True)
+        elif file.is_file():
+            columns, rows = _read(file)
+            write_rows(file, [row for row in rows if int(row["step"]) < updates], columns)
+    return _CSV(str(folder), name="", version="")
+
+
+def _print_no_traceback_of_writers() -> None:
+    """Leave the errors of TensorBoard's background threads to the next call of their writer, which raises them."""
+    if threading.excepthook is threading.__excepthook__:
+
+        def hook(args: threading.ExceptHookArgs) -> None:
+            if type(args.thread).__module__.partition(".")[0] != "tensorboard":
+                threading.__excepthook__(args)
+
+        threading.excepthook = hook
+
+
+def logger_names(text: str) -> list[str]:
+    """The loggers that ``--logger`` names, each once.
+
+    Raises:
+        UserError: there is no such logger, or its package is not installed.
+
+    Example:
+        >>> logger_names("csv, TensorBoard"), logger_names("none")
+        (['csv', 'tensorboard'], [])
+    """
+    names = list(dict.fromkeys(name.strip().lower() for name in text.split(",")))
+    if names == ["none"]:
+        return []
+    for name in names:
+        if name not in _NAMES:
+            raise UserError(f"--logger {name}: expected some of {', '.join(_NAMES)} with commas, or none")
+    if "wandb" in names and not find_spec("wandb"):
+        raise UserError("--logger wandb needs another package: pip install wandb")
+    return names
+
+
+def loggers(folder: Path, resume: str | None, names: Sequence[str] = ("tensorboard", "csv")) -> list[Logger]:
+    """The loggers of a run, by name; their failures, such as of a full disk or a server that is gone, are printed.
+
+    With `resume`, what was logged before that checkpoint stays there, and W&B goes on in its run.
+    """
+    saved = read_run(resume) if resume else None
+    run_id = saved.config.get("wandb_id") if saved else None
+    make: dict[str, Callable[[], Logger]] = {
+        "tensorboard": lambda: _TensorBoard(str(folder), name="", version="", default_hp_metric=False),
+        "csv": lambda: _csv(folder, saved.updates if saved else 0),
+        "wandb": lambda: WandbLogger(
+            folder.name, folder, id=run_id or token_hex(4), project=folder.parent.name, resume="allow"
+        ),
+    }
+    _print_no_traceback_of_writers()
+    made = []
+    for name in names:
+        try:
+            logger = make[name]()
+        except Exception as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"--logger {name} cannot start: {reason}; set it up, or leave it out") from error
+        for method in _METHODS:
+            setattr(logger, method, best_effort(_NAMES[name])(getattr(logger, method)))
+        made.append(logger)
+    return made
+
+
+def log_settings(loggers: Sequence[Logger], config: Mapping[str, Any]) -> None:
+    """Give the settings to the loggers that show them; config.yaml holds them, too."""
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            with best_effort(_NAMES["tensorboard"]):
+                _write_settings(logger, config)
+        elif isinstance(logger, WandbLogger):
+            logger.log_hyperparams(dict(config))
+
+
+def _write_settings(logger: TensorBoardLogger, config: Mapping[str, Any]) -> None:
+    """Write the settings for the table of hyper-parameters.
+
+    `TensorBoardLogger.log_hyperparams` writes none without a score, whose curve would get a point before the first
+    update. Of the settings alone TensorBoard compares all runs, and takes every score for a metric.
+    """
+    from torch.utils.tensorboard.summary import hparams
+
+    # Numbers and text only.
+    plain = {k: v if isinstance(v, (int, float, str)) else json.dumps(v) for k, v in config.items()}
+    _, session, _ = hparams(plain, {})
+    logger.experiment.file_writer.add_summary(session)
+
+
+def wandb_id(loggers: Iterable[Logger]) -> str | None:
+    """The id of the run of W&B, which a checkpoint keeps for a resume."""
+    found = (logger.version for logger in loggers if isinstance(logger, WandbLogger))
+    return next((str(version) for version in found if version is not None), None)

@@ -1,0 +1,300 @@
+"""Where a run resumes: the rule, from what was typed and the job that it runs in to a folder and a checkpoint.
+
+``--resume FILE`` takes the checkpoint, ``--resume auto`` the newest valid one of the run, and ``--resume none`` starts
+fresh, which is the default but in a job that Slurm or torchrun may start again. Such a job finds its run by the name of
+the job. Typed again with ``--resume FILE``, it resumes from its own newest checkpoint: the run's ``lineage.json`` says
+which job began at which file.
+"""
+
+import json
+import os
+import re
+import socket
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from callbacks.lib.slurm_job import NotRequeued, batch_job, is_batch_job, requeue, restarts
+from datamodules.errors import UserError
+from recipes.runner.launch import is_rank_zero
+from recipes.runner.results import RESULTS, read_results, write_rows
+from recipes.runner.saved_run import (
+    SavedRun,
+    describe_differences,
+    newest_valid_checkpoint,
+    read_run,
+    read_settings,
+    readable_checkpoints,
+)
+
+__all__ = ["ResumePoint", "find_resume_point", "launch_name", "requeue_after_loss", "start_from"]
+
+# Lightning's launcher starts the other ranks with rank 0's variables.
+_VARIABLE = "LIGHTNING_RECIPES_RESUME_POINT"
+_LINEAGE = "lineage.json"
+_LENGTHS = ("max_epochs", "max_steps", "max_time")
+_PATIENCE = ("early_stopping", "patience")
+_RESTARTS_WITHOUT_PROGRESS = 5
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run starts or resumes.
+
+    Args:
+        folder: the run's folder, which may exist; None for a new one, named by --name or the time.
+        checkpoint: the checkpoint to resume from.
+        finished: the run has been trained and tested.
+    """
+
+    folder: str | None = None
+    checkpoint: str | None = None
+    finished: bool = False
+
+
+def find_resume_point(
+    resume: str | None,
+    name: str | None,
+    parent: Path,
+    config: Mapping[str, Any],
+    typed: Mapping[str, Any],
+    free: Collection[str],
+) -> ResumePoint:
+    """Decide where this command trains; the same on all ranks that share the folder.
+
+    Args:
+        resume: a checkpoint, "auto", "none", or None: "auto" where the launcher restarts the run, else "none".
+        name: the name of the run.
+        parent: the folder of the recipe's runs.
+        config: the settings of this command.
+        typed: those of them that were typed, or stand in a file that was.
+        free: settings that do not make the experiment.
+
+    Raises:
+        UserError: `resume` is not a valid checkpoint, or nothing names the job.
+    """
+    if _VARIABLE in os.environ and not is_rank_zero():
+        return ResumePoint(**json.loads(os.environ[_VARIABLE]))
+    if resume not in (None, "auto", "none"):
+        point = _from_file(resume, name, parent, typed)
+    elif resume == "none" or (resume is None and not _is_restarted(os.environ)):
+        point = ResumePoint()
+    elif name is not None:
+        point = _resume_in(parent / name, typed)
+    elif job := launch_name(os.environ):
+        point = _of_this_job(parent / job, config, typed, free)
+    else:
+        point = _unfinished(parent, config, typed, free)
+    os.environ[_VARIABLE] = json.dumps(vars(point))
+    return point
+
+
+def _resume_in(folder: Path, typed: Mapping[str, Any]) -> ResumePoint:
+    """Resume in a run's folder, or start in it where it has no valid checkpoint."""
+    checkpoint = newest_valid_checkpoint(folder / "checkpoints")
+    if checkpoint is None:
+        return ResumePoint(str(folder))
+    return ResumePoint(str(folder), str(checkpoint), _is_finished(folder, read_run(checkpoint), typed))
+
+
+def _is_finished(folder: Path, run: SavedRun, typed: Mapping[str, Any]) -> bool:
+    """Whether a run has its results, and what was typed asks for no more than it has trained.
+
+    Args:
+        run: its newest checkpoint.
+        typed: the settings that were typed. Where the length of the run is not among them, its own holds.
+    """
+    if not (folder / RESULTS).is_file():
+        return False
+    epochs, steps, _ = (run.config.get(name) if typed.get(name) is None else typed[name] for name in _LENGTHS)
+    if run.is_finished(epochs, -1 if steps is None else steps):
+        return True
+    try:
+        stopped_early = read_results(folder).get("stopped_early")
+    except UserError:
+        stopped_early = None
+    # It has ended before that: by early stopping or its time, and would again with these settings.
+    names = _PATIENCE if stopped_early else _LENGTHS
+    return all(typed.get(name) in (None, run.config.get(name)) for name in names)
+
+
+def _is_of(folder: Path, config: Mapping[str, Any], free: Collection[str]) -> bool:
+    """Whether the run in a folder is the experiment of these settings, or says nothing of its own."""
+    try:
+        settings = read_settings(folder / "config.yaml")
+    except UserError:
+        settings = {}
+    return not isinstance(settings, dict) or not describe_differences(settings, config, free)
+
+
+def _numbered(folder: Path) -> Iterator[Path]:
+    """The existing folders NAME, NAME-2, ..., then the first that does not exist: a job may make several runs."""
+    for number in count(1):
+        path = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        yield path
+        if not path.exists():
+            return
+
+
+def _of_this_job(
+    folder: Path, config: Mapping[str, Any], typed: Mapping[str, Any], free: Collection[str]
+) -> ResumePoint:
+    """The run that this job has made with these settings, in the folder of its name or a numbered one."""
+    for path in _numbered(folder):
+        if path.exists() and _is_of(path, config, free):
+            return _resume_in(path, typed)
+    return ResumePoint(str(path))
+
+
+def _unfinished(
+    parent: Path, config: Mapping[str, Any], typed: Mapping[str, Any], free: Collection[str]
+) -> ResumePoint:
+    """The newest unfinished run with these settings."""
+    folders = [path.parent for path in parent.glob("*/config.yaml")]
+    for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
+        if _is_of(folder, config, free):
+            point = _resume_in(folder, typed)
+            if point.checkpoint and not point.finished:
+                return point
+    return ResumePoint()
+
+
+def _from_file(resume: str, name: str | None, parent: Path, typed: Mapping[str, Any]) -> ResumePoint:
+    """Resume from this checkpoint, or from a later one of the same job, if the job was restarted."""
+    home = Path(resume).resolve().parent
+    in_run = home.name == "checkpoints" and (home.parent / "config.yaml").is_file()
+    if job := launch_name(os.environ, name):
+        for folder in [home.parent] if in_run else _numbered(parent / (name or job)):
+            if _lineage(folder).get(job) == resume:
+                point = _resume_in(folder, typed)
+                if point.checkpoint:
+                    return point
+                break
+    try:
+        read_run(resume)
+    except UserError as error:
+        valid = newest_valid_checkpoint(home) if home.name == "checkpoints" else None
+        newest = f"{error}; the newest valid checkpoint is {valid}: pass --resume auto"
+        raise UserError(newest if valid else str(error)) from error
+    if in_run:
+        return ResumePoint(str(home.parent), resume)
+    return ResumePoint(str(folder) if job else None, resume)
+
+
+def start_from(checkpoint: str, folder: Path, name: str | None) -> list[Path]:
+    """Start a run in a folder from the checkpoint of ``--resume FILE``; on rank 0, right before training.
+
+    Checkpoints with more updates are renamed, since ``--resume auto`` would take them until the run has made as many
+    updates again.
+
+    Args:
+        name: ``--name``.
+
+    Returns:
+        The new names of these, which end in ``.abandoned``.
+    """
+    if not is_rank_zero():
+        return []
+    updates, renamed = read_run(checkpoint).updates, []
+    # First, so that a job that is restarted in between does not find them.
+    for path, run in readable_checkpoints(folder / "checkpoints").items():
+        if run.updates > updates:
+            renamed.append(path.rename(path.with_name(f"{path.name}-{run.updates}.abandoned")))
+    if job := launch_name(os.environ, name):
+        write_rows(folder / _LINEAGE, _lineage(folder) | {job: checkpoint})
+    return renamed
+
+
+def _lineage(folder: Path) -> dict[str, str]:
+    """The checkpoints, as they were typed, from which jobs have started the run in a folder."""
+    try:
+        return dict(json.loads((folder / _LINEAGE).read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
+
+
+# The job
+
+
+def _slurm_name(environment: Mapping[str, str]) -> str | None:
+    """For a step of a batch job; in an interactive job a user may run several programs."""
+    if "SLURM_PROCID" not in environment or not is_batch_job(environment):
+        return None
+    job, step = environment["SLURM_JOB_ID"], environment.get("SLURM_STEP_ID", "0")
+    return f"slurm-{job}" + (f"-step{step}" if step.isdigit() and 0 < int(step) < 1_000_000 else "")
+
+
+def _torchrun_restarts(environment: Mapping[str, str]) -> tuple[int, int]:
+    """How often torchrun has started these processes again, and how often it may."""
+    texts = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    done, most = (int(text) if text.isdigit() else 0 for text in texts)
+    return done, most
+
+
+def _is_restarted(environment: Mapping[str, str]) -> bool:
+    """Whether the launch may be restarted: by a requeue of Slurm, or by torchrun."""
+    by_torchrun = "TORCHELASTIC_RUN_ID" in environment and any(_torchrun_restarts(environment))
+    return by_torchrun or _slurm_name(environment) is not None
+
+
+def launch_name(environment: Mapping[str, str], name: str | None = None) -> str | None:
+    """A name of this job that its restarts and requeues share, and other jobs do not; None without restarts.
+
+    Args:
+        name: that of the run, which serves where torchrun restarts it on several nodes and nothing else names the job.
+
+    Raises:
+        UserError: it is needed, and None.
+
+    Example:
+        >>> launch_name({"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "ENVIRONMENT": "BATCH"})
+        'slurm-17'
+    """
+    if not _is_restarted(environment):
+        return None
+    if slurm := _slurm_name(environment):
+        return slurm
+    run = environment.get("TORCHELASTIC_RUN_ID", "none")
+    if run != "none":
+        return f"elastic-{re.sub(r'[^A-Za-z0-9._-]', '_', run)}"
+    if environment.get("GROUP_WORLD_SIZE", "1") != "1":
+        if name is not None:
+            return name
+        raise UserError(
+            "torchrun restarts this run, and each restart would start fresh: add --rdzv-id NAME to torchrun's flags on"
+            " every node, or pass --name NAME"
+        )
+    # On one node the agent, which outlives its workers, identifies the job.
+    return f"elastic-{socket.gethostname()}-{os.getppid()}"
+
+
+def requeue_after_loss(folder: str | None, updates: int) -> str:
+    """Have Slurm start this batch job again, since a process of it was killed or a node has gone.
+
+    What killed it may do so again at the same update. A job that was started without saving anything new is therefore
+    requeued up to its fifth restart only.
+
+    Args:
+        folder: of the run, where it is known.
+        updates: after which this process started.
+
+    Returns:
+        What became of it, in words; nothing outside of a batch job, and where torchrun starts the processes again.
+    """
+    job = batch_job(os.environ)
+    done, most = _torchrun_restarts(os.environ)
+    if job is None or done < most:
+        return ""
+    saved = readable_checkpoints(Path(folder) / "checkpoints").values() if folder else ()
+    if restarts(os.environ) >= _RESTARTS_WITHOUT_PROGRESS and all(run.updates <= updates for run in saved):
+        return (
+            f"not requeued after {restarts(os.environ)} restarts, because nothing new was saved; to do so: scontrol"
+            f" requeue {job}"
+        )
+    try:
+        return f"requeued as job {requeue(os.environ)}"
+    except NotRequeued as reason:
+        again = f"; resume in a new job with --name {Path(folder).name}" if folder else ""
+        return f"not requeued, {reason}{again}"

@@ -1,0 +1,209 @@
+"""``weights.jsonl``: a hash of a run's weights at each save, and with what they were trained.
+
+A line for each start of a training, and one for each save after it. Checkpoints are replaced by later ones; the hashes
+stay, so that a training from one checkpoint to the next save can be repeated and compared: see `interval_to_repeat`.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from callbacks.lib.writing import best_effort
+from datamodules.errors import UserError
+from recipes.runner.launch import rank_zero_print
+from recipes.runner.results import differences, environment, write_text
+from recipes.runner.saved_run import SavedRun
+
+__all__ = ["Interval", "Save", "Start", "WeightsRecorder", "interval_to_repeat", "read_record", "weights_hash"]
+
+_FILE = "weights.jsonl"
+
+
+@dataclass(frozen=True)
+class Start:
+    """The start of a training.
+
+    Args:
+        recipe: its title.
+        resumed_from: the updates behind the checkpoint that it was resumed from; None where it began anew.
+        environment: what may change the bits, and the numbers of devices and nodes: see
+            `recipes.runner.results.environment`.
+        config: the settings.
+    """
+
+    recipe: str
+    resumed_from: int | None
+    environment: dict[str, Any]
+    config: dict[str, Any]
+
+    @property
+    def world_size(self) -> int:
+        """Devices of all nodes."""
+        return int(self.environment.get("devices", 1)) * int(self.environment.get("num_nodes", 1))
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save after `step` updates, in the epoch `epoch`, from 1, with the hash of the weights."""
+
+    step: int
+    epoch: int
+    sha256: str
+
+
+def weights_hash(state_dict: Mapping[str, Any]) -> str | None:
+    """The SHA-256 of the names, types, shapes and bytes of a state dict.
+
+    None where a rank holds a part of a tensor only, as in a checkpoint that is saved in parts: each rank would have
+    another hash.
+
+    Example:
+        >>> one, other = {"w": torch.tensor([1.0])}, {"w": torch.tensor([1.0 + 2**-23])}
+        >>> weights_hash(one) == weights_hash({"w": torch.ones(1)}), weights_hash(one) == weights_hash(other)
+        (True, False)
+    """
+    sha256 = hashlib.sha256()
+    for name, value in state_dict.items():
+        if isinstance(value, Tensor):
+            if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_quantized:
+                return None
+            sha256.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+            plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            content: Any = plain.reshape(-1).view(torch.uint8).numpy()
+            sha256.update(content)
+        else:  # What a module keeps by `get_extra_state`.
+            sha256.update(f"{name} {value!r}\n".encode())
+    return sha256.hexdigest()
+
+
+class WeightsRecorder(pl.Callback):
+    """Appends to ``weights.jsonl``; `saved` is to be called with each checkpoint that was written.
+
+    Runs on: `setup`, where it finds out on what the run trains, and says what differs from before a resume.
+
+    Args:
+        folder: of the run.
+        recipe: its title.
+        resumed: the checkpoint that is resumed; None where the run begins anew.
+        config: the settings.
+    """
+
+    def __init__(self, folder: Path, recipe: str, resumed: SavedRun | None, config: Mapping[str, Any]) -> None:
+        self._path, self._resumed = folder / _FILE, resumed
+        self._start = Start(recipe, resumed.updates if resumed else None, {}, dict(config))
+        self._last: Save | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._start = replace(self._start, environment=environment(trainer))
+            before = self._resumed.environment if self._resumed else {}
+            if before and (changed := differences(before, self._start.environment)):
+                rank_zero_print(f"bits may differ from here on: {changed}")
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint["environment"] = self._start.environment
+
+    def saved(self, checkpoint: Mapping[str, Any]) -> None:
+        """Append the hash of the weights in a checkpoint, unless another file has just been saved with the same."""
+        with best_effort("the hash of the weights"):
+            sha256 = weights_hash(checkpoint["state_dict"])
+            save = Save(checkpoint["global_step"], checkpoint["epoch"] + 1, sha256 or "")
+            if sha256 is None or save == self._last:
+                return
+            lines: list[dict[str, Any]] = [{"save": asdict(save)}]
+            if self._last is None:
+                lines.insert(0, {"start": asdict(self._start)})
+            before = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+            write_text(self._path, before + "".join(json.dumps(line, default=str) + "\n" for line in lines))
+            self._last = save
+
+
+def read_record(folder: Path) -> list[tuple[Start, list[Save]]]:
+    """The starts of a run, each with its saves.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    path = folder / _FILE
+    if not path.is_file():
+        raise UserError(
+            f"there is no {path}: expected the folder of a run, which records a hash of its weights at each save"
+        )
+    found: list[tuple[Start, list[Save]]] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        try:
+            value = json.loads(line)
+            if "start" in value:
+                found.append((Start(**value["start"]), []))
+            else:
+                found[-1][1].append(Save(**value["save"]))
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+            raise UserError(f"line {number} of {path} cannot be read: {error}") from error
+    return found
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A part of a run that can be trained again: from a checkpoint to the next save.
+
+    Args:
+        start: of the training that has made the save.
+        step: the updates behind the save, which was made in the epoch `epoch`, from 1.
+        hashes: of the weights that were saved then; several, where a callback has put others in their place.
+        checkpoint: at its beginning; None for the beginning of the run.
+        from_step: the updates behind that checkpoint.
+        from_hashes: of its weights.
+    """
+
+    start: Start
+    step: int
+    epoch: int
+    hashes: frozenset[str]
+    checkpoint: Path | None = None
+    from_step: int = 0
+    from_hashes: frozenset[str] = frozenset()
+
+
+def interval_to_repeat(folder: Path, checkpoints: Mapping[int, Path]) -> Interval | None:
+    """The shortest interval from one of a run's checkpoints to its next save; else that from its start to the first.
+
+    What was trained and then abandoned, by a resume from an earlier checkpoint, is left out.
+
+    Args:
+        folder: of the run.
+        checkpoints: those that are there, by their updates.
+
+    Raises:
+        UserError: see `read_record`.
+    """
+    saved: dict[int, Interval] = {}
+    for start, saves in read_record(folder):
+        begin = -1 if start.resumed_from is None else start.resumed_from
+        saved = {step: interval for step, interval in saved.items() if step <= begin}
+        for save in saves:
+            known = saved[save.step].hashes if save.step in saved else frozenset()
+            if save.step > begin:
+                saved[save.step] = Interval(start, save.step, save.epoch, known | {save.sha256})
+    steps = sorted(saved)
+    found = [
+        replace(saved[step], checkpoint=checkpoints[before], from_step=before, from_hashes=saved[before].hashes)
+        for before, step in pairwise(steps)
+        if before in checkpoints and (saved[step].start.resumed_from or 0) <= before
+    ]
+    if found:
+        return min(found, key=lambda interval: interval.step - interval.from_step)
+    first = next((saved[step] for step in steps if step), None)  # A run without training saves its initial weights.
+    return first if first and first.start.resumed_from is None else None
