@@ -13,6 +13,7 @@ from typing_extensions import override
 from callbacks.lib.hooks import attached_trainer, datamodule_of
 from callbacks.train_loss import TrainLoss
 from datamodules.contract import Free, Rare
+from datamodules.errors import UserError
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.compilation import CompileMode, CompileNetwork, check_compile_mode
 from recipes.optim import CheckOptimizer, check_optimizer, default_rate, is_lbfgs
@@ -63,9 +64,8 @@ class Recipe(pl.LightningModule):
     them were right, as a tensor; a bare mean counts the batch's samples. Nothing here waits for the device during a
     step: `TrainLoss` reads the loss once per ``log_every_n_steps`` of the Trainer.
 
-    A recipe may have further methods: `headline` for the final table, `prediction_rows` for predict (see
-    `recipes.prediction`), and for export `named_outputs`, `graphs`, `export_files` and `export_metadata` (see
-    `recipes.export`).
+    A recipe may have a method `headline` for the final table, and override `prediction_rows` for predict, and
+    `named_outputs` and `export_metadata` for export.
 
     Args:
         optimizer: an optimiser of torch.optim, such as sgd, adamw or lbfgs, or any class by its import path, such as
@@ -76,13 +76,12 @@ class Recipe(pl.LightningModule):
         schedule: shape of the learning rate over the run; the warm-up is a factor on top. Without an end of the run,
             those that lead to it stay at the peak: one_cycle, linear, cosine.
         schedule_args: further arguments of the schedule, as in '{milestones: "60 epochs, 80%", gamma: 0.2}': milestones
-            of multistep, by default at 50% and 75%, and of inverse_sqrt, by default the end of the warm-up or 10,000
-            steps; gamma of multistep and plateau, by default 0.1; patience of plateau in validations, by default 2;
-            min_lr, the rate at which a schedule ends or stops to fall.
+            of multistep, by default at 50% and 75%; gamma of multistep and plateau, by default 0.1; patience of plateau
+            in validations, by default 2; min_lr, the rate at which a schedule ends or stops to fall.
         optimizer_args: further arguments of the optimiser, as in '{betas: [0.9, 0.95]}'.
         channels_last: the memory layout of convolutions in which bf16 kernels are fast.
         compile: train with torch.compile, of the network only; or one of its modes, such as max-autotune.
-        weights: file of weights to begin with, or none; FILE:NAME for one of several networks in it, as in a.pth:ema.
+        weights: file of weights to begin with, or none.
         weights_skip: layers by name that keep their initial weights, and are left out of the file, as in "fc.*".
     """
 
@@ -210,6 +209,34 @@ class Recipe(pl.LightningModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """What the network makes of the inputs: of the batch, or of its first part where it is a tuple or a list."""
         return self(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+    def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
+        """What predict says of its inputs: a row for each, here for each row of the tensors in `outputs`.
+
+        Args:
+            outputs: what `predict_step` returned, a batch each.
+            names: the data module's ``prediction_names``: of each sample, such as its file; may be empty.
+
+        Raises:
+            UserError: the outputs are no tensors of shape (batch, ...), so the recipe has to override this.
+        """
+        if wrong := [output for output in outputs if not isinstance(output, Tensor) or not output.ndim]:
+            raise UserError(
+                f"predict_step of {type(self).__name__} returns a {type(wrong[0]).__name__}, and predict prints tensors"
+                " of shape (batch, ...): write prediction_rows(outputs, names)"
+            )
+        values = [value for output in outputs for value in output.tolist()]
+        if names:
+            return [{"file": name, "output": value} for name, value in zip(names, values, strict=True)]
+        return [{"sample": number, "output": value} for number, value in enumerate(values)]
+
+    def named_outputs(self, outputs: Tensor) -> dict[str, Tensor]:
+        """The outputs of an exported graph by name, from the output of the network."""
+        return {"outputs": outputs}
+
+    def export_metadata(self) -> dict[str, Any]:
+        """What exported files say beside the constructor's arguments and the preprocessing."""
+        return {}
 
     def data_module(self) -> pl.LightningDataModule | None:
         """The data module of the run; None without a Trainer, and where the Trainer was given loaders.

@@ -49,7 +49,7 @@ from recipes.resume.saved_run import read_run
 from recipes.runner.failure_cause import first_line
 from recipes.runner.join import exit_run
 from recipes.runner.launch import Command, is_rank_zero, rank_zero_print
-from recipes.weights import load_initial_weights, some_names
+from recipes.weights import load_initial_weights
 
 __all__ = ["Trained", "carry_out"]
 
@@ -263,16 +263,6 @@ def _train_and_test(
     return Outcome(scores or last, best, stopped, epochs)
 
 
-def _load_all(recipe: Recipe) -> None:
-    """Load the weights to score: file and network have to hold the same tensors."""
-    report = load_initial_weights(recipe, min_share=1.0)
-    if report and report.skipped:
-        raise UserError(
-            f"{report.source} is of another network: {some_names(list(report.skipped))} of the file is not in this one;"
-            " pass the settings that it was trained with"
-        )
-
-
 def _evaluate(experiment: Experiment, program: str) -> None:
     """Validate, test or predict with a checkpoint."""
     recipe, data, settings = experiment.recipe, experiment.data, experiment.settings
@@ -280,7 +270,7 @@ def _evaluate(experiment: Experiment, program: str) -> None:
     trainer = build_trainer(experiment)
     if run.ckpt is None:
         trainer.precision_plugin.convert_module(recipe)
-        _load_all(recipe)
+        load_initial_weights(recipe, exact=True)
     rows: Sequence[dict[str, object]]
     with _interruptible(trainer, experiment, None, program), _restoring(run.ckpt), _within_memory(trainer, experiment):
         if command == "predict":

@@ -49,12 +49,6 @@ class DecoderState(Protocol):
     def select(self, rows: Tensor) -> Self:
         """The state of these sentences, which may repeat."""
 
-    def packed(self) -> Tensor:
-        """The state as one tensor, of shape (batch, ...)."""
-
-    def unpacked(self, tensor: Tensor) -> Self:
-        """The inverse of `packed`, for any number of sentences."""
-
 
 class Encoded(NamedTuple):
     """The encoder's output, which the decoder attends to.
@@ -212,15 +206,6 @@ class State(NamedTuple):
     def select(self, rows: Tensor) -> "State":
         """The state of these sentences, which may repeat."""
         return State(self.hidden[:, rows])
-
-    def packed(self) -> Tensor:
-        """The state of all layers, of shape (batch, state)."""
-        return self.hidden.transpose(0, 1).flatten(1)
-
-    def unpacked(self, tensor: Tensor) -> "State":
-        """The inverse of `packed`, with the sizes of this state."""
-        layers, _, hidden = self.hidden.shape
-        return State(tensor.view(-1, layers, hidden).transpose(0, 1))
 
 
 def attend(queries: Tensor, keys: Tensor, memory: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """The translation recipe: cross-entropy on target tokens, translation by beam search, BLEU and chrF."""
 
+import base64
 import math
 from collections.abc import Sequence
 from operator import itemgetter
@@ -20,12 +21,10 @@ from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.subwords import SubwordVocabulary, vocabulary_from_state
 from datamodules.translation.text import PAD, Normalisation
 from recipes.base import Recipe, RecipeParameters
-from recipes.graphs import Graph
 from recipes.optim import build_optimizer, is_lbfgs, may_be_fused, parameter_groups
 from recipes.schedules import ScheduleName, build_schedule
 from recipes.seq2seq.checks import CheckVocabularies, Vocabularies, VocabularyData, check_network, check_numbers, known
 from recipes.seq2seq.decoding import attention_weights, beam_search, sentences_of, translate_lines
-from recipes.seq2seq.export import translation_graphs, translation_script, vocabulary_metadata
 from recipes.seq2seq.network import AnyNetwork, Seq2SeqNet, target_positions
 from recipes.seq2seq.scores import BleuTokenizer, DetokenisedScores, TranslationScores, check_tokenizer
 from recipes.seq2seq.transformer import TransformerNet
@@ -284,6 +283,7 @@ class Seq2SeqTranslator(Recipe):
         numbers = (torch.arange(len(batch.source)) if batch.numbers is None else batch.numbers).tolist()
         return {"numbers": numbers, "tokens": found.tokens[:, 0], "scores": found.scores[:, 0]}
 
+    @override
     def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
         """A row for each translation, in the order of the sentences, whatever the order of the batches.
 
@@ -332,16 +332,12 @@ class Seq2SeqTranslator(Recipe):
             source, target = map(vocabulary_from_state, checkpoint["vocabularies"])
             self.vocabularies, self.normalisation = (source, target), checkpoint["normalisation"]
 
-    def graphs(self) -> list[Graph]:
-        """The encoder, and one step of the decoder."""
-        return translation_graphs(self.network, self.hparams.source_vocab_size, self.hparams.target_vocab_size)
-
+    @override
     def export_metadata(self) -> dict[str, Any]:
-        """The vocabularies and the normalisation, where they are known."""
-        if self.vocabularies is None:
-            return {}
-        return {"normalisation": self.normalisation, **vocabulary_metadata(self.vocabularies)}
-
-    def export_files(self) -> dict[str, str]:
-        """A script that translates, which needs onnxruntime and numpy only."""
-        return {} if self.vocabularies is None else {"translate.py": translation_script()}
+        """The vocabularies and the normalisation, where they are known; of subwords sentencepiece's own files."""
+        metadata: dict[str, Any] = {"normalisation": self.normalisation} if self.vocabularies else {}
+        for side, vocabulary in zip(("source", "target"), self.vocabularies or ()):
+            metadata[f"{side}_vocabulary"] = vocabulary.tokens
+            if isinstance(vocabulary, SubwordVocabulary):
+                metadata[f"{side}_subwords"] = base64.b64encode(vocabulary.model).decode()
+        return metadata

@@ -1,20 +1,15 @@
-"""ONNX files, read and run with onnxruntime and numpy, give the scores and the translations of the checkpoint."""
+"""ONNX files, read and run with onnxruntime and numpy, give the scores of the checkpoint."""
 
 import gzip
 import json
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
-import torch
 
-from datamodules import MNISTDataModule, TranslationDataModule
-from datamodules.translation.text import UNK
-from recipes import MNISTClassifier, Seq2SeqTranslator
+from datamodules import MNISTDataModule
+from recipes import MNISTClassifier
 from recipes.base import Recipe
 from recipes.export import export
 from tests.support.tables import QUIET
@@ -67,46 +62,3 @@ def test_bytes_in_give_the_accuracy_of_test_on_a_thousand_images(shared_data: Pa
             session.run(None, {"images": wrong})
     # The folders of the machine that wrote it are nobody's business.
     assert str(Path(__file__).parents[3]).encode() not in path.read_bytes()
-
-
-SENTENCES = ["", "Anne est fatiguée ?", "xyz mots inconnus", "L'ami n'est pas fort…", "la", "la " * 40]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_layers": 2}, {"network": "transformer"}],
-)
-def test_the_exported_script_translates_as_the_recipe_does(options: dict, tmp_path: Path):
-    data = TranslationDataModule(batch_size=64)
-    data.prepare_data()
-    data.setup("fit")
-    sizes = Seq2SeqTranslator.settings_from_data(data) | {"hidden_size": 32, "dropout": 0.0}
-    recipe = Seq2SeqTranslator(**sizes, **options, lr=0.01)
-    _, checkpoint = trained(recipe, data, tmp_path, limit_val_batches=0, max_epochs=-1, max_steps=250)
-    _favour_unknown_words(recipe, checkpoint)
-    folder = export(Seq2SeqTranslator(**sizes, **options), str(checkpoint), "onnx").path
-    assert {file.name for file in folder.iterdir()} == {"encoder.onnx", "decoder.onnx", "metadata.json", "translate.py"}
-    data.setup("test")
-    sentences = [*SENTENCES, *data.source_sentences(torch.arange(200))]
-    for beam in (1, 5):
-        recipe.hparams.beam = beam
-        translations = recipe.translate(sentences)
-        assert len(set(translations)) > 30
-        assert translated(folder, sentences, beam) == translations
-
-
-def _favour_unknown_words(recipe: Seq2SeqTranslator, checkpoint: Path) -> None:
-    """Have the network prefer unknown words, which no translation has."""
-    saved = torch.load(checkpoint, weights_only=True)
-    bias = saved["state_dict"]["network.output.bias"]
-    bias[UNK] += 5
-    recipe.network.output.bias.data[UNK] = bias[UNK]
-    torch.save(saved, checkpoint)
-
-
-def translated(folder: Path, sentences: Sequence[str], beam: int) -> list[str]:
-    """The output of a folder's script in a process of its own, which knows nothing of this package."""
-    command = [sys.executable, "-I", str(folder / "translate.py"), "--beam", str(beam)]
-    done = subprocess.run(command, input="\n".join(sentences) + "\n", capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
