@@ -61,8 +61,8 @@ class ResNetFineTuner(Classifier):
 
     Args:
         arch: a classification model of torchvision, such as resnet18, convnext_tiny or vit_b_16; timm:NAME where timm
-            is installed; or resnet20, 32, 44, 56 or 110 for images of about 32 pixels, and resnet20b and so on with 1 x
-            1 convolutions in the shortcuts; or cifarnet and cifarnet_wide, which learn faster.
+            is installed; or resnet20, 32, 44, 56 or 110 for images of about 32 pixels; or cifarnet and cifarnet_wide,
+            which learn faster.
         num_classes: labels are 0 to this less one; by default as many as the data has.
         image_size: side of the images in pixels; by default the data's.
         weights: imagenet, none or a file; by default imagenet for photographs of 64 pixels or more, where there are

@@ -56,7 +56,7 @@ FAMILIES = {
     "timm:test_vit": (64, "blocks.5"),
 }
 QUICK = ("mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "googlenet", "resnet18", "timm:test_vit")
-SMALL = dict.fromkeys(("resnet20", "resnet20b", "cifarnet", "cifarnet_wide"), (32, "layer3"))
+SMALL = dict.fromkeys(("resnet20", "cifarnet", "cifarnet_wide"), (32, "layer3"))
 
 
 @pytest.mark.parametrize(

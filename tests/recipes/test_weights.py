@@ -90,9 +90,7 @@ def test_of_several_state_dicts_a_checkpoints_own_is_taken_and_others_are_refuse
     torch.save(several | {"pytorch-lightning_version": "2.6.6"}, file)
     _assert_equal(read_weights(file), _state())
     torch.save(several, file)
-    with pytest.raises(
-        UserError, match=r"a\.pt holds several state dicts, state_dict, current_model_state; pass"
-    ):
+    with pytest.raises(UserError, match=r"a\.pt holds several state dicts, state_dict, current_model_state; pass"):
         read_weights(file)
 
 
