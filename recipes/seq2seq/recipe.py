@@ -15,7 +15,9 @@ from typing_extensions import override
 
 from callbacks.drawing.translation_samples import TranslationSamples
 from datamodules.contract import Free, data_contract
+from datamodules.errors import UserError
 from datamodules.loading.randomness import uniform
+from datamodules.ranges import COUNT, SHARE, SIZE, Range, check_choice, check_ranges
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.subwords import SubwordVocabulary, vocabulary_from_state
@@ -23,10 +25,10 @@ from datamodules.translation.text import PAD, Normalisation
 from recipes.base import Recipe, RecipeParameters
 from recipes.optim import build_optimizer, is_lbfgs, may_be_fused, parameter_groups
 from recipes.schedules import ScheduleName, build_schedule
-from recipes.seq2seq.checks import CheckVocabularies, Vocabularies, VocabularyData, check_network, check_numbers, known
-from recipes.seq2seq.decoding import attention_weights, beam_search, sentences_of, translate_lines
+from recipes.seq2seq.checks import CheckVocabularies, Vocabularies, known
+from recipes.seq2seq.decoding import attention_weights, beam_search, sentences_of
 from recipes.seq2seq.network import AnyNetwork, Seq2SeqNet, target_positions
-from recipes.seq2seq.scores import BleuTokenizer, DetokenisedScores, TranslationScores, check_tokenizer
+from recipes.seq2seq.scores import BleuTokenizer, DetokenisedScores, TranslationScores
 from recipes.seq2seq.transformer import TransformerNet
 
 __all__ = ["Seq2SeqTranslator"]
@@ -92,8 +94,8 @@ class Seq2SeqTranslator(Recipe):
         val_sentences: about how many sentences each validation translates; a fixed random choice.
         beam: width of the beam search, in test and predict; 1 is greedy.
         length_penalty: exponent of the length normalisation in a beam search, from 0 to 1 (Wu et al., 2016).
-        bleu_tokenize: sacrebleu's tokeniser for the standard BLEU of the test: "zh" for Chinese targets, "ja-mecab" and
-            "ko-mecab" for Japanese and Korean, "char" for scripts without spaces, "13a" for all else.
+        bleu_tokenize: sacrebleu's tokeniser for the standard BLEU of the test: "zh" for Chinese targets, "char" for
+            other scripts without spaces, "13a" for all else.
         lr: peak learning rate; by default 0.003, on the command line that of the run's length (`rate_of_run`), 0.006 at
             most, and 1 for lbfgs.
     """
@@ -135,9 +137,26 @@ class Seq2SeqTranslator(Recipe):
         schedule: ScheduleName = "one_cycle",
         **kwargs: Any,
     ) -> None:
-        check_network(get_args(NetworkName), network, hidden_size, num_layers, heads, feedforward_size, dropout)
-        check_numbers(source_vocab_size, target_vocab_size, label_smoothing, val_sentences, beam, length_penalty)
-        check_tokenizer(bleu_tokenize)
+        if source_vocab_size is None or target_vocab_size is None:
+            raise UserError(
+                "the sizes of the vocabularies were neither given nor found in the data; pass `source_vocab_size` and"
+                " `target_vocab_size`, the lengths of data.source_vocabulary and data.target_vocabulary"
+            )
+        check_choice("network", network, get_args(NetworkName))
+        check_choice("bleu_tokenize", bleu_tokenize, get_args(BleuTokenizer))
+        check_ranges(
+            hidden_size=(hidden_size, SIZE),
+            num_layers=(num_layers, Range(1, 100, whole=True)),
+            heads=(heads, SIZE),
+            feedforward_size=(feedforward_size, SIZE),
+            dropout=(dropout, Range(0, 1, below=True)),
+            source_vocab_size=(source_vocab_size, COUNT),
+            target_vocab_size=(target_vocab_size, COUNT),
+            label_smoothing=(label_smoothing, SHARE),
+            val_sentences=(val_sentences, COUNT),
+            beam=(beam, Range(1, 1000, whole=True)),
+            length_penalty=(length_penalty, Range(-10, 10)),
+        )
         super().__init__(lr=lr, weight_decay=weight_decay, optimizer=optimizer, schedule=schedule, **kwargs)
         self.val_scores, self.test_scores = TranslationScores(), TranslationScores()
         self.detokenised = DetokenisedScores()
@@ -149,7 +168,7 @@ class Seq2SeqTranslator(Recipe):
     def settings_from_data(cls, data: pl.LightningDataModule, **settings: Any) -> dict[str, Any]:
         """The sizes of the vocabularies, where the data has them, and the rate of a run of a known length."""
         found: dict[str, Any] = {}
-        if isinstance(data, VocabularyData):
+        if isinstance(data, TranslationDataModule):
             source, target = data.vocabularies()
             found = {"source_vocab_size": len(source), "target_vocab_size": len(target)}
         samples, epochs = data_contract(data).sizes.get("train"), settings.get("max_epochs")
@@ -297,25 +316,14 @@ class Seq2SeqTranslator(Recipe):
             for i, tokens, score in sorted(each, key=itemgetter(0))
         ]
 
-    @torch.no_grad()
-    def translate(self, sentences: Sequence[str]) -> list[str]:
-        """Translate sentences with the vocabularies and the normalisation of the checkpoint.
-
-        Args:
-            sentences: in the source language, as written; one without a word gives an empty translation.
-        """
-        vocabularies, training = known(self.vocabularies), self.training
-        self.eval()
-        translations = translate_lines(self, self.device, vocabularies, self.normalisation, sentences)
-        self.train(training)
-        return translations
-
     @override
     def setup(self, stage: str) -> None:
         """Take the vocabularies from the data; those of a checkpoint, which is read afterwards, replace them."""
         super().setup(stage)
         data = self.data_module()
-        if (stage == "fit" or (stage != "predict" and self.vocabularies is None)) and isinstance(data, VocabularyData):
+        if (stage == "fit" or (stage != "predict" and self.vocabularies is None)) and isinstance(
+            data, TranslationDataModule
+        ):
             self.vocabularies, self.normalisation = data.vocabularies(), data.normalisation
 
     @override
