@@ -320,10 +320,8 @@ class Seq2SeqTranslator(Recipe):
     def setup(self, stage: str) -> None:
         """Take the vocabularies from the data; those of a checkpoint, which is read afterwards, replace them."""
         super().setup(stage)
-        data = self.data_module()
-        if (stage == "fit" or (stage != "predict" and self.vocabularies is None)) and isinstance(
-            data, TranslationDataModule
-        ):
+        data, takes = self.data_module(), stage == "fit" or (stage != "predict" and self.vocabularies is None)
+        if takes and isinstance(data, TranslationDataModule):
             self.vocabularies, self.normalisation = data.vocabularies(), data.normalisation
 
     @override
