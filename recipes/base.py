@@ -38,11 +38,7 @@ def _all_parameters(kind: type) -> inspect.Signature:
 
 
 class RecipeParameters(AttributeDict):
-    """The parameters of a recipe, as ``self.hparams`` holds them, for type checkers.
-
-    A recipe with further parameters may declare them in a subclass, and ``hparams: MyParameters`` in its own; those
-    that are not declared have the type Any.
-    """
+    """The parameters of a recipe, as ``self.hparams`` holds them, for type checkers; a subclass may declare its own."""
 
     optimizer: str
     lr: float
@@ -211,14 +207,10 @@ class Recipe(pl.LightningModule):
         return self(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
     def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
-        """What predict says of its inputs: a row for each, here for each row of the tensors in `outputs`.
+        """A row for each input; here for each row of the tensors that `predict_step` returned, a batch each.
 
         Args:
-            outputs: what `predict_step` returned, a batch each.
             names: the data module's ``prediction_names``: of each sample, such as its file; may be empty.
-
-        Raises:
-            UserError: the outputs are no tensors of shape (batch, ...), so the recipe has to override this.
         """
         if wrong := [output for output in outputs if not isinstance(output, Tensor) or not output.ndim]:
             raise UserError(
@@ -226,9 +218,8 @@ class Recipe(pl.LightningModule):
                 " of shape (batch, ...): write prediction_rows(outputs, names)"
             )
         values = [value for output in outputs for value in output.tolist()]
-        if names:
-            return [{"file": name, "output": value} for name, value in zip(names, values, strict=True)]
-        return [{"sample": number, "output": value} for number, value in enumerate(values)]
+        column, of_each = ("file", names) if names else ("sample", range(len(values)))
+        return [{column: name, "output": value} for name, value in zip(of_each, values, strict=True)]
 
     def named_outputs(self, outputs: Tensor) -> dict[str, Tensor]:
         """The outputs of an exported graph by name, from the output of the network."""
@@ -239,10 +230,7 @@ class Recipe(pl.LightningModule):
         return {}
 
     def data_module(self) -> pl.LightningDataModule | None:
-        """The data module of the run; None without a Trainer, and where the Trainer was given loaders.
-
-        Ask it through `datamodules.contract.data_contract`, which has defaults for what it does not have.
-        """
+        """The data module of the run, for `data_contract`; None without a Trainer, and where it was given loaders."""
         trainer = attached_trainer(self)
         return None if trainer is None else datamodule_of(trainer)
 

@@ -1,13 +1,10 @@
 """Networks that `arch` names: how they are built, their layers by name, and how they are trained and saved."""
 
 import copy
-import json
-import re
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from callbacks.lib.freezing import freeze_layers
-from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
-from recipes.cli.settings import RunSettings, run_callbacks
 from recipes.resnet import pretrained
 from recipes.resnet.feature_cache import head_to_train
 from recipes.resnet.layers import last_block_of, layers_of
@@ -25,8 +20,6 @@ from recipes.resnet.network import build_network
 from recipes.resnet.pretrained import download_weights, published_weights, weights_statistics
 from recipes.resnet.recipe import ResNetFineTuner
 from recipes.weights import load_initial_weights
-from tests.recipes.export.test_readmes import program
-from tests.recipes.test_resnet import draw, type_in
 from tests.support.ranks import free_port
 
 # A small member of each family of torchvision: side of the images, the last block.
@@ -101,16 +94,6 @@ def test_a_new_head_begins_as_wide_as_a_linear_layer_for_any_number_of_classes(a
     if arch.startswith("timm:"):
         pytest.importorskip("timm")
     _check_heads(arch)
-
-
-@pytest.mark.slow
-def test_heads_of_all_families_of_timm_begin_as_wide_as_linear_layers():
-    timm = pytest.importorskip("timm")
-    small = re.compile("test_|atto|pico|nano|tiny|small|_x*s(_|$)|050|_0|b0|10|18")
-    families = [timm.list_models(module=module) for module in timm.list_modules() if module != "gemma4_vit"]  # No head.
-    names = [min(family, key=lambda name: (not small.search(name), len(name))) for family in families if family]
-    for arch in (*LARGE, *(f"timm:{name}" for name in names)):
-        _check_heads(arch)
 
 
 @pytest.mark.parametrize(
@@ -195,22 +178,6 @@ def test_a_network_of_your_own_begins_with_new_weights():
     assert (given.hparams.weights, given.hparams.freeze_until) == ("imagenet", "layer4")
 
 
-class _Normalises(nn.BatchNorm2d):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return nn.functional.batch_norm(input, None, None, training=True)
-
-
-class _OwnNormalises(_Own):
-    def build_network(self) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(3, 4, 3), _Normalises(4), nn.Flatten(), nn.Linear(784, 2))
-
-
-def test_the_command_line_refuses_batchnorm_that_cannot_be_synchronised_before_processes_start():
-    recipe = _OwnNormalises(num_classes=2, image_size=16, weights="none")
-    with pytest.raises(UserError, match=r"_Normalises.forward normalises by itself.*SyncBN"):
-        run_callbacks(RunSettings(sync_bn=True), recipe, SeedControl(seed=1))
-
-
 @pytest.mark.parametrize(
     ("arch", "message"),
     [
@@ -272,40 +239,3 @@ def test_weights_of_timm_come_from_its_file_or_say_where_to_put_it(tmp_path: Pat
     loaded = published_weights("timm:test_resnet", 64)
     assert all(torch.equal(value, published[name]) for name, value in loaded.items())
     assert weights_statistics("timm:test_resnet") == {"pixel_mean": [0.5] * 3, "pixel_std": [0.5] * 3}
-
-
-@pytest.fixture(scope="module")
-def stripes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("stripes")
-    draw(folder / "train", 12, seed=1)
-    draw(folder / "val", 5, seed=2)
-    return folder
-
-
-def test_a_network_by_name_trains_resumes_and_predicts_from_the_command_line(stripes: Path, tmp_path: Path):
-    args = ["--data-dir", str(stripes), "--arch", "mobilenet_v3_small", "--weights", "none", "--image-size", "32"]
-    args += ["--batch-size", "8", "--name", "mobile"]
-    status, _, err = type_in(tmp_path, *args, "--max-epochs", "1")
-    assert status == 0, err
-    assert err.count("layers of the network: features.0, features.1, ") == 1
-    status, _, err = type_in(tmp_path, *args, "--max-epochs", "2", "--resume", "auto")
-    assert status == 0, err
-    status, _, err = type_in(
-        tmp_path,
-        "predict",
-        "--ckpt",
-        "runs/resnet/mobile/checkpoints/last.ckpt",
-        "--output",
-        "rows.json",
-        str(stripes / "val"),
-    )
-    assert status == 0, err
-    assert len(json.loads((tmp_path / "rows.json").read_text())) == 10
-
-
-def test_the_example_of_an_own_network_builds():
-    names: dict[str, Any] = {"__name__": "convnext"}
-    exec(program("recipes/resnet/README.md", "def build_network"), names)
-    recipe = names["ConvNeXtFineTuner"]("convnext_tiny", 2, image_size=64, weights="some.pt")
-    assert recipe.network(torch.zeros(1, 3, 64, 64)).shape == (1, 2)
-    assert recipe.hparams.freeze_until == "features.7"

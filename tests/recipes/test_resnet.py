@@ -1,7 +1,6 @@
 """The ResNet recipe: its parts in a plain Trainer, and the command line on folders of images."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -416,20 +415,3 @@ def test_augmented_images_are_not_cached_as_features(stripes, pretrained, tmp_pa
     assert status == 2
     assert "--augment none" in err
     assert not list((tmp_path / "runs" / "resnet").iterdir())
-
-
-@pytest.mark.slow
-def test_the_bare_command_trains_on_the_bundled_digits(tmp_path):
-    status, _, err = type_in(tmp_path, "--max-epochs", "4")
-    assert status == 0, err
-    assert "digits" in err
-    results = json.loads(next((tmp_path / "runs" / "resnet").glob("*/results.json")).read_text())
-    assert results["scores"]["test/accuracy"] > 0.9
-
-
-def test_a_run_that_ends_before_its_first_update_leaves_no_folder(stripes, tmp_path):
-    shutil.copytree(stripes, tmp_path / "photos")
-    (tmp_path / "photos" / "train" / "down" / "zz.jpg").write_text("no image")
-    done = type_in(tmp_path, "--data-dir", "photos", "--weights", "none", "--arch", "resnet20", "--image-size", "64")
-    assert (done.status, list((tmp_path / "runs" / "resnet").iterdir())) == (2, [])
-    assert "photos/train/down/zz.jpg cannot be read as an image: its content is not an image" in done.err

@@ -1,7 +1,6 @@
 """The translation recipe with real Trainers: splits, interruptions, scores, checkpoints, predictions, figures."""
 
 import inspect
-import json
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -344,32 +343,3 @@ def test_data_with_other_vocabularies_is_refused(tmp_path):
     recipe = Seq2SeqTranslator(source_vocab_size=99, target_vocab_size=99, **TINY)
     with pytest.raises(UserError, match="the network has 99 source tokens, and the data has"):
         trainer(max_epochs=1).fit(recipe, module)
-
-
-def _tested_without_training_files(folder: str) -> dict[str, float]:
-    import os
-
-    from recipes import run
-
-    os.chdir(folder)
-    own = ["--val-file", "held.tsv", "--test-file", "held.tsv", "--hidden-size", "16"]
-    common = ["--accelerator", "cpu", "--precision", "32", "--no-enable-progress-bar"]
-    for args in (
-        [*common, "--data-file", "pairs.tsv", *own, "--max-epochs", "1", "--name", "run"],
-        ["test", *common, "--ckpt", "runs/seq2seq/run/checkpoints/last.ckpt", "--output", "scores.json"],
-    ):
-        with pytest.raises(SystemExit) as ended:
-            run(Seq2SeqTranslator, TranslationDataModule, args=args)
-            raise SystemExit(0)
-        assert not ended.value.code
-        Path("pairs.tsv").unlink(missing_ok=True)
-    return json.loads(Path("scores.json").read_text())
-
-
-def test_published_files_are_tested_where_the_training_files_are_not(tmp_path):
-    corpus(tmp_path)
-    (tmp_path / "held.tsv").write_text("je vois le chat\ti see the cat\ntu veux cela\tyou want that\n")
-    (scores,) = run_ranks(_tested_without_training_files, 1, str(tmp_path))
-    results = json.loads((tmp_path / "runs/seq2seq/run/results.json").read_text())
-    for name in ("test/loss", "test/sacrebleu_chrf"):
-        assert scores[name] == pytest.approx(results["scores"][name], rel=1e-5)

@@ -176,16 +176,6 @@ def test_wrappers_on_either_side_do_not_matter(prefix: str, inside: str):
     assert (report.skipped, report.new) == ({}, [])
 
 
-def test_compiled_and_wrapped_modules_take_plain_weights_and_give_them(tmp_path: Path):
-    compiled = torch.compile(Net())
-    load_weights(Wrapped("network", compiled), _state(), "a.pt")
-    torch.save(Wrapped("network", compiled).state_dict(), tmp_path / "a.pt")
-    assert "network._orig_mod.conv1.weight" in torch.load(tmp_path / "a.pt", weights_only=True)
-    plain = Net()
-    load_weights(plain, read_weights(tmp_path / "a.pt"), "a.pt")
-    _assert_equal(_copy(plain), _state())
-
-
 def _layers(*layers: nn.Module) -> nn.Module:
     return Wrapped("layers", nn.Sequential(*layers))
 

@@ -101,25 +101,6 @@ def test_an_export_carries_preprocessing_class_names_and_what_rebuilds_the_netwo
         }
 
 
-class TouchesFile:
-    """Its unpickling makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
-
-
-def test_a_checkpoint_that_would_run_code_is_not_exported_and_runs_none(saved, tmp_path: Path):
-    checkpoint = torch.load(saved[1], weights_only=True)
-    checkpoint["config"]["lr"] = TouchesFile(tmp_path / "ran")
-    torch.save(checkpoint, saved[1])
-    with pytest.raises(UserError, match=r"best\.ckpt holds code \(getattr\) and not only weights"):
-        export(MNISTClassifier(), str(saved[1]), "safetensors")
-    assert [path.name for path in tmp_path.iterdir()] == ["best.ckpt"]
-
-
 class Forgetful(MNISTClassifier):
     """Builds another network each time: its export is not what was trained."""
 
