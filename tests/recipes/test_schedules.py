@@ -155,30 +155,6 @@ def test_plateau_looks_at_the_epochs_that_are_validated_and_is_refused_without_a
         fit(Line("plateau"), limit_val_batches=0)
 
 
-@pytest.mark.parametrize("lr", [0.1, 0.7])
-def test_min_lr_is_the_same_share_of_the_rate_of_every_group(lr: float) -> None:
-    """Also where the batch size scales them: it is a rate as `lr` is, stated for the base batch."""
-
-    class Two(Line):
-        def groups(self) -> list[dict[str, Any]]:
-            named = self.network.named_parameters()
-            return [{"name": name, "params": [p], "lr": lr if name == "bias" else LR} for name, p in named]
-
-    warmup = WarmupLR("0 steps", scale="linear", base_batch_size=4)
-    used: list[list[float]] = []
-
-    class Watch(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            used.append([float(rate) for rate in warmup._fit.factors[0].used])
-
-    module = Two("linear", schedule_args={"min_lr": 0.02})
-    fit(module, warmup, Watch(), max_epochs=2)
-    assert used[0] == pytest.approx([2 * LR, 2 * lr])
-    shares = [[rates[0] / LR, rates[1] / lr] for rates in used]
-    assert all(first == pytest.approx(second) for first, second in shares)
-    assert used[-1][0] == pytest.approx(2 * (0.02 + 0.08 / 12))
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "note", "rates"),
     [

@@ -66,6 +66,11 @@ def test_a_graph_makes_probabilities_of_bytes(saved):
         logits = recipe.network(preprocessed(recipe, checkpoint, images))
     assert torch.allclose(found["logits"], logits, rtol=1e-4, atol=1e-5)
     assert torch.allclose(found["probabilities"], logits.softmax(1), rtol=1e-4, atol=1e-5)
+    for wrong in (images.float() / 255, images[:, :, :14]):
+        with pytest.raises(Exception, match="Unexpected input data type|Got invalid dimensions"):
+            run_file(path, images=wrong)
+    # The folders of the machine that wrote it are nobody's business.
+    assert str(Path(__file__).parents[3]).encode() not in path.read_bytes()
 
 
 def metadata_of(path: Path, kind: str) -> dict[str, Any]:
