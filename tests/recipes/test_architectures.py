@@ -22,29 +22,19 @@ from recipes.resnet.recipe import ResNetFineTuner
 from recipes.weights import load_initial_weights
 from tests.support.ranks import free_port
 
-# A small member of each family of torchvision: side of the images, the last block.
+# Networks of torchvision and timm: side of the images, the last block.
 FAMILIES = {
-    "alexnet": (96, "features.10"),
     "convnext_tiny": (64, "features.7"),
     "densenet121": (64, "features.denseblock4"),
     "efficientnet_b0": (64, "features.8"),
-    "efficientnet_v2_s": (64, "features.7"),
     "googlenet": (64, "inception5b"),
-    "inception_v3": (96, "Mixed_7c"),
     "maxvit_t": (224, "blocks.3"),
-    "mnasnet0_5": (64, "layers.14"),
-    "mobilenet_v2": (64, "features.18"),
     "mobilenet_v3_small": (64, "features.12"),
-    "regnet_y_400mf": (64, "trunk_output.block4"),
     "resnet18": (64, "layer4"),
-    "resnext50_32x4d": (64, "layer4"),
     "shufflenet_v2_x0_5": (64, "conv5"),
     "squeezenet1_1": (64, "features.12"),
     "swin_t": (64, "features.7"),
-    "swin_v2_t": (64, "features.7"),
-    "vgg11_bn": (64, "features.25"),
     "vit_b_32": (64, "encoder.layers.encoder_layer_11"),
-    "wide_resnet50_2": (64, "layer4"),
     "timm:test_efficientnet": (64, "conv_head"),
     "timm:test_vit": (64, "blocks.5"),
 }
@@ -72,28 +62,19 @@ def test_layers_are_the_modules_of_a_network_to_its_last_block_and_head(arch: st
     assert len(layers_of(network)) > 4
 
 
-def _check_heads(arch: str) -> None:
-    """Heads begin at most twice as wide as `nn.Linear`, whose weights deviate by 1 / sqrt(3 inputs), at any number of
-    classes."""
+@pytest.mark.parametrize("arch", [*SMALL, *QUICK])
+def test_a_new_head_begins_at_most_twice_as_wide_as_a_linear_layer_for_any_number_of_classes(arch: str):
+    if arch.startswith("timm:"):
+        pytest.importorskip("timm")
     for classes in (2, 10, 1000):
         network = build_network(arch, classes, FAMILIES.get(arch, (224,))[0])
         layers = [layer for layer in network.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
         linear = [layer for layer in layers if isinstance(layer, nn.Linear) and layer.out_features == classes]
-        logits = linear or layers[-1:]
-        for head in logits:
+        for head in linear or layers[-1:]:
             assert len(head.weight) == classes, arch
+            # The weights of `nn.Linear` deviate by 1 / sqrt(3 inputs).
             assert head.weight.std() <= 2 / (3 * head.weight[0].numel()) ** 0.5, (arch, classes)
             assert head.bias is None or head.bias.abs().max() <= 2 / head.weight[0].numel() ** 0.5, (arch, classes)
-
-
-LARGE = ("alexnet", "vgg11_bn", "vit_b_32", "wide_resnet50_2")
-
-
-@pytest.mark.parametrize("arch", [*SMALL, *(name for name in FAMILIES if name not in LARGE)])
-def test_a_new_head_begins_as_wide_as_a_linear_layer_for_any_number_of_classes(arch: str):
-    if arch.startswith("timm:"):
-        pytest.importorskip("timm")
-    _check_heads(arch)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """What all recipes share, with real Trainers and no command line."""
 
 import csv
-import inspect
 import math
 import os
 import re
@@ -25,11 +24,9 @@ from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.exact_sums import from_whole_numbers
 from callbacks.run_progress import RunProgress
 from callbacks.train_loss import TrainLoss
-from datamodules.contract import Free, OneCall, Rare, marked_parameters
 from datamodules.errors import UserError
 from datamodules.images.mnist import MNISTDataModule
 from datamodules.loading.loaders import TrainLoader
-from recipes.base import Recipe
 from recipes.mnist import MNISTClassifier
 from recipes.optim import build_optimizer, learning_rate_scale, parameter_groups
 from recipes.resnet import ResNetFineTuner
@@ -56,15 +53,6 @@ class Line(TrainedRecipe):
 def batches(n: int = 12, size: int = 4) -> torch.utils.data.DataLoader:
     x = torch.linspace(-1, 1, n).unsqueeze(1)
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, 2 * x), batch_size=size)
-
-
-@pytest.mark.parametrize("recipe", [MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator])
-def test_what_does_not_make_the_experiment_is_a_parameter_and_joins_that_of_the_base(recipe):
-    parameters = {name for base in recipe.__mro__ for name in inspect.signature(base.__init__).parameters}
-    for mark in (Free, OneCall, Rare):
-        assert marked_parameters(Recipe, mark) <= marked_parameters(recipe, mark) <= parameters
-    assert not marked_parameters(recipe, Free) & marked_parameters(recipe, OneCall)
-    assert marked_parameters(Recipe, Free) == {"channels_last", "compile"}
 
 
 @pytest.mark.parametrize("recipe", [MNISTClassifier, ResNetFineTuner, Seq2SeqTranslator])

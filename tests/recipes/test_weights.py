@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from datamodules.errors import UserError
-from recipes.resnet import ResNetFineTuner
+from recipes.resnet import ResNetFineTuner, pretrained
 from recipes.resnet.pretrained import download_weights
 from recipes.weights import load_initial_weights, load_weights, read_weights
 from tests.support.own_training import TrainedRecipe
@@ -338,3 +338,13 @@ def test_imagenet_is_torchvisions_newest_weights_of_the_architecture(
     assert caplog.messages == [f"downloading {url}", report.line()]
     expected = {k: v for k, v in _copy(source).items() if not k.startswith("fc.")}
     _assert_equal({k: v for k, v in _copy(recipe.network).items() if not k.startswith("fc.")}, expected)
+
+
+def test_published_densenets_have_the_names_of_todays_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    torch.save(
+        {f"features.denseblock1.denselayer1.{part}.2.weight": torch.ones(3) for part in ("norm", "conv")},
+        tmp_path / "a",
+    )
+    monkeypatch.setattr(pretrained, "download_weights", lambda _: tmp_path / "a")
+    names = {f"features.denseblock1.denselayer1.{part}2.weight" for part in ("norm", "conv")}
+    assert pretrained.imagenet_weights("densenet121").keys() == names
