@@ -106,11 +106,6 @@ class DataContract(Protocol):
         return True
 
     @property
-    def may_flip(self) -> bool:
-        """Whether the mirror image of an image is of the same class, as it is not of digits and letters."""
-        return True
-
-    @property
     def validates(self) -> bool:
         """Whether there is a part to validate on."""
         return True
@@ -182,7 +177,7 @@ def _fits(name: str, value: object) -> bool:
             return isinstance(value, Mapping)
         case "class_names" | "prediction_names":
             return isinstance(value, Sequence) and all(isinstance(item, str) for item in value)
-        case "photographs" | "may_flip" | "validates" | "restored_before_setup":
+        case "photographs" | "validates" | "restored_before_setup":
             return isinstance(value, bool)
         case _:  # A method of another module may take other arguments, and do something else.
             return False

@@ -13,9 +13,10 @@ from typing_extensions import override
 from callbacks.lib.hooks import attached_trainer, datamodule_of
 from callbacks.train_loss import TrainLoss
 from datamodules.contract import Free, Rare
+from datamodules.errors import UserError
 from datamodules.ranges import RATE, Range, check_ranges
 from recipes.compilation import CompileMode, CompileNetwork, check_compile_mode
-from recipes.optim import CheckOptimizer, check_optimizer, default_rate, is_lbfgs
+from recipes.optim import check_optimizer, default_rate, is_lbfgs
 from recipes.schedules import CheckSchedule, ScheduleName, ScheduleSettings
 from recipes.tables import Table
 from recipes.weights import InitialWeights, read_weights
@@ -37,11 +38,7 @@ def _all_parameters(kind: type) -> inspect.Signature:
 
 
 class RecipeParameters(AttributeDict):
-    """The parameters of a recipe, as ``self.hparams`` holds them, for type checkers.
-
-    A recipe with further parameters may declare them in a subclass, and ``hparams: MyParameters`` in its own; those
-    that are not declared have the type Any.
-    """
+    """The parameters of a recipe, as ``self.hparams`` holds them, for type checkers; a subclass may declare its own."""
 
     optimizer: str
     lr: float
@@ -63,8 +60,8 @@ class Recipe(pl.LightningModule):
     them were right, as a tensor; a bare mean counts the batch's samples. Nothing here waits for the device during a
     step: `TrainLoss` reads the loss once per ``log_every_n_steps`` of the Trainer.
 
-    A recipe may have further methods: `prediction_rows` for predict (see `recipes.prediction`), and for export
-    `named_outputs`, `graphs`, `export_files` and `export_metadata` (see `recipes.export`).
+    A recipe may override `headline` for the closing table, `prediction_rows` for predict, and `named_outputs` and
+    `export_metadata` for export.
 
     Args:
         optimizer: an optimiser of torch.optim, such as sgd, adamw or lbfgs, or any class by its import path, such as
@@ -75,13 +72,12 @@ class Recipe(pl.LightningModule):
         schedule: shape of the learning rate over the run; the warm-up is a factor on top. Without an end of the run,
             those that lead to it stay at the peak: one_cycle, linear, cosine.
         schedule_args: further arguments of the schedule, as in '{milestones: "60 epochs, 80%", gamma: 0.2}': milestones
-            of multistep, by default at 50% and 75%, and of inverse_sqrt, by default the end of the warm-up or 10,000
-            steps; gamma of multistep and plateau, by default 0.1; patience of plateau in validations, by default 2;
-            min_lr, the rate at which a schedule ends or stops to fall.
+            of multistep, by default at 50% and 75%; gamma of multistep and plateau, by default 0.1; patience of plateau
+            in validations, by default 2; min_lr, the rate at which a schedule ends or stops to fall.
         optimizer_args: further arguments of the optimiser, as in '{betas: [0.9, 0.95]}'.
         channels_last: the memory layout of convolutions in which bf16 kernels are fast.
         compile: train with torch.compile, of the network only; or one of its modes, such as max-autotune.
-        weights: file of weights to begin with, or none; FILE:NAME for one of several networks in it, as in a.pth:ema.
+        weights: file of weights to begin with, or none.
         weights_skip: layers by name that keep their initial weights, and are left out of the file, as in "fc.*".
     """
 
@@ -203,7 +199,7 @@ class Recipe(pl.LightningModule):
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
         """The callbacks that belong to the recipe, in any Trainer; an override adds to them."""
-        return [TrainLoss(targets=self.targets), InitialWeights(), CompileNetwork(), CheckOptimizer(), CheckSchedule()]
+        return [TrainLoss(targets=self.targets), InitialWeights(), CompileNetwork(), CheckSchedule()]
 
     @override
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
@@ -214,11 +210,31 @@ class Recipe(pl.LightningModule):
         """The rows of the closing table with the main scores, from all logged scores; an override chooses them."""
         return {name: f"{value:.4f}" for name, value in scores.items()}
 
-    def data_module(self) -> pl.LightningDataModule | None:
-        """The data module of the run; None without a Trainer, and where the Trainer was given loaders.
+    def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
+        """A row for each input; here for each row of the tensors that `predict_step` returned, a batch each.
 
-        Ask it through `datamodules.contract.data_contract`, which has defaults for what it does not have.
+        Args:
+            names: the data module's ``prediction_names``: of each sample, such as its file; may be empty.
         """
+        if wrong := [output for output in outputs if not isinstance(output, Tensor) or not output.ndim]:
+            raise UserError(
+                f"predict_step of {type(self).__name__} returns a {type(wrong[0]).__name__}, and predict prints tensors"
+                " of shape (batch, ...): write prediction_rows(outputs, names)"
+            )
+        values = [value for output in outputs for value in output.tolist()]
+        column, of_each = ("file", names) if names else ("sample", range(len(values)))
+        return [{column: name, "output": value} for name, value in zip(of_each, values, strict=True)]
+
+    def named_outputs(self, outputs: Tensor) -> dict[str, Tensor]:
+        """The outputs of an exported graph by name, from the output of the network."""
+        return {"outputs": outputs}
+
+    def export_metadata(self) -> dict[str, Any]:
+        """What exported files say beside the constructor's arguments and the preprocessing."""
+        return {}
+
+    def data_module(self) -> pl.LightningDataModule | None:
+        """The data module of the run, for `data_contract`; None without a Trainer, and where it was given loaders."""
         trainer = attached_trainer(self)
         return None if trainer is None else datamodule_of(trainer)
 

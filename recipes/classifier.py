@@ -1,7 +1,7 @@
 """What the classifiers share: how logits are scored, and what is said of them."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from torch import Tensor
@@ -10,13 +10,12 @@ from typing_extensions import override
 from callbacks.drawing.classification_images import ClassificationImages
 from datamodules.contract import Free, Rare, data_contract
 from datamodules.errors import RunFailedError, UserError
-from datamodules.ranges import COUNT, SHARE, check_choice, check_ranges
+from datamodules.ranges import COUNT, SHARE, check_ranges
 from recipes.base import Recipe, RecipeParameters
-from recipes.inputs import in_dtype_of, new_data_module
+from recipes.inputs import in_dtype_of
 from recipes.labels import CheckLabels, as_classes
 from recipes.scores import ClassificationScores
 from recipes.tables import EvaluationTables
-from recipes.tta import TTA, check_views, mean_log_probabilities
 
 __all__ = ["Classifier", "ClassifierParameters"]
 
@@ -27,7 +26,6 @@ class ClassifierParameters(RecipeParameters):
     num_classes: int
     label_smoothing: float
     top_k: int
-    tta: TTA
 
 
 class Classifier(Recipe):
@@ -47,16 +45,10 @@ class Classifier(Recipe):
     the same in each batch. The weights are saved in the checkpoint, with which a run resumes. The losses of validation
     and test are cross-entropy without weights.
 
-    With ``tta`` an image is scored and predicted by the mean of the probabilities of several views of it, in validate,
-    test, predict and the scores at the end of a run; the loss is the cross-entropy of that mean. Training, its
-    validations and exports are without.
-
     Args:
         num_classes: labels are 0 to this less one; null takes the data's.
         label_smoothing: share of the target spread over all classes (Szegedy et al., 2016).
         top_k: how many classes ``predict`` names for each image, the likeliest first.
-        tta: test-time augmentation of the final scores, validate, test and predict: the mean over the image and its
-            mirror image (flip), or over five shifted crops, and their mirror images where the data allow it (crops).
     """
 
     monitor = "val/accuracy"
@@ -76,7 +68,6 @@ class Classifier(Recipe):
         num_classes: int | None = 10,
         label_smoothing: float = 0.0,
         top_k: Rare[Free[int]] = 5,
-        tta: Free[TTA] = "none",
         **kwargs: Any,
     ) -> None:
         if num_classes is None:
@@ -85,16 +76,11 @@ class Classifier(Recipe):
             )
         if num_classes < 2:
             raise UserError(f"num_classes={num_classes} leaves nothing to classify; pass num_classes=2 or more")
-        check_ranges(
-            num_classes=(num_classes, COUNT),
-            label_smoothing=(label_smoothing, SHARE),
-            top_k=(top_k, COUNT),
-        )
-        check_choice("tta", tta, get_args(TTA))
+        check_ranges(num_classes=(num_classes, COUNT), label_smoothing=(label_smoothing, SHARE), top_k=(top_k, COUNT))
         super().__init__(**kwargs)
         self.label_smoothing = label_smoothing
         self.register_buffer("class_weights", None, persistent=False)
-        self.top_k, self.tta = top_k, tta
+        self.top_k = top_k
         self.val_scores, self.test_scores = ClassificationScores(num_classes), ClassificationScores(num_classes)
         self.class_names: Sequence[str] = [str(i) for i in range(num_classes)]
         self.names_in_checkpoint: Sequence[str] = ()
@@ -125,18 +111,6 @@ class Classifier(Recipe):
             # Those of a checkpoint take their place later.
             self.class_weights = data_contract(self.data_module()).class_weights
 
-    def logits_of_views(self, inputs: Tensor, training: bool = False) -> Tensor:
-        """Logits in float32; with `tta`, and not in training, the logarithms of the mean probabilities of the views."""
-        if self.tta != "none":
-            data = data_contract(self.data_module() or new_data_module(self))
-            # In training too, whose end is late for an error, but whose inputs may be cached features.
-            example = self.example_input_array if training else None
-            check_views(example if isinstance(example, Tensor) else inputs, self.tta, data.may_flip, data.title)
-            if not training:
-                return mean_log_probabilities(self, in_dtype_of(self, inputs), self.tta, data.may_flip)
-        logits: Tensor = self(inputs).float()
-        return logits
-
     @override
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         return self._score(self.val_scores, batch)
@@ -147,7 +121,7 @@ class Classifier(Recipe):
 
     def _score(self, scores: ClassificationScores, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         inputs, targets = batch
-        logits = self.logits_of_views(inputs, training=self.trainer.state.fn == "fit")
+        logits = self(inputs).float()
         scores.update(logits, as_classes(targets, logits.shape[1]))
         return {"logits": logits}
 
@@ -176,8 +150,9 @@ class Classifier(Recipe):
         too, as indices of the data module's ``prediction_names``.
         """
         inputs, *numbers = (batch,) if isinstance(batch, Tensor) else batch
-        return dict(zip(["number"], numbers)) | {"probabilities": self.logits_of_views(inputs).softmax(1)}
+        return dict(zip(["number"], numbers)) | {"probabilities": self(inputs).float().softmax(1)}
 
+    @override
     def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
         """A row for each image: its likeliest classes, of which predict prints the first."""
         rows: list[dict[str, Any]] = []
@@ -200,12 +175,12 @@ class Classifier(Recipe):
         wanted = {"val accuracy": "val/accuracy"} | {f"{part} {k}": f"{part}/{v}" for k, v in percent.items()}
         return {name: f"{100 * scores[key]:.2f} %" for name, key in wanted.items() if key in scores}
 
+    @override
     def named_outputs(self, outputs: Tensor) -> dict[str, Tensor]:
-        """The outputs of an exported graph by name."""
         return {"logits": outputs, "probabilities": outputs.softmax(1)}
 
+    @override
     def export_metadata(self) -> dict[str, Any]:
-        """What the users of an exported file have to know beside the constructor's arguments and the preprocessing."""
         return {"class_names": list(self.class_names)}
 
     @override

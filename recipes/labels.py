@@ -1,6 +1,5 @@
 """The labels of a classifier: the loss over those that count, and checks of those that cannot be."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -168,22 +167,6 @@ class LabelCheck:
             )
 
 
-def _has_own_transfers(owner: pl.LightningModule | pl.LightningDataModule | None) -> bool:
-    """Whether batches go through a hook of the user, who may change labels there; those of this package do not."""
-    if owner is None:
-        return False
-    packages = {getattr(type(owner), name).__module__.partition(".")[0] for name in _TRANSFERS}
-    return not packages <= {"lightning", "datamodules"}
-
-
-def _classes_of(data: pl.LightningDataModule | None) -> tuple[int, Sequence[str]]:
-    """How many classes a data module has, and their names; 0 and none where they are not known."""
-    contract = data_contract(data)
-    names = contract.class_names
-    count = contract.num_classes or len(names)
-    return count, names if len(names) == count else ()
-
-
 class CheckLabels(pl.Callback):
     """Refuses labels that are no class, and data with other classes than those that a classifier was trained on.
 
@@ -201,17 +184,19 @@ class CheckLabels(pl.Callback):
     """
 
     def __init__(self, num_classes: int) -> None:
-        parts = {"train": "training", "val": "validation", "test": "test"}
-        self.checks = {name: LabelCheck(num_classes, part) for name, part in parts.items()}
+        parts = {"train": "training", "validate": "validation", "test": "test"}
+        self.checks = {stage: LabelCheck(num_classes, part) for stage, part in parts.items()}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """Refuse data with another number of classes. Images to predict need no classes."""
         if stage == "predict":
             return
-        count, names = _classes_of(pl_module.data_module())
+        contract = data_contract(pl_module.data_module())
+        names = contract.class_names
+        count = contract.num_classes or len(names)
         if count and count != len(pl_module.class_names):
-            listed = f" ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})" if names else ""
+            listed = f" ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})" if len(names) == count else ""
             raise UserError(
                 f"the data has {count} classes{listed}, the network {len(pl_module.class_names)}; pass"
                 f" num_classes={count}, or data with the classes that the network was trained on"
@@ -222,19 +207,22 @@ class CheckLabels(pl.Callback):
 
         Later than `setup`: the checkpoint may have settled which data set the data module reads.
         """
-        _, names = _classes_of(pl_module.data_module())
+        names = data_contract(pl_module.data_module()).class_names
+        if len(names) != len(pl_module.class_names):
+            return
         for i, (old, new) in enumerate(zip(pl_module.names_in_checkpoint, names)):
             if old != new:
                 raise UserError(
                     f"class {i} is {old!r} in the checkpoint and {new!r} in the data; rename the data's classes to "
                     "those of the checkpoint, or take only its weights to train on other classes"
                 )
-        pl_module.class_names = names or pl_module.class_names
+        pl_module.class_names = names
 
-    def _check_set(self, pl_module: Any, part: str, loaders: Any) -> None:
-        """Check the labels of a part of the data, where they are in memory and no hook changes them later."""
-        changed = any(_has_own_transfers(owner) for owner in (pl_module, pl_module.data_module()))
-        self.checks[part].check_set(None if changed else loaders)
+    def _check_set(self, pl_module: Any, stage: str, loaders: Any) -> None:
+        """Check the labels of a part of the data, where they are in memory and no hook of the user changes them."""
+        owners = [type(owner) for owner in (pl_module, pl_module.data_module()) if owner is not None]
+        packages = {getattr(owner, name).__module__.partition(".")[0] for owner in owners for name in _TRANSFERS}
+        self.checks[stage].check_set(loaders if packages <= {"lightning", "datamodules"} else None)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -244,34 +232,16 @@ class CheckLabels(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         # A run that resumes within an epoch does not start it, and the first validation may be hours away.
         self._check_set(pl_module, "train", trainer.train_dataloader)
-        self._check_set(pl_module, "val", trainer.val_dataloaders)
+        self._check_set(pl_module, "validate", trainer.val_dataloaders)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self._check_set(pl_module, "train", trainer.train_dataloader)
 
     @override
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.checks["train"].check_batch(batch[1])
-
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self.checks["train"].raise_found()
-
-    @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self._name_classes(pl_module)
-        self._check_set(pl_module, "val", trainer.val_dataloaders)
-
-    @override
-    def on_validation_batch_start(
-        self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self.checks["val"].check_batch(batch[1])
-
-    @override
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self.checks["val"].raise_found()
+        self._check_set(pl_module, "validate", trainer.val_dataloaders)
 
     @override
     def on_test_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -279,14 +249,20 @@ class CheckLabels(pl.Callback):
         self._check_set(pl_module, "test", trainer.test_dataloaders)
 
     @override
-    def on_test_batch_start(
+    def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self.checks["test"].check_batch(batch[1])
+        stage = "train" if trainer.training else "test" if trainer.testing else "validate"
+        self.checks[stage].check_batch(batch[1])
+
+    on_validation_batch_start = on_test_batch_start = on_train_batch_start
 
     @override
-    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self.checks["test"].raise_found()
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        for check in self.checks.values():
+            check.raise_found()
+
+    on_validation_epoch_end = on_test_epoch_end = on_train_epoch_end
 
     @override
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:

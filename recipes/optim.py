@@ -1,6 +1,5 @@
 """Optimisers by name, torch's and those of any module that is imported; and the parameters in their groups."""
 
-import difflib
 import inspect
 import logging
 import sys
@@ -12,13 +11,11 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torch.optim import LBFGS, Optimizer
-from typing_extensions import override
 
 from callbacks.lib.hooks import attached_trainer
 from datamodules.errors import UserError
 
 __all__ = [
-    "CheckOptimizer",
     "build_optimizer",
     "check_optimizer",
     "default_rate",
@@ -56,9 +53,7 @@ def optimizer_class(name: str) -> type[Optimizer]:
         }
         if name.lower() not in classes:
             names = ", ".join(sorted(classes))
-            close = difflib.get_close_matches(name.lower(), classes, n=1)
-            hint = f"did you mean {close[0]}? Expected" if close else "expected"
-            raise UserError(f"no optimizer {name!r}; {hint} one of {names}, or the import path of a class of yours")
+            raise UserError(f"no optimizer {name!r}; expected one of {names}, or the import path of a class of yours")
         found: Any = classes[name.lower()]
     else:
         module, _, attribute = name.rpartition(".")
@@ -68,24 +63,15 @@ def optimizer_class(name: str) -> type[Optimizer]:
         if not (isinstance(found, type) and issubclass(found, Optimizer)):
             what = "it is no subclass of torch.optim.Optimizer" if found else f"{module} has no class {attribute}"
             raise UserError(f"optimizer={name!r}: {what}")
-    if problem := _why_not(found):
-        raise UserError(f"optimizer={name!r}: {problem}")
+    if callable(getattr(found, "train", None)) and callable(getattr(found, "eval", None)):
+        raise UserError(
+            f"optimizer={name!r}: it trains other weights than it is to be scored and saved with, and moving between"
+            " them rounds, so that no resumed run would be exact; pass `ema` with another optimizer"
+        )
+    if not _accepts(found, "lr"):
+        raise UserError(f"optimizer={name!r}: it has no parameter lr, which schedules and the warm-up multiply")
     fitting: type[Optimizer] = found
     return fitting
-
-
-def _why_not(cls: type[Optimizer]) -> str | None:
-    """Why no recipe can train with an optimiser."""
-    if cls is torch.optim.SparseAdam:
-        return 'it takes sparse gradients only, and the gradients of a recipe are dense; pass optimizer="adam"'
-    if callable(getattr(cls, "train", None)) and callable(getattr(cls, "eval", None)):
-        return (
-            "it trains other weights than it is to be scored and saved with, and moving between them rounds, so that no"
-            " resumed run would be exact; pass `ema` with another optimizer"
-        )
-    if not _accepts(cls, "lr"):
-        return "it has no parameter lr, which schedules and the warm-up multiply"
-    return None
 
 
 def _accepts(cls: type[Optimizer], name: str) -> bool:
@@ -109,9 +95,7 @@ def check_optimizer(name: str, arguments: Mapping[str, Any]) -> None:
     names = [key for key in list(inspect.signature(cls).parameters)[1:] if key not in _OWN]
     for key in arguments:
         if not _accepts(cls, key) or key == "params":
-            close = difflib.get_close_matches(key, names, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise UserError(f"`optimizer_args`: {cls.__name__} has no {key}{hint}; it takes {', '.join(names)}")
+            raise UserError(f"`optimizer_args`: {cls.__name__} has no {key}; it takes {', '.join(names)}")
 
 
 def is_lbfgs(name: str) -> bool:
@@ -168,14 +152,6 @@ def layer_groups(
     return [group for part in reversed(groups) for group in part]
 
 
-def _one_group(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All parameters in the one group that LBFGS has."""
-    if len({group.get("lr") for group in groups}) > 1:
-        raise UserError('optimizer="lbfgs" has one learning rate, and the layers of this recipe have several')
-    first = {key: value for key, value in groups[0].items() if key == "lr"}
-    return [{"name": "all", "params": [p for group in groups for p in group["params"]], **first}]
-
-
 def build_optimizer(
     name: str,
     groups: Iterable[dict[str, Any]],
@@ -203,8 +179,10 @@ def build_optimizer(
         if any(group.get("weight_decay") for group in groups):
             rank_zero_only(log.warning)("%s has no weight decay, so none is applied", cls.__name__)
         groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
-    if issubclass(cls, LBFGS):
-        groups = _one_group(groups)
+    if issubclass(cls, LBFGS):  # It has one group.
+        if len(rates := {group.get("lr", lr) for group in groups}) > 1:
+            raise UserError("optimizer='lbfgs' has one learning rate, and the layers of this recipe have several")
+        groups, lr = [{"name": "all", "params": [p for group in groups for p in group["params"]]}], rates.pop()
     accepted = inspect.signature(cls).parameters
     options: dict[str, Any] = {"lr": lr}
     if "momentum" in accepted:
@@ -255,26 +233,3 @@ def learning_rate_scale(
     if rule == "auto":
         return "linear" if optimizer.rpartition(".")[2].lower() in _LINEAR else "sqrt"
     return None if rule == "none" else rule
-
-
-class CheckOptimizer(pl.Callback):
-    """Logs where `configure_optimizers` of a recipe has built another optimiser than its parameters name.
-
-    Runs on: `on_train_start`.
-    """
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        name, built = pl_module.hparams.optimizer, [type(optimizer) for optimizer in trainer.optimizers[:1]]
-        if built and not issubclass(built[0], optimizer_class(name)):
-            rank_zero_only(log.warning)(
-                "note: configure_optimizers() built %s, and optimizer=%r is saved with the run and scales the learning"
-                " rate; call build_optimizer(), or pass optimizer=%r",
-                *(built[0].__name__, name, built[0].__name__.lower()),
-            )
-        elif built and not trainer.lr_scheduler_configs:
-            rank_zero_only(log.warning)(
-                "note: configure_optimizers() built no schedule, and schedule=%r is saved with the run; return"
-                " build_schedule(optimizer, self)",
-                pl_module.hparams.schedule,
-            )

@@ -4,10 +4,9 @@ import re
 from collections.abc import Sequence
 from itertools import groupby, takewhile
 from operator import itemgetter
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from datamodules.contract import DataContract, data_contract
 from datamodules.errors import UserError
@@ -19,43 +18,11 @@ __all__ = ["all_rows", "predict", "prediction_table"]
 _RUNNER_UP = re.compile(r"(class|probability)_\d+")
 
 
-@runtime_checkable
-class _MakesRows(Protocol):
-    """A recipe that says what its outputs mean."""
-
-    def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
-        """A row per prediction.
-
-        Args:
-            outputs: what `predict_step` returned, a batch each.
-            names: the data module's ``prediction_names``: of each sample, such as its file; may be empty.
-        """
-
-
-def _rows(recipe: Recipe, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
-    """The recipe's own rows, else one for each row of the tensors that `predict_step` returned.
-
-    Raises:
-        UserError: the outputs are no tensors of shape (batch, ...), so the recipe has to have `prediction_rows`.
-    """
-    if isinstance(recipe, _MakesRows):
-        return recipe.prediction_rows(outputs, names)
-    if wrong := [output for output in outputs if not isinstance(output, Tensor) or not output.ndim]:
-        raise UserError(
-            f"predict_step of {type(recipe).__name__} returns a {type(wrong[0]).__name__}, and predict prints tensors"
-            " of shape (batch, ...): write prediction_rows(outputs, names)"
-        )
-    values = [value for output in outputs for value in output.tolist()]
-    if names:
-        return [{"file": name, "output": value} for name, value in zip(names, values, strict=True)]
-    return [{"sample": number, "output": value} for number, value in enumerate(values)]
-
-
 def all_rows(recipe: Recipe, outputs: Sequence[Any], data: DataContract) -> list[dict[str, Any]]:
     """The rows of all inputs in their order: those of the predictions, and one for each input without a prediction.
 
     Args:
-        recipe: may have a method ``prediction_rows(outputs, names)``, which makes the rows of its outputs.
+        recipe: its `prediction_rows` makes the rows of the outputs.
         outputs: what `predict_step` returned, a batch each.
         data: the data module of the inputs, after the last batch.
 
@@ -63,7 +30,7 @@ def all_rows(recipe: Recipe, outputs: Sequence[Any], data: DataContract) -> list
         Where something is to be said of an input, all rows have the column ``note``.
     """
     names, notes = data.prediction_names, {**data.unclear_inputs, **data.unreadable_inputs}
-    rows = _rows(recipe, outputs, names)
+    rows = recipe.prediction_rows(outputs, names)
     if not notes:
         return rows
     columns: dict[str, Any] = dict.fromkeys([*(rows[0] if rows else ()), *recipe.prediction_columns])

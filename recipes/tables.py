@@ -112,10 +112,15 @@ class EvaluationTables(pl.Callback):
     def __init__(self) -> None:
         self.samples = ScoredSamples()
 
-    def _add(self, trainer: pl.Trainer, outputs: Any, batch: Any) -> None:
+    @override
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         if trainer.state.fn != "fit" and isinstance(outputs, dict) and "logits" in outputs:
             logits = outputs["logits"]
             self.samples.update(logits, as_classes(batch[1], logits.shape[1]))
+
+    on_test_batch_end = on_validation_batch_end
 
     def _keep(self, trainer: pl.Trainer, pl_module: Any, part: str, loaders: Any) -> None:
         if trainer.state.fn == "fit" or pl_module.confusion_matrix is None:
@@ -132,18 +137,6 @@ class EvaluationTables(pl.Callback):
         tables.pop(f"{part}_mistakes.csv", None)
         if all(found is not None for found in mistakes):
             tables[f"{part}_mistakes.csv"] = mistakes_table(torch.cat(mistakes), pl_module.class_names, names)
-
-    @override
-    def on_validation_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._add(trainer, outputs, batch)
-
-    @override
-    def on_test_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._add(trainer, outputs, batch)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:

@@ -140,11 +140,6 @@ class ImageDataModule(BaseDataModule):
 
     @property
     @override
-    def may_flip(self) -> bool:
-        return self.info.flip
-
-    @property
-    @override
     def left_out(self) -> Mapping[str, int]:
         """Files and rows of your own that are not used, by reason."""
         return self._own.left_out if self._own else {}

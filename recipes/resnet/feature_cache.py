@@ -4,8 +4,7 @@ Frozen layers take no backward pass already; this saves their forward pass, and 
 """
 
 import logging
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -21,35 +20,13 @@ from callbacks.lib.hooks import callbacks_of, datamodule_of
 from callbacks.lib.layers import evaluating
 from datamodules.contract import data_contract
 from datamodules.errors import UserError
+from datamodules.images.image_folder import ImageFolderDataModule
 from recipes.resnet.layers import layers_of, random_images
 
-__all__ = ["FeatureCache", "FeatureLoader", "NumberedImages", "gather_rows", "head_to_train", "inputs_of", "what_moves"]
+__all__ = ["FeatureCache", "gather_rows", "head_to_train", "inputs_of", "what_moves"]
 
 log = logging.getLogger("lightning_recipes")
 _inform = rank_zero_only(log.info)
-
-
-@runtime_checkable
-class NumberedImages(Protocol):
-    """A data module whose images are numbered, as `ImageFolderDataModule`."""
-
-    hparams: Mapping[str, Any]
-    """With ``cache_gb``, the memory that features may take."""
-
-    @property
-    def augments(self) -> bool:
-        """Whether the images of an epoch differ from those of another."""
-
-    def numbered_batches(self, part: str, rank: int, world_size: int) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
-        """Images, labels and sample numbers of a rank's share of a part, without augmentation."""
-
-
-@runtime_checkable
-class FeatureLoader(Protocol):
-    """A loader that can yield features in place of images."""
-
-    def use_features(self, features: Tensor | None, numbers: Tensor | None) -> None:
-        """Yield the rows of `features` for the samples with these numbers; with None images again."""
 
 
 def _may_differ(layer: nn.Module) -> bool:
@@ -139,9 +116,9 @@ def gather_rows(rows: Tensor) -> Tensor:
     return torch.cat([part[: int(count)] for part, count in zip(parts, counts)])
 
 
-def _images_of(trainer: pl.Trainer) -> NumberedImages:
+def _images_of(trainer: pl.Trainer) -> ImageFolderDataModule:
     data = datamodule_of(trainer)
-    if not isinstance(data, NumberedImages):
+    if not isinstance(data, ImageFolderDataModule):
         raise UserError("`cache_features` needs an ImageFolderDataModule, whose images are numbered")
     return data
 
@@ -149,10 +126,10 @@ def _images_of(trainer: pl.Trainer) -> NumberedImages:
 class FeatureCache(pl.Callback):
     """Trains and validates on the inputs of the head, which are computed once, while everything before it is frozen.
 
-    The module has ``network`` and ``cached_head``, as `ResNetFineTuner`; the data is `NumberedImages` with loaders that
-    are `FeatureLoader`s. Every epoch has to see the same images, so augmentation is refused. Features have the
-    precision of the run; the ranks share the work. Results are those without the cache up to rounding. Where layers
-    before the head train, and where the features do not fit the data's ``cache_gb``, images are read as ever.
+    The module has ``network`` and ``cached_head``, as `ResNetFineTuner`; the data is an `ImageFolderDataModule`. Every
+    epoch has to see the same images, so augmentation is refused. Features have the precision of the run; the ranks
+    share the work. Results are those without the cache up to rounding. Where layers before the head train, and where
+    the features do not fit the data's ``cache_gb``, images are read as ever.
 
     Runs on: `on_train_start` (a resumed run begins there, in the middle of an epoch) and `on_train_epoch_start`, behind
     `FreezeLayers`, and `on_validation_start`; `on_train_end` and `on_exception` undo it.
@@ -189,12 +166,15 @@ class FeatureCache(pl.Callback):
                         )
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._refresh(trainer, pl_module)
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        trains = [parameter.requires_grad for parameter in pl_module.network.parameters()]
+        if trains != self._settled:
+            self.on_train_end(trainer, pl_module)
+            self._settled = trains
+            self._decide(trainer, pl_module)
+        self._serve(trainer, pl_module, "train", trainer.train_dataloader)
 
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._refresh(trainer, pl_module)
+    on_train_epoch_start = on_train_start
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -202,20 +182,16 @@ class FeatureCache(pl.Callback):
         self._serve(trainer, pl_module, "val", trainer.val_dataloaders)
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._release(trainer, pl_module)
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        for loader in (trainer.train_dataloader, trainer.val_dataloaders):
+            if loader:
+                loader.use_features(None, None)
+        self._computed = {}
+        pl_module.cached_head, self._settled = "", None
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._release(trainer, pl_module)
-
-    def _refresh(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        trains = [parameter.requires_grad for parameter in pl_module.network.parameters()]
-        if trains != self._settled:
-            self._release(trainer, pl_module)
-            self._settled = trains
-            self._decide(trainer, pl_module)
-        self._serve(trainer, pl_module, "train", trainer.train_dataloader)
+        self.on_train_end(trainer, pl_module)
 
     def _decide(self, trainer: pl.Trainer, pl_module: Any) -> None:
         data, images = _images_of(trainer), random_images(pl_module.network, pl_module.example_input_array)
@@ -250,11 +226,3 @@ class FeatureCache(pl.Callback):
             features.append(self._features(trainer, pl_module, head, images))
             numbers.append(rows)
         return gather_rows(torch.cat(features)), gather_rows(torch.cat(numbers))
-
-    def _release(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        loaders: tuple[Any, ...] = (trainer.train_dataloader, trainer.val_dataloaders)
-        for loader in loaders:
-            if isinstance(loader, FeatureLoader):
-                loader.use_features(None, None)
-        self._computed = {}
-        pl_module.cached_head, self._settled = "", None

@@ -26,7 +26,6 @@ __all__ = [
 
 SMALL_NETWORKS: dict[str, Callable[[int], nn.Module]] = {
     **{f"resnet{depth}": partial(build_cifar_resnet, depth) for depth in CIFAR_DEPTHS},
-    **{f"resnet{depth}b": partial(build_cifar_resnet, depth, projections=True) for depth in CIFAR_DEPTHS},
     "cifarnet": build_cifarnet,
     "cifarnet_wide": partial(build_cifarnet, widths=(64, 128, 256)),
 }

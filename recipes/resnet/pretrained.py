@@ -62,7 +62,9 @@ def imagenet_weights(arch: str) -> dict[str, Tensor]:
     weights: Any = getattr(torchvision.models.get_model_weights(arch), "DEFAULT", None)
     if weights is None:
         raise UserError(f"torchvision has no ImageNet weights for {arch}; pass weights='FILE', or weights='none'")
-    return read_weights(download_weights(weights.url))
+    # Those of DenseNets have the names of before the layers had names without a dot.
+    state = read_weights(download_weights(weights.url))
+    return {re.sub(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)", r"\1\2", name): state[name] for name in state}
 
 
 def published_weights(arch: str, image_size: int = 224) -> dict[str, Tensor]:

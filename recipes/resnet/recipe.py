@@ -61,12 +61,12 @@ class ResNetFineTuner(Classifier):
 
     Args:
         arch: a classification model of torchvision, such as resnet18, convnext_tiny or vit_b_16; timm:NAME where timm
-            is installed; or resnet20, 32, 44, 56 or 110 for images of about 32 pixels, and resnet20b and so on with 1 x
-            1 convolutions in the shortcuts; or cifarnet and cifarnet_wide, which learn faster.
+            is installed; or resnet20, 32, 44, 56 or 110 for images of about 32 pixels; or cifarnet and cifarnet_wide,
+            which learn faster.
         num_classes: labels are 0 to this less one; by default as many as the data has.
         image_size: side of the images in pixels; by default the data's.
-        weights: imagenet, none or a file, as FILE:NAME for one of several networks in it; by default imagenet for
-            photographs of 64 pixels or more, where there are such weights, and none for a network of your own.
+        weights: imagenet, none or a file; by default imagenet for photographs of 64 pixels or more, where there are
+            such weights, and none for a network of your own.
         small_images: no stride and no pooling in the first layer of a ResNet, for images of about 32 pixels; by default
             below 64 where there are no weights.
         freeze_until: freeze what comes before this layer, or none; by default the last block, such as layer4, and none

@@ -1,8 +1,7 @@
 """Networks for images of about 32 pixels: residual ones, and one that learns fast.
 
 The ResNets are those of He et al. (2016), section 4.2: a stem of 3 x 3, three stages, no pooling. Their tensors have
-the names under which others publish weights: those of `akamaster/pytorch_resnet_cifar10`, whose shortcuts have no
-parameters as in the paper, and of `chenyaofo/pytorch-cifar-models`, whose shortcuts are 1 x 1 convolutions.
+the names under which `akamaster/pytorch_resnet_cifar10` publishes weights; their shortcuts have no parameters.
 
 The fast one is that of airbench (Jordan, 2024), narrower and deeper: its first layer whitens patches of 2 x 2 pixels,
 its convolutions begin as the identity, its last two blocks have a residual connection, as airbench's larger network has
@@ -28,7 +27,7 @@ CIFAR_DEPTHS = (20, 32, 44, 56, 110)
 class _ResidualBlock(nn.Module):
     """Two convolutions and a shortcut; where the size changes, it skips every other pixel and adds zero channels."""
 
-    def __init__(self, channels_in: int, channels: int, projects: bool) -> None:
+    def __init__(self, channels_in: int, channels: int) -> None:
         super().__init__()
         stride = 1 if channels_in == channels else 2
         self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)
@@ -37,17 +36,11 @@ class _ResidualBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(channels)
         self.relu = nn.ReLU(inplace=True)
         self.stride, self.new_channels = stride, channels - channels_in
-        self.downsample: nn.Module | None = None
-        if projects and stride > 1:
-            convolution = nn.Conv2d(channels_in, channels, 1, stride, bias=False)
-            self.downsample = nn.Sequential(convolution, nn.BatchNorm2d(channels))
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
         shortcut = inputs
-        if self.downsample is not None:
-            shortcut = self.downsample(inputs)
-        elif self.new_channels:
+        if self.new_channels:
             side = self.new_channels // 2
             shortcut = F.pad(inputs[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, side, side))
         outputs: Tensor = self.relu(self.bn1(self.conv1(inputs)))
@@ -56,14 +49,12 @@ class _ResidualBlock(nn.Module):
         return outputs
 
 
-def build_cifar_resnet(depth: int, num_classes: int, projections: bool = False) -> nn.Sequential:
+def build_cifar_resnet(depth: int, num_classes: int) -> nn.Sequential:
     """A ResNet for small images with new weights (He et al., 2015), of any height and width.
 
     Args:
         depth: 6 n + 2, such as one of `CIFAR_DEPTHS`.
         num_classes: number of logits.
-        projections: shortcuts between stages are 1 x 1 convolutions (the paper's option B); by default they skip pixels
-            and pad channels with zeros (option A), without parameters.
 
     Example:
         >>> import torch
@@ -77,11 +68,11 @@ def build_cifar_resnet(depth: int, num_classes: int, projections: bool = False) 
     channels_in = 16
     for number, channels in enumerate((16, 32, 64), 1):
         widths = [channels_in] + [channels] * ((depth - 2) // 6)
-        layers[f"layer{number}"] = nn.Sequential(*(_ResidualBlock(a, b, projections) for a, b in pairwise(widths)))
+        layers[f"layer{number}"] = nn.Sequential(*(_ResidualBlock(a, b) for a, b in pairwise(widths)))
         channels_in = channels
     layers["avgpool"] = nn.AdaptiveAvgPool2d(1)
     layers["flatten"] = nn.Flatten(1)
-    layers["fc" if projections else "linear"] = nn.Linear(channels_in, num_classes)
+    layers["linear"] = nn.Linear(channels_in, num_classes)
     network = nn.Sequential(layers)
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d):

@@ -48,7 +48,7 @@ from recipes.runner.stock_loaders import evaluate_each_sample_once
 from recipes.runner.trainer import build_trainer, renew_callbacks
 from recipes.runner.verify import verify
 from recipes.runner.weights_record import Interval, WeightsRecorder
-from recipes.weights import load_initial_weights, some_names
+from recipes.weights import load_initial_weights
 
 __all__ = ["Trained", "carry_out"]
 
@@ -258,23 +258,13 @@ def _train_and_test(trainer: pl.Trainer, experiment: Experiment, folder: Path | 
     return Outcome(scores or last, best, stopped, epochs)
 
 
-def _load_all(recipe: Recipe) -> None:
-    """Load the weights to score: file and network have to hold the same tensors."""
-    report = load_initial_weights(recipe, min_share=1.0)
-    if report and report.skipped:
-        raise UserError(
-            f"{report.source} is of another network: {some_names(list(report.skipped))} of the file is not in this one;"
-            " pass the settings that it was trained with"
-        )
-
-
 def _evaluate(experiment: Experiment) -> None:
     """Validate, test or predict with a checkpoint."""
     recipe, data, command, run = experiment.recipe, experiment.data, experiment.command, experiment.run
     trainer = build_trainer(experiment)
     if run.ckpt is None:
         trainer.precision_plugin.convert_module(recipe)
-        _load_all(recipe)
+        load_initial_weights(recipe, exact=True)
     rows: Sequence[dict[str, object]]
     with _interruptible(trainer, experiment, None), _restoring(run.ckpt), _within_memory(trainer, experiment):
         if command == "predict":

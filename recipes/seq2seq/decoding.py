@@ -4,16 +4,15 @@ Rows are hypotheses, of all sentences together. A hypothesis that ends with EOS 
 so that the work shrinks as hypotheses end, and a sentence whose last hypothesis has ended takes no more work.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from datamodules.translation.loaders import batches_within_memory
+from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
-from datamodules.translation.text import EOS, PAD, SOS, SPECIAL_TOKENS, UNK, Normalisation, normalise_lines
-from recipes.seq2seq.checks import SentenceData, Vocabularies
+from datamodules.translation.text import EOS, PAD, SOS, SPECIAL_TOKENS, UNK
+from recipes.seq2seq.checks import Vocabularies
 from recipes.seq2seq.network import AnyNetwork
 
 __all__ = [
@@ -23,10 +22,7 @@ __all__ = [
     "length_limits",
     "length_penalty",
     "sentences_of",
-    "translate_lines",
 ]
-
-_SENTENCES_AT_ONCE = 256
 
 NEVER = PAD, SOS, UNK
 """Tokens that no translation has."""
@@ -180,36 +176,9 @@ def attention_weights(network: AnyNetwork, source: Tensor, lengths: Tensor, toke
     return torch.stack(weights, 1)
 
 
-def translate_lines(
-    search: Callable[[Tensor], Tensor],
-    device: torch.device,
-    vocabularies: Vocabularies,
-    normalisation: Normalisation,
-    sentences: Sequence[str],
-) -> list[str]:
-    """The translations of sentences as they are written; that of one without a word is empty.
-
-    Args:
-        search: finds the tokens of translations, of shape (batch, time), for sources of shape (batch, source).
-        device: of the sources.
-    """
-    source, target = vocabularies
-    lines = normalise_lines([sentence.replace("\n", " ") for sentence in sentences], normalisation)
-    translations = [""] * len(lines)
-    by_length = sorted((i for i, line in enumerate(lines) if line), key=lambda i: lines[i].count(" "))
-    rows = [torch.tensor(source.encode(lines[i])) for i in by_length]
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    for places in batches_within_memory(lengths, _SENTENCES_AT_ONCE):
-        chosen = [rows[place] for place in places]
-        padded = nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=PAD)
-        for place, tokens in zip(places.tolist(), search(padded.to(device)).tolist(), strict=True):
-            translations[by_length[place]] = target.decode(tokens)
-    return translations
-
-
 def sentences_of(batch: TranslationBatch, vocabularies: Vocabularies, data: Any) -> tuple[list[str], list[str]]:
     """The sources and the references of a batch as text, with unknown words where the data module has them."""
-    if batch.numbers is not None and isinstance(data, SentenceData):
+    if batch.numbers is not None and isinstance(data, TranslationDataModule):
         return data.source_sentences(batch.numbers), data.target_sentences(batch.numbers)
     sides = zip(vocabularies, (batch.source, batch.target), strict=True)
     sources, references = ([vocabulary.decode(row) for row in side.tolist()] for vocabulary, side in sides)

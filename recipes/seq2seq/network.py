@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from datamodules.errors import UserError
 from recipes.dropout import Dropout
 
 __all__ = [
@@ -48,12 +49,6 @@ class DecoderState(Protocol):
 
     def select(self, rows: Tensor) -> Self:
         """The state of these sentences, which may repeat."""
-
-    def packed(self) -> Tensor:
-        """The state as one tensor, of shape (batch, ...)."""
-
-    def unpacked(self, tensor: Tensor) -> Self:
-        """The inverse of `packed`, for any number of sentences."""
 
 
 class Encoded(NamedTuple):
@@ -213,15 +208,6 @@ class State(NamedTuple):
         """The state of these sentences, which may repeat."""
         return State(self.hidden[:, rows])
 
-    def packed(self) -> Tensor:
-        """The state of all layers, of shape (batch, state)."""
-        return self.hidden.transpose(0, 1).flatten(1)
-
-    def unpacked(self, tensor: Tensor) -> "State":
-        """The inverse of `packed`, with the sizes of this state."""
-        layers, _, hidden = self.hidden.shape
-        return State(tensor.view(-1, layers, hidden).transpose(0, 1))
-
 
 def attend(queries: Tensor, keys: Tensor, memory: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """The means of the memory, weighted by the inner products of each query with the keys (Luong et al., 2015).
@@ -272,6 +258,8 @@ class Seq2SeqNet(TranslationNetwork[State]):
         dropout: float = 0.3,
     ) -> None:
         super().__init__()
+        if hidden_size % 2:
+            raise UserError(f"hidden_size={hidden_size} cannot be halved between two directions; pass an even number")
         self.dropout = Dropout(dropout)
         self.source_embedding = nn.Embedding(source_vocab_size, hidden_size)
         self.target_embedding = nn.Embedding(target_vocab_size, hidden_size)

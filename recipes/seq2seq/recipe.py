@@ -1,5 +1,6 @@
 """The translation recipe: cross-entropy on target tokens, translation by beam search, BLEU and chrF."""
 
+import base64
 import math
 from collections.abc import Sequence
 from operator import itemgetter
@@ -14,20 +15,20 @@ from typing_extensions import override
 
 from callbacks.drawing.translation_samples import TranslationSamples
 from datamodules.contract import Free, data_contract
+from datamodules.errors import UserError
 from datamodules.loading.randomness import uniform
+from datamodules.ranges import COUNT, SHARE, SIZE, Range, check_choice, check_ranges
 from datamodules.translation.data_module import TranslationDataModule
 from datamodules.translation.packed_sentences import TranslationBatch
 from datamodules.translation.subwords import SubwordVocabulary, vocabulary_from_state
 from datamodules.translation.text import PAD, Normalisation
 from recipes.base import Recipe, RecipeParameters
-from recipes.graphs import Graph
 from recipes.optim import build_optimizer, is_lbfgs, may_be_fused, parameter_groups
 from recipes.schedules import ScheduleName, build_schedule
-from recipes.seq2seq.checks import CheckVocabularies, Vocabularies, VocabularyData, check_network, check_numbers, known
-from recipes.seq2seq.decoding import attention_weights, beam_search, sentences_of, translate_lines
-from recipes.seq2seq.export import translation_graphs, translation_script, vocabulary_metadata
+from recipes.seq2seq.checks import CheckVocabularies, Vocabularies, known
+from recipes.seq2seq.decoding import attention_weights, beam_search, sentences_of
 from recipes.seq2seq.network import AnyNetwork, Seq2SeqNet, target_positions
-from recipes.seq2seq.scores import BleuTokenizer, DetokenisedScores, TranslationScores, check_tokenizer
+from recipes.seq2seq.scores import BleuTokenizer, DetokenisedScores, TranslationScores
 from recipes.seq2seq.transformer import TransformerNet
 
 __all__ = ["Seq2SeqTranslator"]
@@ -93,8 +94,8 @@ class Seq2SeqTranslator(Recipe):
         val_sentences: about how many sentences each validation translates; a fixed random choice.
         beam: width of the beam search, in test and predict; 1 is greedy.
         length_penalty: exponent of the length normalisation in a beam search, from 0 to 1 (Wu et al., 2016).
-        bleu_tokenize: sacrebleu's tokeniser for the standard BLEU of the test: "zh" for Chinese targets, "ja-mecab" and
-            "ko-mecab" for Japanese and Korean, "char" for scripts without spaces, "13a" for all else.
+        bleu_tokenize: sacrebleu's tokeniser for the standard BLEU of the test: "zh" for Chinese targets, "char" for
+            other scripts without spaces, "13a" for all else.
         lr: peak learning rate; by default 0.003, on the command line that of the run's length (`rate_of_run`), 0.006 at
             most, and 1 for lbfgs.
     """
@@ -136,9 +137,26 @@ class Seq2SeqTranslator(Recipe):
         schedule: ScheduleName = "one_cycle",
         **kwargs: Any,
     ) -> None:
-        check_network(get_args(NetworkName), network, hidden_size, num_layers, heads, feedforward_size, dropout)
-        check_numbers(source_vocab_size, target_vocab_size, label_smoothing, val_sentences, beam, length_penalty)
-        check_tokenizer(bleu_tokenize)
+        if source_vocab_size is None or target_vocab_size is None:
+            raise UserError(
+                "the sizes of the vocabularies were neither given nor found in the data; pass `source_vocab_size` and"
+                " `target_vocab_size`, the lengths of data.source_vocabulary and data.target_vocabulary"
+            )
+        check_choice("network", network, get_args(NetworkName))
+        check_choice("bleu_tokenize", bleu_tokenize, get_args(BleuTokenizer))
+        check_ranges(
+            hidden_size=(hidden_size, SIZE),
+            num_layers=(num_layers, Range(1, 100, whole=True)),
+            heads=(heads, SIZE),
+            feedforward_size=(feedforward_size, SIZE),
+            dropout=(dropout, Range(0, 1, below=True)),
+            source_vocab_size=(source_vocab_size, COUNT),
+            target_vocab_size=(target_vocab_size, COUNT),
+            label_smoothing=(label_smoothing, SHARE),
+            val_sentences=(val_sentences, COUNT),
+            beam=(beam, Range(1, 1000, whole=True)),
+            length_penalty=(length_penalty, Range(-10, 10)),
+        )
         super().__init__(lr=lr, weight_decay=weight_decay, optimizer=optimizer, schedule=schedule, **kwargs)
         self.val_scores, self.test_scores = TranslationScores(), TranslationScores()
         self.detokenised = DetokenisedScores()
@@ -150,7 +168,7 @@ class Seq2SeqTranslator(Recipe):
     def settings_from_data(cls, data: pl.LightningDataModule, **settings: Any) -> dict[str, Any]:
         """The sizes of the vocabularies, where the data has them, and the rate of a run of a known length."""
         found: dict[str, Any] = {}
-        if isinstance(data, VocabularyData):
+        if isinstance(data, TranslationDataModule):
             source, target = data.vocabularies()
             found = {"source_vocab_size": len(source), "target_vocab_size": len(target)}
         samples, epochs = data_contract(data).sizes.get("train"), settings.get("max_epochs")
@@ -284,6 +302,7 @@ class Seq2SeqTranslator(Recipe):
         numbers = (torch.arange(len(batch.source)) if batch.numbers is None else batch.numbers).tolist()
         return {"numbers": numbers, "tokens": found.tokens[:, 0], "scores": found.scores[:, 0]}
 
+    @override
     def prediction_rows(self, outputs: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
         """A row for each translation, in the order of the sentences, whatever the order of the batches.
 
@@ -297,25 +316,12 @@ class Seq2SeqTranslator(Recipe):
             for i, tokens, score in sorted(each, key=itemgetter(0))
         ]
 
-    @torch.no_grad()
-    def translate(self, sentences: Sequence[str]) -> list[str]:
-        """Translate sentences with the vocabularies and the normalisation of the checkpoint.
-
-        Args:
-            sentences: in the source language, as written; one without a word gives an empty translation.
-        """
-        vocabularies, training = known(self.vocabularies), self.training
-        self.eval()
-        translations = translate_lines(self, self.device, vocabularies, self.normalisation, sentences)
-        self.train(training)
-        return translations
-
     @override
     def setup(self, stage: str) -> None:
         """Take the vocabularies from the data; those of a checkpoint, which is read afterwards, replace them."""
         super().setup(stage)
-        data = self.data_module()
-        if (stage == "fit" or (stage != "predict" and self.vocabularies is None)) and isinstance(data, VocabularyData):
+        data, takes = self.data_module(), stage == "fit" or (stage != "predict" and self.vocabularies is None)
+        if takes and isinstance(data, TranslationDataModule):
             self.vocabularies, self.normalisation = data.vocabularies(), data.normalisation
 
     @override
@@ -332,16 +338,12 @@ class Seq2SeqTranslator(Recipe):
             source, target = map(vocabulary_from_state, checkpoint["vocabularies"])
             self.vocabularies, self.normalisation = (source, target), checkpoint["normalisation"]
 
-    def graphs(self) -> list[Graph]:
-        """The encoder, and one step of the decoder."""
-        return translation_graphs(self.network, self.hparams.source_vocab_size, self.hparams.target_vocab_size)
-
+    @override
     def export_metadata(self) -> dict[str, Any]:
-        """The vocabularies and the normalisation, where they are known."""
-        if self.vocabularies is None:
-            return {}
-        return {"normalisation": self.normalisation, **vocabulary_metadata(self.vocabularies)}
-
-    def export_files(self) -> dict[str, str]:
-        """A script that translates, which needs onnxruntime and numpy only."""
-        return {} if self.vocabularies is None else {"translate.py": translation_script()}
+        """The vocabularies and the normalisation, where they are known; of subwords sentencepiece's own files."""
+        metadata: dict[str, Any] = {"normalisation": self.normalisation} if self.vocabularies else {}
+        for side, vocabulary in zip(("source", "target"), self.vocabularies or ()):
+            metadata[f"{side}_vocabulary"] = vocabulary.tokens
+            if isinstance(vocabulary, SubwordVocabulary):
+                metadata[f"{side}_subwords"] = base64.b64encode(vocabulary.model).decode()
+        return metadata

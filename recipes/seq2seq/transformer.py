@@ -35,14 +35,6 @@ class KeyValueCache(NamedTuple):
         """The cache of these sentences, which may repeat."""
         return KeyValueCache(self.cache[rows])
 
-    def packed(self) -> Tensor:
-        """The cache."""
-        return self.cache
-
-    def unpacked(self, tensor: Tensor) -> "KeyValueCache":
-        """The inverse of `packed`."""
-        return KeyValueCache(tensor)
-
 
 def sinusoids(start: int, time: int, like: Tensor) -> Tensor:
     """The encodings of the positions from `start` on, of shape (time, width); width, type and device as of `like`."""

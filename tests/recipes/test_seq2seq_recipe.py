@@ -1,7 +1,6 @@
 """The translation recipe with real Trainers: splits, interruptions, scores, checkpoints, predictions, figures."""
 
 import inspect
-import json
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -214,13 +213,8 @@ def _sides(line: str) -> list[str]:
 
 def test_a_bare_checkpoint_translates_typed_sentences(learned):
     recipe = Seq2SeqTranslator.load_from_checkpoint(learned[1] / "a.ckpt", map_location="cpu", weights_only=True)
-    assert recipe.translate(["Je  vois le chat", "elle mange du pain noir", "tu veux cela"]) == [
-        "i see the cat",
-        "she eat black bread",
-        "you want that",
-    ]
-    assert recipe.translate([]) == []
-    assert recipe.translate(["", "tu veux\ncela", " "]) == ["", "you want that", ""]
+    rows = predict(recipe, ["Je  vois le chat", "elle mange du pain noir", "tu veux cela"])
+    assert [row["translation"] for row in rows] == ["i see the cat", "she eat black bread", "you want that"]
     assert recipe.training, "translating leaves the mode of the network as it was"
 
 
@@ -238,7 +232,6 @@ def test_predict_gives_translations_in_order_and_marks_unknown_words(learned, tm
     assert translations == ["she eat black bread", "we eat the big house", "you want that"]
     assert rows[5]["translation"] is None
     assert "has 120,000 bytes, more than 100,000" in rows[5]["note"]
-    assert recipe.translate(sentences) == [row["translation"] for row in rows[:5]]
 
 
 def test_subwords_translate_any_text_line_by_line_as_it_is_written(tmp_path):
@@ -262,16 +255,13 @@ def test_subwords_translate_any_text_line_by_line_as_it_is_written(tmp_path):
     found = [row[other.prediction_columns[1]] or "" for row in rows]
     assert (found[0], found[1], found[3]) == ("Two dogs run, yes!", "", "A dog doesn't sleep.")
     assert len(found) == 4
-    bare = Seq2SeqTranslator.load_from_checkpoint(tmp_path / "a.ckpt", map_location="cpu", weights_only=True)
-    assert bare.translate(["Ein Hund läuft."]) == ["A dog doesn't sleep."]
 
 
 def test_unknown_words_are_never_written(learned):
     recipe = Seq2SeqTranslator.load_from_checkpoint(learned[1] / "a.ckpt", beam=3, weights_only=True)
     recipe.network.output.bias.data[UNK] += 30
     sentences = ["elle mange du pain bleu", "je vois le chien"]
-    found = recipe.translate(sentences)
-    assert found == [row["translation"] for row in predict(recipe, sentences)]
+    found = [row["translation"] for row in predict(recipe, sentences)]
     assert all(found)
     assert "<unk>" not in " ".join(found)
 
@@ -339,7 +329,7 @@ SIZES = {"source_vocab_size": 9, "target_vocab_size": 9}
         ({}, "pass `source_vocab_size` and `target_vocab_size`"),
         (SIZES | {"hidden_size": 7}, "pass an even number"),
         (SIZES | {"network": "gpt"}, "expected one of rnn, transformer"),
-        (SIZES | {"heads": 8}, "heads=8: network='rnn' has no heads; leave it at 4"),
+        (SIZES | {"bleu_tokenize": "zz"}, "bleu_tokenize='zz': expected one of 13a, intl, zh"),
         (SIZES | {"network": "transformer", "hidden_size": 30}, "hidden_size=30 cannot be split into heads=4"),
     ],
 )
@@ -353,32 +343,3 @@ def test_data_with_other_vocabularies_is_refused(tmp_path):
     recipe = Seq2SeqTranslator(source_vocab_size=99, target_vocab_size=99, **TINY)
     with pytest.raises(UserError, match="the network has 99 source tokens, and the data has"):
         trainer(max_epochs=1).fit(recipe, module)
-
-
-def _tested_without_training_files(folder: str) -> dict[str, float]:
-    import os
-
-    from recipes import run
-
-    os.chdir(folder)
-    own = ["--val-file", "held.tsv", "--test-file", "held.tsv", "--hidden-size", "16"]
-    common = ["--accelerator", "cpu", "--precision", "32", "--no-enable-progress-bar"]
-    for args in (
-        [*common, "--data-file", "pairs.tsv", *own, "--max-epochs", "1", "--name", "run"],
-        ["test", *common, "--ckpt", "runs/seq2seq/run/checkpoints/last.ckpt", "--output", "scores.json"],
-    ):
-        with pytest.raises(SystemExit) as ended:
-            run(Seq2SeqTranslator, TranslationDataModule, args=args)
-            raise SystemExit(0)
-        assert not ended.value.code
-        Path("pairs.tsv").unlink(missing_ok=True)
-    return json.loads(Path("scores.json").read_text())
-
-
-def test_published_files_are_tested_where_the_training_files_are_not(tmp_path):
-    corpus(tmp_path)
-    (tmp_path / "held.tsv").write_text("je vois le chat\ti see the cat\ntu veux cela\tyou want that\n")
-    (scores,) = run_ranks(_tested_without_training_files, 1, str(tmp_path))
-    results = json.loads((tmp_path / "runs/seq2seq/run/results.json").read_text())
-    for name in ("test/loss", "test/sacrebleu_chrf"):
-        assert scores[name] == pytest.approx(results["scores"][name], rel=1e-5)

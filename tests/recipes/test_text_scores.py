@@ -4,8 +4,7 @@ import pytest
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
-from datamodules.errors import UserError
-from recipes.seq2seq.scores import check_tokenizer, standard_scores, token_scores, tokenizer
+from recipes.seq2seq.scores import standard_scores, token_scores
 
 HYPOTHESES = [
     "i am very happy to see you here today",
@@ -52,12 +51,3 @@ def test_scores_of_tokens_are_not_smoothed_and_do_not_depend_on_the_order():
     assert token_scores(HYPOTHESES[::-1], REFERENCES[::-1]) == found
     assert token_scores(["a b"], ["a c"])["bleu"] == 0
     assert token_scores([], []) == {"bleu": 0.0, "chrf": 0.0, "exact_match": 0.0}
-
-
-def test_a_tokeniser_that_is_not_there_is_answered_with_what_to_type(monkeypatch):
-    with pytest.raises(UserError, match="no tokeniser 'zz'; expected one of 13a, intl, zh"):
-        check_tokenizer("zz")
-    monkeypatch.setattr("sacrebleu.tokenizers.tokenizer_ja_mecab.MeCab", None)
-    tokenizer.cache_clear()
-    with pytest.raises(UserError, match=r"bleu_tokenize=ja-mecab needs MeCab; install it .*'sacrebleu\[ja\]'"):
-        check_tokenizer("ja-mecab")

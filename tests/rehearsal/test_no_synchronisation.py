@@ -178,7 +178,7 @@ class _Fused(MNISTClassifier):
 
 def _mnist() -> Any:
     data = MNISTDataModule("digits", batch_size=32, eval_batch_size=32)
-    return _Fused(network="classic", tta="crops"), data, []
+    return _Fused(network="classic"), data, []
 
 
 def _resnet() -> Any:

@@ -73,30 +73,6 @@ def test_a_state_dict_loads_into_a_plain_torch_program(digits, tmp_path: Path, m
     assert_printed(capsys.readouterr().out.splitlines(), digits[1])
 
 
-def test_safetensors_rebuild_the_network(digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    recipe = MNISTClassifier(network="classic")
-    data = MNISTDataModule(dataset="digits")
-    export(
-        MNISTClassifier(network="classic"),
-        saved(recipe, data, tmp_path),
-        "safetensors",
-        str(tmp_path / "mnist.safetensors"),
-    )
-    monkeypatch.chdir(tmp_path)
-    names: dict = {}
-    exec(program("docs/recipes/deployment.md", "safe_open"), names)
-    rebuilt = names["recipe"]
-    assert rebuilt.hparams == recipe.hparams
-    assert all(torch.equal(value, recipe.state_dict()[name]) for name, value in rebuilt.state_dict().items())
-
-
-@pytest.mark.slow
-def test_an_onnx_file_is_run_by_numpy_and_onnxruntime(digits, tmp_path: Path):
-    pytest.importorskip("onnxruntime")
-    export(MNISTClassifier(), digits[0], "onnx", str(tmp_path / "mnist.onnx"))
-    assert_printed(run_program(program("docs/recipes/deployment.md", "mnist.onnx"), tmp_path), digits[1])
-
-
 @pytest.mark.slow
 def test_a_photograph_comes_to_an_onnx_file_as_to_predict(tmp_path: Path):
     pytest.importorskip("onnxruntime")
