@@ -128,15 +128,11 @@ MEANT = {
     "callbacks/lib/targets.py:warn_of_ignored_targets": Meant(
         _TRAINING, in_the_first_batch, "a warning of labels that are left out"
     ),
-    "callbacks/drawing/classification_images.py:on_train_batch_start": Meant(
-        _TRAINING, in_the_first_batch, "the images that are drawn"
-    ),
     "datamodules/images/image_folder.py:_normalise": Meant(
         _TRAINING, in_the_first_batch, "mean and deviation go to the device"
     ),
     "recipes/seq2seq/decoding.py:beam_search": Meant(_VALIDATION, in_each, "a search ends when its sentences end"),
     "recipes/seq2seq/recipe.py:_evaluation_step": Meant(_VALIDATION, in_each, "translations become text"),
-    "recipes/seq2seq/recipe.py:attention": Meant(_VALIDATION, in_each, "a few translations are drawn"),
 }
 
 

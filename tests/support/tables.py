@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from callbacks.bn_recalibration import BNRecalibration
 from callbacks.checkpointing.verified_io import CheckpointGuard
-from callbacks.drawing.classification_images import ClassificationImages
-from callbacks.drawing.translation_samples import TranslationSamples
 from callbacks.finite_weights import FiniteWeights
 from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
@@ -40,12 +38,10 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "FiniteWeights": lambda: FiniteWeights(),
     "RankConsistency": lambda: RankConsistency(),
     "BNRecalibration": lambda: BNRecalibration(samples=24),
-    "ClassificationImages": lambda: ClassificationImages(samples=2, mistakes=2),
     "RunProgress": lambda: RunProgress(),
     "TrainLoss": lambda: TrainLoss(),
     "TrainingMonitor": lambda: TrainingMonitor(every=2),
     "Preemption": lambda: Preemption(),
-    "TranslationSamples": lambda: TranslationSamples(samples=2),
     "LeanLoop": lambda: LeanLoop(),
     "CheckpointGuard": lambda: CheckpointGuard(),
     "WeightAveraging": lambda: WeightAveraging(ema=0.9, average_from="5 steps"),
@@ -62,12 +58,10 @@ TOGETHER = (
     "FiniteWeights",
     "RankConsistency",
     "BNRecalibration",
-    "ClassificationImages",
     "RunProgress",
     "TrainLoss",
     "TrainingMonitor",
     "Preemption",
-    "TranslationSamples",
     "LeanLoop",
     "CheckpointGuard",
     "WeightAveraging",
