@@ -1,5 +1,3 @@
-from .bn_recalibration import BNRecalibration as BNRecalibration
-from .bn_recalibration import recalibrate as recalibrate
 from .checkpointing.exact_checkpoint import ExactCheckpoint as ExactCheckpoint
 from .checkpointing.verified_io import CheckpointGuard as CheckpointGuard
 from .checkpointing.verified_io import VerifiedCheckpointIO as VerifiedCheckpointIO

@@ -114,32 +114,28 @@ def _set_environment(seed: int) -> Callable[[], None]:
 class SeedControl(pl.Callback):
     """Makes random numbers a function of the seed and the place in the run: equal on a rerun and on other devices.
 
-    - Constructing it seeds all generators, as ``torch.manual_seed(seed)`` does. Build it before the module and the
-      initial weights repeat. It does so again before ``setup`` and ``configure_model``, alike on all ranks; and DDP
-      sends rank 0's weights to every rank in any case.
-    - Each training step draws from (seed, epoch, number of the micro-batch in the epoch). What is drawn between two
-      steps has its own address. So a rerun, or a resume at any point, draws the same numbers, and so do other numbers
-      of devices and nodes where the loader says the numbers of its micro-batches, as those of `datamodules` do. That
-      holds for layers (dropout, recurrent ones, stochastic depth) and for functions, of torch, NumPy and Python.
-      Micro-batches of another size are other micro-batches, with other numbers.
+    - Constructing it seeds all generators, as ``torch.manual_seed(seed)`` does: build it before the module and the
+      initial weights repeat. It does so again before ``setup`` and ``configure_model``, alike on all ranks.
+    - Each training step draws from (seed, epoch, number of the micro-batch in the epoch), for layers and functions of
+      torch, NumPy and Python. What is drawn between two steps has its own address. So a rerun, or a resume at any
+      point, draws the same numbers, and so do other numbers of devices where the loader says the numbers of its
+      micro-batches, as those of `datamodules` do.
     - A closure that an optimiser calls again in the same step (LBFGS, SAM) draws the same numbers again. Under manual
       optimisation, further forward passes of a step draw further numbers.
-    - Each evaluation step draws from (seed, loader, number of the batch over all ranks). Training after a validation
-      draws what it would have drawn without it.
+    - Each evaluation step draws from (seed, loader, number of the batch over all ranks), and changes nothing of what
+      training draws.
     - Before each epoch the generators are seeded alike on all ranks, so that samplers whose indices Lightning deals to
-      the ranks agree on the order, whatever hooks have drawn; workers of a `DataLoader` get a seed for each epoch, rank
-      and worker, unless they persist.
+      the ranks agree on the order; workers of a `DataLoader` get a seed for each epoch, rank and worker, unless they
+      persist.
 
     It costs about 35 microseconds a step, and never waits for the device.
 
-    Three limits. A data set that draws from global generators depends on the numbers of devices and workers. The order
-    of a stock `DataLoader` is repeated on a resume with `ExactCheckpoint` only, and it deals its batches to the ranks
-    in turn, so that other devices draw other numbers. In a batch transfer hook its first batch of an epoch draws alike
-    on all ranks. Loaders of `datamodules` have none of these faults.
+    Limits: a data set that draws from global generators depends on the numbers of devices and workers. The order of a
+    stock `DataLoader` is repeated on a resume with `ExactCheckpoint` only, and it deals its batches to the ranks in
+    turn, so that other devices draw other numbers.
 
-    Runs on: construction, `setup`, `on_fit_start`, `on_sanity_check_end`, `on_train_start`, `on_train_epoch_start`,
-    `on_train_batch_start`, `on_after_backward`, `on_train_batch_end`, around validation, the start of each evaluation
-    batch. What it set in the environment is put back in `teardown` and `on_exception`.
+    Runs on: construction, `setup`, the starts of fit, training and epochs, the start and end of each batch, and around
+    validation. What it set in the environment is put back in `teardown` and `on_exception`.
 
     Args:
         seed: 0 or greater, the same on all ranks.

@@ -5,7 +5,7 @@ it was frozen. Without it each rank normalises alone and the statistics that are
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -27,8 +27,6 @@ from callbacks.lib.hooks import drop_idle_hooks, restore_hooks
 from datamodules.errors import UserError
 
 __all__ = ["SyncBN", "check_batchnorm", "restore_batchnorm", "sync_batchnorm"]
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class _SynchronisedFunction(torch.autograd.Function):
@@ -127,11 +125,6 @@ class _SynchronisedGradient(torch.autograd.Function):
         )
 
 
-def _not_compiled(function: Function) -> Function:
-    disabled: Function = torch.compiler.disable(function)
-    return disabled
-
-
 class _Synchronised(_BatchNorm):
     """The second base of the classes that `sync_batchnorm` makes."""
 
@@ -140,7 +133,8 @@ class _Synchronised(_BatchNorm):
     _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
     @override
-    @_not_compiled  # a collective inside an autograd function; the layers around it compile
+    # A collective inside an autograd function; the layers around it compile.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)

@@ -351,7 +351,7 @@ def load_weights(
     # Checkpoints and patterns for freezing have the names of the recipe, whose network this is.
     patterns = [pattern.removeprefix("network.") for pattern in ([skip] if isinstance(skip, str) else skip or ())]
     in_file = (part for name in state for part in accumulate(name.split("."), "{}.{}".format))
-    skipped = matching_names(patterns, [*module_names(module), *targets, *in_file], "skip")
+    skipped = matching_names(patterns, [*module_names(module), *targets, *in_file])
     chosen = {name for name in targets if not inside(name, skipped)}
     if not chosen:
         raise UserError("`skip` leaves no tensor of the module; pass other patterns, or weights='none'")

@@ -1,14 +1,9 @@
 """Checkpoints at the places from which Lightning resumes exactly; `callbacks.checkpointing.stopping_points` has them.
 
-Lightning's `ModelCheckpoint(every_n_train_steps=...)` saves at others, too. After a resume it forgets which update it
-has saved and saves again after the next micro-batch, in mid-window. And it saves on an epoch's last batch before the
-epoch has ended: a second resume from there trains one epoch too many. The same holds after a validation in mid-epoch.
-Nor does a run resume exactly that ``max_steps`` has ended: the epoch that it cut counts as done. A run that is told to
-stop (`max_time`, `EarlyStopping` within an epoch, `should_stop`) ends in mid-window, and its micro-batches are lost.
-Scores and the sums behind the means of an epoch are in no checkpoint, so that what monitors them decides otherwise.
-ReduceLROnPlateau steps after the checkpoint was saved, and not at all in the epoch that a run resumes in. With
-``precision="64-true"`` a resume rounds the weights to float32. A folder of checkpoints that was moved is not known: a
-worse model then takes the best one's place.
+Lightning's `ModelCheckpoint` saves at others, too: in mid-window, before an epoch or a validation has been counted, and
+after ``max_steps``, which cut an epoch that then counts as done. Its checkpoints hold neither the scores that decisions
+depend on nor the sums behind the means of an epoch, and ReduceLROnPlateau steps after the save. A run that is told to
+stop ends in mid-window.
 
 What Lightning leaves out where it resumes is done in `callbacks.checkpointing.replay`.
 """
@@ -28,7 +23,7 @@ from typing_extensions import override
 
 from callbacks.checkpointing.loop_place import place_after_batch, trains, update_is_whole, validation_is_next
 from callbacks.checkpointing.replay import files_in, raw_weights, refuse_torchmetrics, replay_epoch, was_stopped_early
-from callbacks.checkpointing.stopping_points import RULES, uncount_cut_epoch, waits_for_validation
+from callbacks.checkpointing.stopping_points import RULES, uncount_cut_epoch
 from callbacks.lib import lightning_internals as internals
 from callbacks.lib.durations import Duration
 from callbacks.lib.exchange import broadcast, gather
@@ -70,7 +65,7 @@ def save_interval(text: str) -> dict[str, Any]:
         >>> save_interval("500 steps"), save_interval("10 minutes")
         ({'every_n_train_steps': 500}, {'train_time_interval': datetime.timedelta(seconds=600)})
     """
-    wanted = f'interval={text!r} is no interval; write "500 steps", "2 epochs" or "10 minutes"'
+    wanted = f'{text!r} is no interval between two saves: write "500 steps", "2 epochs" or "10 minutes"'
     if time := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(second|minute|hour)s?", text.strip().lower()):
         if not float(time[1]):
             raise UserError(wanted)
@@ -260,7 +255,8 @@ class ExactCheckpoint(ModelCheckpoint):
 
     @override
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
-        if waits_for_validation(self.monitor, self._scored, trainer.global_step):
+        update, scores = self._scored
+        if self.monitor in scores and update != trainer.global_step:
             internals.save_after_validation(self)
             return False
         # The score is the same on every rank, so all of them decide alike.

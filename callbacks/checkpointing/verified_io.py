@@ -11,7 +11,6 @@ import logging
 import os
 import pickle
 import zipfile
-from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -56,7 +55,7 @@ _DEEPEST = 50
 def as_plain(value: Any, lost: list[str] | None = None, name: str = "") -> Any:
     """A value made of tensors and plain Python; the very same object where it was that already.
 
-    Enum members become their values, paths text, dataclasses and namespaces dicts, NumPy's arrays tensors and its
+    Enum members become their values, paths text, dataclasses dicts, NumPy's arrays tensors and its
     scalars numbers. What has no such form becomes a text that names it.
 
     Args:
@@ -107,8 +106,6 @@ def _plain_object(value: Any, lost: list[str], name: str) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return as_plain(fields, lost, name)
-    if isinstance(value, Namespace):
-        return as_plain(vars(value), lost, name)
     if isinstance(value, Tensor):
         return value.detach().as_subclass(Tensor)
     kinds: tuple[Any, ...] = (int, float, str, bytes, bytearray)
@@ -265,7 +262,6 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             UserError: it is damaged, or holds code.
         """
         if Path(path).is_file() and (problem := describe_damage(path)):
-            refuse_code(path)
             raise UserError(f'{path} cannot be read: {problem}; pass another checkpoint, or resume="auto"')
         try:
             return super().load_checkpoint(path, *args, **kwargs)

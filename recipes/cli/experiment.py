@@ -154,7 +154,7 @@ class Settings:
 
     @property
     def micro_batches(self) -> int | None:
-        """Of an update, on all devices; None where their number changes or is not known yet."""
+        """Of an update, on all devices; None where their number is not known yet."""
         saved = read_run(self.run.resume) if self.run.resume else None
         if saved and not self.update_items and saved.devices != self.launch.world_size:
             return None  # A loader without numbers keeps the samples of an update, and they are not known here.

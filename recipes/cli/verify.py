@@ -128,7 +128,7 @@ def settings_to_repeat(settings: Settings, interval: Interval) -> Settings:
     """
     run, before, here = settings.run, interval.start.world_size, settings.launch.world_size
     if interval.checkpoint is None and run.global_batch_size is None and here != before:
-        if not isinstance(run.accumulate, int) or run.accumulate * before % here:
+        if run.accumulate * before % here:
             raise UserError(
                 f"the run began on {before} devices with --accumulate {run.accumulate}, and {here} devices cannot share"
                 f" its micro-batches: pass --devices {before}"

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.accumulation import steps_for_samples
-from callbacks.lib.updates import AccumulationSchedule, count_updates, global_batch_size, total_updates
+from callbacks.lib.updates import global_batch_size, total_updates
 from datamodules.errors import RunFailedError, UserError
 from tests.support.ranks import run_ranks
 
@@ -230,15 +230,6 @@ def test_a_training_step_that_raises_leaves_batch_normalisation_as_it_was_before
     assert torch.equal(model.norm.running_mean, model.before)
 
 
-def test_the_factor_follows_epochs() -> None:
-    steps: dict[int | str, int] = {0: 4, "1 epochs": 5, "3 epochs": 1}
-    trainer = train(model := Tagger(), BATCHES, GradientAccumulation(steps), max_epochs=4)
-    updates = windows(BATCHES, 4, 4, 2) + windows(BATCHES, 5, 5) * 2 + [[batch] for batch in BATCHES]
-    assert trainer.global_step == 17
-    assert error(weights(model), by_hand(updates)) < 1e-14
-    assert model.factors == [4] * 10 + [5] * 20 + [1] * 10
-
-
 class Resumable:
     """A loader over ready-made batches that goes on where it stopped."""
 
@@ -267,17 +258,15 @@ class Resumable:
 
 @pytest.mark.parametrize("saved", [2, 5])
 def test_a_resume_in_mid_epoch_has_the_right_factor_where_stock_falls_to_one(saved: int, tmp_path: Any) -> None:
-    steps: dict[int | str, int] = {0: 2, "1 epochs": 4}
-
     def run(callback: pl.Callback, until: int, ckpt_path: Any = None) -> Tagger:
         checkpoint = ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=saved, enable_version_counter=False)
         options = {"enable_checkpointing": True, "max_epochs": 2, "max_steps": until, "ckpt_path": ckpt_path}
         train(model := Tagger(), Resumable(BATCHES), callback, checkpoint, **options)
         return model
 
-    whole = run(GradientAccumulation(steps), -1)
-    run(GradientAccumulation(steps), saved)
-    resumed = run(GradientAccumulation(steps), -1, tmp_path / "last.ckpt")
+    whole = run(GradientAccumulation(2), -1)
+    run(GradientAccumulation(2), saved)
+    resumed = run(GradientAccumulation(2), -1, tmp_path / "last.ckpt")
     assert resumed.factors == whole.factors[len(whole.factors) - len(resumed.factors) :]
     assert all(torch.equal(a, b) for a, b in zip(weights(resumed), weights(whole), strict=True))
     run(GradientAccumulationScheduler({0: 2, 1: 4}), saved)
@@ -378,8 +367,8 @@ def test_what_cannot_be_accumulated_is_refused_with_the_reason() -> None:
         train(Tagger(), BATCHES, GradientAccumulation(2), GradientAccumulationScheduler({0: 2}))
     with pytest.raises(ValueError, match="pass one of them"):
         GradientAccumulation(2, global_batch_size=32)
-    for steps in (0, 2.5, {"1.5 epochs": 2}, {"5%": 2}, {"7 steps": 2}, {0: -1}):
-        with pytest.raises(ValueError, match="write"):
+    for steps in (0, 2.5):
+        with pytest.raises(UserError, match=f"accumulation of {steps} micro-batches: expected a whole number above 0"):
             GradientAccumulation(steps)  # type: ignore[arg-type]
 
     class Wrapped(Tagger):
@@ -496,19 +485,6 @@ def test_two_ranks_with_uneven_and_empty_batches_take_the_step_of_one_large_batc
     assert error(first["stock one"]["weights"], expected["one"]) > 1e-2
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    st.dictionaries(st.one_of(st.just(0), st.builds("{} epochs".format, st.integers(0, 4))), st.integers(1, 7)),
-    st.integers(1, 40),
-    st.integers(0, 6),
-)
-def test_counted_updates_equal_those_of_each_epoch(steps: dict[int | str, int], batches: int, epochs: int) -> None:
-    schedule = AccumulationSchedule.parse(steps)
-    of_epochs = [math.ceil(batches / schedule.wanted(epoch)) for epoch in range(epochs)]
-    assert count_updates(schedule, batches, epochs) == sum(of_epochs)
-    assert {schedule.wanted(epoch) for epoch in range(epochs)} <= {*steps.values(), 1}
-
-
 @settings(max_examples=200)
 @given(st.integers(1, 600), st.integers(1, 60))
 def test_samples_of_an_update_are_met_exactly_or_refused_with_numbers_that_are(samples: int, at_once: int) -> None:
@@ -540,15 +516,13 @@ class Totals(pl.Callback):
     ],
 )
 def test_the_total_number_of_updates_is_the_one_that_the_run_makes(options: dict[str, Any]) -> None:
-    steps: dict[int | str, int] = {0: 4, "1 epochs": 2, "2 epochs": 1}
-    trainer = train(Tagger(), BATCHES, totals := Totals(), GradientAccumulation(steps), **options)
+    trainer = train(Tagger(), BATCHES, totals := Totals(), GradientAccumulation(4), **options)
     assert totals.seen == {trainer.global_step}
 
 
-def test_the_total_is_right_for_lightnings_own_accumulation() -> None:
-    scheduler = GradientAccumulationScheduler({0: 4, 1: 1})
-    trainer = train(Tagger(), BATCHES, totals := Totals(), scheduler, max_epochs=2)
-    assert totals.seen == {13} == {trainer.global_step}
+def test_the_total_is_right_for_lightnings_own_accumulation_and_refused_where_that_changes() -> None:
+    with pytest.raises(UserError, match="GradientAccumulationScheduler changes how many updates an epoch has"):
+        train(Tagger(), BATCHES, Totals(), GradientAccumulationScheduler({0: 4, 1: 1}), max_epochs=2)
     trainer = train(Tagger(), BATCHES, totals := Totals(), accumulate_grad_batches=4, max_epochs=2)
     assert totals.seen == {6} == {trainer.global_step}
 

@@ -53,9 +53,10 @@ def fit(
 ) -> list[float]:
     """What is logged."""
     silence()
-    monitor = TrainingMonitor(every=every)
+    monitor = TrainingMonitor()
     records = Records(monitor)
-    pl.Trainer(callbacks=[*callbacks, monitor, records], **SETTINGS | options).fit(module, loader)
+    settings = SETTINGS | {"log_every_n_steps": every} | options
+    pl.Trainer(callbacks=[*callbacks, monitor, records], **settings).fit(module, loader)
     return records.rows
 
 
@@ -138,8 +139,8 @@ def test_the_end_of_an_interval_or_of_an_epoch_without_one_is_logged(
 ) -> None:
     silence()
     logger = CSVLogger(tmp_path, name=None, version="")
-    callbacks = [GradientAccumulation(2), TrainingMonitor(every=every)]
-    settings = SETTINGS | {"max_epochs": 2, "logger": logger}
+    callbacks = [GradientAccumulation(2), TrainingMonitor()]
+    settings = SETTINGS | {"max_epochs": 2, "logger": logger, "log_every_n_steps": every}
     pl.Trainer(callbacks=callbacks, **settings).fit(Tiny(network(), sgd), batches(1))
     with (tmp_path / "metrics.csv").open(newline="") as file:
         assert [1 + int(row["step"]) for row in csv.DictReader(file)] == logged_after

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.seed_control import SeedControl
-from callbacks.warmup_lr import WarmupLR
+from callbacks.warmup_lr import WarmupLR, warmup_factor
 from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from recipes.schedules import Schedule, ScheduleName
@@ -142,8 +142,10 @@ def test_the_rates_are_those_of_torchs_schedulers(name: str, settings: dict[str,
 
 
 def test_inverse_sqrt_begins_at_the_end_of_the_warm_up_as_in_the_transformer_or_where_it_is_told_to() -> None:
-    rates = fit(Line("inverse_sqrt"), WarmupLR("4 steps", start_factor=0.0)).rates
-    assert [*rates.values()] == pytest.approx([LR * 2 * min(n * 4**-1.5, max(n, 1) ** -0.5) for n in range(TOTAL)])
+    rates = fit(Line("inverse_sqrt"), WarmupLR("4 steps")).rates
+    assert [*rates.values()] == pytest.approx(
+        [LR * (warmup_factor(n / 4) if n < 4 else 2 / n**0.5) for n in range(TOTAL)]
+    )
     rates = fit(Line("inverse_sqrt", schedule_args={"milestones": "9 steps"})).rates
     assert [*rates.values()] == pytest.approx([LR * min(1, 3 / max(n, 1) ** 0.5) for n in range(TOTAL)])
 
@@ -227,7 +229,7 @@ def test_milestones_after_the_end_are_said(caplog: pytest.LogCaptureFixture) -> 
         (
             "multistep",
             {"milestones": "60 epochs, 12o epochs, 80%"},
-            "milestones='60 epochs, 12o epochs, 80%', number 2: cannot read ' 12o epochs' as a duration",
+            "milestones='60 epochs, 12o epochs, 80%', number 2: the duration ' 12o epochs' cannot be read",
         ),
         ("multistep", {"milestones": "9 steps, 2 epochs, 8 steps"}, "number 3: 8 steps is not after 9 steps"),
         ("inverse_sqrt", {"milestones": "50%, 80%"}, "schedule='inverse_sqrt' has one, where it begins to fall"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from callbacks import freeze_layers
+from callbacks.lib.freezing import FrozenLayers
 from datamodules.errors import UserError
 
 
@@ -53,7 +54,7 @@ def test_frozen_layers_keep_weights_and_statistics_and_compute_as_in_evaluation(
 def test_layers_that_are_unfrozen_train_in_the_mode_that_they_had() -> None:
     net = network()
     net["stem"][2].eval()  # type: ignore[index]
-    frozen = freeze_layers(net, patterns=["stem", "body"])
+    frozen = freeze_layers(net, until="head")
     frozen.unfreeze("stem")
     assert [layer.training for layer in net["stem"]] == [True, True, False]  # type: ignore[index]
     before = copy.deepcopy(net.state_dict())
@@ -108,7 +109,9 @@ def test_frozen_recurrent_layers_drop_nothing_and_stay_in_the_mode_in_which_cudn
 
     net.eval()
     expected = gradient()
-    with freeze_layers(net, patterns="middle"):
+    frozen = FrozenLayers(net, {"middle"})
+    frozen.freeze()
+    with frozen:
         net.train()
         assert torch.equal(gradient(), expected)
         assert rnn.training
@@ -127,11 +130,7 @@ def test_a_frozen_network_can_be_copied_and_pickled() -> None:
 
 
 def test_what_cannot_be_frozen_is_refused() -> None:
-    with pytest.raises(UserError, match="nothing to freeze"):
-        freeze_layers(network())
-    with pytest.raises(UserError, match="`until`: there is no 'boddy' in the module; did you mean 'body'"):
+    with pytest.raises(UserError, match="there is no 'boddy' in the module; did you mean 'body'"):
         freeze_layers(network(), until="boddy")
-    with pytest.raises(UserError, match="`patterns`: 'layer\\*' matches no module"):
-        freeze_layers(network(), patterns="layer*")
-    with pytest.raises(UserError, match="`names`: '0' could be"):
+    with pytest.raises(UserError, match="'0' could be"):
         freeze_layers(network(), until="head").unfreeze("0")

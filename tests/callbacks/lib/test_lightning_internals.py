@@ -236,38 +236,6 @@ def test_the_count_of_updates_is_in_the_checkpoint(tmp_path: Path) -> None:
     assert trainer.fit_loop.epoch_loop._batches_that_stepped == 3
 
 
-def _dealt_samples(_: str) -> Any:
-    silence()
-    trainer = trainer_with(strategy="ddp", devices=2, use_distributed_sampler=True)
-    dealt: list[Any] = []
-    hook = LambdaCallback(on_train_start=lambda trainer, _: dealt.append(internals.deal_to_ranks(trainer, loader(6))))
-    trainer.callbacks.append(hook)  # type: ignore[attr-defined]
-    trainer.fit(tiny(), loader(6))
-    return [len(targets) for _, targets in dealt[0]], internals.deal_to_ranks(trainer, trainer) is trainer
-
-
-def test_a_loader_is_dealt_to_the_ranks_as_the_trainer_does_it() -> None:
-    assert run_ranks(_dealt_samples, 2, "") == [([3], True)] * 2
-
-
-def test_a_loader_is_new_where_a_module_makes_it() -> None:
-    found: list[tuple[Any, bool]] = []
-    hook = LambdaCallback(on_train_start=lambda trainer, _: found.append(internals.original_training_loader(trainer)))
-
-    class WithLoader(Tiny):
-        def train_dataloader(self) -> DataLoader[Any]:
-            return loader()
-
-    passed = loader()
-    trainer_with(hook).fit(tiny(), passed)
-    trainer = trainer_with(hook)
-    trainer.fit(WithLoader(image_network().double(), torch.optim.SGD, lr=0.1))
-    assert found[0] == (passed, False)
-    assert found[1][1]
-    assert isinstance(found[1][0], DataLoader)
-    assert found[1][0] is not trainer.train_dataloader
-
-
 def test_lightning_installs_no_signal_handlers_until_that_is_undone() -> None:
     seen: list[Any] = []
     note = LambdaCallback(on_train_start=lambda *_: seen.append(signal.getsignal(signal.SIGTERM)))
