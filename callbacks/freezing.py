@@ -79,10 +79,9 @@ class FreezeLayers(pl.Callback):
     """Keeps layers exactly as they are, for the whole run or until a given epoch or update.
 
     Frozen means what it does for `freeze_layers`, and no momentum and no weight decay. The optimiser holds all
-    parameters from the first step, so schedulers, monitors and checkpoints never see another structure. What is frozen
-    is a function of the epoch and the update: nothing is saved, and a run can be resumed anywhere. Under DDP the module
-    is wrapped again, on all ranks, when that changes. Parameters that required no gradient before the fit never train.
-    A name may be written from its end: ``layer3`` finds ``network.layer3``, and of several the one nested least.
+    parameters from the first step. What is frozen is a function of the epoch and the update: nothing is saved, and a
+    run can be resumed anywhere. Under DDP the module is wrapped again, on all ranks, when that changes. Parameters that
+    required no gradient before the fit never train.
 
     Runs on: `on_fit_start`, `on_train_start`, `on_train_epoch_start`, `on_train_batch_start`. `teardown` and
     `on_exception` put back what each parameter and module was; tests and predictions find nothing changed.

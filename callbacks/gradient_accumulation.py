@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from callbacks.lib.accumulation import (
     check_closures,
-    check_length,
     check_single_accumulation,
     check_strategy,
     describe_second_call,
@@ -231,7 +230,6 @@ class GradientAccumulation(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         dealing, steps = resumable_loaders(trainer.train_dataloader), trainer.accumulate_grad_batches
-        check_length(trainer, steps)
         check_closures(trainer, steps)
         self._undo += [partial(each.divide_updates, each.items_of(each.world_size)) for each in dealing]
         if dealing and trainer.fit_loop.restarting:

@@ -60,35 +60,8 @@ def micro_batch_seed(seed: int, epoch: int, number: int) -> int:
 
     Args:
         number: of the micro-batch in its epoch, counted over all ranks.
-
-    Example:
-        >>> seed_generators(micro_batch_seed(seed=1, epoch=0, number=3))
-        >>> mask = torch.nn.functional.dropout(torch.ones(8))
-        >>> seed_generators(micro_batch_seed(seed=1, epoch=0, number=3))
-        >>> bool((mask == torch.nn.functional.dropout(torch.ones(8))).all())
-        True
     """
     return derive_seed_at(_key_of_steps(seed), epoch, number)
-
-
-def micro_batch_number(loader: Any, batch_idx: int, rank: int, world_size: int) -> int:
-    """The number of a rank's micro-batch in its epoch, counted over all ranks.
-
-    Loaders of `datamodules` say it themselves (``loader.micro_batch_number(batch_idx)``), so that a micro-batch has the
-    same number on any number of ranks. Others are taken to deal one batch to each rank in turn.
-
-    Args:
-        loader: the training loader, or several in a container.
-        batch_idx: number of the batch within its epoch, on this rank.
-
-    Example:
-        >>> [micro_batch_number([], batch_idx, rank=1, world_size=2) for batch_idx in range(3)]
-        [1, 3, 5]
-    """
-    if hasattr(loader, "micro_batch_number"):
-        number: int = loader.micro_batch_number(batch_idx)
-        return number
-    return batch_idx * world_size + rank
 
 
 def _calls_closure_once(optimizer: Any) -> bool:
@@ -233,7 +206,11 @@ class SeedControl(pl.Callback):
         seed_generators(derive_seed(self.seed, *address), self._device)
 
     def _seed_of_step(self, trainer: pl.Trainer, batch_idx: int) -> int:
-        number = micro_batch_number(trainer.train_dataloader, batch_idx, trainer.global_rank, trainer.world_size)
+        loader: Any = trainer.train_dataloader
+        if hasattr(loader, "micro_batch_number"):  # Of `datamodules`: the same on any number of ranks.
+            number = loader.micro_batch_number(batch_idx)
+        else:  # Others are taken to deal one batch to each rank in turn.
+            number = batch_idx * trainer.world_size + trainer.global_rank
         return micro_batch_seed(self.seed, trainer.current_epoch, number)
 
     def _seed_initial_weights(self) -> None:

@@ -81,14 +81,12 @@ class TrainLoss(pl.Callback):
     """Logs the mean loss over the targets of all ranks, once per ``log_every_n_steps`` updates and once per epoch.
 
     With it go the accuracy, where `training_step` returns how many targets were right, and the targets per second of
-    training. An epoch with fewer updates logs once, at its end. The means of an epoch are logged at its end with
-    ``_epoch`` after their names, such as "train/loss_epoch".
+    training. The means of an epoch are logged at its end with ``_epoch`` after their names, such as "train/loss_epoch".
 
     Runs on: every training batch, where it keeps references to the loss and the number of right targets;
     `training_step` returns them, as ``loss`` and ``correct``, and may add the ``count`` of targets behind them. Sums
-    are exact, so that equal batches log equal bits on any number of ranks. Logging costs one reduction of 51 integers,
-    and waits for the device once. Checkpoints hold the sums since the last log and of the epoch, so that a run resumed
-    on any number of ranks logs the same.
+    are exact, so that equal batches log equal bits on any number of ranks. Logging waits for the device once.
+    Checkpoints hold the sums, so that a run resumed on any number of ranks logs the same.
 
     Args:
         targets: what a target is, for "train/samples_per_second".

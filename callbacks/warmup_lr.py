@@ -165,9 +165,8 @@ class WarmupLR(pl.Callback):
     The n-th update uses the schedule's rate times ``warmup_factor(n / length)``, in every parameter group, whenever it
     was added. An update that float16 skipped is not counted. Where a module optimises by hand, a warm-up in updates
     counts those of each optimiser, and one in epochs or per cent the batches. The rates used are logged as ``lr``
-    (further groups as ``lr/<name or number>``) at the first update, every `log_every_n_steps` updates and at an epoch's
-    end; they are in `trainer.callback_metrics` without a logger too. The optimiser and its checkpoint keep the
-    schedule's own rate.
+    (further groups as ``lr/<name or number>``) every `log_every_n_steps` updates; they are in
+    `trainer.callback_metrics` without a logger too. The optimiser and its checkpoint keep the schedule's own rate.
 
     Args:
         duration: ``"500 steps"``, ``"2 epochs"`` or ``"5%"`` of the run. When a resumed run has other epochs or another

@@ -33,6 +33,7 @@ from datamodules.errors import UserError
 __all__ = ["ExactCheckpoint", "LastCheckpoint", "save_interval"]
 
 # Entries of a checkpoint.
+_DEVICES = "devices"  # The number of processes that train.
 _METRICS = "monitored_metrics"  # All scores, which callbacks and ReduceLROnPlateau read again later.
 _SCORED = "scored"  # The update after which was validated last, and the names of the scores of that validation.
 _SUMS = "epoch_sums"  # The sums behind the means of the present epoch, by rank.
@@ -82,18 +83,16 @@ def save_interval(text: str) -> dict[str, Any]:
 class ExactCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint`, which saves after complete updates, and after an epoch's last when it has ended.
 
-    Of equal scores the later is the best: it has learnt for longer, and small validation sets often give equal ones.
-    A save by the score of a validation that was made with other weights waits for the next validation; the last
-    checkpoint does not.
+    Of equal scores the later is the best. A save by the score of a validation that was made with other weights waits
+    for the next validation; the last checkpoint does not.
 
     A run resumes within an epoch with a training loader that has ``state_dict`` and ``load_state_dict``, and with one
     `DataLoader` over a data set with a length and a sampler of torch: it repeats the epoch's order, by `SeedControl` if
     it shuffles, and reads over the batches that were trained. With any other it resumes at an epoch's end.
 
-    A run validates and stops after complete updates: a validation that is due within one comes after it, and so does a
-    stop, by whatever sets `trainer.should_stop`. A stop that comes before ``min_epochs`` or ``min_steps`` is dropped;
-    `EarlyStopping` asks again. ReduceLROnPlateau makes its step before the checkpoint is saved. A resumed run knows the
-    scores, and the sums behind the means of its epoch.
+    A run validates and stops after complete updates. A stop that comes before ``min_epochs`` or ``min_steps`` is
+    dropped; `EarlyStopping` asks again. ReduceLROnPlateau makes its step before the checkpoint is saved. A resumed run
+    knows the scores, and the sums behind the means of its epoch.
 
     Runs on: `on_train_batch_end`, `on_validation_end` and `on_train_epoch_end`, as the stock one, whose arguments it
     takes; `on_train_start` of a resumed run. An update that a validation follows is saved after it.
@@ -109,7 +108,6 @@ class ExactCheckpoint(ModelCheckpoint):
     _validated_at_epoch_end = False
     _loaded: dict[str, Any] | None = None
     _resumed: _Resumed | None = None
-    _world_size = 1
     _scored: tuple[int, list[str]] = (0, [])
     _plateaus: internals.PlateauSteps | None = None
     _undo: Sequence[Callable[[], None]] = ()
@@ -130,7 +128,6 @@ class ExactCheckpoint(ModelCheckpoint):
                 # Lightning converts the module after it has loaded the weights, which float32 would have rounded.
                 trainer.precision_plugin.convert_module(pl_module)
         super().setup(trainer, pl_module, stage)
-        self._world_size = trainer.world_size
         internals.resume_max_steps_at_epoch_end(trainer)
 
     @override
@@ -138,6 +135,7 @@ class ExactCheckpoint(ModelCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        checkpoint[_DEVICES] = trainer.world_size
         if uncount_cut_epoch(loop := checkpoint["loops"]["fit_loop"]):
             internals.uncount_update(loop)
         if trainer.interrupted or _SUMS in checkpoint:
@@ -155,8 +153,7 @@ class ExactCheckpoint(ModelCheckpoint):
         self._scored = checkpoint.get(_SCORED, self._scored)
         raw = raw_weights(trainer, checkpoint) if trainer.state.fn == "fit" else None
         # `load_state_dict` is not called where this run saves at another interval or by another score.
-        numbers = (state.get("world_size") for state in checkpoint["callbacks"].values() if isinstance(state, dict))
-        world_size = next((n for n in numbers if isinstance(n, int) and n > 0), trainer.world_size)
+        world_size = checkpoint.get(_DEVICES, trainer.world_size)
         self._resumed = _Resumed(world_size, checkpoint.get(_METRICS) or {}, checkpoint.get(_SUMS), raw)
 
     @override
@@ -221,7 +218,7 @@ class ExactCheckpoint(ModelCheckpoint):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"world_size": self._world_size, "waits": internals.saves_after_validation(self)}
+        return super().state_dict() | {"waits": internals.saves_after_validation(self)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -16,21 +16,8 @@ __all__ = [
     "validation_is_due",
 ]
 
-Place = Literal[
-    "run start",
-    "within batch",
-    "within update",
-    "update",
-    "before validation",
-    "validation start",
-    "validation",
-    "after validation",
-    "before epoch end",
-    "epoch end",
-    "epoch start",
-    "run end",
-    "evaluation",
-]
+Place = str
+"""A key of `RULES`."""
 
 
 class Rule(NamedTuple):

@@ -3,7 +3,7 @@
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
+from lightning.pytorch.utilities import CombinedLoader
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
@@ -67,19 +67,6 @@ def check_strategy(trainer: pl.Trainer) -> None:
         raise UserError(
             f"{type(trainer.strategy).__name__} reduces gradients in its own way, which GradientAccumulation cannot"
             ' weigh: pass strategy="ddp", or remove the callback'
-        )
-
-
-def check_length(trainer: pl.Trainer, steps: int) -> None:
-    """Warns of updates that are longer than an epoch.
-
-    Args:
-        steps: of each device in an update.
-    """
-    if steps > trainer.num_training_batches:
-        rank_zero_warn(
-            f"accumulating over {steps} steps, but an epoch has {trainer.num_training_batches}: it makes a single"
-            " update; accumulate less, or pass a smaller `batch_size`"
         )
 
 

@@ -97,8 +97,6 @@ def frozen_objects(
 class FrozenLayers:
     """Layers of a module that stay as they are until `unfreeze` or `restore`; what `freeze_layers` returns.
 
-    A context manager, which restores at its end.
-
     Args:
         module: it is changed in place.
         names: of the modules and parameters to freeze, in full.
@@ -160,12 +158,6 @@ class FrozenLayers:
                 self._kept[module] = module.register_forward_pre_hook(drop_nothing), mode_of(module)
             drop_nothing(module)
 
-    def __enter__(self) -> "FrozenLayers":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.restore()
-
 
 def begin_momentum(optimizers: Iterable[Optimizer]) -> None:
     """Let parameters of a fused SGD begin to train beside others of their group that have a momentum.
@@ -186,13 +178,13 @@ def begin_momentum(optimizers: Iterable[Optimizer]) -> None:
 def freeze_layers(module: nn.Module, until: str | None = None, train_bn: bool = True) -> FrozenLayers:
     """Keeps layers of a module exactly as they are, in place; what is returned unfreezes them.
 
-    Frozen means no gradient, and evaluation mode through every ``train()``: batch normalisation uses its running
-    statistics and keeps them, and dropout is off. RNN, GRU and LSTM stay in training mode without dropout, since cuDNN
-    computes no backward pass through them in evaluation mode. Layers before the first that trains cost no backward
-    pass. A name may be written from its end: ``layer3`` finds ``network.layer3``, and of several the one nested least.
+    Frozen means no gradient, and evaluation mode through every ``train()``: batch normalisation keeps its running
+    statistics, and dropout is off. RNN, GRU and LSTM stay in training mode without dropout. Layers before the first
+    that trains cost no backward pass. A name may be written from its end: ``layer3`` finds ``network.layer3``, and of
+    several the one nested least.
 
-    A parameter that has a gradient already keeps it, and an optimiser would use it: freeze after ``zero_grad()``. DDP
-    only reduces the gradients of parameters that require one when it wraps a module, so wrap after a change.
+    Freeze after ``zero_grad()``, since an optimiser uses a gradient that is there already, and before DDP wraps, which
+    reduces only what requires a gradient then.
 
     Args:
         until: freeze what is defined before this submodule; it trains, and what follows.
@@ -207,9 +199,6 @@ def freeze_layers(module: nn.Module, until: str | None = None, train_bn: bool = 
         >>> net = net.train()
         >>> [name for name, parameter in net.named_parameters() if parameter.requires_grad]
         ['2.weight', '2.bias']
-        >>> frozen.unfreeze("0")
-        >>> frozen.counts()
-        (30, 38)
         >>> frozen.restore()
         >>> frozen.counts()
         (38, 38)

@@ -15,6 +15,7 @@ from callbacks.lib.signals import SIGNALS
 
 # Seconds for Slurm to reply, within the 25 that the command line's failure monitor gives rank 0 to exit.
 _SLURM_ANSWERS = 20.0
+_ATTEMPTS = 3
 
 
 class NotRequeued(Exception):
@@ -54,14 +55,18 @@ def _run(*args: str, within: float) -> tuple[int, str, str]:
 
 
 def _scontrol(*args: str, deadline: float) -> str:
-    """What ``scontrol`` prints."""
-    text, within = f"scontrol {' '.join(args)}", max(0.1, deadline - time.monotonic())
-    try:
-        status, output, errors = _run(*args, within=within)
-    except subprocess.TimeoutExpired as error:
-        raise _Failed(f"{text} did not end within {within:.0f} s") from error
-    except OSError as error:
-        raise _Failed(f"{text}: {error}") from error
+    """What ``scontrol`` prints; it is asked again where a signal has ended it."""
+    text = f"scontrol {' '.join(args)}"
+    for _ in range(_ATTEMPTS):
+        within = max(0.1, deadline - time.monotonic())
+        try:
+            status, output, errors = _run(*args, within=within)
+        except subprocess.TimeoutExpired as error:
+            raise _Failed(f"{text} did not end within {within:.0f} s") from error
+        except OSError as error:
+            raise _Failed(f"{text}: {error}") from error
+        if status >= 0:
+            break
     if status:
         raise _Failed(f"{text} ended with {status}: {errors.strip()}")
     return output
@@ -152,7 +157,7 @@ def requeue_on(signum: int) -> str:
     Returns:
         What became of it, in words; nothing for other signals and outside of a batch job.
     """
-    if signum != getattr(signal, "SIGUSR1", None):
+    if signum != signal.SIGUSR1:
         return ""
     try:
         job = requeue(os.environ)

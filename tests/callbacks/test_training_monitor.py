@@ -101,18 +101,6 @@ def test_gradients_of_float16_are_logged_unscaled(fused: bool) -> None:
     assert rows([MixedPrecision("16-mixed", "cpu", scaler)]) == pytest.approx(rows([]), rel=0.01)
 
 
-def test_lbfgs_and_sparse_gradients_are_measured() -> None:
-    assert fit(Tiny(network(), torch.optim.LBFGS, max_iter=3), batches(8))[0] > 0
-    tokens = torch.randint(11, (16, 4), generator=torch.Generator().manual_seed(1))
-    rows = {}
-    for sparse in (False, True):
-        torch.manual_seed(1)
-        embedding = nn.Sequential(nn.Embedding(11, 6, sparse=sparse), nn.Flatten(), nn.Linear(24, CLASSES))
-        loader = DataLoader(TensorDataset(tokens, TARGETS), 8)
-        rows[sparse] = fit(Tiny(embedding, sgd), loader)
-    assert rows[True] == pytest.approx(rows[False])
-
-
 class Manual(Tiny):
     """Two optimisers that step in each batch, whose gradients are zeroed after the step."""
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, LinearLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.gradient_accumulation import GradientAccumulation
@@ -107,26 +106,6 @@ def test_epochs_and_percentages_count_accumulated_updates_in_any_order_of_callba
         assert model.used == curve(length, 12)
 
 
-def halving(optimizer: torch.optim.Optimizer) -> LambdaLR:
-    return LambdaLR(optimizer, lambda step: 0.5**step)
-
-
-def test_any_schedule_continues_under_the_warm_up() -> None:
-    train(model := Model(halving), WarmupLR("8 steps"))
-    assert model.used == [factor * 0.5**step for step, factor in enumerate(curve(8, 20))]
-
-
-def test_warm_up_works_with_reduce_on_plateau() -> None:
-    def plateau(optimizer: torch.optim.Optimizer) -> ReduceLROnPlateau:
-        return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9999)
-
-    train(plain := Model(plateau))
-    assert plain.used[-1] < 1, "the plateau scheduler had something to do"
-    train(model := Model(plateau), WarmupLR("8 steps"))
-    ratios = [used / own for used, own in zip(model.used, plain.used, strict=True)]
-    assert ratios == pytest.approx(curve(8, 20))
-
-
 class AddGroup(pl.Callback):
     """What BackboneFinetuning does: the fourth step adds a group with a tenth of the rate."""
 
@@ -173,34 +152,6 @@ def test_the_rate_follows_the_global_batch(scale: Any, factor: float) -> None:
     warmup = WarmupLR("4 steps", scale=scale, base_batch_size=4 if scale else None)
     train(model := Model(), warmup, GradientAccumulation(3))
     assert model.used == pytest.approx([factor * warm for warm in curve(4, 8)])
-
-
-class Resumable(DataLoader):
-    """A loader that Lightning may resume in mid-epoch; the values do not matter here."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
-@pytest.mark.parametrize("stop", [3, 14])
-def test_a_resumed_run_uses_the_rates_of_one_that_was_never_stopped(stop: int, tmp_path: Any) -> None:
-    options = {"plugins": [grad_scaler()]}
-
-    def run(max_steps: int, **more: Any) -> Model:
-        model = Model(halving)
-        model.explodes = frozenset({1, 12})
-        checkpoint = ModelCheckpoint(tmp_path, "last", every_n_train_steps=stop, enable_version_counter=False)
-        callbacks = [WarmupLR("16 steps"), checkpoint]
-        train(model, *callbacks, max_steps=max_steps, **(options | {"enable_checkpointing": True}), **more)
-        return model
-
-    whole = run(-1).used
-    begun = run(stop).used
-    resumed = run(-1, ckpt_path=tmp_path / "last.ckpt").used
-    assert begun + resumed == whole
 
 
 def test_changed_accumulation_continues_at_the_fraction_of_the_warmup(

@@ -74,7 +74,7 @@ REFUSED: list[tuple[Row, Row | None, str]] = [
     (
         {"Lightning's": "BackboneFinetuning", "split": "2x1", "RankConsistency": "on"},
         {},
-        "BackboneFinetuning unfreezes, so each rank would train",
+        "the ranks hold different weights",
     ),
     (
         {"Lightning's": "BackboneFinetuning", "resumed": "as before"},

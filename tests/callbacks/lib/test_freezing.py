@@ -78,7 +78,7 @@ def test_statistics_of_all_batch_norm_stay_while_its_weights_train() -> None:
     assert not net["stem"][1].training  # type: ignore[index]
 
 
-def test_a_block_restores_flags_modes_and_hooks_at_its_end() -> None:
+def test_flags_modes_and_hooks_are_restored() -> None:
     net = network()
     net["head"].bias.requires_grad_(False)  # type: ignore[index]
 
@@ -87,10 +87,11 @@ def test_a_block_restores_flags_modes_and_hooks_at_its_end() -> None:
         return [flags, *((module.training, len(module._forward_pre_hooks)) for module in net.modules())]
 
     before = state()
-    with freeze_layers(net, "head", train_bn=False) as frozen:
-        assert frozen.counts() == (8, 66)
-        assert state() != before
-        net.train()
+    frozen = freeze_layers(net, "head", train_bn=False)
+    assert frozen.counts() == (8, 66)
+    assert state() != before
+    net.train()
+    frozen.restore()
     assert state() == before
 
 
@@ -111,12 +112,12 @@ def test_frozen_recurrent_layers_drop_nothing_and_stay_in_the_mode_in_which_cudn
     expected = gradient()
     frozen = FrozenLayers(net, {"middle"})
     frozen.freeze()
-    with frozen:
-        net.train()
-        assert torch.equal(gradient(), expected)
-        assert rnn.training
-        assert rnn.dropout == 0
-        assert torch.equal(copy.deepcopy(rnn)(net["first"](inputs))[0], rnn(net["first"](inputs))[0])
+    net.train()
+    assert torch.equal(gradient(), expected)
+    assert rnn.training
+    assert rnn.dropout == 0
+    assert torch.equal(copy.deepcopy(rnn)(net["first"](inputs))[0], rnn(net["first"](inputs))[0])
+    frozen.restore()
     assert rnn.dropout == 0.5
 
 
