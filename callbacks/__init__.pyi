@@ -1,10 +1,6 @@
-from .bn_recalibration import BNRecalibration as BNRecalibration
-from .bn_recalibration import recalibrate as recalibrate
 from .checkpointing.exact_checkpoint import ExactCheckpoint as ExactCheckpoint
 from .checkpointing.verified_io import CheckpointGuard as CheckpointGuard
 from .checkpointing.verified_io import VerifiedCheckpointIO as VerifiedCheckpointIO
-from .drawing.classification_images import ClassificationImages as ClassificationImages
-from .drawing.translation_samples import TranslationSamples as TranslationSamples
 from .finite_weights import FiniteWeights as FiniteWeights
 from .freezing import FreezeLayers as FreezeLayers
 from .gradient_accumulation import GradientAccumulation as GradientAccumulation

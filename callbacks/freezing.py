@@ -6,7 +6,7 @@ gradient is skipped by every optimiser, with its momentum and weight decay.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from callbacks.lib.durations import Duration
-from callbacks.lib.freezing import FrozenLayers, begin_momentum, check_freezing, frozen_objects, names_to_freeze
+from callbacks.lib.freezing import FrozenLayers, begin_momentum, check_freezing, frozen_objects, names_before
 from callbacks.lib.layers import find_name, module_names, parameter_names
 from callbacks.lib.updates import duration_to_updates, updates_made
 from datamodules.errors import UserError
@@ -48,21 +48,14 @@ def wrap_again(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             buffer.copy_(value)
 
 
-def in_whole_epochs_or_updates(duration: Duration, trainer: pl.Trainer) -> Duration:
-    """A duration that can be compared with the epoch or with the number of updates; from `on_train_start` on.
+def is_reached(start: Duration, trainer: pl.Trainer) -> bool:
+    """Whether a run is as far as a duration from its beginning; from `on_train_start` on.
 
-    Whole epochs stay epochs: they mean the same where the number of updates in one is unknown, or changes.
+    Whole epochs mean the same where the number of updates in one is unknown, or changes.
     """
-    if duration.unit == "epochs" and duration.value == int(duration.value):
-        return duration
-    return Duration(duration_to_updates(duration, trainer), "steps")
-
-
-def is_reached(start: Duration, trainer: pl.Trainer, written: Duration) -> bool:
-    """Whether a run is as far as `in_whole_epochs_or_updates` of the duration that was written."""
-    if start.unit == "epochs":
+    if start.unit == "epochs" and start.value == int(start.value):
         return trainer.current_epoch >= start.value
-    return updates_made(trainer, written) >= start.value
+    return updates_made(trainer, start) >= duration_to_updates(start, trainer)
 
 
 def trainable(module: nn.Module) -> set[nn.Parameter]:
@@ -75,8 +68,8 @@ class _Fit:
     """What `FreezeLayers` keeps for one fit."""
 
     layers: FrozenLayers
-    starts: dict[str, tuple[Duration, Duration]]
-    """When names are unfrozen: as written, and in what can be compared."""
+    starts: dict[str, Duration]
+    """When names are unfrozen."""
     wrapped: set[nn.Parameter]
     """The parameters that trained when DDP wrapped the module."""
     unfrozen: set[str] | None = None
@@ -86,17 +79,15 @@ class FreezeLayers(pl.Callback):
     """Keeps layers exactly as they are, for the whole run or until a given epoch or update.
 
     Frozen means what it does for `freeze_layers`, and no momentum and no weight decay. The optimiser holds all
-    parameters from the first step, so schedulers, monitors and checkpoints never see another structure. What is frozen
-    is a function of the epoch and the update: nothing is saved, and a run can be resumed anywhere. Under DDP the module
-    is wrapped again, on all ranks, when that changes. Parameters that required no gradient before the fit never train.
-    A name may be written from its end: ``layer3`` finds ``network.layer3``, and of several the one nested least.
+    parameters from the first step. What is frozen is a function of the epoch and the update: nothing is saved, and a
+    run can be resumed anywhere. Under DDP the module is wrapped again, on all ranks, when that changes. Parameters that
+    required no gradient before the fit never train.
 
     Runs on: `on_fit_start`, `on_train_start`, `on_train_epoch_start`, `on_train_batch_start`. `teardown` and
     `on_exception` put back what each parameter and module was; tests and predictions find nothing changed.
 
     Args:
         until: freeze what is defined before this submodule; it trains, and what follows.
-        patterns: freeze modules and parameters whose name, or an end of it, matches: ``["*.bn*"]``, ``["embedding"]``.
         unfreeze: freeze these modules or parameters until then: ``{"layer4": "1 epochs", "layer3": "500 steps"}``.
             Everything inside trains from that moment on, whatever else froze it; ``"*"`` is everything.
         train_bn: False keeps the running statistics of *all* batch normalisation; weights and biases train.
@@ -113,19 +104,14 @@ class FreezeLayers(pl.Callback):
     def __init__(
         self,
         until: str | None = None,
-        patterns: Sequence[str] = (),
         unfreeze: Mapping[str, int | str] | None = None,
         train_bn: bool = True,
     ) -> None:
         super().__init__()
         self.until = until
-        self.patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
         self.unfreeze = dict(unfreeze or {})
         self.train_bn = train_bn
-        if until is None and not self.patterns and not self.unfreeze and train_bn:
-            raise UserError('FreezeLayers() has nothing to freeze: pass until="layer4", patterns or unfreeze')
-        for when in self.unfreeze.values():
-            Duration.parse(when)
+        self._starts = {name: Duration.parse(at, f"unfreezing {name!r} at") for name, at in self.unfreeze.items()}
         self._fit: _Fit | None = None
 
     @override
@@ -138,33 +124,21 @@ class FreezeLayers(pl.Callback):
             )
         self._release()
         known = [*module_names(pl_module), *parameter_names(pl_module)]
-        starts = {
-            "*" if name in ("*", "all") else find_name(name, known, "unfreeze"): (Duration.parse(when),) * 2
-            for name, when in self.unfreeze.items()
-        }
-        names = names_to_freeze(pl_module, self.until, self.patterns) | (starts.keys() - {"*"})
+        starts = {name if name == "*" else find_name(name, known): start for name, start in self._starts.items()}
+        names = names_before(pl_module, self.until) | (starts.keys() - {"*"})
         warn = rank_zero_only(log.warning)
         for line in check_freezing(pl_module, names, starts, trainer.optimizers):
             warn(line)
         if self.until is not None and not frozen_objects(pl_module, names, ())[1]:
-            warn("FreezeLayers(until=%r) freezes nothing: no parameter is defined before it", self.until)
+            warn("nothing is frozen: no parameter is defined before %r", self.until)
         self._fit = _Fit(FrozenLayers(pl_module, names, self.train_bn), starts, trainable(pl_module))
         self._fit.layers.freeze_parameters()
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._fit is not None:
-            starts = self._fit.starts.items()
-            self._fit.starts = {
-                name: (start, in_whole_epochs_or_updates(start, trainer)) for name, (start, _) in starts
-            }
-        self._unfreeze(trainer, pl_module)
 
     def _unfreeze(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         if (fit := self._fit) is None:
             return
         # Epoch and update change between windows only, so nothing unfreezes while gradients are being summed.
-        unfrozen = {name for name, (written, start) in fit.starts.items() if is_reached(start, trainer, written)}
+        unfrozen = {name for name, start in fit.starts.items() if is_reached(start, trainer)}
         if unfrozen == fit.unfrozen:
             return
         fit.unfrozen = unfrozen
@@ -178,7 +152,7 @@ class FreezeLayers(pl.Callback):
         place = f"epoch {trainer.current_epoch + 1}, update {trainer.global_step}"
         rank_zero_only(log.info)("%s: %s of %s parameters train%s", place, f"{trains:,}", f"{total:,}", names)
 
-    on_train_epoch_start = on_train_batch_start = _unfreeze
+    on_train_start = on_train_epoch_start = on_train_batch_start = _unfreeze
 
     def _release(self, *args: Any, **kwargs: Any) -> None:
         if self._fit is not None:

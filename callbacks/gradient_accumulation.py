@@ -18,9 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from callbacks.lib.accumulation import (
-    averages_over_ranks,
     check_closures,
-    check_schedule,
     check_single_accumulation,
     check_strategy,
     describe_second_call,
@@ -35,7 +33,7 @@ from callbacks.lib.gradient_sum import GradientSum
 from callbacks.lib.hooks import drop_idle_hooks, refuse_dataloader_iter, restore_hooks
 from callbacks.lib.lightning_internals import make_no_update, skips_backward, when_training_loader_is_made
 from callbacks.lib.targets import count_targets, is_empty, observe_steps, warn_of_ignored_targets
-from callbacks.lib.updates import AccumulationSchedule, loader_batch_size
+from callbacks.lib.updates import loader_batch_size
 from datamodules.errors import RunFailedError, UserError
 from datamodules.loading.resumable import ResumableLoader
 
@@ -149,8 +147,8 @@ class GradientAccumulation(pl.Callback):
 
     `training_step` returns its ordinary mean loss and may add ``count``, the number of targets behind that mean (tokens
     that are not padding, say; an int, or a tensor of no dimension, which is never read back from the device). Without
-    it the batch size counts. So a smaller last batch, an update cut short by the epoch's end, ranks with unequal or
-    empty batches, all give the gradient of the one large batch; what is logged stays the ordinary mean.
+    it the batch size counts. What is logged stays the ordinary mean. A count of 0 takes a micro-batch out, even if its
+    loss is NaN.
 
     An update is a number of micro-batches, and each rank computes a range of them. Gradients are added in an order that
     follows from the micro-batches' numbers (`callbacks.GradientSum`), and the running statistics of BatchNorm, which
@@ -161,16 +159,8 @@ class GradientAccumulation(pl.Callback):
 
     Memory: the gradients of log2(micro-batches of a rank) + 1 micro-batches while they add up.
 
-    An optimiser that calls its closure several times per update (LBFGS, SAM) is refused on several devices or
-    micro-batches: each call would compute only a part of the update. The loss that a closure returns is that of the
-    rank's last micro-batch.
-
-    A count of 0 takes a micro-batch out, even if its loss is NaN for want of samples. Where samples hold no
-    target, divide by ``count.clamp(min=1)``: a gradient that is NaN stays NaN with any weight.
-
     Args:
-        steps: micro-batches per update on each device, or a mapping from when to how many: ``{0: 8, "2 epochs": 4}``.
-            The last entry whose time has come applies.
+        steps: micro-batches per update on each device.
         global_batch_size: samples per update on all devices; the number of micro-batches follows, and the last of them
             may be short. A loader that is none of `datamodules` needs a multiple of what the devices hold at once.
 
@@ -178,36 +168,31 @@ class GradientAccumulation(pl.Callback):
 
     Raises:
         UserError: an update has fewer micro-batches than there are devices, `global_batch_size` does not divide, both
-            arguments are given, something else accumulates as well, or the strategy cannot. With one micro-batch per
-            update such a strategy gets a warning only. LBFGS on several devices or micro-batches.
+            arguments are given, something else accumulates as well, or the strategy cannot. LBFGS on several
+            devices or micro-batches.
         RunFailedError: another optimiser calls its closure again there; or a loader has fewer batches than it says.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[GradientAccumulation(global_batch_size=1024)], logger=False)
     """
 
-    def __init__(self, steps: int | dict[int | str, int] = 1, global_batch_size: int | None = None) -> None:
+    def __init__(self, steps: int = 1, global_batch_size: int | None = None) -> None:
         super().__init__()
+        if type(steps) is not int or steps < 1:
+            raise UserError(f"accumulation of {steps!r} micro-batches: expected a whole number above 0")
         if global_batch_size is not None and steps != 1:
-            raise UserError(f"steps={steps!r} and global_batch_size={global_batch_size} are given: pass one of them")
+            raise UserError(
+                f"accumulation of {steps} micro-batches and global_batch_size={global_batch_size}: pass one of them"
+            )
         self.steps = steps
         self.global_batch_size = global_batch_size
-        self._schedule = self._asked()
-        """Steps of each device in an update."""
-        self._items: AccumulationSchedule | None = None
+        self._items: int | None = None
         """Items of an update on all devices, where a loader of `datamodules` deals them: samples, or batches."""
-        self._samples: AccumulationSchedule | None = None
+        self._samples: int | None = None
         """Samples of an update on all devices, for other loaders that say how many are in a batch."""
         self._sums: _UpdateSums | None = None
         self._undo: list[Callable[[], None]] = []
         self._undo_no_update: Callable[[], None] | None = None
-
-    def _asked(self) -> AccumulationSchedule:
-        return AccumulationSchedule.parse(self.steps)
-
-    def accumulation_schedule(self, trainer: pl.Trainer) -> AccumulationSchedule:
-        """Steps of each device in an update; known from `on_train_start` on."""
-        return self._schedule
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -216,73 +201,56 @@ class GradientAccumulation(pl.Callback):
         self._items = self._samples = None
         refuse_dataloader_iter(self, pl_module)
         check_single_accumulation(trainer, pl_module, (GradientAccumulation, GradientAccumulationScheduler))
-        self._undo.append(when_training_loader_is_made(trainer, lambda loader: self._divide(trainer, loader)))
+        self._undo.append(lambda: setattr(trainer, "accumulate_grad_batches", 1))
+        self._undo.append(when_training_loader_is_made(trainer, lambda loaders: self._divide(trainer, loaders)))
 
     def _divide(self, trainer: pl.Trainer, loaders: Any) -> None:
-        """Tell the loaders of `datamodules` what an update is in the present epoch."""
+        """Tell the Trainer, and the loaders of `datamodules`, what an update is."""
         dealing = resumable_loaders(loaders)
         if len(dealing) > 1 and self.global_batch_size is not None:
             loader_batch_size(loaders)  # Which raises.
         for loader in dealing:
             if self._items is None:
                 self._items = self._items_of_update(loader)
-            loader.divide_updates(self._items.wanted(trainer.current_epoch))
+            loader.divide_updates(self._items)
+        if dealing and self._items is not None:
+            trainer.accumulate_grad_batches = dealing[0].steps_in(self._items)
+        else:
+            trainer.accumulate_grad_batches = self._steps_with(trainer, loaders)
 
-    def _items_of_update(self, loader: ResumableLoader[Any]) -> AccumulationSchedule:
+    def _items_of_update(self, loader: ResumableLoader[Any]) -> int:
         if self.global_batch_size is not None:
-            return AccumulationSchedule(((0, loader.items_of_samples(self.global_batch_size)),))
-        return self._asked().map(lambda steps: loader.items_of(steps * loader.world_size))
+            return loader.items_of_samples(self.global_batch_size)
+        return loader.items_of(self.steps * loader.world_size)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        check_strategy(trainer, self.steps != 1 or self.global_batch_size is not None)
+        check_strategy(trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        dealing = resumable_loaders(trainer.train_dataloader)
-        self._schedule = self._steps_with(trainer, dealing)
-        largest = max(factor for _, factor in self._schedule.entries)
-        check_schedule(trainer, largest)
-        check_closures(trainer, largest)
-        self._undo.append(lambda: setattr(trainer, "accumulate_grad_batches", 1))
+        dealing, steps = resumable_loaders(trainer.train_dataloader), trainer.accumulate_grad_batches
+        check_closures(trainer, steps)
         self._undo += [partial(each.divide_updates, each.items_of(each.world_size)) for each in dealing]
-        trainer.accumulate_grad_batches = self._schedule.wanted(trainer.current_epoch)
         if dealing and trainer.fit_loop.restarting:
             move_place_in_epoch(trainer, dealing[0])
-        if averages_over_ranks(trainer) and (trainer.world_size > 1 or largest > 1):
+        if trainer.world_size > 1 or steps > 1:
             self._sums = _UpdateSums(trainer, pl_module)
             self._undo.append(observe_steps(pl_module, self._sums.weigh, self._sums.begin_step))
         drop_idle_hooks(self, [GradientAccumulation.on_after_backward] if self._sums is None else ())
 
-    def _steps_with(self, trainer: pl.Trainer, dealing: list[ResumableLoader[Any]]) -> AccumulationSchedule:
-        """Steps of each device in an update, with these loaders."""
-        if dealing and self._items is not None:
-            # An epoch of other updates has to have as many steps: Lightning counts them once.
-            sizes, in_a_step = {items for _, items in self._items.entries}, dealing[0].items_of(trainer.world_size)
-            if len(sizes) > 1 and any(items % in_a_step for items in sizes):
-                raise UserError(
-                    f"updates change during the run and have {' or '.join(map(str, sorted(sizes)))} samples or token"
-                    f" batches, of which {trainer.world_size} devices take {in_a_step} at once: pass a number of"
-                    " devices and a `batch_size` that divide them all"
-                )
-            return self._items.map(dealing[0].steps_in)
-        at_once = samples_per_batch(trainer)
+    def _steps_with(self, trainer: pl.Trainer, loaders: Any) -> int:
+        """Steps of each device in an update, with loaders that deal nothing."""
         if self.global_batch_size is not None:
-            at_once = loader_batch_size(trainer.train_dataloader) * trainer.world_size
+            at_once = loader_batch_size(loaders) * trainer.world_size
             found = f"global_batch_size={self.global_batch_size}"
-            return AccumulationSchedule(((0, steps_for_samples(self.global_batch_size, at_once, found)),))
-        if at_once is None:
-            return self._asked()
+            return steps_for_samples(self.global_batch_size, at_once, found)
+        if (in_a_step := samples_per_batch(trainer, loaders)) is None:
+            return self.steps
         if self._samples is None:
-            self._samples = self._asked().map(lambda steps: steps * at_once)
+            self._samples = self.steps * in_a_step
         found = f"the run was saved with other devices or batches than the {trainer.world_size} devices of now"
-        return self._samples.map(lambda samples: steps_for_samples(samples, at_once, found))
-
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._divide(trainer, trainer.train_dataloader)
-        if not skips_backward(trainer):
-            trainer.accumulate_grad_batches = self._schedule.wanted(trainer.current_epoch)
+        return steps_for_samples(self._samples, in_a_step, found)
 
     @override
     def on_train_batch_start(
@@ -321,17 +289,10 @@ class GradientAccumulation(pl.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        asked = {"steps": self._asked().entries, "global_batch_size": self.global_batch_size}
-        sizes = {"items": self._items, "samples": self._samples}
-        return {"asked": asked, **{name: size and size.entries for name, size in sizes.items()}}
+        asked = {"steps": self.steps, "global_batch_size": self.global_batch_size}
+        return {"asked": asked, "items": self._items, "samples": self._samples}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        asked = state_dict["asked"]
-        same = [*map(tuple, asked["steps"])], asked["global_batch_size"]
-        if same != ([*self._asked().entries], self.global_batch_size):
-            return  # Another update was asked for.
-        self._items, self._samples = (
-            AccumulationSchedule(tuple(map(tuple, entries))) if (entries := state_dict[name]) else None
-            for name in ("items", "samples")
-        )
+        if state_dict["asked"] == {"steps": self.steps, "global_batch_size": self.global_batch_size}:
+            self._items, self._samples = state_dict["items"], state_dict["samples"]

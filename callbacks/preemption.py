@@ -20,7 +20,7 @@ from callbacks.checkpointing.stopping_points import RULES, Place, move_counters
 from callbacks.lib.exchange import FlagAllReduce
 from callbacks.lib.hooks import callbacks_of, is_fast_dev_run, refuse_dataloader_iter, surround_callbacks
 from callbacks.lib.lightning_internals import collective_timeout, hold_to_updates, keep_signal_handlers, save_last
-from callbacks.lib.signals import SIGNALS, Preempted, SignalFlag, name_of
+from callbacks.lib.signals import Preempted, SignalFlag, name_of
 from callbacks.lib.slurm_job import requeue_on
 
 __all__ = ["Preemption"]
@@ -95,29 +95,20 @@ def end_children(trainer: pl.Trainer, patience: float) -> None:
 class Preemption(pl.Callback):
     """Ends a run after the current update, saved, when any rank gets SIGTERM, SIGUSR1 or Ctrl-C.
 
-    A signal only sets a flag. All ranks agree on it at the end of an update, save `last.ckpt` through the run's
-    checkpoint callback, and raise `Preempted`, which ends each process with 128 + the signal's number: 143, 138, 130. A
-    resumed run continues there bit for bit. In a validation the state before it is saved, and the resumed run validates
-    from the start; `trainer.validate`, `test` and `predict` end at the next batch. Before the first update nothing is
-    saved. A second Ctrl-C ends the process at once.
+    A signal only sets a flag. All ranks agree on it at the end of an update, one update later on several ranks, save
+    `last.ckpt` through the run's checkpoint callback, and raise `Preempted`, which ends each process with 128 + the
+    signal's number: 143, 138, 130. A resumed run continues there bit for bit. In a validation the state before it is
+    saved; `trainer.validate`, `test` and `predict` end at the next batch. Before the first update nothing is saved. A
+    second Ctrl-C ends the process at once.
 
-    Where training has just ended, `fit` raises too, so that no test begins.
-
-    Under torchrun, a signal to the agent ends all its workers, and no restart follows. A signal to one worker ends all
-    of them with a status other than 0, which ``--max-restarts`` follows with a restart; it resumes from `last.ckpt`.
-
-    On SIGUSR1 a batch job of Slurm is put back into the queue before any rank exits (``#SBATCH --signal=USR1@90``
-    sends it in time).
-
-    The all-reduce of several ranks' flags runs while the next update is computed, and is read one update later.
+    Under torchrun, a signal to the agent ends all its workers, and no restart follows; a signal to one worker ends all
+    of them, which ``--max-restarts`` follows with a restart. On SIGUSR1 a batch job of Slurm is put back into the queue
+    before any rank exits (``#SBATCH --signal=USR1@90`` sends it in time).
 
     A run validates and stops after complete updates, as with `ExactCheckpoint`.
 
     Runs on: the end of each update, the start and the batches of each evaluation, the start of each epoch. It is the
     last of all callbacks there, so that a checkpoint holds what the others did.
-
-    Args:
-        requeue: whether SIGUSR1 puts a batch job of Slurm back into the queue.
 
     Raises:
         Preempted: on every rank, when a signal came; a kind of SystemExit.
@@ -126,10 +117,9 @@ class Preemption(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[Preemption()], logger=False, accelerator="cpu")
     """
 
-    def __init__(self, requeue: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.requeue = requeue
-        self._flag = SignalFlag(SIGNALS)
+        self._flag = SignalFlag()
         self._undo: list[Callable[[], None]] = []
         self._forget()
 
@@ -227,7 +217,7 @@ class Preemption(pl.Callback):
             # First: Slurm may end the program that writes a job's output as soon as it has requeued the job.
             when = f" after update {trainer.global_step}" if trainer.state.fn == "fit" else ""
             log.warning("%s%s: %s", name_of(signum), when, done)
-            if self.requeue and (note := requeue_on(signum)):
+            if note := requeue_on(signum):
                 log.warning("%s", note)
         # Slurm may end the whole step, with the request to requeue, when the first process exits. All is saved: a rank
         # that does not take part is no reason to fail.

@@ -12,14 +12,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from callbacks.lib.hooks import callbacks_of
-from datamodules.errors import RunFailedError, UserError
+from datamodules.errors import RunFailedError
 
 __all__ = ["RankConsistency", "checksums", "describe_difference"]
 
@@ -70,8 +68,6 @@ def describe_difference(by_rank: Tensor, names: Sequence[str]) -> str | None:
     Example:
         >>> describe_difference(torch.tensor([[1, 2, 3], [1, 7, 8], [1, 2, 3]]), ["a", "b", "c"])
         'b (the first of 2 of 3): ranks 0, 2 | 1'
-        >>> describe_difference(torch.tensor([[1, 2], [1, 2]]), ["a", "b"]) is None
-        True
     """
     different = (by_rank != by_rank[0]).any(0).nonzero().flatten().tolist()
     if not different:
@@ -86,15 +82,13 @@ def describe_difference(by_rank: Tensor, names: Sequence[str]) -> str | None:
 class RankConsistency(pl.Callback):
     """Stops a run whose ranks hold different weights, and names the first parameter that differs.
 
-    Every parameter is compared, frozen ones too, by a checksum of its bits: one pass over the weights and one
-    all-gather of a number for each. Buffers are not: the running statistics of batch normalisation are each rank's own
-    under plain DDP. Alone on one process it does nothing; with strategies that split parameters it says so and
-    compares nothing.
+    Every parameter is compared by a checksum of its bits: one pass over the weights and one all-gather of a number for
+    each. Buffers are not: the running statistics of batch normalisation are each rank's own under plain DDP. With
+    strategies that split parameters it says so and compares nothing.
 
     Runs on: `on_train_epoch_end`, before checkpoints of that moment are saved, and `on_train_end`.
 
     Raises:
-        UserError: at set-up, of several ranks that would unfreeze layers with Lightning's callbacks (#20340).
         RunFailedError: on every rank, if one differs.
 
     Example:
@@ -105,16 +99,6 @@ class RankConsistency(pl.Callback):
         super().__init__()
         self._active = False
         self._checked_step = -1
-
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        for callback in callbacks_of(trainer):
-            if stage == "fit" and trainer.world_size > 1 and isinstance(callback, BaseFinetuning):
-                name = type(callback).__name__
-                raise UserError(
-                    f"DDP does not reduce the gradients of layers that {name} unfreezes, so each rank would train"
-                    " a model of its own: use FreezeLayers, or one device"
-                )
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

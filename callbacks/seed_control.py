@@ -60,35 +60,8 @@ def micro_batch_seed(seed: int, epoch: int, number: int) -> int:
 
     Args:
         number: of the micro-batch in its epoch, counted over all ranks.
-
-    Example:
-        >>> seed_generators(micro_batch_seed(seed=1, epoch=0, number=3))
-        >>> mask = torch.nn.functional.dropout(torch.ones(8))
-        >>> seed_generators(micro_batch_seed(seed=1, epoch=0, number=3))
-        >>> bool((mask == torch.nn.functional.dropout(torch.ones(8))).all())
-        True
     """
     return derive_seed_at(_key_of_steps(seed), epoch, number)
-
-
-def micro_batch_number(loader: Any, batch_idx: int, rank: int, world_size: int) -> int:
-    """The number of a rank's micro-batch in its epoch, counted over all ranks.
-
-    Loaders of `datamodules` say it themselves (``loader.micro_batch_number(batch_idx)``), so that a micro-batch has the
-    same number on any number of ranks. Others are taken to deal one batch to each rank in turn.
-
-    Args:
-        loader: the training loader, or several in a container.
-        batch_idx: number of the batch within its epoch, on this rank.
-
-    Example:
-        >>> [micro_batch_number([], batch_idx, rank=1, world_size=2) for batch_idx in range(3)]
-        [1, 3, 5]
-    """
-    if hasattr(loader, "micro_batch_number"):
-        number: int = loader.micro_batch_number(batch_idx)
-        return number
-    return batch_idx * world_size + rank
 
 
 def _calls_closure_once(optimizer: Any) -> bool:
@@ -114,32 +87,28 @@ def _set_environment(seed: int) -> Callable[[], None]:
 class SeedControl(pl.Callback):
     """Makes random numbers a function of the seed and the place in the run: equal on a rerun and on other devices.
 
-    - Constructing it seeds all generators, as ``torch.manual_seed(seed)`` does. Build it before the module and the
-      initial weights repeat. It does so again before ``setup`` and ``configure_model``, alike on all ranks; and DDP
-      sends rank 0's weights to every rank in any case.
-    - Each training step draws from (seed, epoch, number of the micro-batch in the epoch). What is drawn between two
-      steps has its own address. So a rerun, or a resume at any point, draws the same numbers, and so do other numbers
-      of devices and nodes where the loader says the numbers of its micro-batches, as those of `datamodules` do. That
-      holds for layers (dropout, recurrent ones, stochastic depth) and for functions, of torch, NumPy and Python.
-      Micro-batches of another size are other micro-batches, with other numbers.
+    - Constructing it seeds all generators, as ``torch.manual_seed(seed)`` does: build it before the module and the
+      initial weights repeat. It does so again before ``setup`` and ``configure_model``, alike on all ranks.
+    - Each training step draws from (seed, epoch, number of the micro-batch in the epoch), for layers and functions of
+      torch, NumPy and Python. What is drawn between two steps has its own address. So a rerun, or a resume at any
+      point, draws the same numbers, and so do other numbers of devices where the loader says the numbers of its
+      micro-batches, as those of `datamodules` do.
     - A closure that an optimiser calls again in the same step (LBFGS, SAM) draws the same numbers again. Under manual
       optimisation, further forward passes of a step draw further numbers.
-    - Each evaluation step draws from (seed, loader, number of the batch over all ranks). Training after a validation
-      draws what it would have drawn without it.
+    - Each evaluation step draws from (seed, loader, number of the batch over all ranks), and changes nothing of what
+      training draws.
     - Before each epoch the generators are seeded alike on all ranks, so that samplers whose indices Lightning deals to
-      the ranks agree on the order, whatever hooks have drawn; workers of a `DataLoader` get a seed for each epoch, rank
-      and worker, unless they persist.
+      the ranks agree on the order; workers of a `DataLoader` get a seed for each epoch, rank and worker, unless they
+      persist.
 
     It costs about 35 microseconds a step, and never waits for the device.
 
-    Three limits. A data set that draws from global generators depends on the numbers of devices and workers. The order
-    of a stock `DataLoader` is repeated on a resume with `ExactCheckpoint` only, and it deals its batches to the ranks
-    in turn, so that other devices draw other numbers. In a batch transfer hook its first batch of an epoch draws alike
-    on all ranks. Loaders of `datamodules` have none of these faults.
+    Limits: a data set that draws from global generators depends on the numbers of devices and workers. The order of a
+    stock `DataLoader` is repeated on a resume with `ExactCheckpoint` only, and it deals its batches to the ranks in
+    turn, so that other devices draw other numbers.
 
-    Runs on: construction, `setup`, `on_fit_start`, `on_sanity_check_end`, `on_train_start`, `on_train_epoch_start`,
-    `on_train_batch_start`, `on_after_backward`, `on_train_batch_end`, around validation, the start of each evaluation
-    batch. What it set in the environment is put back in `teardown` and `on_exception`.
+    Runs on: construction, `setup`, the starts of fit, training and epochs, the start and end of each batch, and around
+    validation. What it set in the environment is put back in `teardown` and `on_exception`.
 
     Args:
         seed: 0 or greater, the same on all ranks.
@@ -237,7 +206,11 @@ class SeedControl(pl.Callback):
         seed_generators(derive_seed(self.seed, *address), self._device)
 
     def _seed_of_step(self, trainer: pl.Trainer, batch_idx: int) -> int:
-        number = micro_batch_number(trainer.train_dataloader, batch_idx, trainer.global_rank, trainer.world_size)
+        loader: Any = trainer.train_dataloader
+        if hasattr(loader, "micro_batch_number"):  # Of `datamodules`: the same on any number of ranks.
+            number = loader.micro_batch_number(batch_idx)
+        else:  # Others are taken to deal one batch to each rank in turn.
+            number = batch_idx * trainer.world_size + trainer.global_rank
         return micro_batch_seed(self.seed, trainer.current_epoch, number)
 
     def _seed_initial_weights(self) -> None:

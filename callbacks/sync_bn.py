@@ -5,7 +5,7 @@ it was frozen. Without it each rank normalises alone and the statistics that are
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -27,8 +27,6 @@ from callbacks.lib.hooks import drop_idle_hooks, restore_hooks
 from datamodules.errors import UserError
 
 __all__ = ["SyncBN", "check_batchnorm", "restore_batchnorm", "sync_batchnorm"]
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class _SynchronisedFunction(torch.autograd.Function):
@@ -127,11 +125,6 @@ class _SynchronisedGradient(torch.autograd.Function):
         )
 
 
-def _not_compiled(function: Function) -> Function:
-    disabled: Function = torch.compiler.disable(function)
-    return disabled
-
-
 class _Synchronised(_BatchNorm):
     """The second base of the classes that `sync_batchnorm` makes."""
 
@@ -140,7 +133,8 @@ class _Synchronised(_BatchNorm):
     _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
     @override
-    @_not_compiled  # a collective inside an autograd function; the layers around it compile
+    # A collective inside an autograd function; the layers around it compile.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
@@ -235,18 +229,16 @@ def restore_batchnorm(module: nn.Module) -> None:
 class SyncBN(pl.Callback):
     """Normalises batches over the processes of a run, so that splitting a batch over devices changes nothing.
 
-    Every BatchNorm1d, 2d and 3d computes mean and variance over the samples of all ranks: torch's
-    SyncBatchNorm on accelerators, our own on CPUs. So does timm's BatchNormAct2d. Ranks may hold different
-    numbers of samples, and none. Frozen layers (in evaluation mode) stay frozen. State-dict keys do not change, and
-    after the fit, or an exception in it, each layer has its class back, so the weights load into plain batch
-    normalisation. Alone on one process it does nothing.
+    Every BatchNorm1d, 2d and 3d, and timm's BatchNormAct2d, computes mean and variance over the samples of all ranks:
+    torch's SyncBatchNorm on accelerators, our own on CPUs. Ranks may hold different numbers of samples, and none.
+    Frozen layers (in evaluation mode) stay frozen. State-dict keys do not change, and after the fit, or an exception in
+    it, each layer has its class back. Alone on one process it does nothing.
 
     Runs on: `on_fit_start`, after ``configure_model``, loading and DDP, and `on_train_batch_start`; undone in
     `teardown` and `on_exception`.
 
     Raises:
-        UserError: at set-up, if the strategy splits layers, or a subclass of BatchNorm normalises in a `forward` of its
-            own.
+        UserError: the strategy splits layers, or a subclass of BatchNorm normalises in a `forward` of its own.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[SyncBN()], logger=False, accelerator="cpu")
@@ -254,11 +246,6 @@ class SyncBN(pl.Callback):
 
     def __init__(self) -> None:
         self._ddp: Any = None
-
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if trainer.world_size > 1:
-            check_batchnorm(pl_module)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

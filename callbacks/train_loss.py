@@ -24,7 +24,7 @@ __all__ = ["TrainLoss", "sums_over_targets"]
 _FOLD = 64
 
 _SUMS = "train_loss"
-"""The entry of a checkpoint with what was summed up since the last log, by name."""
+"""The entry of a checkpoint with what was summed up since the last log."""
 
 
 def sums_over_targets(
@@ -66,12 +66,6 @@ def _right(outputs: dict[str, Any]) -> int | float | Tensor | None:
     return correct if isinstance(correct, (int, float)) else None
 
 
-def _beside(name: str, other: str) -> str:
-    """Another name in the same group: "train/accuracy" beside "train/loss"."""
-    group, slash, _ = name.rpartition("/")
-    return f"{group}{slash}{other}"
-
-
 @dataclass
 class _Interval:
     """What began at the last log."""
@@ -87,28 +81,25 @@ class TrainLoss(pl.Callback):
     """Logs the mean loss over the targets of all ranks, once per ``log_every_n_steps`` updates and once per epoch.
 
     With it go the accuracy, where `training_step` returns how many targets were right, and the targets per second of
-    training. An epoch with fewer updates logs once, at its end. The means of an epoch are logged at its end with
-    ``_epoch`` after their names, such as "train/loss_epoch".
+    training. The means of an epoch are logged at its end with ``_epoch`` after their names, such as "train/loss_epoch".
 
     Runs on: every training batch, where it keeps references to the loss and the number of right targets;
     `training_step` returns them, as ``loss`` and ``correct``, and may add the ``count`` of targets behind them. Sums
-    are exact, so that equal batches log equal bits on any number of ranks. Logging costs one reduction of 51 integers,
-    and waits for the device once. Checkpoints hold the sums since the last log and of the epoch, so that a run resumed
-    on any number of ranks logs the same.
+    are exact, so that equal batches log equal bits on any number of ranks. Logging waits for the device once.
+    Checkpoints hold the sums, so that a run resumed on any number of ranks logs the same.
 
     Args:
-        name: under which the loss is logged; the accuracy is beside it, as "train/accuracy".
         targets: what a target is, for "train/samples_per_second".
 
     Raises:
         RunFailedError: an epoch had no target, on any rank.
 
     Example:
-        >>> trainer = pl.Trainer(callbacks=[TrainLoss("loss")], logger=False, accelerator="cpu")
+        >>> trainer = pl.Trainer(callbacks=[TrainLoss()], logger=False, accelerator="cpu")
     """
 
-    def __init__(self, name: str = "train/loss", targets: str = "samples") -> None:
-        self.name, self.targets = name, targets
+    def __init__(self, targets: str = "samples") -> None:
+        self.targets = targets
         self._sums = torch.zeros(2, 3, DIGITS, dtype=torch.int64)
         """Of this rank since the last log, and in this epoch."""
         self._batches: list[tuple[Tensor, int | Tensor, int | float | Tensor | None]] = []
@@ -153,13 +144,13 @@ class TrainLoss(pl.Callback):
         if trainer.state.fn != "fit" or trainer.interrupted:
             return  # After an exception the other ranks may be gone.
         saved = {"sums": self._totals(trainer).cpu(), "update": self._interval.update, "logged": self._interval.logged}
-        checkpoint.setdefault(_SUMS, {})[self.name] = saved
+        checkpoint[_SUMS] = saved
 
     @override
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        self._saved = checkpoint.get(_SUMS, {}).get(self.name) if trainer.state.fn == "fit" else None
+        self._saved = checkpoint.get(_SUMS) if trainer.state.fn == "fit" else None
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -207,13 +198,13 @@ class TrainLoss(pl.Callback):
         self, trainer: pl.Trainer, total: list[float], has_accuracy: bool, suffix: str = "", rate: float | None = None
     ) -> None:
         loss, targets, correct = total
-        names = [self.name, *([_beside(self.name, "accuracy")] if has_accuracy else [])]
+        names = ["train/loss", *(["train/accuracy"] if has_accuracy else [])]
         means = {f"{name}{suffix}": torch.tensor(value / targets) for name, value in zip(names, (loss, correct))}
         # Past `pl_module.log`, which would show nothing in an epoch that is shorter than the interval.
         trainer.callback_metrics.update(means)
         row = {name: float(mean) for name, mean in means.items()}
         if rate is not None:
-            row[_beside(self.name, f"{self.targets}_per_second")] = rate
+            row[f"train/{self.targets}_per_second"] = rate
         log_after_update(trainer, row)
 
     def _log_interval(self, trainer: pl.Trainer, has_accuracy: bool) -> None:

@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from callbacks.lib.hooks import log_after_update, log_interval
 from callbacks.lib.updates import updates_made
-from datamodules.ranges import COUNT, check_ranges
 
 __all__ = ["TrainingMonitor", "total_norm"]
 
@@ -47,16 +46,11 @@ class TrainingMonitor(pl.Callback):
     Runs on: `on_before_optimizer_step` and `on_train_batch_end`, once per ``log_every_n_steps`` updates, where it waits
     for the device once. Nothing that it does changes the run.
 
-    Args:
-        every: updates between two logs; by default the Trainer's ``log_every_n_steps``.
-
     Example:
         >>> trainer = pl.Trainer(callbacks=[TrainingMonitor()], logger=False, accelerator="cpu")
     """
 
-    def __init__(self, every: int | None = None) -> None:
-        check_ranges(every=(every, COUNT))
-        self.every = every
+    def __init__(self) -> None:
         self.values: dict[str, float] = {}
         """What was logged last."""
         self._norms: dict[Optimizer, tuple[Tensor, float]] = {}
@@ -66,7 +60,6 @@ class TrainingMonitor(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._norms = {}
         self._epoch_start = updates_made(trainer)
-        self._interval = self.every or log_interval(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -76,7 +69,7 @@ class TrainingMonitor(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        every = self._interval
+        every = log_interval(trainer)
         if not every:
             return
         self._update, before = trainer.global_step, updates_made(trainer)

@@ -5,7 +5,6 @@ cannot wrap ReduceLROnPlateau (#10759), break when a parameter group is added, a
 updates changes. Here the rate is multiplied only while the optimiser steps, so no schedule notices.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,26 +22,17 @@ from datamodules.errors import UserError
 
 __all__ = ["RateFactor", "WarmupLR", "batch_size_scale", "rates_by_name", "warmup_factor"]
 
-Kind = Literal["linear", "cosine", "exponential", "constant"]
 Scale = Literal["linear", "sqrt"]
 
 
-def warmup_factor(progress: float, kind: Kind = "linear", start_factor: float = 0.01) -> float:
+def warmup_factor(progress: float, start_factor: float = 0.01) -> float:
     """What to multiply the learning rate with at a fraction of the warm-up: `start_factor` at 0, and 1 from 1 on.
 
     Example:
-        >>> [warmup_factor(progress, "linear", start_factor=0.5) for progress in (0, 0.5, 1, 7)]
+        >>> [warmup_factor(progress, start_factor=0.5) for progress in (0, 0.5, 1, 7)]
         [0.5, 0.75, 1.0, 1.0]
     """
-    if progress >= 1:
-        return 1.0
-    if kind == "constant":
-        return start_factor
-    if kind == "exponential":
-        return float(start_factor ** (1 - progress))
-    if kind == "cosine":
-        progress = (1 - math.cos(math.pi * progress)) / 2
-    return start_factor + (1 - start_factor) * progress
+    return 1.0 if progress >= 1 else start_factor + (1 - start_factor) * progress
 
 
 def batch_size_scale(batch_size: int, base_batch_size: int, scale: Scale | None) -> float:
@@ -138,17 +128,9 @@ class RateFactor:
         factor = self._factor(self.updates)
         if self._depth > 1 or factor == 1:
             return
-        tensors: set[int] = set()
         for group in self.optimizer.param_groups:
-            rate = group["lr"]
-            if not isinstance(rate, Tensor):
-                self._own.append((group, rate))
-                group["lr"] = rate * factor
-            elif id(rate) not in tensors:
-                # A compiled or captured optimiser reads this very tensor, which groups may share.
-                tensors.add(id(rate))
-                self._own.append((group, rate.clone()))
-                rate.mul_(factor)
+            self._own.append((group, group["lr"]))
+            group["lr"] = group["lr"] * factor
 
     def _after_step(self, *_: Any) -> None:
         self._depth -= 1
@@ -161,10 +143,7 @@ class RateFactor:
 
     def _restore(self) -> None:
         for group, rate in self._own:
-            if isinstance(rate, Tensor):
-                group["lr"].copy_(rate)
-            else:
-                group["lr"] = rate
+            group["lr"] = rate
         self._own = []
 
 
@@ -186,16 +165,13 @@ class WarmupLR(pl.Callback):
     The n-th update uses the schedule's rate times ``warmup_factor(n / length)``, in every parameter group, whenever it
     was added. An update that float16 skipped is not counted. Where a module optimises by hand, a warm-up in updates
     counts those of each optimiser, and one in epochs or per cent the batches. The rates used are logged as ``lr``
-    (further groups as ``lr/<name or number>``) at the first update, every `log_every_n_steps` updates and at an epoch's
-    end; they are in `trainer.callback_metrics` without a logger too. The optimiser and its checkpoint keep the
-    schedule's own rate.
+    (further groups as ``lr/<name or number>``) every `log_every_n_steps` updates; they are in
+    `trainer.callback_metrics` without a logger too. The optimiser and its checkpoint keep the schedule's own rate.
 
     Args:
         duration: ``"500 steps"``, ``"2 epochs"`` or ``"5%"`` of the run. When a resumed run has other epochs or another
             end, because devices, accumulation or `max_epochs` changed, a warm-up in epochs or per cent continues at the
             fraction it had reached.
-        kind: the curve; ``"constant"`` stays at `start_factor` until the end.
-        start_factor: the first update's fraction of the rate.
         scale: how the rate follows the global batch: loader's batch size x devices x accumulated micro-batches.
         base_batch_size: the global batch that the rate is stated for; needed with `scale`.
 
@@ -203,36 +179,22 @@ class WarmupLR(pl.Callback):
         UserError: a setting is out of its range, or the duration has no length in this run.
 
     Example:
-        >>> warmup = WarmupLR("5%", kind="cosine", scale="linear", base_batch_size=256)
+        >>> warmup = WarmupLR("5%", scale="linear", base_batch_size=256)
         >>> trainer = pl.Trainer(callbacks=[warmup], logger=False)
     """
 
     def __init__(
-        self,
-        duration: int | str = "5%",
-        kind: Kind = "linear",
-        start_factor: float = 0.01,
-        scale: Scale | None = None,
-        base_batch_size: int | None = None,
+        self, duration: int | str = "5%", scale: Scale | None = None, base_batch_size: int | None = None
     ) -> None:
         super().__init__()
-        if kind not in ("linear", "cosine", "exponential", "constant"):
-            raise UserError(f'unknown kind {kind!r}: expected "linear", "cosine", "exponential" or "constant"')
         if scale not in ("linear", "sqrt", None):
             raise UserError(f'unknown scale {scale!r}: expected "linear", "sqrt" or None')
-        if not 0 <= start_factor <= 1 or (kind == "exponential" and not start_factor):
-            raise UserError(f"start_factor={start_factor} with kind={kind!r}: expected 0 to 1, exponential above 0")
         if (scale is None) != (base_batch_size is None) or (base_batch_size is not None and base_batch_size < 1):
             raise UserError(
                 f'scale={scale!r} with base_batch_size={base_batch_size}: pass both, such as scale="linear",'
                 " base_batch_size=256, or neither"
             )
-        try:
-            self.duration = Duration.parse(duration)
-        except UserError as error:
-            raise UserError(f"`duration`: {error}") from error
-        self.kind: Kind = kind
-        self.start_factor = start_factor
+        self.duration = Duration.parse(duration, "the warm-up")
         self.scale: Scale | None = scale
         self.base_batch_size = base_batch_size
         self.length = 0
@@ -246,7 +208,7 @@ class WarmupLR(pl.Callback):
 
     def factor(self, trainer: pl.Trainer, updates: float) -> float:
         """What the schedule's rate is multiplied with at the update that follows `updates` others."""
-        warmup = warmup_factor(updates / self.length, self.kind, self.start_factor) if updates < self.length else 1.0
+        warmup = warmup_factor(updates / self.length) if updates < self.length else 1.0
         if self.base_batch_size is None:
             return warmup
         return warmup * batch_size_scale(global_batch_size(trainer), self.base_batch_size, self.scale)

@@ -1,8 +1,8 @@
 """Averages of the weights over a run, which are evaluated, saved and exported, while training goes on from the others.
 
 Lightning's `WeightAveraging` validates with the initial weights until its first average (#21724), puts the weights that
-were not averaged back on every load of a checkpoint, in a test too, averages the statistics of BatchNorm, which fit no
-weights, and copies the module. Here one more copy of the parameters is kept.
+were not averaged back on every load of a checkpoint, in a test too, and copies the module. Here one more copy of the
+parameters is kept.
 """
 
 import copy
@@ -19,18 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from callbacks.bn_recalibration import BNRecalibration
 from callbacks.checkpointing.replay import RAW_WEIGHTS, loaded_raw_weights
-from callbacks.lib.durations import Duration
 from callbacks.lib.hooks import callbacks_of, set_callbacks
-from callbacks.lib.updates import duration_to_updates, total_updates, updates_made
 from datamodules.errors import UserError
 from datamodules.ranges import Range, check_ranges
 
-__all__ = ["WeightAveraging", "add_sample", "ema_weight", "mean_weight"]
+__all__ = ["WeightAveraging", "ema_weight"]
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-_BN_SAMPLES = 2048
 
 
 def ema_weight(samples: int, decay: float) -> float:
@@ -38,9 +34,6 @@ def ema_weight(samples: int, decay: float) -> float:
 
     The decay is n / (9 + n) until it has reached `decay`, as in TensorFlow's `ExponentialMovingAverage(num_updates=)`:
     the first sample counts in full, and the average goes back over the last ninth of a run that is short for its decay.
-    The MNIST recipe with a constant rate, means of 2 seeds: after 2 of 6 epochs the test accuracy is 99.09 %
-    without average, 99.52 % with this and 98.69 % with a fixed decay of 0.999; after all, 99.19, 99.62 and
-    99.59 %. That of timm's `ModelEmaV3`, 1 - (1 + n)^(-2/3), gives 99.52 and 99.61 %.
 
     Example:
         >>> [round(ema_weight(n, decay=0.999), 3) for n in (0, 1, 91, 8991, 10**6)]
@@ -49,34 +42,11 @@ def ema_weight(samples: int, decay: float) -> float:
     return 1 - min(decay, samples / (9 + samples))
 
 
-def mean_weight(samples: int) -> float:
-    """The weight of the next sample in an equal mean of `samples` others.
-
-    Example:
-        >>> [mean_weight(n) for n in (0, 1, 3)]
-        [1.0, 0.5, 0.25]
-    """
-    return 1 / (samples + 1)
-
-
-@torch.no_grad()
-def add_sample(averages: list[Tensor], sample: list[Tensor], weight: float) -> None:
-    """Moves averages towards a sample by a share of the way, in place: one kernel for all tensors of a device.
-
-    Example:
-        >>> average = torch.tensor([1.0])
-        >>> add_sample([average], [torch.tensor([5.0])], weight=0.25)
-        >>> average
-        tensor([2.])
-    """
-    torch._foreach_lerp_(averages, sample, weight)
-
-
-def averaged_tensors(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """The floating-point parameters of a module, tied ones once, and the running statistics of its BatchNorm."""
+def averaged_tensors(module: nn.Module) -> list[Tensor]:
+    """The floating-point parameters of a module, tied ones once, then the running statistics of its BatchNorm."""
     parameters: list[Tensor] = [p for p in module.parameters() if p.is_floating_point()]
     norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    return parameters, [b for layer in norms for b in (layer.running_mean, layer.running_var) if b is not None]
+    return parameters + [b for layer in norms for b in (layer.running_mean, layer.running_var) if b is not None]
 
 
 @torch.no_grad()
@@ -92,29 +62,25 @@ class _Average:
     """The average of a module's weights, in tensors beside it or, to be evaluated, in the module.
 
     Args:
-        module: the weights in it are the first sample.
-        fits: whether the statistics of BatchNorm in it belong to the average.
+        module: what is in it is the first sample.
     """
 
-    def __init__(self, module: nn.Module, fits: bool) -> None:
-        self.parameters, statistics = averaged_tensors(module)
-        self._tensors = [*self.parameters, *statistics]
-        self.others = [tensor.detach().clone() for tensor in self._tensors]
-        """The average, or while that is in the module, the weights that are trained."""
-        self.in_module, self.fits = False, fits
+    def __init__(self, module: nn.Module) -> None:
+        self.tensors, self.parameters = averaged_tensors(module), [*map(id, module.parameters())]
+        self.others = [tensor.detach().clone() for tensor in self.tensors]
+        """The average, or while that is in the module, what is trained."""
+        self.in_module = False
 
+    @torch.no_grad()
     def add(self, weight: float) -> None:
-        """Move towards the weights in the module."""
-        add_sample(self.others[: len(self.parameters)], self.parameters, weight)
-        self.fits = False
+        """Move towards the weights in the module by a share of the way: one kernel for all tensors of a device."""
+        torch._foreach_lerp_(self.others, self.tensors, weight)
 
-    def put(self, in_module: bool) -> bool:
-        """Put the average into the module, or the weights that are trained back; returns whether that changed it."""
-        if self.in_module == in_module:
-            return False
-        exchange(self._tensors, self.others)
-        self.in_module = in_module
-        return True
+    def put(self, in_module: bool) -> None:
+        """Put the average into the module, or what is trained back."""
+        if self.in_module != in_module:
+            exchange(self.tensors, self.others)
+            self.in_module = in_module
 
 
 class _FirstOfAll(LambdaCallback):
@@ -122,18 +88,14 @@ class _FirstOfAll(LambdaCallback):
 
 
 class WeightAveraging(pl.Callback):
-    """Evaluates and saves an average of the weights; training goes on from those that are not averaged.
+    """Evaluates and saves an exponential moving average of the weights; training goes on from those not averaged.
 
-    Either an exponential moving average, or the equal mean over the last part of the run (SWA; Izmailov et al., 2018).
-
-    From the first sample on validation, best checkpoint, test and export have the averaged weights; until then those
-    of the training. The ``state_dict`` of a checkpoint holds the averaged ones, and its ``current_model_state`` the
-    others, from which a run resumes, equal to the bit. As training ends the module keeps the average; a second `fit`
-    begins with it, and with a new average. Frozen parameters are their own average, and tied ones are averaged once.
-    Statistics of BatchNorm are computed for the averaged weights before they are evaluated or saved, as by
-    `BNRecalibration`, from 2,048 samples of the training set. The module's `on_save_checkpoint` and
-    `on_load_checkpoint` are called for both copies. A checkpoint that is saved after a test holds both, too; those that
-    the test has loaded, if it has.
+    From the first update on validation, best checkpoint, test and export have the averaged weights. The ``state_dict``
+    of a checkpoint holds them, and its ``current_model_state`` the others, from which a run resumes, equal to the bit.
+    As training ends the module keeps the average; a second `fit` begins with it, and with a new average. Frozen
+    parameters are their own average, and tied ones are averaged once. The running statistics of BatchNorm are averaged
+    like the weights. The module's `on_save_checkpoint` and `on_load_checkpoint` are called for both copies. A
+    checkpoint that is saved after a test holds both, too; those that the test has loaded, if it has.
 
     Memory: one more copy of the parameters on their device, and another while a checkpoint is saved.
 
@@ -143,14 +105,11 @@ class WeightAveraging(pl.Callback):
     exchanges back after them.
 
     Args:
-        ema: decay of an exponential moving average; it warms up, see `ema_weight`.
-        swa: an equal mean.
-        average_from: the weights after so much of the run are the first sample, as in "500 steps", "10%" or "2 epochs";
-            by default those of the first update, and with `swa` after 75 %.
+        ema: decay of the average; it warms up, see `ema_weight`.
 
     Raises:
-        UserError: not one of the two, a number outside its range, another average of Lightning's, a run that ends
-            before the first sample, parameters in half precision, or a strategy that splits them.
+        UserError: a number outside its range, another average, parameters in half precision, or a strategy that splits
+            them.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[WeightAveraging(ema=0.999)], logger=False, accelerator="cpu")
@@ -159,23 +118,9 @@ class WeightAveraging(pl.Callback):
     loads_raw_weights = True
     """For `ExactCheckpoint`, which does it where a run no longer averages."""
 
-    def __init__(
-        self,
-        ema: float | None = None,
-        swa: bool = False,
-        average_from: int | str | None = None,
-    ) -> None:
-        if (ema is None) != swa:
-            found = f"ema={ema} and swa=True" if swa else "`average_from` alone makes no average"
-            raise UserError(f"{found}: pass one of ema=0.999 and swa=True")
+    def __init__(self, ema: float) -> None:
         check_ranges(ema=(ema, Range(0, 1, above=True, below=True)))
         self.ema = ema
-        default = "75%" if swa else "0 steps"
-        try:
-            self.start = Duration.parse(default if average_from is None else average_from)
-        except UserError as error:
-            raise UserError(f"`average_from`: {error}") from error
-        self._statistics = BNRecalibration(samples=_BN_SAMPLES)
         self._handles: list[RemovableHandle] = []
         self._forget()
 
@@ -198,7 +143,7 @@ class WeightAveraging(pl.Callback):
             if isinstance(callback, ModelCheckpoint) and callback.save_weights_only:
                 raise UserError("save_weights_only=True saves weights that are not averaged: leave it out")
         # Callbacks that save or draw find the sample of this update, and after a validation what was evaluated.
-        first_of_all = _FirstOfAll(on_train_batch_end=self._end_batch, on_train_end=self._evaluate)
+        first_of_all = _FirstOfAll(on_train_batch_end=self._sample, on_train_end=self._evaluate)
         set_callbacks(trainer, [first_of_all, *others, self])
 
     @override
@@ -217,21 +162,15 @@ class WeightAveraging(pl.Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # Statistics are computed whenever they are saved.
         self.samples = state_dict["samples"]
-        self._statistics.load_state_dict(state_dict["statistics"])
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"samples": self.samples, "statistics": self._statistics.state_dict()}
+        return {"samples": self.samples}
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._check(trainer, pl_module)
-        if not self.samples and duration_to_updates(self.start, trainer) > total_updates(trainer):
-            end = f"{total_updates(trainer):,} updates"
-            raise UserError(f"average_from={str(self.start)!r} is after the end of the run, {end}: average earlier")
-        self._statistics.on_train_start(trainer, pl_module)
         if self.samples and self._loaded is None:
             raise UserError(
                 f"the checkpoint holds an average of {self.samples:,} updates and not the weights that train: resume"
@@ -239,7 +178,7 @@ class WeightAveraging(pl.Callback):
             )
         if self._loaded is not None:
             if self.samples:
-                self._average = _Average(pl_module, fits=True)
+                self._average = _Average(pl_module)
             pl_module.load_state_dict(self._loaded, strict=pl_module.strict_loading)
             self._loaded = None
         self._handles = [optimizer.register_step_post_hook(self._note_update) for optimizer in trainer.optimizers]
@@ -259,28 +198,20 @@ class WeightAveraging(pl.Callback):
     def _note_update(self, *_: Any) -> None:
         self._updated = True
 
-    def _end_batch(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._statistics.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._updated and (
-            self.samples or updates_made(trainer, self.start) >= duration_to_updates(self.start, trainer)
-        ):
-            self._sample(pl_module)
+    def _sample(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if not self._updated:
+            return
         self._updated = False
-
-    def _sample(self, pl_module: pl.LightningModule) -> None:
         if self._average is None:
-            self._average = _Average(pl_module, fits=False)
+            self._average = _Average(pl_module)
         else:
-            self._average.add(mean_weight(self.samples) if self.ema is None else ema_weight(self.samples, self.ema))
+            self._average.add(ema_weight(self.samples, self.ema))
         self.samples += 1
 
-    def _evaluate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put the average into the module, with statistics of BatchNorm that belong to it."""
-        average = self._average
-        if average is not None and average.put(in_module=True) and not average.fits:
-            average.fits = self._statistics.recalibrate(trainer, pl_module)
+    def _evaluate(self, *_: Any) -> None:
+        """Put the average into the module."""
+        if self._average is not None:
+            self._average.put(in_module=True)
 
     def _train(self) -> None:
         """Put the weights that are trained back."""
@@ -290,7 +221,7 @@ class WeightAveraging(pl.Callback):
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit":
-            self._evaluate(trainer, pl_module)
+            self._evaluate()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -306,13 +237,9 @@ class WeightAveraging(pl.Callback):
         averaged, raw, average = checkpoint["state_dict"], self._loaded, self._average
         if raw is None:
             # After training the module's buffers are others, on the CPU; a test may run another module.
-            parameters, statistics = averaged_tensors(pl_module)
-            if average is None or [*map(id, parameters)] != [*map(id, average.parameters)]:
+            if average is None or [*map(id, pl_module.parameters())] != average.parameters:
                 return
-            if trainer.state.fn == "fit" and not average.in_module and not trainer.interrupted:
-                self._evaluate(trainer, pl_module)
-                self._train()
-            tensors = [*parameters, *statistics]
+            tensors = averaged_tensors(pl_module)
             exchange(tensors, average.others)
             raw = copy.deepcopy(trainer.strategy.lightning_module_state_dict())
             exchange(tensors, average.others)

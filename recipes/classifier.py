@@ -7,7 +7,6 @@ import lightning.pytorch as pl
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks.drawing.classification_images import ClassificationImages
 from datamodules.contract import Free, Rare, data_contract
 from datamodules.errors import RunFailedError, UserError
 from datamodules.ranges import COUNT, SHARE, check_ranges
@@ -101,8 +100,7 @@ class Classifier(Recipe):
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
-        checks = CheckLabels(len(self.class_names))
-        return [*super().configure_callbacks(), checks, EvaluationTables(), ClassificationImages()]
+        return [*super().configure_callbacks(), CheckLabels(len(self.class_names)), EvaluationTables()]
 
     @override
     def setup(self, stage: str) -> None:

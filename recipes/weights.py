@@ -246,7 +246,7 @@ def load_weights(
     patterns = [weights_skip] if isinstance(weights_skip, str) else weights_skip or ()
     patterns = [pattern.removeprefix("network.") for pattern in patterns]
     in_file = (part for name in state for part in accumulate(name.split("."), "{}.{}".format))
-    left_out = matching_names(patterns, [*module_names(module), *targets, *in_file], "weights_skip")
+    left_out = matching_names(patterns, [*module_names(module), *targets, *in_file])
     not_chosen, head = _counted(name for name in targets if inside(name, left_out)), _part([*targets][-1])
     targets = {name: value for name, value in targets.items() if not inside(name, left_out)}
     state = {name: value for name, value in state.items() if not inside(name, left_out)}

@@ -1,14 +1,9 @@
 """Checkpoints at the places from which Lightning resumes exactly; `callbacks.checkpointing.stopping_points` has them.
 
-Lightning's `ModelCheckpoint(every_n_train_steps=...)` saves at others, too. After a resume it forgets which update it
-has saved and saves again after the next micro-batch, in mid-window. And it saves on an epoch's last batch before the
-epoch has ended: a second resume from there trains one epoch too many. The same holds after a validation in mid-epoch.
-Nor does a run resume exactly that ``max_steps`` has ended: the epoch that it cut counts as done. A run that is told to
-stop (`max_time`, `EarlyStopping` within an epoch, `should_stop`) ends in mid-window, and its micro-batches are lost.
-Scores and the sums behind the means of an epoch are in no checkpoint, so that what monitors them decides otherwise.
-ReduceLROnPlateau steps after the checkpoint was saved, and not at all in the epoch that a run resumes in. With
-``precision="64-true"`` a resume rounds the weights to float32. A folder of checkpoints that was moved is not known: a
-worse model then takes the best one's place.
+Lightning's `ModelCheckpoint` saves at others, too: in mid-window, before an epoch or a validation has been counted, and
+after ``max_steps``, which cut an epoch that then counts as done. Its checkpoints hold neither the scores that decisions
+depend on nor the sums behind the means of an epoch, and ReduceLROnPlateau steps after the save. A run that is told to
+stop ends in mid-window.
 
 What Lightning leaves out where it resumes is done in `callbacks.checkpointing.replay`.
 """
@@ -28,7 +23,7 @@ from typing_extensions import override
 
 from callbacks.checkpointing.loop_place import place_after_batch, trains, update_is_whole, validation_is_next
 from callbacks.checkpointing.replay import files_in, raw_weights, refuse_torchmetrics, replay_epoch, was_stopped_early
-from callbacks.checkpointing.stopping_points import RULES, uncount_cut_epoch, waits_for_validation
+from callbacks.checkpointing.stopping_points import RULES, uncount_cut_epoch
 from callbacks.lib import lightning_internals as internals
 from callbacks.lib.durations import Duration
 from callbacks.lib.exchange import broadcast, gather
@@ -38,6 +33,7 @@ from datamodules.errors import UserError
 __all__ = ["ExactCheckpoint", "LastCheckpoint", "save_interval"]
 
 # Entries of a checkpoint.
+_DEVICES = "devices"  # The number of processes that train.
 _METRICS = "monitored_metrics"  # All scores, which callbacks and ReduceLROnPlateau read again later.
 _SCORED = "scored"  # The update after which was validated last, and the names of the scores of that validation.
 _SUMS = "epoch_sums"  # The sums behind the means of the present epoch, by rank.
@@ -70,7 +66,7 @@ def save_interval(text: str) -> dict[str, Any]:
         >>> save_interval("500 steps"), save_interval("10 minutes")
         ({'every_n_train_steps': 500}, {'train_time_interval': datetime.timedelta(seconds=600)})
     """
-    wanted = f'interval={text!r} is no interval; write "500 steps", "2 epochs" or "10 minutes"'
+    wanted = f'{text!r} is no interval between two saves: write "500 steps", "2 epochs" or "10 minutes"'
     if time := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(second|minute|hour)s?", text.strip().lower()):
         if not float(time[1]):
             raise UserError(wanted)
@@ -87,18 +83,16 @@ def save_interval(text: str) -> dict[str, Any]:
 class ExactCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint`, which saves after complete updates, and after an epoch's last when it has ended.
 
-    Of equal scores the later is the best: it has learnt for longer, and small validation sets often give equal ones.
-    A save by the score of a validation that was made with other weights waits for the next validation; the last
-    checkpoint does not.
+    Of equal scores the later is the best. A save by the score of a validation that was made with other weights waits
+    for the next validation; the last checkpoint does not.
 
     A run resumes within an epoch with a training loader that has ``state_dict`` and ``load_state_dict``, and with one
     `DataLoader` over a data set with a length and a sampler of torch: it repeats the epoch's order, by `SeedControl` if
     it shuffles, and reads over the batches that were trained. With any other it resumes at an epoch's end.
 
-    A run validates and stops after complete updates: a validation that is due within one comes after it, and so does a
-    stop, by whatever sets `trainer.should_stop`. A stop that comes before ``min_epochs`` or ``min_steps`` is dropped;
-    `EarlyStopping` asks again. ReduceLROnPlateau makes its step before the checkpoint is saved. A resumed run knows the
-    scores, and the sums behind the means of its epoch.
+    A run validates and stops after complete updates. A stop that comes before ``min_epochs`` or ``min_steps`` is
+    dropped; `EarlyStopping` asks again. ReduceLROnPlateau makes its step before the checkpoint is saved. A resumed run
+    knows the scores, and the sums behind the means of its epoch.
 
     Runs on: `on_train_batch_end`, `on_validation_end` and `on_train_epoch_end`, as the stock one, whose arguments it
     takes; `on_train_start` of a resumed run. An update that a validation follows is saved after it.
@@ -114,7 +108,6 @@ class ExactCheckpoint(ModelCheckpoint):
     _validated_at_epoch_end = False
     _loaded: dict[str, Any] | None = None
     _resumed: _Resumed | None = None
-    _world_size = 1
     _scored: tuple[int, list[str]] = (0, [])
     _plateaus: internals.PlateauSteps | None = None
     _undo: Sequence[Callable[[], None]] = ()
@@ -135,7 +128,6 @@ class ExactCheckpoint(ModelCheckpoint):
                 # Lightning converts the module after it has loaded the weights, which float32 would have rounded.
                 trainer.precision_plugin.convert_module(pl_module)
         super().setup(trainer, pl_module, stage)
-        self._world_size = trainer.world_size
         internals.resume_max_steps_at_epoch_end(trainer)
 
     @override
@@ -143,6 +135,7 @@ class ExactCheckpoint(ModelCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        checkpoint[_DEVICES] = trainer.world_size
         if uncount_cut_epoch(loop := checkpoint["loops"]["fit_loop"]):
             internals.uncount_update(loop)
         if trainer.interrupted or _SUMS in checkpoint:
@@ -160,8 +153,7 @@ class ExactCheckpoint(ModelCheckpoint):
         self._scored = checkpoint.get(_SCORED, self._scored)
         raw = raw_weights(trainer, checkpoint) if trainer.state.fn == "fit" else None
         # `load_state_dict` is not called where this run saves at another interval or by another score.
-        numbers = (state.get("world_size") for state in checkpoint["callbacks"].values() if isinstance(state, dict))
-        world_size = next((n for n in numbers if isinstance(n, int) and n > 0), trainer.world_size)
+        world_size = checkpoint.get(_DEVICES, trainer.world_size)
         self._resumed = _Resumed(world_size, checkpoint.get(_METRICS) or {}, checkpoint.get(_SUMS), raw)
 
     @override
@@ -226,7 +218,7 @@ class ExactCheckpoint(ModelCheckpoint):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"world_size": self._world_size, "waits": internals.saves_after_validation(self)}
+        return super().state_dict() | {"waits": internals.saves_after_validation(self)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -260,7 +252,8 @@ class ExactCheckpoint(ModelCheckpoint):
 
     @override
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
-        if waits_for_validation(self.monitor, self._scored, trainer.global_step):
+        update, scores = self._scored
+        if self.monitor in scores and update != trainer.global_step:
             internals.save_after_validation(self)
             return False
         # The score is the same on every rank, so all of them decide alike.

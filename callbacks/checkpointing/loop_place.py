@@ -4,7 +4,7 @@ from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 
-from callbacks.checkpointing.stopping_points import Place, after_batch, update_ends, validation_is_due
+from callbacks.checkpointing.stopping_points import Place, validation_is_due
 from callbacks.lib.exchange import broadcast
 from callbacks.lib.lightning_internals import validation_time_is_over
 from callbacks.lib.updates import may_hold_gradients
@@ -21,7 +21,7 @@ def update_is_whole(trainer: pl.Trainer) -> bool:
     Of a module that accumulates by hand it is where no parameter holds a gradient, and at an epoch's end.
     """
     done, per_update = trainer.fit_loop.batch_idx + 1, trainer.accumulate_grad_batches
-    return update_ends(done, per_update, trainer.is_last_batch, may_hold_gradients(trainer))
+    return trainer.is_last_batch or (done % per_update == 0 and not may_hold_gradients(trainer))
 
 
 def validation_is_next(trainer: pl.Trainer) -> bool:
@@ -46,8 +46,11 @@ def validation_is_next(trainer: pl.Trainer) -> bool:
 
 def place_after_batch(trainer: pl.Trainer) -> Place:
     """The place in `on_train_batch_end`."""
-    is_whole = update_is_whole(trainer)
-    return after_batch(is_whole, is_whole and validation_is_next(trainer), trainer.is_last_batch)
+    if not update_is_whole(trainer):
+        return "within update"
+    if validation_is_next(trainer):
+        return "before validation"
+    return "before epoch end" if trainer.is_last_batch else "update"
 
 
 def trains(trainer: pl.Trainer) -> bool:

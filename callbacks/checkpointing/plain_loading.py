@@ -4,22 +4,16 @@ torch's own error advises to read such a file all the same; a file from somebody
 """
 
 import argparse
-import pickletools
 import re
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from datamodules.errors import UserError
 
 __all__ = ["describe_excess", "load_plain", "refuse_code"]
-
-# Modules whose names in a pickle are data: what torch writes for tensors, and how Python writes bytes.
-_DATA = ("torch", "collections", "_codecs", "numpy")
-_LONGEST_PICKLE = 1 << 26  # Bytes that are searched for names.
 
 
 def describe_excess(path: str | Path) -> str | None:
@@ -32,39 +26,7 @@ def describe_excess(path: str | Path) -> str | None:
     return f"its {size:,} bytes unpack to {claimed:,}, and torch.save() packs nothing" if claimed > size else None
 
 
-def _names_in(stream: IO[bytes]) -> Iterator[str]:
-    """The names that one or more pickles would import, one after the other; nothing is imported."""
-    while True:
-        texts: list[str] = []
-        try:
-            for code, value, _ in pickletools.genops(stream):
-                if code.name in ("GLOBAL", "INST"):
-                    yield str(value).replace(" ", ".")
-                elif code.name == "STACK_GLOBAL":
-                    yield ".".join(texts[-2:])
-                elif isinstance(value, str):
-                    texts.append(value)
-        except Exception:  # The pickle has ended, or is damaged.
-            return
-
-
-def _foreign_name(path: Path) -> str | None:
-    """The first name in a file that is no part of data."""
-    try:
-        if not zipfile.is_zipfile(path):
-            with path.open("rb") as stream:
-                return next((name for name in _names_in(stream) if name.partition(".")[0] not in _DATA), None)
-        with zipfile.ZipFile(path) as archive:
-            for record in archive.infolist():
-                if Path(record.filename).name == "data.pkl" and record.file_size <= _LONGEST_PICKLE:
-                    with archive.open(record) as stream:
-                        return next((name for name in _names_in(stream) if name.partition(".")[0] not in _DATA), None)
-    except (OSError, zipfile.BadZipFile, RuntimeError, NotImplementedError):
-        pass
-    return None
-
-
-def refuse_code(path: str | Path, error: Exception | None = None) -> None:
+def refuse_code(path: str | Path, error: Exception) -> None:
     """Raise an error that names the code in a file, if it holds any.
 
     Args:
@@ -74,9 +36,8 @@ def refuse_code(path: str | Path, error: Exception | None = None) -> None:
         UserError: the file would import or call something when it is unpickled.
     """
     told = re.search(r"GLOBAL (\S+?) (?:was not|whose)", str(error)) or re.search("TorchScript", str(error))
-    name = told[told.lastindex or 0] if told else _foreign_name(Path(path))
-    if name is not None:
-        name = re.sub(r"^(posix|nt)\.", "os.", name)
+    if told:
+        name = re.sub(r"^(posix|nt)\.", "os.", told[told.lastindex or 0])
         raise UserError(
             f"{path} holds code ({name}) and not only weights, and reading it would run that code; it is not read:"
             " pass a file of weights alone, such as .safetensors or what torch.save(model.state_dict(), FILE) writes"

@@ -1,16 +1,10 @@
 """What Lightning leaves out where a run resumes, done before its first batch, or refused.
 
-Lightning goes on in an epoch with the first batches of a loader that saves no position, a `DataLoader` for instance,
-and leaves out the last ones (#19764); the epoch after a resume begins in the order of epoch 0 (#18780). A `DataLoader`
-whose sampler is torch's, which draws an epoch's order as the epoch begins, starts again and is read up to the batches
-that were trained. An order that is drawn in another way is not repeated: such a run resumes at an epoch's end.
+Lightning goes on in an epoch with the first batches of a loader that saves no position (#19764), and begins the epoch
+after a resume in the order of epoch 0 (#18780). A `DataLoader` whose sampler is torch's, which draws an epoch's order
+as the epoch begins, starts again and is read up to the batches that were trained; other orders are not repeated.
 
-A checkpoint of a run that averages its weights has the averaged ones for its ``state_dict``: without the callback that
-averaged them Lightning would train on from them.
-
-`StochasticWeightAveraging` sets its schedule at an epoch's start only, so that the rest of a resumed epoch had none.
-
-A checkpoint may come from somebody else. `ModelCheckpoint` deletes the worst of its best checkpoints by the path that
+A checkpoint may come from somebody else: `ModelCheckpoint` deletes the worst of its best checkpoints by the path that
 stands in its state, and that can be any file of the user's; a score of another kind ends the run at the next save.
 """
 
@@ -204,28 +198,20 @@ def was_stopped_early(trainer: pl.Trainer) -> bool:
     return any(stop.wait_count >= max(1, stop.patience) and stop.stopped_epoch >= epoch for stop in stops)
 
 
-def _is_own_checkpoint(path: Path, folder: Path) -> bool:
-    """Whether a path is a checkpoint in a folder, also after all links are followed.
+def _found(path: Any, old: Any, folder: Path, levels: int) -> str:
+    """The path in the folder as it is now; empty where that is no checkpoint in it, also after links are followed.
 
     Example:
-        >>> _is_own_checkpoint(Path("checkpoints/../thesis.tex"), Path("checkpoints"))
-        False
+        >>> _found("old/../thesis.tex", "old", Path("checkpoints"), levels=1)
+        ''
     """
     try:
-        real = path.resolve(strict=True)
-        return real.is_file() and real.suffix == path.suffix == ".ckpt" and real.is_relative_to(folder.resolve())
-    except (OSError, ValueError, RuntimeError):  # It does not exist, holds a null byte, or links go round in a circle.
-        return False
-
-
-def _found(path: Any, old: Any, folder: Path, levels: int) -> str:
-    """The path in the folder as it is now; empty where there is no such checkpoint."""
-    if not isinstance(path, str) or not isinstance(old, str) or not Path(path).is_relative_to(old):
+        name = Path(path).relative_to(old)
+        real = (folder / name).resolve(strict=True)
+    except (TypeError, ValueError, OSError, RuntimeError):  # No path in that folder, or no file is there.
         return ""
-    name = Path(path).relative_to(old)
-    if ".." in name.parts or not 1 <= len(name.parts) <= levels:
-        return ""
-    return str(folder / name) if _is_own_checkpoint(folder / name, folder) else ""
+    is_in_folder = real.is_relative_to(folder.resolve()) and ".." not in name.parts and len(name.parts) <= levels
+    return str(folder / name) if is_in_folder and real.is_file() and real.suffix == name.suffix == ".ckpt" else ""
 
 
 def _score(value: Any) -> Tensor | None:

@@ -11,29 +11,13 @@ from typing import Any, Literal, NamedTuple
 __all__ = [
     "RULES",
     "Place",
-    "after_batch",
     "move_counters",
     "uncount_cut_epoch",
-    "update_ends",
     "validation_is_due",
-    "waits_for_validation",
 ]
 
-Place = Literal[
-    "run start",
-    "within batch",
-    "within update",
-    "update",
-    "before validation",
-    "validation start",
-    "validation",
-    "after validation",
-    "before epoch end",
-    "epoch end",
-    "epoch start",
-    "run end",
-    "evaluation",
-]
+Place = str
+"""A key of `RULES`."""
 
 
 class Rule(NamedTuple):
@@ -62,14 +46,6 @@ RULES: Mapping[Place, Rule] = {
 """In the order in which a run comes by; an evaluation is one outside of training."""
 
 
-def update_ends(done: int, per_update: int, is_last: bool, holds_gradients: bool) -> bool:
-    """Whether the micro-batch just trained, the `done`-th of its epoch, was its update's last.
-
-    The epoch's last update may have fewer; a module that accumulates by hand may have gradients left.
-    """
-    return is_last or (done % per_update == 0 and not holds_gradients)
-
-
 def validation_is_due(done: int, window: int, every: float | None, is_last: bool) -> bool:
     """Whether a validation is due after any micro-batch of an update, whose last it follows.
 
@@ -86,18 +62,6 @@ def validation_is_due(done: int, window: int, every: float | None, is_last: bool
     if not every or math.isinf(every):
         return bool(every) and is_last
     return done // every > (done - window) // every
-
-
-def after_batch(update_is_whole: bool, validation_is_next: bool, is_last: bool) -> Place:
-    """The place after a micro-batch, which may be the last of its update and of the epoch."""
-    if not update_is_whole:
-        return "within update"
-    return "before validation" if validation_is_next else "before epoch end" if is_last else "update"
-
-
-def waits_for_validation(monitor: str | None, scored: tuple[int, list[str]], updates: int) -> bool:
-    """Whether a save by a score waits for the next validation, since the last one, its updates and scores, is older."""
-    return monitor in scored[1] and scored[0] != updates
 
 
 def move_counters(loops: dict[str, Any], place: Place) -> None:

@@ -7,11 +7,11 @@ which a kill cuts short (#21253); a full disk ends the run; a bit that flips lat
 import dataclasses
 import enum
 import errno
+import fcntl
 import logging
 import os
 import pickle
 import zipfile
-from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -30,11 +30,6 @@ from callbacks.lib.exchange import broadcast
 from callbacks.lib.writing import whole_or_nothing
 from datamodules.errors import RunFailedError, UserError
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 __all__ = [
     "CheckpointGuard",
     "VerifiedCheckpointIO",
@@ -50,13 +45,12 @@ _ATOMS = (
     *(type(None), bool, int, float, complex, str, bytes, Tensor, nn.Parameter),
     *(torch.dtype, torch.device, torch.layout, torch.Size),
 )
-_DEEPEST = 50
 
 
 def as_plain(value: Any, lost: list[str] | None = None, name: str = "") -> Any:
     """A value made of tensors and plain Python; the very same object where it was that already.
 
-    Enum members become their values, paths text, dataclasses and namespaces dicts, NumPy's arrays tensors and its
+    Enum members become their values, paths text, dataclasses dicts, NumPy's arrays tensors and its
     scalars numbers. What has no such form becomes a text that names it.
 
     Args:
@@ -65,16 +59,13 @@ def as_plain(value: Any, lost: list[str] | None = None, name: str = "") -> Any:
 
     Example:
         >>> as_plain({"folder": PurePath("data"), "sizes": np.arange(2), "act": max}, lost := [])
-        {'folder': 'data', 'sizes': tensor([0, 1]), 'act': '<built-in function max>'}
+        {'folder': 'data', 'sizes': tensor([0, 1]), 'act': 'builtins.max'}
         >>> lost
         ['act']
     """
     lost = [] if lost is None else lost
     if type(value) in _ATOMS:
         return value
-    if name.count(".") > _DEEPEST:
-        # Such as a dict that holds itself.
-        return _named(value, lost, name)
     lead = f"{name}." if name else ""
     if isinstance(value, Mapping):
         pairs = [
@@ -107,8 +98,6 @@ def _plain_object(value: Any, lost: list[str], name: str) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return as_plain(fields, lost, name)
-    if isinstance(value, Namespace):
-        return as_plain(vars(value), lost, name)
     if isinstance(value, Tensor):
         return value.detach().as_subclass(Tensor)
     kinds: tuple[Any, ...] = (int, float, str, bytes, bytearray)
@@ -120,10 +109,7 @@ def _plain_object(value: Any, lost: list[str], name: str) -> Any:
 
 def _named(value: Any, lost: list[str], name: str) -> str:
     lost.append(name)
-    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
-        module = getattr(value, "__module__", None)
-        return repr(value) if module == "builtins" and not isinstance(value, type) else f"{module}.{value.__qualname__}"
-    return repr(value)[:200]
+    return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else repr(value)[:200]
 
 
 def describe_damage(path: str | Path) -> str | None:
@@ -168,8 +154,6 @@ class _Sink:
 
 def _lock(file: BinaryIO) -> bool:
     """Whether the file is ours alone now, until it is closed or its process ends, however that ends."""
-    if fcntl is None:
-        return False
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # Another's, or a file system without locks.
@@ -180,14 +164,9 @@ def _lock(file: BinaryIO) -> bool:
 def remove_leftovers(folder: Path) -> None:
     """Remove the half-written files of writers that have died; one that still writes holds a lock on its file."""
     for part in folder.glob(f".*.ckpt.{'[0-9a-f]' * 8}.part"):
-        if part.is_symlink() or not part.is_file():
-            continue
-        try:
-            with part.open("rb+") as file:
-                if _lock(file):
-                    part.unlink()
-        except OSError:
-            continue
+        with suppress(OSError), part.open("rb+") as file:
+            if _lock(file):
+                part.unlink()
 
 
 def write_checkpoint(checkpoint: Any, path: Path) -> None:
@@ -265,7 +244,6 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             UserError: it is damaged, or holds code.
         """
         if Path(path).is_file() and (problem := describe_damage(path)):
-            refuse_code(path)
             raise UserError(f'{path} cannot be read: {problem}; pass another checkpoint, or resume="auto"')
         try:
             return super().load_checkpoint(path, *args, **kwargs)
@@ -286,8 +264,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 class CheckpointGuard(pl.Callback):
     """Refuses ranks that resume from different checkpoints, and ends a run whose last save failed with an error.
 
-    Runs on: `setup`, where all ranks must have found the same checkpoint; `on_train_end`. Each checkpoint gets the
-    number of devices it was trained with, under ``"devices"``.
+    Runs on: `setup`, where all ranks must have found the same checkpoint; `on_train_end`.
 
     Args:
         resumed: the checkpoint that this rank resumes from.
@@ -323,9 +300,3 @@ class CheckpointGuard(pl.Callback):
         # On all ranks: one rank that ends alone leaves the others waiting.
         if problem := broadcast(trainer.strategy, problem):
             raise RunFailedError(problem)
-
-    @override
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        checkpoint["devices"] = trainer.world_size

@@ -3,7 +3,7 @@
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
+from lightning.pytorch.utilities import CombinedLoader
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
@@ -13,16 +13,16 @@ from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader
 
 
-def check_closures(trainer: pl.Trainer, largest: int) -> None:
+def check_closures(trainer: pl.Trainer, steps: int) -> None:
     """Refuses LBFGS where its closure would compute a part of the update.
 
     Args:
-        largest: micro-batches of an update.
+        steps: of each device in an update.
 
     Raises:
         UserError: there are several devices or micro-batches.
     """
-    if (largest > 1 or trainer.world_size > 1) and isinstance(trainer.optimizers[0], LBFGS):
+    if (steps > 1 or trainer.world_size > 1) and isinstance(trainer.optimizers[0], LBFGS):
         raise UserError(describe_second_call(trainer.optimizers[0]))
 
 
@@ -30,8 +30,8 @@ def describe_second_call(optimizer: Optimizer) -> str:
     """What is wrong with an optimiser that calls its closure again on several devices or micro-batches."""
     return (
         f"{type(optimizer).__name__} calls its closure several times per update, which is exact on one device with one"
-        " micro-batch per update only: pass devices=1, steps=1 and a `batch_size` that holds the whole update, or"
-        " another optimiser"
+        " micro-batch per update only: pass devices=1, no accumulation and a `batch_size` that holds the whole"
+        " update, or another optimiser"
     )
 
 
@@ -56,42 +56,17 @@ def check_single_accumulation(trainer: pl.Trainer, pl_module: pl.LightningModule
         raise UserError(f"{' and '.join(found)} would both accumulate: keep one GradientAccumulation")
 
 
-def averages_over_ranks(trainer: pl.Trainer) -> bool:
-    """Whether counts weigh: the strategy averages gradients over the ranks as DDP does, or there is one rank."""
-    averages = isinstance(trainer.strategy.model, DistributedDataParallel) or trainer.world_size == 1
-    return averages and not trainer.strategy.handles_gradient_accumulation
-
-
-def check_strategy(trainer: pl.Trainer, accumulates: bool) -> None:
-    """Warns of a strategy with which counts do not weigh.
+def check_strategy(trainer: pl.Trainer) -> None:
+    """Refuses strategies that do not average gradients over the ranks as DDP does.
 
     Raises:
-        UserError: the run is to accumulate with it.
+        UserError: it is such a strategy.
     """
-    if averages_over_ranks(trainer):
-        return
-    name = type(trainer.strategy).__name__
-    if accumulates:
+    averages = isinstance(trainer.strategy.model, DistributedDataParallel) or trainer.world_size == 1
+    if not averages or trainer.strategy.handles_gradient_accumulation:
         raise UserError(
-            f"{name} reduces gradients in its own way, which GradientAccumulation cannot"
+            f"{type(trainer.strategy).__name__} reduces gradients in its own way, which GradientAccumulation cannot"
             ' weigh: pass strategy="ddp", or remove the callback'
-        )
-    rank_zero_warn(
-        f"GradientAccumulation weighs nothing: {name} reduces gradients in its own way, so every device counts the"
-        ' same, however many targets it holds; pass strategy="ddp" for the mean over all targets'
-    )
-
-
-def check_schedule(trainer: pl.Trainer, largest: int) -> None:
-    """Warns of updates that are longer than an epoch.
-
-    Args:
-        largest: steps of each device in an update.
-    """
-    if largest > trainer.num_training_batches:
-        rank_zero_warn(
-            f"accumulating over {largest} steps, but an epoch has {trainer.num_training_batches}: it"
-            " makes a single update; pass smaller `steps`, or a smaller `batch_size`"
         )
 
 
@@ -101,10 +76,10 @@ def resumable_loaders(loaders: Any) -> list[ResumableLoader[Any]]:
     return [loader for loader in combined.flattened if isinstance(loader, ResumableLoader)]
 
 
-def samples_per_batch(trainer: pl.Trainer) -> int | None:
+def samples_per_batch(trainer: pl.Trainer, loaders: Any) -> int | None:
     """Samples that all devices process at once, of several loaders together; None where one does not say."""
     try:
-        return sum(map(loader_batch_size, CombinedLoader(trainer.train_dataloader).flattened)) * trainer.world_size
+        return sum(map(loader_batch_size, CombinedLoader(loaders).flattened)) * trainer.world_size
     except UserError:
         return None
 

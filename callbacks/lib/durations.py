@@ -24,8 +24,11 @@ class Duration:
     unit: Literal["steps", "epochs", "%"]
 
     @classmethod
-    def parse(cls, text: "int | str | Duration") -> "Duration":
+    def parse(cls, text: "int | str | Duration", what: str = "the duration") -> "Duration":
         """Read a duration as users write it.
+
+        Args:
+            what: what it is the duration of, for the errors.
 
         Raises:
             UserError: it is neither an int of steps nor a number with a unit.
@@ -40,15 +43,15 @@ class Duration:
             return text
         match = _PATTERN.fullmatch(str(text).strip().lower()) if type(text) in (int, str) else None
         if match is None:
-            raise UserError(f'cannot read {text!r} as a duration: write "500 steps", "2 epochs", "5%" or 500 (steps)')
+            raise UserError(f'{what} {text!r} cannot be read: write "500 steps", "2 epochs", "5%" or 500 (steps)')
         value, unit = float(match[1]), (match[2] or "steps")[:4]
         if unit == "%":
             if value > 100:
-                raise UserError(f"{text!r} is longer than the run: expected 0% to 100%")
+                raise UserError(f"{what} {text!r} is longer than the run: expected 0% to 100%")
             return cls(value, "%")
         if unit == "step":
             if value != int(value):
-                raise UserError(f'{text!r} is not a whole number of steps: write "{math.ceil(value)} steps"')
+                raise UserError(f'{what} {text!r} is not a whole number of steps: write "{math.ceil(value)} steps"')
             return cls(value, "steps")
         return cls(value, "epochs")
 

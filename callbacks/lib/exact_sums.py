@@ -69,10 +69,6 @@ Node = tuple[int, int]
 """Micro-batches ``[first, stop)`` of an update."""
 
 
-Join = Callable[[list[Tensor], list[Tensor]], object]
-"""Adds what the second list holds to the first, in place."""
-
-
 def _is_node(first: int, stop: int, count: int | None) -> bool:
     """Whether the tree over [0, count) has a node [first, stop)."""
     width = 1 << (stop - first - 1).bit_length()
@@ -86,10 +82,12 @@ def tree_nodes(first: int, stop: int, count: int) -> list[Node]:
         >>> tree_nodes(2, 5, count=5)
         [(2, 4), (4, 5)]
     """
-    total = TreeSum(count, join=lambda *_: None)
-    for number in range(first, stop):
-        total.add((number, number + 1), [])
-    return [node for node, _ in total.nodes]
+    nodes = []
+    while first < stop:
+        end = next(end for end in range(stop, first, -1) if _is_node(first, end, count))
+        nodes.append((first, end))
+        first = end
+    return nodes
 
 
 class TreeSum:
@@ -97,7 +95,6 @@ class TreeSum:
 
     Args:
         count: micro-batches of the update, on all ranks; None where it is known at the end only, see `end`.
-        join: adds a list of tensors to another one.
 
     Example:
         >>> total = TreeSum(3)
@@ -107,8 +104,8 @@ class TreeSum:
         [((0, 3), [tensor(3.)])]
     """
 
-    def __init__(self, count: int | None = None, join: Join = torch._foreach_add_) -> None:
-        self.count, self._add = count, join
+    def __init__(self, count: int | None = None) -> None:
+        self.count = count
         self.nodes: list[tuple[Node, list[Tensor]]] = []
         """What was added so far, in as few nodes as the tree allows."""
 
@@ -127,7 +124,7 @@ class TreeSum:
             ((first, _), left), ((_, stop), right) = self.nodes[-2:]
             if not _is_node(first, stop, self.count):
                 return
-            self._add(left, right)
+            torch._foreach_add_(left, right)
             self.nodes[-2:] = [((first, stop), left)]
 
     @property
@@ -153,11 +150,7 @@ def nodes_by_rank(count: int, world_size: int) -> list[list[Node]]:
 
 
 def total_over_ranks(
-    own: Sequence[Tensor],
-    nodes: Sequence[Sequence[Node]],
-    like: Tensor,
-    join: Join = torch._foreach_add_,
-    group: Any = None,
+    own: Sequence[Tensor], nodes: Sequence[Sequence[Node]], like: Tensor, group: Any = None
 ) -> Callable[[], Tensor]:
     """Gather the sums over the nodes of each rank; to be called on all ranks.
 
@@ -171,7 +164,7 @@ def total_over_ranks(
         group: the ranks' process group; by default all processes.
     """
     count, most = max(stop for of_rank in nodes for _, stop in of_rank), max(map(len, nodes))
-    total = TreeSum(count, join)
+    total = TreeSum(count)
     found: Any = [list(own)]
     work: Any = None
     if len(nodes) > 1:

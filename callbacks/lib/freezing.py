@@ -3,7 +3,7 @@
 ``requires_grad=False`` alone lets running statistics drift and dropout act, and any ``train()`` undoes an ``eval()``.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -13,20 +13,26 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from callbacks.lib.layers import find_name, inside, matching_names, module_names, parameter_names
+from callbacks.lib.layers import find_name, inside, module_names, parameter_names
 from datamodules.errors import UserError
 
 
-def names_before(module: nn.Module, until: str) -> set[str]:
-    """All that is defined before the submodule `until`.
+def names_before(module: nn.Module, until: str | None) -> set[str]:
+    """All that is defined before the submodule `until`, whose name may be written from its end; nothing without it.
 
     That includes the earlier children and the own parameters of the modules around it, but not these modules.
+
+    Raises:
+        UserError: the name is unknown or ambiguous.
 
     Example:
         >>> sorted(names_before(nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1)), "2"))
         ['0', '0.bias', '0.weight', '1']
     """
     before: set[str] = set()
+    if until is None:
+        return before
+    until = find_name(until, module_names(module))
     for name, submodule in module.named_modules(remove_duplicate=False):
         if name == until:
             break
@@ -88,22 +94,8 @@ def frozen_objects(
     )
 
 
-def names_to_freeze(module: nn.Module, until: str | None, patterns: str | Sequence[str]) -> set[str]:
-    """The names of what `freeze_layers` freezes.
-
-    Raises:
-        UserError: a name is unknown or ambiguous.
-    """
-    modules = module_names(module)
-    patterns = (patterns,) if isinstance(patterns, str) else patterns
-    names = matching_names(patterns, [*modules, *parameter_names(module)])
-    return names if until is None else names | names_before(module, find_name(until, modules, "until"))
-
-
 class FrozenLayers:
     """Layers of a module that stay as they are until `unfreeze` or `restore`; what `freeze_layers` returns.
-
-    A context manager, which restores at its end.
 
     Args:
         module: it is changed in place.
@@ -141,7 +133,7 @@ class FrozenLayers:
             UserError: a name is unknown or ambiguous.
         """
         known = [*module_names(self.module), *parameter_names(self.module)]
-        self._unfrozen |= {name if name == "*" else find_name(name, known, "names") for name in names}
+        self._unfrozen |= {name if name == "*" else find_name(name, known) for name in names}
         self.freeze()
 
     def restore(self) -> None:
@@ -166,12 +158,6 @@ class FrozenLayers:
                 self._kept[module] = module.register_forward_pre_hook(drop_nothing), mode_of(module)
             drop_nothing(module)
 
-    def __enter__(self) -> "FrozenLayers":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.restore()
-
 
 def begin_momentum(optimizers: Iterable[Optimizer]) -> None:
     """Let parameters of a fused SGD begin to train beside others of their group that have a momentum.
@@ -189,26 +175,23 @@ def begin_momentum(optimizers: Iterable[Optimizer]) -> None:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def freeze_layers(
-    module: nn.Module, until: str | None = None, patterns: str | Sequence[str] = (), train_bn: bool = True
-) -> FrozenLayers:
+def freeze_layers(module: nn.Module, until: str | None = None, train_bn: bool = True) -> FrozenLayers:
     """Keeps layers of a module exactly as they are, in place; what is returned unfreezes them.
 
-    Frozen means no gradient, and evaluation mode through every ``train()``: batch normalisation uses its running
-    statistics and keeps them, and dropout is off. RNN, GRU and LSTM stay in training mode without dropout, since cuDNN
-    computes no backward pass through them in evaluation mode. Layers before the first that trains cost no backward
-    pass. A name may be written from its end: ``layer3`` finds ``network.layer3``, and of several the one nested least.
+    Frozen means no gradient, and evaluation mode through every ``train()``: batch normalisation keeps its running
+    statistics, and dropout is off. RNN, GRU and LSTM stay in training mode without dropout. Layers before the first
+    that trains cost no backward pass. A name may be written from its end: ``layer3`` finds ``network.layer3``, and of
+    several the one nested least.
 
-    A parameter that has a gradient already keeps it, and an optimiser would use it: freeze after ``zero_grad()``. DDP
-    only reduces the gradients of parameters that require one when it wraps a module, so wrap after a change.
+    Freeze after ``zero_grad()``, since an optimiser uses a gradient that is there already, and before DDP wraps, which
+    reduces only what requires a gradient then.
 
     Args:
         until: freeze what is defined before this submodule; it trains, and what follows.
-        patterns: freeze modules and parameters whose name, or an end of it, matches: ``["*.bn*"]``, ``["embedding"]``.
         train_bn: False keeps the running statistics of *all* batch normalisation; weights and biases train.
 
     Raises:
-        UserError: a name is unknown or ambiguous, or there is nothing to freeze.
+        UserError: a name is unknown or ambiguous.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -216,16 +199,11 @@ def freeze_layers(
         >>> net = net.train()
         >>> [name for name, parameter in net.named_parameters() if parameter.requires_grad]
         ['2.weight', '2.bias']
-        >>> frozen.unfreeze("0")
-        >>> frozen.counts()
-        (30, 38)
         >>> frozen.restore()
         >>> frozen.counts()
         (38, 38)
     """
-    if until is None and not patterns and train_bn:
-        raise UserError('freeze_layers has nothing to freeze: pass until="layer4", patterns, or train_bn=False')
-    frozen = FrozenLayers(module, names_to_freeze(module, until, patterns), train_bn)
+    frozen = FrozenLayers(module, names_before(module, until), train_bn)
     frozen.freeze()
     return frozen
 
@@ -246,8 +224,8 @@ def check_freezing(
     later = at_first - frozen_objects(module, frozen, thawed)[1]
     if not any(p.requires_grad and p not in at_first for p in module.parameters()):
         raise UserError(
-            "FreezeLayers leaves nothing to train at the start of the run: every parameter is frozen; pass a later"
-            " `until` or fewer patterns, or let one layer out of `unfreeze`"
+            "FreezeLayers leaves nothing to train at the start of the run: every parameter is frozen; freeze fewer"
+            " layers, or let one out of `unfreeze`"
         )
     held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     missing = later - held

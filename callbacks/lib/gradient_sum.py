@@ -2,9 +2,8 @@
 
 `torch.nn.parallel.DistributedDataParallel` adds the gradients of all ranks in an order that follows from how many there
 are, and float32 keeps another rounding for each order. Here each micro-batch has its own gradient, and the order in
-which they are added is the tree of `callbacks.lib.exact_sums`. Under DDP that is a communication hook: a bucket is sent
-as soon as the backward pass has filled it. Each rank adds up one part of it, as in a reduce-scatter, and an all-gather
-hands the parts out; where ranks and micro-batches are powers of two that is the traffic of a ring's all-reduce.
+which they are added is the tree of `callbacks.lib.exact_sums`. Under DDP that is a communication hook: each rank adds
+up one part of a bucket, as in a reduce-scatter, and an all-gather hands the parts out.
 """
 
 import contextlib
@@ -21,9 +20,6 @@ from callbacks.lib.batch_norm import OrderedStatistics
 from callbacks.lib.exact_sums import Node, TreeSum, nodes_by_rank, total_over_ranks
 from datamodules.errors import UserError
 from datamodules.loading.sampling import range_of_rank
-
-# Its name since torch 2.13; into one tensor, since gloo copies what it gathers into a list.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -296,7 +292,8 @@ class _Bucket:
             self._whole = self._buffer.new_empty(size)
         own = self._whole[self.state.rank * self._part :][: self._part]
         torch.mul(mean, self.state.scale, out=own[: self._own])
-        self._work = _all_gather(self._whole, own, group=self.state.group, async_op=True)
+        # Into one tensor, since gloo copies what it gathers into a list.
+        self._work = dist.all_gather_single(self._whole, own, group=self.state.group, async_op=True)
 
     def end(self) -> None:
         """Hand the mean to DDP."""

@@ -97,9 +97,6 @@ def drop_idle_hooks(callback: pl.Callback, idle: Collection[Callable[..., Any]] 
         >>> drop_idle_hooks(callback)
         >>> callback.on_train_batch_start is None, callback.on_train_batch_end is None
         (True, False)
-        >>> restore_hooks(callback)
-        >>> callback.on_train_batch_start is None
-        False
     """
     for name in _OF_A_STEP:
         if name not in vars(callback) and getattr(type(callback), name) in (getattr(pl.Callback, name), *idle):

@@ -23,17 +23,14 @@ def parameter_names(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_parameters(remove_duplicate=False)]
 
 
-def find_name(name: str, names: Collection[str], argument: str) -> str:
+def find_name(name: str, names: Collection[str]) -> str:
     """The one full name that ends in `name`; of several the one that is nested least.
-
-    Args:
-        argument: the parameter that holds it, for the error.
 
     Raises:
         UserError: no name ends so, or several do that are nested alike.
 
     Example:
-        >>> find_name("conv1", ["net", "net.conv1", "net.layer1", "net.layer1.conv1"], "until")
+        >>> find_name("conv1", ["net", "net.conv1", "net.layer1", "net.layer1.conv1"])
         'net.conv1'
     """
     found = sorted({n for n in names if n == name or n.endswith(f".{name}")}, key=lambda n: (n.count("."), n))
@@ -43,17 +40,14 @@ def find_name(name: str, names: Collection[str], argument: str) -> str:
         instead = (
             f"did you mean {' or '.join(map(repr, close))}?" if close else f"the first names are {list(names)[:5]}"
         )
-        raise UserError(f"`{argument}`: there is no {name!r} in the module; {instead}")
+        raise UserError(f"there is no {name!r} in the module; {instead}")
     if len(found) > 1 and found[0].count(".") == found[1].count("."):
-        raise UserError(f"`{argument}`: {name!r} could be {' or '.join(map(repr, found))}: write one of them in full")
+        raise UserError(f"{name!r} could be {' or '.join(map(repr, found))}: write one of them in full")
     return found[0]
 
 
-def matching_names(patterns: Iterable[str], names: Collection[str], argument: str = "patterns") -> set[str]:
+def matching_names(patterns: Iterable[str], names: Collection[str]) -> set[str]:
     """The names that match one of the patterns, in full or by an end that begins after a dot.
-
-    Args:
-        argument: the parameter that holds the patterns, for the error.
 
     Raises:
         UserError: a pattern matches nothing.
@@ -66,9 +60,7 @@ def matching_names(patterns: Iterable[str], names: Collection[str], argument: st
     for pattern in patterns:
         found = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")}
         if not found:
-            raise UserError(
-                f"`{argument}`: {pattern!r} matches no module or parameter; the first names are {list(names)[:5]}"
-            )
+            raise UserError(f"{pattern!r} matches no module or parameter; the first names are {list(names)[:5]}")
         matched |= found
     return matched
 

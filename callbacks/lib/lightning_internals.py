@@ -20,11 +20,8 @@ from lightning.pytorch.loops import training_epoch_loop
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors import checkpoint_connector
-from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.data import _is_dataloader_shuffled
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 # Hooks
 
@@ -293,17 +290,6 @@ def make_no_update(trainer: pl.Trainer) -> Callable[[], None]:
     return undo
 
 
-def original_training_loader(trainer: pl.Trainer) -> tuple[Any, bool]:
-    """The training loader before Lightning has replaced its sampler.
-
-    Returns:
-        The loader, and whether it is a new one: a module or data module makes another, while the one that was passed to
-        `fit` is what training iterates over.
-    """
-    source = trainer.fit_loop._data_source
-    return source.dataloader(), source.is_module()
-
-
 def when_training_loader_is_made(trainer: pl.Trainer, prepare: Callable[[Any], None]) -> Callable[[], None]:
     """Calls `prepare` with each training loader before Lightning asks for its length; returns how to undo it."""
     source: Any = trainer.fit_loop._data_source
@@ -316,15 +302,6 @@ def when_training_loader_is_made(trainer: pl.Trainer, prepare: Callable[[Any], N
 
     source.dataloader = dataloader
     return lambda: vars(source).pop("dataloader", None)
-
-
-def deal_to_ranks(trainer: pl.Trainer, loader: Any) -> Any:
-    """A loader of which each rank reads its part, as Lightning makes it of a `DataLoader` that is trained on."""
-    if not isinstance(loader, DataLoader):
-        return loader
-    return trainer._data_connector._prepare_dataloader(
-        loader, shuffle=_is_dataloader_shuffled(loader), mode=RunningStage.TRAINING
-    )
 
 
 def restart_training_loaders(trainer: pl.Trainer, skip: int, seed: Callable[[pl.Trainer], None] | None = None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """What schedulers and people send to end a run."""
 
 
@@ -51,18 +51,15 @@ def name_of(signum: int) -> str:
 
 
 class SignalFlag:
-    """Notes the first of some signals to this process, from `install` to `restore`.
+    """Notes the first of `SIGNALS` to this process, from `install` to `restore`.
 
     Handlers need the main thread; elsewhere nothing is installed. A second Ctrl-C ends the process at once. Processes
     that are forked meanwhile, such as a DataLoader's workers, leave Ctrl-C and SIGUSR1 to this one, and SIGTERM ends
     them as ever.
 
-    Args:
-        signums: the signals; of unknown platforms' the ones that exist.
     """
 
-    def __init__(self, signums: tuple[int, ...]) -> None:
-        self.signums = signums
+    def __init__(self) -> None:
         self.on_interrupt = ""
         """What Ctrl-C prints on standard error."""
         self.received = 0
@@ -74,7 +71,7 @@ class SignalFlag:
         if self._previous or threading.current_thread() is not threading.main_thread():
             return
         self.received, self._pid = 0, os.getpid()
-        self._previous = {signum: signal.signal(signum, self._note) for signum in self.signums}
+        self._previous = {signum: signal.signal(signum, self._note) for signum in SIGNALS}
 
     def restore(self) -> None:
         """Restore the handlers that were installed before."""

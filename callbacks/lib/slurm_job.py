@@ -157,7 +157,7 @@ def requeue_on(signum: int) -> str:
     Returns:
         What became of it, in words; nothing for other signals and outside of a batch job.
     """
-    if signum != getattr(signal, "SIGUSR1", None):
+    if signum != signal.SIGUSR1:
         return ""
     try:
         job = requeue(os.environ)

@@ -1,13 +1,10 @@
-"""How many updates a run makes, exact under a schedule of accumulation factors and safe to ask for, and their samples.
+"""How many updates a run makes, and their samples.
 
-``trainer.estimated_stepping_batches`` ignores such a schedule, and reading it before training builds the loaders too
-early, which drops the position of a resumed one (Lightning #20550). The functions here read, and change nothing.
+Reading ``trainer.estimated_stepping_batches`` before training builds the loaders too early, which drops the position of
+a resumed one (Lightning #20550). The functions here read, and change nothing.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,104 +16,32 @@ from datamodules.errors import UserError
 from datamodules.loading.resumable import ResumableLoader
 
 
-@dataclass(frozen=True)
-class AccumulationSchedule:
-    """Micro-batches per update, as a pure function of the epoch.
-
-    Args:
-        entries: the epoch in which a factor begins, and the factor. The last entry whose time has come counts, in the
-            order written.
-    """
-
-    entries: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def parse(cls, steps: int | Mapping[Any, int]) -> "AccumulationSchedule":
-        """Read one factor, or factors by the moment when they begin; before the first of them it is 1.
-
-        Raises:
-            UserError: a factor is not an int above 0, or a moment is not an integral number of epochs.
-
-        Example:
-            >>> schedule = AccumulationSchedule.parse({0: 8, "2 epochs": 4})
-            >>> [schedule.wanted(epoch) for epoch in range(4)]
-            [8, 8, 4, 4]
-        """
-        entries = []
-        for key, factor in (steps if isinstance(steps, Mapping) else {0: steps}).items():
-            start = Duration.parse(key)
-            if type(factor) is not int or factor < 1:
-                raise UserError(
-                    f"`steps`: cannot accumulate over {factor!r} micro-batches from {start} on: write an int above 0"
-                )
-            if (start.unit != "epochs" and start.value) or start.value != int(start.value):
-                raise UserError(f'`steps`: accumulation cannot change at "{start}": write whole epochs, as "2 epochs"')
-            entries.append((int(start.value), factor))
-        if all(start for start, _ in entries):
-            entries.insert(0, (0, 1))
-        return cls(tuple(entries))
-
-    def map(self, function: Callable[[int], int]) -> "AccumulationSchedule":
-        """The same epochs with other factors."""
-        return AccumulationSchedule(tuple((start, function(factor)) for start, factor in self.entries))
-
-    def wanted(self, epoch: int) -> int:
-        """The factor of an epoch."""
-        return next(factor for start, factor in reversed(self.entries) if epoch >= start)
-
-
-@lru_cache(maxsize=64)
-def count_updates(schedule: AccumulationSchedule, batches: int, epochs: int) -> int:
-    """Updates of the first `epochs` epochs of `batches` micro-batches each; the last window of each may be short.
-
-    Example:
-        >>> count_updates(AccumulationSchedule.parse({0: 4, "2 epochs": 1}), batches=10, epochs=3)
-        16
-    """
-    last = min(epochs, max(start for start, _ in schedule.entries))
-    rest = math.ceil(batches / schedule.wanted(epochs)) * (epochs - last)
-    return rest + sum(math.ceil(batches / schedule.wanted(epoch)) for epoch in range(last))
-
-
-def _schedule(trainer: pl.Trainer) -> AccumulationSchedule:
-    """The accumulation of a run: our callback's, Lightning's callback's, or the Trainer's own factor."""
-    for callback in callbacks_of(trainer):
-        # Not a protocol and isinstance, which takes 10 microseconds a callback: schedules ask in every step.
-        schedule: Callable[[pl.Trainer], AccumulationSchedule] | None = getattr(callback, "accumulation_schedule", None)
-        if schedule:
-            return schedule(trainer)
-        if isinstance(callback, GradientAccumulationScheduler):
-            factors = {f"{epoch} epochs": callback.scheduling[epoch] for epoch in callback.epochs}
-            return AccumulationSchedule.parse(factors)
-    return AccumulationSchedule.parse(trainer.accumulate_grad_batches)
-
-
-def _updates_of_epochs(trainer: pl.Trainer, epochs: float) -> float:
-    """Updates of the first `epochs` epochs (a fraction counts from its epoch's start), not looking at `max_steps`."""
+def _updates_of_epochs(trainer: pl.Trainer, epochs: int) -> float:
+    """Updates of so many epochs, not looking at `max_steps`."""
     if trainer.train_dataloader is None:
         raise RuntimeError(
             "the number of updates was asked for before the training loader exists: ask in training, that is from"
             " `on_train_start` on, or from the function of a LambdaLR once its step is above 0"
         )
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):
+        raise UserError(
+            "GradientAccumulationScheduler changes how many updates an epoch has, and durations and schedules count"
+            " them: accumulate by one number"
+        )
     batches = trainer.num_training_batches
-    if math.isinf(batches):
-        return math.inf
-    schedule, whole = _schedule(trainer), int(epochs)
-    before = count_updates(schedule, int(batches), whole)
-    if whole == epochs:
-        return before
-    return before + (epochs - whole) * (count_updates(schedule, int(batches), whole + 1) - before)
+    return math.inf if math.isinf(batches) else epochs * math.ceil(batches / trainer.accumulate_grad_batches)
 
 
 def total_updates(trainer: pl.Trainer) -> int | float:
     """The number of optimiser steps at which the run will end; infinite where nothing ends it.
 
-    Respects the schedule of accumulation, `limit_train_batches`, `max_epochs` and `max_steps`. Cheap enough for every
-    step; works from the moment the training loader is built, that is from `on_train_start` on. The unit is that of
-    `updates_made`: `max_steps`, too, adds up the steps of several optimisers.
+    Respects accumulation, `limit_train_batches`, `max_epochs` and `max_steps`. Cheap enough for every step; works from
+    the moment the training loader is built, that is from `on_train_start` on. The unit is that of `updates_made`:
+    `max_steps`, too, adds up the steps of several optimisers.
 
     Raises:
         RuntimeError: the training loader is not built yet.
+        UserError: Lightning's `GradientAccumulationScheduler` changes the number.
     """
     max_steps = math.inf if trainer.max_steps == -1 else -(-trainer.max_steps // max(1, len(trainer.optimizers)))
     if trainer.max_epochs in (None, -1):
@@ -179,8 +104,7 @@ def duration_to_updates(duration: Duration, trainer: pl.Trainer) -> int:
         return int(duration.value)
     if duration.unit == "%":
         return duration.to_steps(math.inf, total_updates(trainer))
-    updates = _updates_of_epochs(trainer, duration.value)
-    return duration.to_steps(updates / duration.value if duration.value else 0, math.inf)
+    return duration.to_steps(_updates_of_epochs(trainer, 1), math.inf)
 
 
 def loader_batch_size(loader: Any) -> int:

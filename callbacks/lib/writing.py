@@ -10,10 +10,7 @@ from pathlib import Path
 
 def _sync_folder(folder: Path) -> None:
     """Make the rename survive a loss of power."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # Windows opens no folders.
-        return
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError:  # Some network file systems.

@@ -14,14 +14,11 @@ from typing import Any
 import lightning.pytorch as pl
 import yaml
 from lightning.pytorch.callbacks import Callback, LambdaCallback
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from typing_extensions import override
 
 from callbacks.checkpointing.plain_loading import load_plain
 from callbacks.checkpointing.verified_io import CheckpointGuard, VerifiedCheckpointIO
-from callbacks.drawing.evaluation_samples import EvaluationSamples
 from callbacks.lib.hooks import callbacks_of
 from callbacks.lib.lightning_internals import raised_by_restoring
 from callbacks.lib.signals import SIGNALS, Preempted
@@ -211,21 +208,8 @@ def _best_checkpoint(trainer: pl.Trainer, folder: Path | None) -> str | None:
     return next((str(path) for path in (best, last) if path and Path(path).is_file()), None)
 
 
-class _ImagesOf(pl.Callback):
-    """Tells the callbacks that draw how many updates are behind the checkpoint that is evaluated."""
-
-    def __init__(self, updates: int) -> None:
-        self.updates = updates
-
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        for callback in callbacks_of(trainer):
-            if isinstance(callback, EvaluationSamples):
-                callback.updates = self.updates
-
-
 def _train_and_test(trainer: pl.Trainer, experiment: Experiment, folder: Path | None, stopwatch: Stopwatch) -> Outcome:
-    """Train, then score the best checkpoint as validate and test do, and draw its samples."""
+    """Train, then score the best checkpoint as validate and test do."""
     recipe, data, resume = experiment.recipe, experiment.data, experiment.point.checkpoint
     if folder and 0 in (trainer.max_epochs, trainer.max_steps):
         rank_zero_print("nothing is trained in 0 epochs or steps: the initial weights are saved and scored")
@@ -240,12 +224,10 @@ def _train_and_test(trainer: pl.Trainer, experiment: Experiment, folder: Path | 
     # Of a score that is logged for steps and epochs, the epoch's.
     parts = {f"{name}{suffix}" for name in logged for suffix in ("_step", "_epoch")}
     last = {name: logged.get(f"{name}_epoch", value) for name, value in logged.items() if name not in parts}
-    step = read_run(best).updates if best else trainer.global_step
-    renew_callbacks(trainer, experiment, stopwatch, _ImagesOf(step))
+    renew_callbacks(trainer, experiment, stopwatch)
     tests = is_overridden("test_step", recipe) and is_overridden("test_dataloader", data)
     if folder and (experiment.validates or tests):
-        draws = any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
-        rank_zero_print(f"scoring {shown(best) if best else 'the weights'}{' and drawing' if draws else ''} ...")
+        rank_zero_print(f"scoring {shown(best) if best else 'the weights'} ...")
     with _interruptible(trainer, experiment, folder), _within_memory(trainer, experiment):
         if experiment.validates:
             with _without_points(trainer):

@@ -14,7 +14,6 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from callbacks.gradient_accumulation import GradientAccumulation
 from datamodules.errors import UserError
 
 __all__ = ["LIMIT_TEXTS", "WholeUpdates", "limits_per_device", "micro_batches_of_update", "seconds_of"]
@@ -34,16 +33,16 @@ LIMIT_TEXTS = {
 """What the flags do on the command line, in place of the Trainer's texts."""
 
 
-def micro_batches_of_update(accumulate: Any, items: int | None, batch_size: Any, world_size: int) -> int | None:
-    """Micro-batches of an update on all devices; None where they change during the run or the settings do not tell.
+def micro_batches_of_update(accumulate: int, items: int | None, batch_size: Any, world_size: int) -> int | None:
+    """Micro-batches of an update on all devices; None where the settings do not tell.
 
     Args:
-        accumulate: the number of them on each device, or a schedule; it counts where `items` is None.
+        accumulate: the number of them on each device; it counts where `items` is None.
         items: of an update on all devices: samples, or batches limited by tokens.
         batch_size: of a micro-batch, counted as `items`.
     """
     if items is None:
-        return accumulate * world_size if isinstance(accumulate, int) else None
+        return accumulate * world_size
     return -(-items // batch_size) if isinstance(batch_size, int) else None
 
 
@@ -121,17 +120,11 @@ class WholeUpdates(pl.Callback):
     ``val_check_interval`` is a number of updates, or a share of an epoch's updates; a time is left to `ExactCheckpoint`
     and `Preemption`, which follow rank 0's clock.
 
-    Args:
-        accumulation: the callback that accumulates.
-
     Raises:
         UserError: ``limit_train_batches`` is a share that ends within an update, so that the epoch's last update would
             see other samples on another number of devices; ``val_check_interval`` is longer than an epoch, or a time
             where ReduceLROnPlateau would step by a score that is not new.
     """
-
-    def __init__(self, accumulation: GradientAccumulation) -> None:
-        self.accumulation = accumulation
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -155,20 +148,14 @@ class WholeUpdates(pl.Callback):
 
     def _check_share(self, trainer: pl.Trainer) -> None:
         share, batches = trainer.limit_train_batches, trainer.num_training_batches
-        factors = [factor for _, factor in self.accumulation.accumulation_schedule(trainer).entries]
-        cut = [factor for factor in factors if batches % factor]
-        if not isinstance(share, float) or share >= 1 or not cut:
+        factor = trainer.accumulate_grad_batches
+        if not isinstance(share, float) or share >= 1 or batches % factor == 0:
             return
         loader: Any = trainer.train_dataloader
-        updates = max(1, int(share * math.ceil(len(loader) / cut[0])))
-        instead = (
-            f": pass a number of updates, limit_train_batches={updates}"
-            if isinstance(self.accumulation.steps, int)
-            else ""
-        )
+        updates = max(1, int(share * math.ceil(len(loader) / factor)))
         raise UserError(
-            f"limit_train_batches={share} is {batches:,} of {len(loader):,} batches, and an update takes"
-            f" {cut[0]}{instead}"
+            f"limit_train_batches={share} is {batches:,} of {len(loader):,} batches, and an update takes {factor}: pass"
+            f" a number of updates, limit_train_batches={updates}"
         )
 
     def _set_next_validation(self, trainer: pl.Trainer, batch: int) -> None:

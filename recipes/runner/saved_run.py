@@ -33,8 +33,8 @@ class SavedRun:
         updates: optimiser steps made.
         epochs: epochs completed.
         devices: number of devices it was trained on; None in checkpoints of a plain Trainer.
-        update_items: samples of an update on all devices, or batches limited by tokens; None where their number changes
-            or is not known.
+        update_items: samples of an update on all devices, or batches limited by tokens; None where their number is
+            not known.
         epoch: in which it was saved, from 1.
         recipes: titles of the recipe and of those that it is derived from; empty where they are not known.
         environment: what may have changed the bits, see `recipes.runner.results.environment`.
@@ -93,13 +93,13 @@ def _saved_run(checkpoint: Mapping[str, Any]) -> SavedRun:
     # A plain Trainer saves the constructors' arguments only.
     saved = {**checkpoint.get("datamodule_hyper_parameters", {}), **checkpoint.get("hyper_parameters", {})}
     devices = checkpoint.get("devices")
-    sizes: Any = checkpoint.get("callbacks", {}).get("GradientAccumulation", {}).get("items") or ()
+    items = checkpoint.get("callbacks", {}).get("GradientAccumulation", {}).get("items")
     return SavedRun(
         dict(checkpoint.get("config") or saved),
         _count("global_step", checkpoint["global_step"]),
         _count("processed", checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]),
         None if devices is None else _count("devices", devices),
-        _count("items", sizes[0][1]) if len(sizes) == 1 else None,
+        None if items is None else _count("items", items),
         1 + _count("epoch", checkpoint.get("epoch", 0)),
         tuple(map(str, checkpoint.get("recipes", ()))),
         dict(checkpoint.get("environment", {})),

@@ -50,13 +50,10 @@ class RunSettings:
             By default OMP_NUM_THREADS, else the cores shared by the processes of a node. With a GPU, the host's.
         precision: floating-point precision; auto is bf16-mixed where the hardware has fast bf16, else 32-true.
         global_batch_size: samples per update on all devices; the number of micro-batches follows from it.
-        accumulate: micro-batches per update on each device, or a schedule of them, as in '{0: 8, "2 epochs": 4}'.
+        accumulate: micro-batches per update on each device.
         warmup: duration of the learning rate warm-up, as in "500 steps", "2 epochs" or "5%".
         lr_scale: how the learning rate follows the global batch; auto is linear for SGD, sqrt for adaptive ones.
         ema: average the weights exponentially with this decay, as in 0.999; the average is validated, saved and tested.
-        swa: average the weights of the last part of the run (SWA).
-        average_from: where the average begins, as in "500 steps", "2 epochs" or "10%"; by default after 75% of the run
-            for swa, else with the first update.
         sync_bn: synchronise BatchNorm over all devices; the bits of the run then depend on their number.
         early_stopping: end the run when this score no longer improves; such as val/loss, see patience.
         patience: validations without improvement after which early stopping ends the run; 3 where none is given.
@@ -76,12 +73,10 @@ class RunSettings:
     threads: int | None = None
     precision: Free[Precision] = "auto"
     global_batch_size: int | None = None
-    accumulate: int | dict[int | str, int] = 1
+    accumulate: int = 1
     warmup: int | str = 0
     lr_scale: Rare[Literal["auto", "linear", "sqrt", "none"]] = "auto"
     ema: float | None = None
-    swa: bool = False
-    average_from: Rare[int | str | None] = None
     sync_bn: bool = False
     early_stopping: Free[str | None] = None
     patience: Rare[Free[int | None]] = None
@@ -100,11 +95,9 @@ class RunSettings:
 def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> list[Callback]:
     """The callbacks of every run."""
     scale = learning_rate_scale(settings.lr_scale, recipe.hparams.optimizer)
-    accumulation = GradientAccumulation(settings.accumulate, settings.global_batch_size)
     callbacks: list[Callback] = [
-        # First, so that the others read the factor of the current window.
-        accumulation,
-        WholeUpdates(accumulation),
+        GradientAccumulation(settings.accumulate, settings.global_batch_size),
+        WholeUpdates(),
         seeds,
         WarmupLR(settings.warmup, scale=scale, base_batch_size=recipe.base_batch_size if scale else None),
     ]
@@ -112,8 +105,8 @@ def run_callbacks(settings: RunSettings, recipe: Recipe, seeds: SeedControl) -> 
     if settings.sync_bn:
         check_batchnorm(recipe)  # Before other processes start.
         callbacks.append(SyncBN())
-    if settings.ema is not None or settings.swa or settings.average_from is not None:
-        callbacks.append(WeightAveraging(settings.ema, settings.swa, settings.average_from))
+    if settings.ema is not None:
+        callbacks.append(WeightAveraging(settings.ema))
     if score := settings.early_stopping:
         mode = score_mode(score, recipe.monitor, recipe.monitor_mode)
         callbacks.append(PatientStopping(score, patience=settings.patience or _PATIENCE, mode=mode))

@@ -17,7 +17,6 @@ from recipes.seq2seq.network import AnyNetwork
 
 __all__ = [
     "Translations",
-    "attention_weights",
     "beam_search",
     "length_limits",
     "length_penalty",
@@ -151,29 +150,6 @@ def beam_search(
     time = int((finished != PAD).sum(2).max())
     at = torch.arange(batch, device=device).unsqueeze(1)
     return Translations(finished[at, order, :time], scores)
-
-
-@torch.no_grad()
-def attention_weights(network: AnyNetwork, source: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
-    """The attention weights of each token of a translation; the network has to be in evaluation mode.
-
-    A search that kept the weights of all its hypotheses would take gigabytes beside one long sentence.
-
-    Args:
-        source: tokens of shape (batch, source), then padding.
-        lengths: of shape (batch,).
-        tokens: the translation, of shape (batch, time).
-
-    Returns:
-        Weights of shape (batch, time, source).
-    """
-    encoded, state = network.encode(source, lengths)
-    inputs = torch.cat((torch.full_like(tokens[:, :1], SOS), tokens[:, :-1]), 1)
-    weights = []
-    for column in inputs.unbind(1):
-        _, state, step_weights = network.step(column, state, encoded)
-        weights.append(step_weights)
-    return torch.stack(weights, 1)
 
 
 def sentences_of(batch: TranslationBatch, vocabularies: Vocabularies, data: Any) -> tuple[list[str], list[str]]:

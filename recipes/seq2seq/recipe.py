@@ -13,7 +13,6 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks.drawing.translation_samples import TranslationSamples
 from datamodules.contract import Free, data_contract
 from datamodules.errors import UserError
 from datamodules.loading.randomness import uniform
@@ -26,7 +25,7 @@ from recipes.base import Recipe, RecipeParameters
 from recipes.optim import build_optimizer, is_lbfgs, may_be_fused, parameter_groups
 from recipes.schedules import ScheduleName, build_schedule
 from recipes.seq2seq.checks import CheckVocabularies, Vocabularies, known
-from recipes.seq2seq.decoding import attention_weights, beam_search, sentences_of
+from recipes.seq2seq.decoding import beam_search, sentences_of
 from recipes.seq2seq.network import AnyNetwork, Seq2SeqNet, target_positions
 from recipes.seq2seq.scores import BleuTokenizer, DetokenisedScores, TranslationScores
 from recipes.seq2seq.transformer import TransformerNet
@@ -214,7 +213,7 @@ class Seq2SeqTranslator(Recipe):
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
-        return [CheckVocabularies(), *super().configure_callbacks(), TranslationSamples()]
+        return [CheckVocabularies(), *super().configure_callbacks()]
 
     def _evaluation_step(
         self, scores: TranslationScores, batch: TranslationBatch, beam: int, chosen: Tensor | None = None
@@ -230,22 +229,11 @@ class Seq2SeqTranslator(Recipe):
         found = beam_search(self.network, batch.source, batch.source_lengths, beam, alpha=self.hparams.length_penalty)
         source, target = known(self.vocabularies)
         sources, references = sentences_of(batch, (source, target), self.data_module())
-        best = found.tokens[:, 0].tolist()
-        translations = [*map(target.decode, best)]
+        translations = [*map(target.decode, found.tokens[:, 0].tolist())]
         # Subwords are decoded to text, whose words and punctuation are not separated yet.
         tokenise = self.hparams.bleu_tokenize if isinstance(target, SubwordVocabulary) else None
         scores.add(translations, references, tokenise)
-
-        def attention(i: int) -> Tensor:
-            one = slice(i, i + 1)
-            parts = batch.source[one], batch.source_lengths[one], found.tokens[one, 0]
-            return attention_weights(self.network, *parts)[0].cpu()
-
-        def tokens(i: int) -> tuple[list[str], list[str]]:
-            return source.split(sources[i]), target.pieces(best[i])
-
-        texts = {"sources": sources, "translations": translations, "references": references}
-        return texts | {"attention": attention, "tokens": tokens}
+        return {"sources": sources, "translations": translations, "references": references}
 
     def _log_scores(self, prefix: str, scores: TranslationScores) -> None:
         values = {f"{prefix}/{name}": value.float() for name, value in scores.compute(self.trainer.strategy).items()}

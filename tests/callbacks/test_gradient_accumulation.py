@@ -11,17 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset
 
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.accumulation import steps_for_samples
-from callbacks.lib.updates import AccumulationSchedule, count_updates, global_batch_size, total_updates
+from callbacks.lib.updates import global_batch_size, total_updates
 from datamodules.errors import RunFailedError, UserError
 from tests.support.ranks import run_ranks
 
@@ -49,7 +48,6 @@ class Tagger(pl.LightningModule):
         torch.manual_seed(7)
         self.layer = nn.Linear(5, 3, dtype=torch.float64)
         self.count, self.lr = count, lr
-        self.factors: list[int] = []
         self.norms: list[float] = []
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -60,7 +58,6 @@ class Tagger(pl.LightningModule):
         return losses.sum() / (y != PADDING).sum(), (y != PADDING).sum()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        self.factors.append(self.trainer.accumulate_grad_batches)
         loss, count = self.loss(batch)
         self.log("loss", loss, batch_size=1)
         if self.count is None:
@@ -149,31 +146,6 @@ def test_an_update_is_the_mean_over_its_targets_and_stock_accumulation_is_not(co
     assert error(weights(stock), expected) > 1e-2
 
 
-def test_a_short_last_window_has_the_full_gradient_where_stock_has_half_of_it() -> None:
-    same = [BATCHES[0]] * 10
-    ours, stock = Tagger(lr=0.0), Tagger(lr=0.0)
-    train(ours, same, GradientAccumulation(4))
-    train(stock, same, accumulate_grad_batches=4)
-    assert [norm / ours.norms[0] for norm in ours.norms] == pytest.approx([1, 1, 1], rel=1e-14)
-    assert [norm / ours.norms[0] for norm in stock.norms] == pytest.approx([1, 1, 0.5], rel=1e-14)
-
-
-@pytest.mark.parametrize(
-    ("options", "sizes"),
-    [
-        ({"limit_train_batches": 7}, [3, 3, 1]),
-        ({"limit_train_batches": 0.5}, [3, 2]),
-        ({"max_steps": 2}, [3, 3]),
-        ({"limit_train_batches": 4, "max_steps": 2}, [3, 1]),
-        ({"limit_train_batches": 1}, [1]),
-    ],
-)
-def test_windows_cut_by_the_trainers_limits_are_exact(options: dict[str, Any], sizes: list[int]) -> None:
-    model = Tagger()
-    train(model, BATCHES, GradientAccumulation(3), **options)
-    assert error(weights(model), by_hand(windows(BATCHES, *sizes))) < 1e-14
-
-
 def test_batches_without_targets_change_nothing_wherever_they_stand() -> None:
     batches = [EMPTY, *BATCHES[:2], EMPTY, BATCHES[2], EMPTY, EMPTY, EMPTY, BATCHES[3], EMPTY]
     for count in ("tensor", "int"):
@@ -228,60 +200,6 @@ def test_a_training_step_that_raises_leaves_batch_normalisation_as_it_was_before
         train(model, sentences([4] * 8), GradientAccumulation(4))
     assert model.norm.momentum == 0.1
     assert torch.equal(model.norm.running_mean, model.before)
-
-
-def test_the_factor_follows_epochs() -> None:
-    steps: dict[int | str, int] = {0: 4, "1 epochs": 5, "3 epochs": 1}
-    trainer = train(model := Tagger(), BATCHES, GradientAccumulation(steps), max_epochs=4)
-    updates = windows(BATCHES, 4, 4, 2) + windows(BATCHES, 5, 5) * 2 + [[batch] for batch in BATCHES]
-    assert trainer.global_step == 17
-    assert error(weights(model), by_hand(updates)) < 1e-14
-    assert model.factors == [4] * 10 + [5] * 20 + [1] * 10
-
-
-class Resumable:
-    """A loader over ready-made batches that goes on where it stopped."""
-
-    def __init__(self, batches: list[Batch], batch_size: int = 8) -> None:
-        self.batches, self.batch_size, self.position = batches, batch_size, 0
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        while self.position < len(self.batches):
-            self.position += 1
-            batch = self.batches[self.position - 1]
-            if self.position == len(self.batches):
-                self.position = 0
-                yield batch
-                return
-            yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
-
-
-@pytest.mark.parametrize("saved", [2, 5])
-def test_a_resume_in_mid_epoch_has_the_right_factor_where_stock_falls_to_one(saved: int, tmp_path: Any) -> None:
-    steps: dict[int | str, int] = {0: 2, "1 epochs": 4}
-
-    def run(callback: pl.Callback, until: int, ckpt_path: Any = None) -> Tagger:
-        checkpoint = ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=saved, enable_version_counter=False)
-        options = {"enable_checkpointing": True, "max_epochs": 2, "max_steps": until, "ckpt_path": ckpt_path}
-        train(model := Tagger(), Resumable(BATCHES), callback, checkpoint, **options)
-        return model
-
-    whole = run(GradientAccumulation(steps), -1)
-    run(GradientAccumulation(steps), saved)
-    resumed = run(GradientAccumulation(steps), -1, tmp_path / "last.ckpt")
-    assert resumed.factors == whole.factors[len(whole.factors) - len(resumed.factors) :]
-    assert all(torch.equal(a, b) for a, b in zip(weights(resumed), weights(whole), strict=True))
-    run(GradientAccumulationScheduler({0: 2, 1: 4}), saved)
-    assert run(GradientAccumulationScheduler({0: 2, 1: 4}), -1, tmp_path / "last.ckpt").factors[0] == 1
 
 
 def half_precision(precision: Any) -> MixedPrecision:
@@ -378,8 +296,8 @@ def test_what_cannot_be_accumulated_is_refused_with_the_reason() -> None:
         train(Tagger(), BATCHES, GradientAccumulation(2), GradientAccumulationScheduler({0: 2}))
     with pytest.raises(ValueError, match="pass one of them"):
         GradientAccumulation(2, global_batch_size=32)
-    for steps in (0, 2.5, {"1.5 epochs": 2}, {"5%": 2}, {"7 steps": 2}, {0: -1}):
-        with pytest.raises(ValueError, match="write"):
+    for steps in (0, 2.5):
+        with pytest.raises(UserError, match=f"accumulation of {steps} micro-batches: expected a whole number above 0"):
             GradientAccumulation(steps)  # type: ignore[arg-type]
 
     class Wrapped(Tagger):
@@ -394,49 +312,15 @@ def test_what_cannot_be_accumulated_is_refused_with_the_reason() -> None:
     train(Wrapped(), opaque, GradientAccumulation(2))
     with pytest.raises(ValueError, match="cannot tell how many targets a batch of type Opaque holds"):
         train(Wrapped(None), opaque, GradientAccumulation(2))
-    with pytest.warns(UserWarning, match="accumulating over 11 steps, but an epoch has 10"):
-        train(model := Tagger(), BATCHES, GradientAccumulation(11))
+    train(model := Tagger(), BATCHES, GradientAccumulation(11))
     assert error(weights(model), by_hand([BATCHES])) < 1e-14
     short = type("Loader", (), {"__iter__": lambda _: iter(BATCHES[:7]), "__len__": lambda _: 10})()
     with pytest.raises(RunFailedError, match="announced 10 batches and gave fewer"):
         train(Tagger(), short, GradientAccumulation(3))
 
 
-class Reads(TorchDispatchMode):
-    """Counts how often Python waits for a tensor's value, which on an accelerator stops the queue of work."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_no_count_is_ever_read_back_from_the_device() -> None:
-    class Quiet(Tagger):
-        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-            pass
-
-    reads = {}
-    for name, callbacks in {"stock": [], "ours": [GradientAccumulation(4)]}.items():
-        with Reads() as counter:
-            train(Quiet("tensor"), BATCHES, *callbacks)
-        reads[name] = counter.number
-    with Reads() as counter:
-        train(Quiet("int"), BATCHES)
-    assert reads["ours"] == reads["stock"]
-    assert counter.number == reads["stock"] + len(BATCHES), "the counter sees the int(count) of each batch"
-
-
-def reductions(profile: torch.profiler.profile) -> int:
-    kinds = "c10d::allreduce_", "c10d::alltoall_base_", "c10d::allgather_", "c10d::_allgather_base_"
-    return sum(event.count for event in profile.key_averages() if event.key in kinds)
-
-
 def two_ranks() -> dict[str, Any]:
-    """On each of two processes: uneven counts, an empty batch, several factors; and the all-reduces that it took."""
+    """On each of two processes: uneven counts, an empty batch, several factors."""
     mine = SHARES[int(os.environ["RANK"])]
     answers: dict[str, Any] = {}
     ddp = {"devices": 2, "strategy": "ddp"}
@@ -448,16 +332,11 @@ def two_ranks() -> dict[str, Any]:
         ("samples", None, [GradientAccumulation(4)], {}),
         ("clipped", "tensor", [GradientAccumulation(4)], clip),
         ("stream", "tensor", [GradientAccumulation(4)], {}),
-        ("stock", "tensor", [], {"accumulate_grad_batches": 4}),
-        ("stock one", "tensor", [], {}),
     ]
     for name, count, callbacks, options in runs:
         model = Tagger(count)
-        batches = [batch for batch in mine if len(batch[0])] if name.startswith("stock") else mine
-        loader: Any = Stream(batches) if name == "stream" else batches
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            trainer = train(model, loader, *callbacks, **ddp, **options)
-        answers[name] = {"weights": weights(model), "reductions": reductions(profile), "updates": trainer.global_step}
+        train(model, Stream(mine) if name == "stream" else mine, *callbacks, **ddp, **options)
+        answers[name] = weights(model)
     static = DDPStrategy(static_graph=True)
     try:
         train(Tagger(), mine, GradientAccumulation(2), devices=2, strategy=static)
@@ -485,28 +364,9 @@ def test_two_ranks_with_uneven_and_empty_batches_take_the_step_of_one_large_batc
         "clipped": by_hand(by_fours, clip=0.1),
     }
     for name, wanted in expected.items():
-        assert error(first[name]["weights"], wanted) < 1e-14, name
-        assert all(torch.equal(a, b) for a, b in zip(first[name]["weights"], second[name]["weights"], strict=True))
+        assert error(first[name], wanted) < 1e-14, name
+        assert all(torch.equal(a, b) for a, b in zip(first[name], second[name], strict=True))
     assert "static_graph=True" in first["refused"]
-    # Of the gradients, stock reduces one bucket per update; ours sends parts, gathers sums, and gathers one number.
-    assert first["stock"]["updates"] == first["four"]["updates"] == 2
-    assert first["four"]["reductions"] - first["stock"]["reductions"] == 2 * (3 - 1)
-    assert first["one"]["reductions"] - first["four"]["reductions"] == 3 * (7 - 2)
-    assert error(first["stock"]["weights"], expected["four"]) > 1e-2
-    assert error(first["stock one"]["weights"], expected["one"]) > 1e-2
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.dictionaries(st.one_of(st.just(0), st.builds("{} epochs".format, st.integers(0, 4))), st.integers(1, 7)),
-    st.integers(1, 40),
-    st.integers(0, 6),
-)
-def test_counted_updates_equal_those_of_each_epoch(steps: dict[int | str, int], batches: int, epochs: int) -> None:
-    schedule = AccumulationSchedule.parse(steps)
-    of_epochs = [math.ceil(batches / schedule.wanted(epoch)) for epoch in range(epochs)]
-    assert count_updates(schedule, batches, epochs) == sum(of_epochs)
-    assert {schedule.wanted(epoch) for epoch in range(epochs)} <= {*steps.values(), 1}
 
 
 @settings(max_examples=200)
@@ -540,15 +400,13 @@ class Totals(pl.Callback):
     ],
 )
 def test_the_total_number_of_updates_is_the_one_that_the_run_makes(options: dict[str, Any]) -> None:
-    steps: dict[int | str, int] = {0: 4, "1 epochs": 2, "2 epochs": 1}
-    trainer = train(Tagger(), BATCHES, totals := Totals(), GradientAccumulation(steps), **options)
+    trainer = train(Tagger(), BATCHES, totals := Totals(), GradientAccumulation(4), **options)
     assert totals.seen == {trainer.global_step}
 
 
-def test_the_total_is_right_for_lightnings_own_accumulation() -> None:
-    scheduler = GradientAccumulationScheduler({0: 4, 1: 1})
-    trainer = train(Tagger(), BATCHES, totals := Totals(), scheduler, max_epochs=2)
-    assert totals.seen == {13} == {trainer.global_step}
+def test_the_total_is_right_for_lightnings_own_accumulation_and_refused_where_that_changes() -> None:
+    with pytest.raises(UserError, match="GradientAccumulationScheduler changes how many updates an epoch has"):
+        train(Tagger(), BATCHES, Totals(), GradientAccumulationScheduler({0: 4, 1: 1}), max_epochs=2)
     trainer = train(Tagger(), BATCHES, totals := Totals(), accumulate_grad_batches=4, max_epochs=2)
     assert totals.seen == {6} == {trainer.global_step}
 

@@ -365,7 +365,7 @@ def it_ends_within_an_epoch_and_a_window(_: Transcript) -> dict[str, Any]:
 
 @case
 def our_accumulation(_: Transcript) -> dict[str, Any]:
-    return {"callbacks": [GradientAccumulation({0: 2, "1 epochs": 3})]}
+    return {"callbacks": [GradientAccumulation(2)]}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from typing_extensions import override
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.lib.signals import SIGNALS, Preempted, SignalFlag
+from callbacks.lib.signals import Preempted, SignalFlag
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.end_to_end.test_exact_resume import BATCH_SIZE, TRAIN, VALIDATION, adamw, augment, hash_of
 from tests.support.batches import BatchWatcher, Moment
@@ -233,30 +233,9 @@ def test_a_test_ends_at_the_next_batch_on_all_ranks() -> None:
     assert run_ranks(_test_run, 2, 2) == [(143, 2), (143, 2)]
 
 
-def _handlers(folder: Path) -> bool:
-    seen = []
-
-    class Look(pl.Callback):
-        def on_train_batch_start(self, *args: Any) -> None:
-            seen.append(signal.getsignal(signal.SIGTERM))
-
-    preemption = CALLBACKS["Preemption"]()
-    options: dict[str, Any] = {"enable_progress_bar": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(max_steps=1, callbacks=[preemption, Look()], **options, **QUIET)
-    loader = TrainLoader(*TRAIN, torch.arange(50), BATCH_SIZE, 1, 0, 1)
-    callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
-    trainer.fit(Tiny(image_network(), adamw), loader)
-    assert trainer.callbacks == callbacks  # type: ignore[attr-defined]
-    return seen[0] == preemption._flag._note  # type: ignore[attr-defined]
-
-
-def test_no_handler_of_lightning_is_put_around_ours(tmp_path: Path) -> None:
-    assert run_ranks(_handlers, 1, tmp_path) == [True]
-
-
 def _forked(signum: int) -> tuple[int, int]:
     """The status of a forked process after a signal, and what was noted here."""
-    flag = SignalFlag(SIGNALS)
+    flag = SignalFlag()
     flag.install()
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:

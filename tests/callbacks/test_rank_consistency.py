@@ -6,13 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.rank_consistency import RankConsistency, checksum, checksums
-from datamodules.errors import RunFailedError, UserError
+from datamodules.errors import RunFailedError
 from datamodules.loading.loaders import TrainLoader
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, Tiny, image_network, noisy_images, on_ranks, silence
@@ -133,21 +132,3 @@ def test_strategies_that_split_weights_are_told_that_nothing_is_compared() -> No
     first, second = run_ranks(fit, 2, 2, "unwrapped")
     assert first[:2] == second[:2] == ("", 3)
     assert any("RankConsistency compares nothing: Unwrapped" in message for message in first[2])
-
-
-def _unfreeze_with_lightning(_: str) -> str:
-    silence()
-    callbacks = [RankConsistency(), BackboneFinetuning()]
-    trainer = pl.Trainer(callbacks=callbacks, enable_checkpointing=False, **on_ranks(2), **QUIET)
-    module = Tiny(image_network(), torch.optim.SGD, lr=0.1)
-    module.backbone = module.network[0]
-    try:
-        trainer.fit(module, TrainLoader(*noisy_images(8), torch.arange(8), 4, 1))
-    except UserError as error:
-        return str(error)
-    return "trained"
-
-
-def test_layers_that_lightning_would_unfreeze_on_several_ranks_are_refused() -> None:
-    expected = "DDP does not reduce the gradients of layers that BackboneFinetuning unfreezes"
-    assert all(expected in message for message in run_ranks(_unfreeze_with_lightning, 2, ""))

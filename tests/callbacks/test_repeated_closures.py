@@ -73,9 +73,9 @@ def test_one_batch_on_one_device_is_the_step_of_plain_pytorch_with_warm_up_appli
             loss.backward()
             return loss
 
-        optimizer.param_groups[0]["lr"] = rate * (0.2 + 0.2 * update)
+        optimizer.param_groups[0]["lr"] = rate * (0.01 + 0.99 * update / 4)
         optimizer.step(closure)
-    warmup = WarmupLR("4 steps", start_factor=0.2)
+    warmup = WarmupLR("4 steps")
     found = fit(name, GradientAccumulation(), SeedControl(1), warmup)
     assert warmup.updates == [4]
     for weight, expected in zip(found.parameters(), module.parameters(), strict=True):
@@ -98,4 +98,4 @@ def test_several_devices_or_micro_batches_are_refused_in_one_line() -> None:
     for lines in (alone, *run_ranks(on_two_ranks, 2)):
         for name, line in zip(OPTIMIZERS, lines, strict=True):
             assert line.startswith(f"{name} calls its closure several times per update, which is exact on one device")
-            assert "pass devices=1, steps=1 and a `batch_size` that holds the whole update" in line
+            assert "pass devices=1, no accumulation and a `batch_size` that holds the whole update" in line

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.lib.batch_norm import combine_moments
-from callbacks.sync_bn import SyncBN, check_batchnorm, restore_batchnorm, sync_batchnorm
+from callbacks.sync_bn import SyncBN, restore_batchnorm, sync_batchnorm
 from datamodules.errors import UserError
 from tests.support.ranks import run_ranks
 
@@ -285,13 +285,6 @@ def test_a_users_subclass_keeps_its_forward_or_is_refused():
     torch.testing.assert_close(torch.cat(run_ranks(_subclass_output, 2)), expected)
     with pytest.raises(UserError, match=r"_Inlined.forward normalises by itself"):
         sync_batchnorm(nn.Sequential(_Inlined(2)))
-
-
-def test_what_cannot_be_synchronised_is_refused_before_other_processes_start():
-    net = nn.Sequential(_Inlined(2))
-    with pytest.raises(UserError, match=r"_Inlined.forward normalises by itself.*remove SyncBN"):
-        check_batchnorm(net)
-    assert type(net[0]) is _Inlined
 
 
 def _timms_gaps() -> dict[str, float]:

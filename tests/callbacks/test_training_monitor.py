@@ -53,9 +53,10 @@ def fit(
 ) -> list[float]:
     """What is logged."""
     silence()
-    monitor = TrainingMonitor(every=every)
+    monitor = TrainingMonitor()
     records = Records(monitor)
-    pl.Trainer(callbacks=[*callbacks, monitor, records], **SETTINGS | options).fit(module, loader)
+    settings = SETTINGS | {"log_every_n_steps": every} | options
+    pl.Trainer(callbacks=[*callbacks, monitor, records], **settings).fit(module, loader)
     return records.rows
 
 
@@ -100,18 +101,6 @@ def test_gradients_of_float16_are_logged_unscaled(fused: bool) -> None:
     assert rows([MixedPrecision("16-mixed", "cpu", scaler)]) == pytest.approx(rows([]), rel=0.01)
 
 
-def test_lbfgs_and_sparse_gradients_are_measured() -> None:
-    assert fit(Tiny(network(), torch.optim.LBFGS, max_iter=3), batches(8))[0] > 0
-    tokens = torch.randint(11, (16, 4), generator=torch.Generator().manual_seed(1))
-    rows = {}
-    for sparse in (False, True):
-        torch.manual_seed(1)
-        embedding = nn.Sequential(nn.Embedding(11, 6, sparse=sparse), nn.Flatten(), nn.Linear(24, CLASSES))
-        loader = DataLoader(TensorDataset(tokens, TARGETS), 8)
-        rows[sparse] = fit(Tiny(embedding, sgd), loader)
-    assert rows[True] == pytest.approx(rows[False])
-
-
 class Manual(Tiny):
     """Two optimisers that step in each batch, whose gradients are zeroed after the step."""
 
@@ -138,8 +127,8 @@ def test_the_end_of_an_interval_or_of_an_epoch_without_one_is_logged(
 ) -> None:
     silence()
     logger = CSVLogger(tmp_path, name=None, version="")
-    callbacks = [GradientAccumulation(2), TrainingMonitor(every=every)]
-    settings = SETTINGS | {"max_epochs": 2, "logger": logger}
+    callbacks = [GradientAccumulation(2), TrainingMonitor()]
+    settings = SETTINGS | {"max_epochs": 2, "logger": logger, "log_every_n_steps": every}
     pl.Trainer(callbacks=callbacks, **settings).fit(Tiny(network(), sgd), batches(1))
     with (tmp_path / "metrics.csv").open(newline="") as file:
         assert [1 + int(row["step"]) for row in csv.DictReader(file)] == logged_after

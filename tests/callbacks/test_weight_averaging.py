@@ -16,10 +16,10 @@ from lightning.pytorch.callbacks import WeightAveraging as LightningWeightAverag
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
-from callbacks import FreezeLayers, recalibrate
+from callbacks import FreezeLayers
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.checkpointing.replay import RAW_WEIGHTS
-from callbacks.weight_averaging import WeightAveraging, add_sample, ema_weight, mean_weight
+from callbacks.weight_averaging import WeightAveraging, ema_weight
 from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
 from tests.support.tables import QUIET, Tiny, image_network, loss_of, noisy_images, silence
@@ -42,16 +42,6 @@ class Tied(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(self.body(inputs)) * self.scale
-
-
-class Stop(pl.Callback):
-    """Asks for the end in the first micro-batch of an update."""
-
-    def __init__(self, after: int) -> None:
-        self.after = after
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        trainer.should_stop = trainer.global_step == self.after - 1
 
 
 class Watch(pl.Callback):
@@ -110,92 +100,42 @@ def saved(folder: Path) -> dict[str, Any]:
 
 @given(st.integers(0, 10**9), st.floats(0.01, 0.9999))
 def test_the_weights_of_samples_are_shares_and_an_average_begins_with_its_first_sample(samples: int, decay: float):
-    for weight in (ema_weight(samples, decay), mean_weight(samples)):
-        assert 0 < weight <= 1
-        assert (weight == 1) == (samples == 0)
-    assert ema_weight(samples, decay) >= 1 - decay - 1e-12
+    weight = ema_weight(samples, decay)
+    assert max(0, 1 - decay - 1e-12) < weight <= 1
+    assert (weight == 1) == (samples == 0)
 
 
-@given(st.lists(st.floats(-10, 10), min_size=1, max_size=20), st.floats(0.1, 0.9))
-def test_averages_are_the_sums_that_their_weights_stand_for(values: list[float], decay: float):
-    samples = [[torch.tensor([value], dtype=torch.float64), torch.full((2,), value)] for value in values]
-    out = [tensor.clone() for tensor in samples[0]]
-    for number, sample in enumerate(samples):
-        add_sample(out, sample, mean_weight(number))
-    assert out[0].item() == pytest.approx(sum(values) / len(values), abs=1e-12)
-    average = [tensor.clone() for tensor in samples[0]]
-    shares = [1.0]
-    for number, sample in enumerate(samples[1:], 1):
-        weight = ema_weight(number, decay)
-        add_sample(average, sample, weight)
-        shares = [share * (1 - weight) for share in shares] + [weight]
-    assert average[0].item() == pytest.approx(sum(s * v for s, v in zip(shares, values, strict=True)), abs=1e-12)
-    assert math.isclose(sum(shares), 1)
+def expected_average(after: dict[int, State], update: int) -> State:
+    """From the weights and running statistics after each update, by the definition."""
+    average = after[1]
+    for number in range(1, update):
+        weight = max(0.2, 9 / (9 + number))
+        average = {name: a + weight * (after[number + 1][name] - a) for name, a in average.items()}
+    return average | {name: value for name, value in after[update].items() if "num_batches" in name}
 
 
-def expected_average(kind: str, after: dict[int, State], update: int) -> State | None:
-    """From the weights after each update, by the definitions."""
-    steps = {
-        "ema": range(4, update + 1),
-        "swa": range(9, update + 1),
-    }[kind]
-    average: State | None = None
-    for number, step in enumerate(steps):
-        weight = max(0.2, 9 / (9 + number)) if kind == "ema" else 1 / (number + 1)
-        sample = learnt(after[step])
-        average = sample if average is None else {n: a + weight * (sample[n] - a) for n, a in average.items()}
-    return average
+def close(one: State, other: State) -> bool:
+    return all(
+        torch.allclose(one[name].double(), value.double(), rtol=1e-12, atol=1e-14) for name, value in other.items()
+    )
 
 
-KINDS: dict[str, dict[str, Any]] = {
-    "ema": {"ema": 0.8, "average_from": 4},
-    "swa": {"swa": True, "average_from": "60%"},
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_validations_see_the_average_and_training_does_not(kind: str) -> None:
-    freeze = lambda: FreezeLayers(patterns="body.1.bias", unfreeze={"body.1.bias": "1 epochs"})  # noqa: E731
+def test_validations_and_checkpoints_have_the_average_and_training_does_not(tmp_path: Path) -> None:
+    freeze = lambda: FreezeLayers(unfreeze={"body.1.bias": "1 epochs"})  # noqa: E731
+    saves = ExactCheckpoint(tmp_path, save_last=True, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     plain, averaged = module(), module()
     _, without = train(plain, freeze(), val_check_interval=1)
-    _, found = train(averaged, freeze(), WeightAveraging(**KINDS[kind]), val_check_interval=1)
+    _, found = train(averaged, freeze(), WeightAveraging(ema=0.8), saves, val_check_interval=1)
     assert list(without.after) == list(range(1, UPDATES + 1))
     assert not equal(learnt(without.after[5]), learnt(without.after[15]))
     for update, state in without.after.items():
         assert equal(found.after[update], state), "with its running statistics"
-        average = expected_average(kind, without.after, update)
-        if average is None:
-            assert equal(found.validated[update], state)
-            continue
-        validated = learnt(found.validated[update])
-        assert all(torch.allclose(validated[name], value, rtol=1e-12, atol=1e-14) for name, value in average.items())
-        own = module()
-        own.load_state_dict(found.validated[update])
-        own.network.train()
-        recalibrate(own, [INPUTS[:20]])
-        assert all(
-            torch.allclose(found.validated[update][name], value, rtol=1e-9, atol=1e-12)
-            for name, value in own.state_dict().items()
-        )
-    assert equal(averaged.state_dict(), found.validated[UPDATES]), "the module keeps the average"
-
-
-def test_every_checkpoint_holds_the_average_with_its_statistics_and_what_trains_on(tmp_path: Path) -> None:
-    saves = ExactCheckpoint(tmp_path, save_last=True, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    _, watch = train(module(), WeightAveraging(ema=0.8, average_from=4), saves, check_val_every_n_epoch=2)
-    for update in (2, 4, 8, 12, 14):
+        assert close(found.validated[update], expected_average(without.after, update))
+    for update in range(2, UPDATES, 2):
         checkpoint = torch.load(tmp_path / f"step={update}.ckpt", weights_only=True)
-        raw = checkpoint.get(RAW_WEIGHTS, checkpoint["state_dict"])
-        assert (RAW_WEIGHTS in checkpoint) == (update >= 4)
-        assert equal(raw, watch.after[update])
-        if update < 4:
-            continue
-        own = module()
-        own.load_state_dict(checkpoint["state_dict"])
-        own.network.train()
-        recalibrate(own, [INPUTS[:20]])
-        norms = [name for name in raw if "running_" in name]
-        assert all(torch.allclose(checkpoint["state_dict"][name], own.state_dict()[name]) for name in norms)
+        assert equal(checkpoint["state_dict"], found.validated[update])
+        assert equal(checkpoint[RAW_WEIGHTS], without.after[update])
+    assert equal(averaged.state_dict(), found.validated[UPDATES]), "the module keeps the average"
 
 
 def test_a_run_that_no_longer_averages_trains_on_from_its_raw_weights(tmp_path: Path) -> None:
@@ -272,7 +212,7 @@ def test_an_average_without_the_weights_that_train_is_not_resumed(tmp_path: Path
 def test_a_run_that_began_without_averages_from_where_it_resumes(tmp_path: Path) -> None:
     saves = lambda: ExactCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)  # noqa: E731
     train(module(), saves(), max_steps=7)
-    _, rest = train(module(), WeightAveraging(swa=True, average_from=3), saves(), resume=tmp_path / "last.ckpt")
+    _, rest = train(module(), WeightAveraging(ema=0.9), saves(), resume=tmp_path / "last.ckpt")
     assert saved(tmp_path)["callbacks"]["AveragedWeights"]["samples"] == 8
     _, without = train(module())
     assert equal(rest.after[15], without.after[15])
@@ -286,7 +226,7 @@ def test_an_update_that_float16_skipped_is_no_sample() -> None:
 
     model = Overflows(image_network().float(), torch.optim.SGD, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    average = WeightAveraging(swa=True, average_from=0)
+    average = WeightAveraging(ema=0.9)
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
     loader = TrainLoader(INPUTS.float(), TARGETS, ROWS, 4, 1)
     silence()
@@ -297,43 +237,22 @@ def test_an_update_that_float16_skipped_is_no_sample() -> None:
     assert (trainer.global_step, average.samples) == (5, 3)
 
 
-def test_a_fit_of_nothing_and_one_that_ends_before_the_first_sample_keep_the_weights(tmp_path: Path) -> None:
+def test_a_fit_of_nothing_keeps_the_weights(tmp_path: Path) -> None:
     model = module()
     before = copy.deepcopy(model.state_dict())
     train(model, WeightAveraging(ema=0.9), ExactCheckpoint(tmp_path, save_last=True), max_epochs=0)
     assert equal(model.state_dict(), before)
 
-    _, watch = train(model, Stop(6), WeightAveraging(swa=True), ExactCheckpoint(tmp_path, save_last=True))
-    assert equal(model.state_dict(), watch.after[6])
-    assert RAW_WEIGHTS not in saved(tmp_path)
 
-
-def test_statistics_that_cannot_be_computed_are_refused_before_the_run() -> None:
-    class WithoutForward(Tiny):
-        forward = pl.LightningModule.forward
-
-    model = WithoutForward(image_network().double(), torch.optim.SGD, lr=0.1)
-    with pytest.raises(UserError, match="WithoutForward has none: write one"):
-        train(model, WeightAveraging(ema=0.9))
-
-
-def test_settings_that_cannot_be_are_refused_with_what_to_type() -> None:
-    for settings, message in {
-        "average_from=3": "`average_from` alone makes no average: pass one of ema=0.999 and swa=True",
-        "ema=0.9,swa=True": "ema=0.9 and swa=True: pass one of",
-        "ema=1.5": "ema=1.5: expected above 0 and below 1",
-        "ema=0": "ema=0: expected above 0",
-        "swa=True,average_from='soon'": "`average_from`: cannot read 'soon'",
-    }.items():
-        with pytest.raises(UserError) as refused:
-            eval(f"WeightAveraging({settings})")
-        assert message in str(refused.value)
+@pytest.mark.parametrize("ema", [1.5, 0])
+def test_a_decay_is_above_0_and_below_1(ema: float) -> None:
+    with pytest.raises(UserError, match=f"ema={ema}: expected above 0 and below 1"):
+        WeightAveraging(ema)
 
 
 @pytest.mark.parametrize(
     ("callbacks", "options", "message"),
     [
-        ([lambda: WeightAveraging(swa=True, average_from="4 epochs")], {}, "after the end of the run, 15 updates"),
         ([lambda: WeightAveraging(ema=0.9)], {"precision": "bf16-true"}, "is in half precision"),
         ([lambda: WeightAveraging(ema=0.9), EMAWeightAveraging], {}, "another EMAWeightAveraging"),
         ([lambda: WeightAveraging(ema=0.9), LightningWeightAveraging], {}, "another WeightAveraging"),

@@ -100,13 +100,14 @@ def _fit(device: str, folder: Path, precision: str, updates: int | None = None, 
     silence()
     trainer = pl.Trainer(
         max_epochs=3,
+        log_every_n_steps=2,
         deterministic=True,
         callbacks=[
             SeedControl(seed),
             GradientAccumulation(2),
             WarmupLR("60%"),
             WeightAveraging(ema=0.9),
-            TrainingMonitor(every=2),
+            TrainingMonitor(),
             _StopAfter(updates),
             ExactCheckpoint(folder, save_last=True, every_n_train_steps=1),
         ],

@@ -88,8 +88,9 @@ def _overflow(device: str, fused: bool) -> tuple[list[Tensor], list[float], list
     inputs, targets = noisy_images(48)
     trainer = pl.Trainer(
         max_epochs=1,
+        log_every_n_steps=1,
         enable_checkpointing=False,
-        callbacks=[GradientAccumulation(2), warmup, FiniteWeights(), TrainingMonitor(every=1), records],
+        callbacks=[GradientAccumulation(2), warmup, FiniteWeights(), TrainingMonitor(), records],
         **on_device(device) | precision_on(device, "16-mixed"),
     )
     module = _Overflowing(image_network().float(), torch.optim.AdamW, lr=0.01, fused=fused)

@@ -30,7 +30,6 @@ WITHOUT_MEANING: list[tuple[Row, str]] = [
     ({"split": "1x1", "resumed": "on another split"}, "several processes cannot share its micro-batch"),
     ({"optimizer": "LBFGS", "resumed": "on another split"}, "it takes one micro-batch"),
     ({"network": "tokens", "SyncBN": "on"}, "there is no BatchNorm"),
-    ({"network": "tokens", "BNRecalibration": "on"}, "there is no BatchNorm"),
 ]
 CLOSURES = "calls its closure several times per update"
 OTHER_DEVICES = "saves no position that another number of devices can use"
@@ -61,20 +60,10 @@ REFUSED: list[tuple[Row, Row | None, str]] = [
         for shown in ({"resumed": FACTORS["resumed"][1]} if stop == "an exception" else None,)
     ),
     ({"loader": "dict of TrainLoaders", "accumulate": "global_batch_size"}, {}, "cannot tell the batch size"),
-    ({"loader": "dict of TrainLoaders", "BNRecalibration": "on"}, {}, "BNRecalibration found several training loaders"),
     *(
-        (
-            {"loader": "dict of TrainLoaders", "WeightAveraging": kind, "network": "BatchNorm"},
-            {},
-            "several training loaders",
-        )
-        for kind in FACTORS["WeightAveraging"][1:]
-    ),
-    *(
-        ({"Lightning's": name, "WeightAveraging": kind}, {} if kind == "ema" else None, "a run has one average")
+        ({"Lightning's": name, "WeightAveraging": "on"}, {}, "a run has one average")
         for name in FACTORS["Lightning's"]
         if "Averaging" in name
-        for kind in FACTORS["WeightAveraging"][1:]
     ),
     (
         {"Lightning's": "StochasticWeightAveraging", "loader": "iterable data set", "network": "BatchNorm"},
@@ -85,7 +74,7 @@ REFUSED: list[tuple[Row, Row | None, str]] = [
     (
         {"Lightning's": "BackboneFinetuning", "split": "2x1", "RankConsistency": "on"},
         {},
-        "BackboneFinetuning unfreezes, so each rank would train",
+        "the ranks hold different weights",
     ),
     (
         {"Lightning's": "BackboneFinetuning", "resumed": "as before"},
@@ -97,8 +86,8 @@ REFUSED: list[tuple[Row, Row | None, str]] = [
 
 REFUSALS = (
     "LBFGS on several devices or micro-batches; a DataLoader that resumes within an epoch on another number of"
-    " devices; an iterable data set that resumes within an epoch; `global_batch_size` and BatchNorm of averages with"
-    " several loaders; WeightAveraging beside Lightning's averages;"
+    " devices; an iterable data set that resumes within an epoch; `global_batch_size` with several"
+    " loaders; WeightAveraging beside Lightning's averages;"
     " StochasticWeightAveraging of BatchNorm on an iterable data set; GradientAccumulationScheduler;"
     " BackboneFinetuning on several devices, or resumed"
 )
@@ -111,7 +100,7 @@ def statement() -> str:
         return ", ".join(value for value in FACTORS[factor] if value not in ("none", "no", "to the end"))
 
     ours = ", ".join(name for name, values in FACTORS.items() if values == ON_OFF)
-    by = f"GradientAccumulation by {every('accumulate')}, WeightAveraging by {every('WeightAveraging')}"
+    by = f"GradientAccumulation by {every('accumulate')}"
     rows = {
         "processes x micro-batches": every("split"),
         "stops": every("stop"),
@@ -197,10 +186,8 @@ def judge(row: Row, lives: list[list[Life]]) -> Outcome:
     if len(lives) == 2:
         if not 0 < min(last.rates, default=0) <= first.updates < len(reference.rates):
             problems.append(f"stopped after {first.updates} updates, resumed after {min(last.rates, default=0)}")
-        averages = (
-            "Averaging" in row["Lightning's"] or row["BNRecalibration"] == "on" or row["WeightAveraging"] != "none"
-        )
-        if not averages:  # These change the weights, or their statistics, when a run ends.
+        # Averages change the weights as a run ends.
+        if "Averaging" not in row["Lightning's"] and row["WeightAveraging"] == "off":
             errors.append(differences(first.weights, reference.after[first.updates]))
     rates = first.rates | last.rates
     if sorted(rates) == list(range(len(reference.rates))):

@@ -19,7 +19,7 @@ LEVELS = (
     "datamodules.contract datamodules.ranges",
     "datamodules.loading",
     "callbacks.lib",
-    "callbacks.checkpointing callbacks.drawing",
+    "callbacks.checkpointing",
     "callbacks.*",
     "datamodules.base",
     "datamodules.NAME",

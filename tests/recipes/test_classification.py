@@ -6,15 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks.drawing.classification_images import (
-    ClassificationImages,
-    label_text,
-    labelled_grid,
-)
 from datamodules import UserError
 from datamodules.loading.sampling import evaluation_spans
 from recipes.inputs import in_dtype_of
@@ -256,30 +250,6 @@ def test_data_whose_classes_have_other_names_or_another_order_is_refused(checkpo
     trainer(max_epochs=2).fit(Small(), Data(), ckpt_path=checkpoint, weights_only=True)
 
 
-def test_inputs_that_are_no_images_leave_the_confusion_matrix(tmp_path: Path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for shape, expected in (
-        ((64,), {"val/confusion_matrix"}),
-        ((1, 8, 8), {"train/samples", "val/confusion_matrix", "val/predictions", "val/mistakes"}),
-    ):
-        folder = tmp_path / str(len(shape))
-        trainer(logger=TensorBoardLogger(folder)).fit(Small(), Data(shape=shape))
-        tags: set[str] = set()
-        for file in folder.rglob("events*"):
-            tags |= set(EventAccumulator(str(file)).Reload().Tags()["images"])
-        assert tags == expected
-
-
-def test_samples_come_from_the_whole_set_and_not_only_from_its_first_class():
-    pictures = ClassificationImages(samples=4)
-    sorted_targets = torch.arange(40) // 10
-    for i, targets in enumerate(sorted_targets.split(9)):
-        images = torch.zeros(len(targets), 1, 2, 2)
-        pictures._keep({"logits": torch.zeros(len(targets), 4)}, (images, targets), i, [5], 0)
-    assert torch.cat([targets for _, _, targets in pictures._samples]).unique().tolist() == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize(
     ("inputs", "targets"),
     [(torch.float64, torch.int32), (torch.uint8, torch.int16)],
@@ -309,9 +279,3 @@ def test_other_types_of_images_and_labels_train_as_float32_and_int64(
 def test_tokens_stay_whole_numbers():
     assert in_dtype_of(nn.Linear(2, 2), torch.arange(6).view(2, 3)).dtype == torch.int64
     assert in_dtype_of(nn.Linear(2, 2).double(), torch.zeros(2, 3, dtype=torch.float64)).dtype == torch.float64
-
-
-def test_labels_above_images_are_words():
-    grid = labelled_grid(torch.rand(3, 3, 300, 200), ["a_very_long_name_of_a_class", "b", "no label"])
-    assert grid.shape == (153, 822, 3)
-    assert label_text(torch.tensor(-100), ["a"]) == "no label"

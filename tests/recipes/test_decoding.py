@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from datamodules.translation.text import EOS, PAD, SOS
-from recipes.seq2seq.decoding import NEVER, attention_weights, beam_search, length_limits, length_penalty
+from recipes.seq2seq.decoding import NEVER, beam_search, length_limits, length_penalty
 from recipes.seq2seq.network import AnyNetwork, Seq2SeqNet
 from recipes.seq2seq.transformer import TransformerNet
 
@@ -95,19 +95,6 @@ def test_translations_do_not_depend_on_what_else_is_in_the_batch(settings):
         assert torch.equal(together.tokens[i, :, :time], alone.tokens[0])
         assert (together.tokens[i, :, time:] == PAD).all()
         torch.testing.assert_close(together.scores[i], alone.scores[0], atol=1e-10, rtol=0)
-
-
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_each_token_has_attention_that_sums_to_one_and_does_not_depend_on_the_batch(settings):
-    net, (source, lengths) = network(15, **settings), sources(9)
-    tokens = beam_search(net, source, lengths, beam=3).tokens[:, 0]
-    together = attention_weights(net, source, lengths, tokens)
-    assert together.shape == (9, tokens.shape[1], source.shape[1])
-    torch.testing.assert_close(together.sum(2), torch.ones_like(together[:, :, 0]))
-    for i, length in enumerate(lengths.tolist()):
-        assert (together[i, :, length:] == 0).all()
-        alone = attention_weights(net, source[i : i + 1, :length], lengths[i : i + 1], tokens[i : i + 1])
-        torch.testing.assert_close(together[i, :, :length], alone[0], atol=1e-10, rtol=0)
 
 
 def test_a_batch_without_sentences_has_no_translations():

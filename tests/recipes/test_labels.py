@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from typing_extensions import override
 
 from callbacks import GradientAccumulation
-from callbacks.drawing.classification_images import most_confident_mistakes
 from datamodules import RunFailedError, TrainLoader, UserError
 from recipes.labels import LabelCheck
 from recipes.scores import ClassificationScores
@@ -250,10 +249,6 @@ def test_scores_are_those_of_the_samples_with_labels():
         name: pytest.approx(value.item(), rel=1e-6) for name, value in expected.items()
     }
     assert torch.equal(found["accuracy"], expected["accuracy"])
-    mistakes = most_confident_mistakes(logits, PARTLY, 24)
-    assert set(mistakes.tolist()) == set(
-        ((logits.argmax(1) != PARTLY) & (PARTLY != IGNORED)).nonzero().flatten().tolist()
-    )
 
 
 def test_a_set_without_any_label_is_refused():

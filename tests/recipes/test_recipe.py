@@ -15,11 +15,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.drawing.classification_images import ClassificationImages
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.lib.exact_sums import from_whole_numbers
 from callbacks.run_progress import RunProgress
@@ -283,7 +282,7 @@ def test_a_resumed_run_takes_the_settings_it_is_given_and_the_moments_of_the_che
 def test_a_recipe_trains_in_a_plain_trainer_and_loads_from_its_checkpoint(tmp_path):
     data = MNISTDataModule(dataset="digits", batch_size=128)
     module = MNISTClassifier(lr=0.01)
-    fit = trainer(max_epochs=4, callbacks=[ClassificationImages()], logger=TensorBoardLogger(tmp_path))
+    fit = trainer(max_epochs=4)
     fit.fit(module, data)
     scores = fit.test(module, data, verbose=False)[0]
     assert scores["test/accuracy"] > 0.9

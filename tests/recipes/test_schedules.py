@@ -189,7 +189,7 @@ def test_milestones_in_per_cent_of_a_run_without_an_end_are_refused_before_it_be
         (
             "multistep",
             {"milestones": "60 epochs, 12o epochs, 80%"},
-            "milestones='60 epochs, 12o epochs, 80%', number 2: cannot read ' 12o epochs' as a duration",
+            "milestones='60 epochs, 12o epochs, 80%', number 2: the duration ' 12o epochs' cannot be read",
         ),
         ("multistep", {"milestones": "9 steps, 2 epochs, 8 steps"}, "number 3: 8 steps is not after 9 steps"),
     ],

@@ -11,10 +11,8 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.drawing.translation_samples import Translation, attention_figure, translations_table
 from callbacks.gradient_accumulation import GradientAccumulation
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
@@ -264,32 +262,6 @@ def test_unknown_words_are_never_written(learned):
     found = [row["translation"] for row in predict(recipe, sentences)]
     assert all(found)
     assert "<unk>" not in " ".join(found)
-
-
-def test_tensorboard_shows_texts_and_attention(learned):
-    events = EventAccumulator(str(learned[1])).Reload()
-    tags = events.Tags()
-    assert {"val/attention", "test/attention"} <= set(tags["images"])
-    assert {"val/translations/text_summary", "test/translations/text_summary"} <= set(tags["tensors"])
-    texts = events.Tensors("val/translations/text_summary")
-    assert len(texts) == 3, "one after each validation"
-    table = texts[-1].tensor_proto.string_val[0].decode()
-    assert table.startswith("| source | translation | reference | |")
-    assert table.count("\n|") == 7, "six validated sentences below the rule"
-
-
-def test_attention_figures_have_the_tokens_on_their_axes():
-    sample = Translation("il dort [bien] .", "he sleeps .", None, torch.rand(6, 7))
-    figure = attention_figure([sample, sample], columns=1)
-    for axes in figure.axes:
-        assert [label.get_text() for label in axes.get_xticklabels()] == ["il", "dort", "[bien]", ".", "<eos>"]
-        assert [label.get_text() for label in axes.get_yticklabels()] == ["he", "sleeps", ".", "<eos>"]
-        assert axes.images[0].get_array().shape == (4, 5)
-
-
-def test_texts_survive_markdown():
-    assert "&lt;unk>" in translations_table([Translation("a | b", "<unk>", "c")])
-    assert "a &#124; b" in translations_table([Translation("a | b", "<unk>", "c")])
 
 
 def test_unknown_words_of_a_reference_are_matched_by_nothing():

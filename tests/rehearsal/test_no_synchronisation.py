@@ -103,9 +103,9 @@ class Meant(NamedTuple):
     why: str
 
 
-def at_logs(wait: Wait, every: int = LOG_EVERY) -> bool:
+def at_logs(wait: Wait) -> bool:
     """Once per log interval, and at the end of an epoch."""
-    return wait.update % every == 0 or wait.last
+    return wait.update % LOG_EVERY == 0 or wait.last
 
 
 def in_the_first_batch(wait: Wait) -> bool:
@@ -121,22 +121,16 @@ def in_each(wait: Wait) -> bool:
 _TRAINING, _VALIDATION = "training step", "validation step"
 MEANT = {
     "callbacks/train_loss.py:_values": Meant(_TRAINING, at_logs, "the loss that is logged"),
-    "callbacks/training_monitor.py:on_train_batch_end": Meant(
-        _TRAINING, functools.partial(at_logs, every=2), "the norms that are logged, every 2 updates in the table"
-    ),
+    "callbacks/training_monitor.py:on_train_batch_end": Meant(_TRAINING, at_logs, "the norms that are logged"),
     "callbacks/finite_weights.py:first_not_finite": Meant(_TRAINING, at_logs, "a run that has diverged ends"),
     "callbacks/lib/targets.py:warn_of_ignored_targets": Meant(
         _TRAINING, in_the_first_batch, "a warning of labels that are left out"
-    ),
-    "callbacks/drawing/classification_images.py:on_train_batch_start": Meant(
-        _TRAINING, in_the_first_batch, "the images that are drawn"
     ),
     "datamodules/images/image_folder.py:_normalise": Meant(
         _TRAINING, in_the_first_batch, "mean and deviation go to the device"
     ),
     "recipes/seq2seq/decoding.py:beam_search": Meant(_VALIDATION, in_each, "a search ends when its sentences end"),
     "recipes/seq2seq/recipe.py:_evaluation_step": Meant(_VALIDATION, in_each, "translations become text"),
-    "recipes/seq2seq/recipe.py:attention": Meant(_VALIDATION, in_each, "a few translations are drawn"),
 }
 
 
@@ -196,7 +190,6 @@ def _translator(**options: Any) -> Any:
 _FEW = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1, "enable_progress_bar": False}
 RUNS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "every callback": (functools.partial(_images, TOGETHER), {}),
-    "SWA": (functools.partial(_images, ["RunProgress", "WeightAveraging, SWA"]), {"gradient_clip_val": 0.1}),
     "mnist": (_mnist, _FEW),
     "resnet": (_resnet, _FEW),
     "seq2seq": (_translator, _FEW),

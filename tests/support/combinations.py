@@ -33,7 +33,6 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from typing_extensions import override
 
-from callbacks.bn_recalibration import BNRecalibration
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.finite_weights import FiniteWeights
 from callbacks.freezing import FreezeLayers
@@ -94,12 +93,11 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "StochasticWeightAveraging",
         "ModelCheckpoint",
     ),
-    "WeightAveraging": ("none", "ema", "swa"),
+    "WeightAveraging": ON_OFF,
     "WarmupLR": ON_OFF,
     "SyncBN": ON_OFF,
     "SeedControl": ON_OFF,
     "FreezeLayers": ON_OFF,
-    "BNRecalibration": ON_OFF,
     "TrainLoss": ON_OFF,
     "RankConsistency": ON_OFF,
     "FiniteWeights": ON_OFF,
@@ -107,12 +105,6 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "LeanLoop": ON_OFF,
 }
 """The values of each factor, the simplest one first."""
-
-AVERAGES: dict[str, dict[str, Any]] = {
-    "ema": {"ema": 0.8},
-    "swa": {"swa": True, "average_from": "3 steps"},
-}
-"""Of `WeightAveraging`."""
 
 PLAIN = {factor: values[0] for factor, values in FACTORS.items()}
 OTHER_SPLIT = {"1x4": "2x2", "2x1": "1x2", "2x2": "1x4"}
@@ -326,7 +318,7 @@ def callbacks_of_row(settings: Settings, cut: Cut, folder: Path, stopping: bool)
         "BackboneFinetuning": lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1),
     }
     ours: dict[str, Callable[[], pl.Callback]] = {
-        "BNRecalibration": BNRecalibration,
+        "WeightAveraging": lambda: OwnWeightAveraging(0.8),
         "WarmupLR": lambda: WarmupLR(f"{WARMUP} steps"),
         "SyncBN": SyncBN,
         "FreezeLayers": lambda: FreezeLayers(until="head", unfreeze={"backbone": "1 epochs"}),
@@ -339,8 +331,6 @@ def callbacks_of_row(settings: Settings, cut: Cut, folder: Path, stopping: bool)
     found: list[pl.Callback] = [GradientAccumulation(steps, global_batch_size)]
     if settings["Lightning's"] != "none":
         found.append(theirs[settings["Lightning's"]]())
-    if settings["WeightAveraging"] != "none":
-        found.append(OwnWeightAveraging(**AVERAGES[settings["WeightAveraging"]]))
     found += [make() for name, make in ours.items() if settings[name] == "on"]
     if settings["stop"] == "Timer":
         batches = STOP_EPOCH * epoch_batches(settings, cut) + stop_batch(cut) + 1 if stopping else 10**6

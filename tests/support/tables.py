@@ -9,10 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from callbacks.bn_recalibration import BNRecalibration
 from callbacks.checkpointing.verified_io import CheckpointGuard
-from callbacks.drawing.classification_images import ClassificationImages
-from callbacks.drawing.translation_samples import TranslationSamples
 from callbacks.finite_weights import FiniteWeights
 from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
@@ -32,24 +29,20 @@ CLASSES = 5
 
 CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "SeedControl": lambda: SeedControl(seed=1),
-    "GradientAccumulation": lambda: GradientAccumulation({0: 2, "1 epochs": 3}),
+    "GradientAccumulation": lambda: GradientAccumulation(2),
     "GradientAccumulation, global batch": lambda: GradientAccumulation(global_batch_size=16),
-    "WarmupLR": lambda: WarmupLR("60%", kind="cosine", scale="linear", base_batch_size=8),
+    "WarmupLR": lambda: WarmupLR("60%", scale="linear", base_batch_size=8),
     "SyncBN": lambda: SyncBN(),
     "FreezeLayers": lambda: FreezeLayers(until="1", unfreeze={"0.0": "1 epochs", "0": "60%"}),
     "FiniteWeights": lambda: FiniteWeights(),
     "RankConsistency": lambda: RankConsistency(),
-    "BNRecalibration": lambda: BNRecalibration(samples=24),
-    "ClassificationImages": lambda: ClassificationImages(samples=2, mistakes=2),
     "RunProgress": lambda: RunProgress(),
     "TrainLoss": lambda: TrainLoss(),
-    "TrainingMonitor": lambda: TrainingMonitor(every=2),
+    "TrainingMonitor": lambda: TrainingMonitor(),
     "Preemption": lambda: Preemption(),
-    "TranslationSamples": lambda: TranslationSamples(samples=2),
     "LeanLoop": lambda: LeanLoop(),
     "CheckpointGuard": lambda: CheckpointGuard(),
-    "WeightAveraging": lambda: WeightAveraging(ema=0.9, average_from="5 steps"),
-    "WeightAveraging, SWA": lambda: WeightAveraging(swa=True, average_from="40%"),
+    "WeightAveraging": lambda: WeightAveraging(ema=0.9),
 }
 """Every callback of the package with tiny settings. Build SeedControl before the module, as its docstring says."""
 
@@ -61,13 +54,10 @@ TOGETHER = (
     "FreezeLayers",
     "FiniteWeights",
     "RankConsistency",
-    "BNRecalibration",
-    "ClassificationImages",
     "RunProgress",
     "TrainLoss",
     "TrainingMonitor",
     "Preemption",
-    "TranslationSamples",
     "LeanLoop",
     "CheckpointGuard",
     "WeightAveraging",

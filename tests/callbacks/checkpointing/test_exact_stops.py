@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint, LastCheckpoint
 from callbacks.gradient_accumulation import GradientAccumulation
-from callbacks.lean_loop import LeanLoop
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
 from datamodules.loading.loaders import EvaluationLoader, TrainLoader
@@ -79,19 +78,16 @@ class Sleep(pl.Callback):
             time.sleep(1.1)
 
 
-def fit(
-    folder: Path, world_size: int, own: bool, lean: bool, model: Model, *callbacks: pl.Callback, **options: Any
-) -> Any:
+def fit(folder: Path, world_size: int, own: bool, model: Model, *callbacks: pl.Callback, **options: Any) -> Any:
     """One life of a run, from its `last.ckpt` on."""
     silence()
     accumulation = [GradientAccumulation(4)] if own else []
-    step = [LeanLoop()] if lean else []
     settings = QUIET | on_ranks(world_size) | {"max_epochs": EPOCHS, "enable_progress_bar": False}
     if not own:
         settings["accumulate_grad_batches"] = 4
     if not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
         callbacks = (*callbacks, ExactCheckpoint(folder, save_last=True))
-    trainer = pl.Trainer(callbacks=[SeedControl(1), *accumulation, *step, *callbacks], **(settings | options))
+    trainer = pl.Trainer(callbacks=[SeedControl(1), *accumulation, *callbacks], **(settings | options))
     rank = trainer.global_rank
     train = TrainLoader(*TRAIN, torch.arange(50), 4, 1, rank, world_size)
     validation = EvaluationLoader(*VALIDATION, torch.arange(9), 4, rank, world_size)
@@ -118,16 +114,16 @@ STOPS: dict[str, Callable[[], tuple[Model, list[pl.Callback], dict[str, Any]]]] 
 }
 
 
-def stopped_and_resumed(folder: Path, world_size: int, name: str, own: bool, lean: bool) -> list[str]:
+def stopped_and_resumed(folder: Path, world_size: int, name: str, own: bool) -> list[str]:
     """The weights of a run that nobody stopped, and of one that was stopped and resumed."""
     model, callbacks, options = STOPS[name]()
     resumed_options = {key: value for key, value in options.items() if key == "val_check_interval"}
-    whole = fit(folder / "whole", world_size, own, lean, Model(), **resumed_options)
-    stopped = fit(folder / "stopped", world_size, own, lean, model, *callbacks, **options)
+    whole = fit(folder / "whole", world_size, own, Model(), **resumed_options)
+    stopped = fit(folder / "stopped", world_size, own, model, *callbacks, **options)
     assert stopped.global_step < whole.global_step, "it has stopped"
     end = stopped.fit_loop.batch_idx + 1
     assert end % 4 == 0 or end == stopped.num_training_batches, "after an update"
-    resumed = fit(folder / "stopped", world_size, own, lean, again := Model(), **resumed_options)
+    resumed = fit(folder / "stopped", world_size, own, again := Model(), **resumed_options)
     assert resumed.global_step == whole.global_step
     assert model.trained + again.trained == whole.lightning_module.trained, "each micro-batch once"
     return [hash_of(whole.lightning_module), hash_of(again)]
@@ -135,20 +131,20 @@ def stopped_and_resumed(folder: Path, world_size: int, name: str, own: bool, lea
 
 @pytest.mark.parametrize("name", STOPS)
 def test_a_stop_waits_for_the_updates_end_and_its_resume_is_exact(name: str, tmp_path: Path) -> None:
-    for number, (own, lean) in enumerate([(True, True), (False, False)]):
-        whole, resumed = stopped_and_resumed(tmp_path / str(number), 1, name, own, lean)
-        assert resumed == whole, (own, lean)
+    for own in (True, False):
+        whole, resumed = stopped_and_resumed(tmp_path / str(own), 1, name, own)
+        assert resumed == whole, own
 
 
 def test_a_save_in_the_midst_of_a_batch_is_refused(tmp_path: Path) -> None:
     checkpoint = ExactCheckpoint(tmp_path, save_last=True, save_on_exception=True)
     with pytest.raises(UserError, match=r"save_on_exception=True.*add Preemption\(\)"):
-        fit(tmp_path, 1, True, True, Model(), checkpoint)
+        fit(tmp_path, 1, True, Model(), checkpoint)
 
 
 def two_ranks(folder: Path) -> list[list[str]]:
     names = ["the module", "early stopping on a validation due in mid-window", "max_time"]
-    cases = [(name, own, not own) for name in names for own in (True, False)]
+    cases = [(name, own) for name in names for own in (True, False)]
     return [stopped_and_resumed(folder / f"{i}", 2, *case) for i, case in enumerate(cases)]
 
 
@@ -161,7 +157,7 @@ def test_a_run_that_stops_early_leaves_its_last_update_in_last_ckpt(tmp_path: Pa
     for name in ("a callback", "the module"):
         model, callbacks, options = STOPS[name]()
         last = LastCheckpoint(tmp_path / name, "500 steps")
-        stopped = fit(tmp_path / name, 1, True, True, model, *callbacks, last, **options)
+        stopped = fit(tmp_path / name, 1, True, model, *callbacks, last, **options)
         saved = torch.load(tmp_path / name / "last.ckpt", weights_only=True)
         assert saved["global_step"] == stopped.global_step > 0
         assert all(torch.equal(saved["state_dict"][key], value) for key, value in model.state_dict().items())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
-from callbacks.checkpointing.verified_io import VerifiedCheckpointIO, remove_leftovers
+from callbacks.checkpointing.verified_io import VerifiedCheckpointIO
 from tests.support.tables import QUIET
 
 
@@ -122,14 +122,3 @@ def test_a_score_that_is_no_number_is_forgotten(score: Any, tmp_path: Path) -> N
     checkpoint = fit(tmp_path, 4, received(tmp_path, **said))
     assert checkpoint.best_model_path == str(tmp_path.resolve() / "epoch=3.ckpt")
     assert float(checkpoint.best_model_score) == -3.0
-
-
-def test_leftovers_of_writers_are_files_of_their_names_and_no_links(tmp_path: Path) -> None:
-    names = [".last.ckpt.0123abcd.part", ".thesis.ckpt.old.part", ".link.ckpt.0123abcd.part"]
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    for name in names[:2]:
-        (tmp_path / name).write_text("half")
-    (tmp_path / names[2]).symlink_to(victim)
-    remove_leftovers(tmp_path)
-    assert files(tmp_path) == sorted([*names[1:], "victim"])

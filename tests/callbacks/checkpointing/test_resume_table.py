@@ -16,7 +16,6 @@ import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     LearningRateMonitor,
-    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     Timer,
 )
@@ -317,20 +316,6 @@ def test_a_save_by_a_score_of_other_weights_waits_for_the_next_validation(tmp_pa
     _, decided = fit(Row((0,), options=options, monitor="weight", best_every=2), tmp_path)
     score, name, _ = decided[5]
     assert score == torch.load(tmp_path / "best" / name)["state_dict"]["weight"]
-
-
-class Fails(pl.Callback):
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 2:
-            raise ZeroDivisionError
-
-
-def test_a_checkpoint_from_the_midst_of_a_batch_is_refused(tmp_path: Path) -> None:
-    row = Row((2,), own_loader)
-    with pytest.raises(ZeroDivisionError):
-        fit(row, tmp_path, Fails(), OnExceptionCheckpoint(tmp_path, "last"))
-    with pytest.raises(UserError, match="saved in the midst of a batch"):
-        fit(row, tmp_path, resumed_from=tmp_path / "last.ckpt")
 
 
 def test_the_page_lists_what_the_table_shows() -> None:

@@ -1,6 +1,4 @@
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,8 @@ from callbacks.checkpointing.loop_place import place_after_batch, trains, valida
 from callbacks.checkpointing.stopping_points import (
     RULES,
     Place,
-    after_batch,
     move_counters,
-    update_ends,
     validation_is_due,
-    waits_for_validation,
 )
 from callbacks.seed_control import SeedControl
 from datamodules.errors import UserError
@@ -54,27 +49,6 @@ def test_a_validation_is_foretold_after_each_batch_that_one_follows(interval: fl
     assert seen.came
 
 
-def test_a_run_saved_before_a_validation_enters_it_again_from_its_first_batch():
-    counters = {"ready": 3, "started": 3, "processed": 3, "completed": 3}
-    progress = {"total": dict(counters), "current": dict(counters), "is_last_batch": True}
-    move_counters({"fit_loop": {"epoch_loop.val_loop.batch_progress": progress}}, "validation")
-    assert progress["total"] == {"ready": 1, "started": 1, "processed": 0, "completed": 0}
-    assert progress["current"] == dict.fromkeys(counters, 0)
-    assert not progress["is_last_batch"]
-
-
-def test_of_an_epoch_the_places_after_whole_updates_are_saved_and_those_before_a_validation_are_not():
-    places = []
-    for done in range(1, 11):
-        whole = update_ends(done, 3, done == 10, holds_gradients=False)
-        due = whole and validation_is_due(done, window=1 + (done - 1) % 3, every=4, is_last=done == 10)
-        places.append(after_batch(whole, due, done == 10))
-    half, due_next, end = "within update", "before validation", "before epoch end"
-    assert places == [half, half, "update", half, half, due_next, half, half, due_next, end]
-    assert [place for place in places if RULES[place].saves] == ["update"]
-    assert not update_ends(3, 3, False, holds_gradients=True)
-
-
 @pytest.mark.parametrize("per_update", [1, 2, 3, 4])
 @pytest.mark.parametrize("every", [1, 2, 3, 5])
 def test_a_validation_is_due_where_it_was_after_any_micro_batch_of_the_update(per_update: int, every: int):
@@ -87,25 +61,6 @@ def test_a_validation_is_due_where_it_was_after_any_micro_batch_of_the_update(pe
 
 def test_counters_are_moved_only_where_a_run_may_be_saved():
     assert {rule.moves for rule in RULES.values() if not rule.saves} == {""}
-
-
-def test_counters_that_are_not_moved_stay():
-    for place, rule in RULES.items():
-        if not rule.moves:
-            move_counters(loops := {"fit_loop": {"untouched": 1}}, place)
-            assert loops == {"fit_loop": {"untouched": 1}}
-
-
-def test_a_score_of_other_weights_waits_for_the_next_validation_and_one_of_training_does_not():
-    scored = (12, ["val_loss"])
-    assert [waits_for_validation("val_loss", scored, updates) for updates in (12, 13)] == [False, True]
-    assert not waits_for_validation("train_loss", scored, 13)
-    assert not waits_for_validation(None, scored, 13)
-
-
-def test_the_table_needs_no_lightning():
-    code = "import sys, callbacks.checkpointing.stopping_points; sys.exit('lightning' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 class SaveAt(pl.Callback):

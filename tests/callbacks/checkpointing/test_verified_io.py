@@ -69,13 +69,11 @@ def test_arrays_become_tensors_and_what_is_plain_already_stays_the_same_object()
     assert as_plain({"state_dict": state})["state_dict"] is state
 
 
-def test_what_has_no_plain_form_is_named_and_a_dict_that_holds_itself_ends():
+def test_what_has_no_plain_form_is_named():
     lost: list[str] = []
-    circle: dict = {}
-    circle["again"] = circle
-    plain = as_plain({"act": torch.relu_, "make": lambda x: x, "circle": circle, "kind": Shape}, lost)
+    plain = as_plain({"act": torch.relu_, "make": lambda x: x, "kind": Shape}, lost)
     assert plain["kind"] == "tests.callbacks.checkpointing.test_verified_io.Shape"
-    assert {name.split(".")[0] for name in lost} == {"act", "make", "circle", "kind"}
+    assert lost == ["act", "make", "kind"]
 
 
 class Hoarder(Tiny):

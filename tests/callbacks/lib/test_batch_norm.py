@@ -29,39 +29,6 @@ def state_after(layer: nn.Module, batches: Sequence[Tensor], updates: int = 2) -
     return [buffer.clone() for buffer in layer.buffers()]
 
 
-def plain(layer: nn.Module, batches: Sequence[Tensor], updates: int = 2) -> list[Tensor]:
-    for batch in [*batches] * updates:
-        layer(batch)
-    return [buffer.clone() for buffer in layer.buffers()]
-
-
-def test_they_are_the_moving_average_of_pytorch_in_order() -> None:
-    batches = micro_batches(3)
-    for momentum in (0.1, None):
-        found = state_after(nn.BatchNorm1d(3, momentum=momentum), batches)
-        for one, other in zip(found, plain(nn.BatchNorm1d(3, momentum=momentum), batches), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-        assert found[2] == 6
-    backwards = state_after(nn.BatchNorm1d(3), batches[::-1])
-    assert not torch.allclose(found[0], backwards[0])
-
-
-def test_a_layer_keeps_its_statistics_and_momentum_until_the_update_ends() -> None:
-    layer, batches = nn.BatchNorm1d(3), micro_batches(2)
-    layer(batches[0])
-    before = [buffer.clone() for buffer in layer.buffers()]
-    statistics = OrderedStatistics(layer)
-    for batch in batches:
-        statistics.begin()
-        layer(batch)
-        statistics.collect()
-        statistics.restore()
-        assert layer.momentum == 0.1
-        assert all(torch.equal(*pair) for pair in zip(layer.buffers(), before, strict=True))
-    statistics.finish(2)
-    assert layer.num_batches_tracked == 3
-
-
 def test_a_step_that_raises_leaves_the_layer_as_it_was() -> None:
     layer, (batch, other) = nn.BatchNorm1d(3), micro_batches(2)
     layer(batch)

@@ -9,7 +9,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import GradientAccumulation, SeedControl, SyncBN, WarmupLR
-from callbacks.lib.hooks import attached_trainer, drop_idle_hooks
+from callbacks.lib.hooks import attached_trainer
 from tests.support.tables import QUIET, Tiny, image_network, noisy_images
 
 OF_A_STEP = {
@@ -53,13 +53,6 @@ def test_a_method_of_a_subclass_is_called() -> None:
     callback = Watching()
     assert hooks_of_steps(callback)["Watching"] == {"on_train_batch_start"}
     assert callback.batches == 2
-
-
-def test_a_hook_that_somebody_has_set_on_the_callback_itself_stays() -> None:
-    callback = SyncBN()
-    own = callback.on_train_batch_end = lambda *_: None  # type: ignore[method-assign]
-    drop_idle_hooks(callback)
-    assert callback.on_train_batch_end is own
 
 
 def test_hooks_are_called_again_after_an_exception() -> None:

@@ -20,8 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.lib import lightning_internals as internals
-from tests.support.ranks import run_ranks
-from tests.support.tables import QUIET, Tiny, image_network, noisy_images, silence
+from tests.support.tables import QUIET, Tiny, image_network, noisy_images
 
 ROOT = Path(__file__).parents[3]
 FENCE = ROOT / "callbacks/lib/lightning_internals.py"
@@ -40,14 +39,6 @@ def trainer_with(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
     return pl.Trainer(callbacks=list(callbacks), **settings)
 
 
-def in_each_step(look: Callable[[pl.Trainer, pl.LightningModule], Any], **options: Any) -> list[Any]:
-    """What `look` returns at the end of each training batch."""
-    found: list[Any] = []
-    hook = LambdaCallback(on_train_batch_end=lambda trainer, module, *_: found.append(look(trainer, module)))
-    trainer_with(hook, **options).fit(tiny(), loader())
-    return found
-
-
 def test_a_value_is_logged_as_in_the_running_hook() -> None:
     def log_as_at_the_epochs_end(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         vars(module)[internals.RUNNING_HOOK] = "on_train_epoch_end"
@@ -60,21 +51,6 @@ def test_a_value_is_logged_as_in_the_running_hook() -> None:
     )
     trainer_with(hook).fit(tiny(), loader())
     assert metrics["mean"] == 2.5  # Of 1 to 4; in a batch's hook the last value would stay.
-
-
-def test_a_stop_waits_for_the_end_of_an_update(tmp_path: Path) -> None:
-    def until(batch: int) -> int:
-        def stop(trainer: pl.Trainer, *_: Any) -> None:
-            trainer.should_stop = trainer.fit_loop.batch_idx == batch
-
-        def install(trainer: pl.Trainer, _: Any) -> None:
-            internals.hold_to_updates(trainer, lambda trainer: trainer.fit_loop.batch_idx % 2 == 1, lambda _: False)
-
-        hooks = LambdaCallback(on_train_start=install, on_train_batch_end=stop)
-        (trainer := trainer_with(hooks)).fit(tiny(), loader())
-        return trainer.fit_loop.batch_idx + 1
-
-    assert [until(batch) for batch in range(4)] == [2, 2, 4, 4]
 
 
 @pytest.mark.parametrize(("reduce_fx", "ends"), [("mean", 3.0), ("sum", 21.0), ("max", 6.0), ("min", 1.0)])
@@ -101,44 +77,6 @@ def test_the_sums_of_an_epoch_are_read_and_go_on_from_those_of_all_ranks(reduce_
         ]
     assert [set(means) for _, means in found] == [set(), set(), set(), {"x"}]
     assert found[-1][1]["x"].item() == pytest.approx(ends)
-
-
-def test_a_step_of_reduce_lr_on_plateau_is_made_when_asked_and_not_again() -> None:
-    steps: list[tuple[str, float]] = []
-
-    class Plateau(Tiny):
-        def configure_optimizers(self) -> Any:
-            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer := super().configure_optimizers())
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": plateau, "monitor": "x", "interval": interval},
-            }
-
-        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-            steps.append((now, float(metric)))
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            self.log("x", float(batch_idx))
-
-    def make(hook: str) -> Callable[..., None]:
-        def run(trainer: pl.Trainer, *_: Any) -> None:
-            nonlocal now
-            now = hook
-            makers[-1].make(interval)
-            now = "Lightning"
-
-        return run
-
-    now, makers = "Lightning", []
-    intervals: tuple[Any, ...] = ("step", "epoch")
-    for interval in intervals:  # noqa: B007
-        hooks = LambdaCallback(
-            on_train_start=lambda trainer, _: makers.append(internals.PlateauSteps(trainer)),
-            on_train_batch_end=make("ours"),
-            on_train_epoch_end=make("ours"),
-        )
-        trainer_with(hooks).fit(Plateau(image_network().double(), torch.optim.SGD, lr=0.1), loader())
-    assert steps == [("ours", 0.0), ("ours", 1.0), ("ours", 2.0), ("ours", 3.0), ("ours", 3.0)]
 
 
 HOOK_CALLS = {
@@ -196,36 +134,6 @@ def test_hooks_are_called_through_functions_that_can_be_replaced() -> None:
     assert {"batch_idx", "dataloader_iter"} <= called["has_parameter"]
 
 
-def test_training_is_done_at_max_steps_and_at_the_last_batch() -> None:
-    def look(trainer: pl.Trainer, _: pl.LightningModule) -> bool:
-        return internals.training_is_done(trainer)
-
-    assert in_each_step(look) == [False, False, False, True]
-    assert in_each_step(look, max_steps=2, max_epochs=-1) == [False, True]
-
-
-def test_a_run_with_max_steps_is_resumed_at_an_epochs_end_as_one_with_epochs(tmp_path: Path) -> None:
-    def ends(mended: bool) -> list[int]:
-        path, seen = tmp_path / f"{mended}.ckpt", []
-
-        def save(trainer: pl.Trainer, _: pl.LightningModule) -> None:
-            if trainer.current_epoch == 0 and not path.exists():
-                trainer.save_checkpoint(path)
-
-        def mend(trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-            if mended:
-                internals.resume_max_steps_at_epoch_end(trainer)
-
-        note = LambdaCallback(on_train_epoch_end=lambda trainer, _: seen.append(trainer.current_epoch), setup=mend)
-        options: dict[str, Any] = {"max_epochs": -1, "max_steps": 8}
-        trainer_with(LambdaCallback(on_train_epoch_end=save), **options).fit(tiny(), loader())
-        trainer_with(note, **options).fit(tiny(), loader(), ckpt_path=path)
-        return seen
-
-    assert ends(mended=True) == [1]
-    assert ends(mended=False) == [0, 1]
-
-
 def test_the_count_of_updates_is_in_the_checkpoint(tmp_path: Path) -> None:
     trainer = trainer_with()
     trainer.fit(tiny(), loader())
@@ -234,38 +142,6 @@ def test_the_count_of_updates_is_in_the_checkpoint(tmp_path: Path) -> None:
     internals.uncount_update(loops)
     trainer.fit_loop.load_state_dict(loops)
     assert trainer.fit_loop.epoch_loop._batches_that_stepped == 3
-
-
-def _dealt_samples(_: str) -> Any:
-    silence()
-    trainer = trainer_with(strategy="ddp", devices=2, use_distributed_sampler=True)
-    dealt: list[Any] = []
-    hook = LambdaCallback(on_train_start=lambda trainer, _: dealt.append(internals.deal_to_ranks(trainer, loader(6))))
-    trainer.callbacks.append(hook)  # type: ignore[attr-defined]
-    trainer.fit(tiny(), loader(6))
-    return [len(targets) for _, targets in dealt[0]], internals.deal_to_ranks(trainer, trainer) is trainer
-
-
-def test_a_loader_is_dealt_to_the_ranks_as_the_trainer_does_it() -> None:
-    assert run_ranks(_dealt_samples, 2, "") == [([3], True)] * 2
-
-
-def test_a_loader_is_new_where_a_module_makes_it() -> None:
-    found: list[tuple[Any, bool]] = []
-    hook = LambdaCallback(on_train_start=lambda trainer, _: found.append(internals.original_training_loader(trainer)))
-
-    class WithLoader(Tiny):
-        def train_dataloader(self) -> DataLoader[Any]:
-            return loader()
-
-    passed = loader()
-    trainer_with(hook).fit(tiny(), passed)
-    trainer = trainer_with(hook)
-    trainer.fit(WithLoader(image_network().double(), torch.optim.SGD, lr=0.1))
-    assert found[0] == (passed, False)
-    assert found[1][1]
-    assert isinstance(found[1][0], DataLoader)
-    assert found[1][0] is not trainer.train_dataloader
 
 
 def test_lightning_installs_no_signal_handlers_until_that_is_undone() -> None:
@@ -295,24 +171,6 @@ def test_a_strategys_timeout_is_read_and_set() -> None:
     assert internals.collective_timeout(single) is None
 
 
-def _timeout_of_group(_: str) -> bool:
-    silence()
-    strategy = DDPStrategy(process_group_backend="gloo")
-    internals.set_collective_timeout(strategy, timedelta(seconds=47))
-    found: list[Any] = []
-
-    def look(*_: Any) -> None:
-        group = torch.distributed.distributed_c10d._get_default_group()
-        found.append(group._get_backend(torch.device("cpu")).options._timeout)
-
-    trainer_with(LambdaCallback(on_train_start=look), strategy=strategy, devices=2).fit(tiny(), loader())
-    return found == [timedelta(seconds=47)]
-
-
-def test_the_timeout_that_is_set_is_that_of_the_process_group() -> None:
-    assert run_ranks(_timeout_of_group, 2, "") == [True, True]
-
-
 def test_a_loggers_writer_can_be_replaced(tmp_path: Path) -> None:
     logger, writer = TensorBoardLogger(str(tmp_path)), object()
     assert logger.experiment is not writer
@@ -331,76 +189,6 @@ def test_a_loggers_writer_can_be_replaced(tmp_path: Path) -> None:
 )
 def test_a_checkpoint_callback_says_whether_it_saves_within_epochs(settings: dict[str, Any], within: bool) -> None:
     assert internals.saves_within_epochs(ModelCheckpoint(**settings)) is within
-
-
-def test_a_checkpoint_callback_saves_when_told(tmp_path: Path) -> None:
-    checkpoint = ModelCheckpoint(tmp_path, filename="top", save_last=True, every_n_epochs=100)
-    trainer = trainer_with(checkpoint, enable_checkpointing=True)
-    trainer.fit(tiny(), loader())
-    for file in tmp_path.iterdir():
-        file.unlink()
-    internals.save_last(checkpoint, trainer)
-    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
-
-
-def test_a_checkpoint_callback_saves_once_after_an_update(tmp_path: Path) -> None:
-    saved: list[list[str]] = []
-
-    def save(trainer: pl.Trainer, _: pl.LightningModule) -> None:
-        for _ in range(2):
-            internals.save_now_unless_saved(checkpoint, trainer)
-            saved.append(sorted(file.name for file in tmp_path.iterdir()))
-            for file in tmp_path.iterdir():
-                file.unlink()
-
-    checkpoint = ModelCheckpoint(tmp_path, filename="top", every_n_epochs=100)
-    trainer_with(LambdaCallback(on_train_epoch_end=save), checkpoint, enable_checkpointing=True).fit(tiny(), loader())
-    assert saved == [["top.ckpt"], []]
-
-
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_training_loaders_start_again_behind_the_batches_that_are_skipped(epoch: int) -> None:
-    found: list[Any] = []
-
-    def restart(trainer: pl.Trainer, _: Any) -> None:
-        if trainer.current_epoch == epoch:
-            internals.restart_training_loaders(trainer, skip=1, seed=found.append)
-            fetcher: Any = trainer.fit_loop._data_fetcher
-            found.append((len(next(fetcher)[0][1]), fetcher.fetched))
-            iter(fetcher)
-
-    trainer = trainer_with(LambdaCallback(on_train_epoch_start=restart), max_epochs=2)
-    trainer.fit(tiny(), loader(6))
-    assert found == [trainer, (2, 1)]
-
-
-@pytest.mark.parametrize("anew", [True, False])
-def test_loaders_are_iterated_over_anew_in_the_epoch_after_a_resume(anew: bool, tmp_path: Path) -> None:
-    trainer_with(
-        LambdaCallback(on_train_epoch_end=lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"))
-    ).fit(tiny(), loader())
-    iterated: list[int] = []
-
-    class Loader(DataLoader[Any]):
-        def __iter__(self) -> Any:
-            iterated.append(trainer.current_epoch)
-            return super().__iter__()
-
-    begin = LambdaCallback(on_train_epoch_start=lambda trainer, _: internals.iterate_anew(trainer) if anew else None)
-    trainer = trainer_with(begin, max_epochs=2)
-    trainer.fit(tiny(), Loader(loader().dataset, 4), ckpt_path=tmp_path / "a.ckpt", weights_only=False)
-    assert len(iterated) == 1 + anew
-
-
-def test_an_epoch_makes_no_update_until_that_is_undone() -> None:
-    undo: list[Callable[[], None]] = []
-    begin = LambdaCallback(
-        on_train_start=lambda trainer, _: undo.append(internals.make_no_update(trainer)),
-        on_train_epoch_end=lambda *_: undo.pop()() if undo else None,
-    )
-    trainer = trainer_with(begin, max_epochs=2)
-    trainer.fit(tiny(), loader())
-    assert trainer.global_step == 4  # Of 8.
 
 
 # One file alone
@@ -474,16 +262,3 @@ def test_no_other_file_touches_a_private_name_of_lightning() -> None:
         for where in violations(text, theirs, ours, relied_on)
     ]
     assert found == []
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "trainer._signal_connector.register_signal_handlers()",
-        "self._experiment = writer",
-        "getattr(self, '_trainer', None)",
-        "from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop",
-    ],
-)
-def test_the_search_finds_each_kind_of_use(code: str) -> None:
-    assert list(violations(code, names_of_lightning(), set(), {"_trainer"}))

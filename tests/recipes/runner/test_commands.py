@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks import BNRecalibration
 from recipes.runner.console import escape_output
 from recipes.runner.report import print_rows
 from tests.support.command_lines import typed
@@ -60,11 +59,10 @@ class Draw(pl.Callback):
 
 
 AVERAGES: dict[str, Callable[[], Sequence[pl.Callback]]] = {
-    "Lightning's": lambda: [EMAWeightAveraging(decay=0.9), BNRecalibration()],
+    "Lightning's": lambda: [EMAWeightAveraging(decay=0.9)],
     "stochastic": lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)],
     "a user's own": lambda: [EvaluateAverage(), Draw()],
-    "--ema 0.9 --average-from 20%": list,
-    "--swa --average-from 50% --save-every 3steps": list,
+    "--ema 0.9 --save-every 3steps": list,
 }
 
 
@@ -84,8 +82,7 @@ def _type(kind: str, folder: str, *commands: list[str]) -> None:
     [
         ("Lightning's", 1),
         pytest.param("Lightning's", 2, marks=pytest.mark.slow),
-        ("--ema 0.9 --average-from 20%", 2),
-        pytest.param("--swa --average-from 50% --save-every 3steps", 1, marks=pytest.mark.slow),
+        ("--ema 0.9 --save-every 3steps", 2),
         ("a user's own", 1),
         pytest.param("stochastic", 1, marks=pytest.mark.slow),
     ],
