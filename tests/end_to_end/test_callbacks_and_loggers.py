@@ -1,7 +1,6 @@
 """--callbacks, --early-stopping and --logger on the command line, in files of settings and after a resume."""
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,8 +13,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from recipes import fit
 from recipes.cli import run_folder
 from recipes.cli.run_folder import logger_names
-from tests.end_to_end.test_settings import in_tensorboard
-from tests.support.command_lines import typed
+from tests.support.command_lines import in_tensorboard, typed
 
 RUNS = Path("runs/quadrants")
 COMMON = "--num-classes 2 --precision 32 --schedule constant"
@@ -85,21 +83,19 @@ def test_early_stopping_ends_a_resumed_run_where_it_ends_one_that_was_not_interr
     assert all(torch.equal(value, other["state_dict"][name]) for name, value in one["state_dict"].items())
 
 
-@pytest.mark.parametrize(
-    ("args", "status", "message"),
-    [
-        ("--early-stopping val/acc", 1, "--early-stopping val/acc is no score of this run, whose scores are train/"),
-        ("--patience 2", 2, "--patience is a number of validations, 1 or more, for --early-stopping SCORE"),
-        ("--callbacks+=EarlyStoping", 2, "--callbacks EarlyStoping is not the name of a class; did you mean EarlySt"),
-        ("--callbacks+=EarlyStopping", 2, "--callbacks: the following arguments are required: monitor"),
-        ("--logger tensorbord", 2, "--logger tensorbord: expected some of tensorboard, csv, wandb, mlflow with commas"),
-    ],
-)
-def test_a_mistake_is_answered_with_what_to_type(tmp_path, args, status, message):
-    ((ended, _, err),) = typed(tmp_path, f"{COMMON} --max-epochs 1 {args}")
-    assert ended == status
-    assert message in err
-    assert err.count("\n") == 1
+def test_a_mistake_is_answered_with_what_to_type(tmp_path):
+    mistakes = {
+        "--early-stopping val/acc": (1, "--early-stopping val/acc is no score of this run, whose scores are train/"),
+        "--patience 2": (2, "--patience is a number of validations, 1 or more, for --early-stopping SCORE"),
+        "--callbacks+=EarlyStoping": (2, "--callbacks EarlyStoping is not the name of a class; did you mean EarlySt"),
+        "--callbacks+=EarlyStopping": (2, "--callbacks: the following arguments are required: monitor"),
+        "--logger tensorbord": (2, "--logger tensorbord: expected some of tensorboard, csv, wandb"),
+    }
+    ended = typed(tmp_path, *(f"{COMMON} --max-epochs 1 {args}" for args in mistakes))
+    for (status, message), line in zip(mistakes.values(), ended, strict=True):
+        assert line.status == status
+        assert message in line.err
+        assert line.err.count("\n") == 1
 
 
 def test_loggers_are_chosen_by_name_and_a_missing_package_is_named(tmp_path, monkeypatch):
@@ -145,18 +141,3 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(tmp_path, monkeypatch):
     first, resumed, other = Recorded.made
     assert first == resumed == {"name": "run", "id": first["id"], "project": "mnist", "resume": "allow"}
     assert other["id"] != first["id"]
-
-
-def test_settings_and_scores_reach_mlflow_and_a_resumed_run_goes_on_in_its_run_there(tmp_path):
-    mlflow = pytest.importorskip("mlflow")
-    pytest.importorskip("sqlalchemy")
-    os.environ.pop("MLFLOW_TRACKING_URI", None)
-    run = f"{COMMON} --logger mlflow --name run"
-    for status, _, err in typed(tmp_path, f"{run} --max-epochs 1", f"{run} --max-epochs 2 --resume auto"):
-        assert status == 0, err
-        assert "not saved" not in err
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/{RUNS}/mlflow.db")
-    (run,) = client.search_runs([client.get_experiment_by_name("quadrants").experiment_id])
-    assert run.info.run_name == "run"
-    assert run.data.params["lr"] == "0.001"
-    assert len(client.get_metric_history(run.info.run_id, "val/accuracy")) == 2, "of each epoch, in one run"

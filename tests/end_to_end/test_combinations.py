@@ -30,7 +30,6 @@ WITHOUT_MEANING: list[tuple[Row, str]] = [
     ({"split": "1x1", "resumed": "on another split"}, "several processes cannot share its micro-batch"),
     ({"optimizer": "LBFGS", "resumed": "on another split"}, "it takes one micro-batch"),
     ({"network": "tokens", "SyncBN": "on"}, "there is no BatchNorm"),
-    ({"network": "tokens", "BNRecalibration": "on"}, "there is no BatchNorm"),
 ]
 CLOSURES = "calls its closure several times per update"
 OTHER_DEVICES = "saves no position that another number of devices can use"
@@ -61,25 +60,15 @@ REFUSED: list[tuple[Row, Row | None, str]] = [
         for shown in ({"resumed": FACTORS["resumed"][1]} if stop == "an exception" else None,)
     ),
     ({"loader": "dict of TrainLoaders", "accumulate": "global_batch_size"}, {}, "cannot tell the batch size"),
-    ({"loader": "dict of TrainLoaders", "BNRecalibration": "on"}, {}, "BNRecalibration found several training loaders"),
-    *(
-        (
-            {"loader": "dict of TrainLoaders", "WeightAveraging": kind, "network": "BatchNorm"},
-            {},
-            "several training loaders",
-        )
-        for kind in FACTORS["WeightAveraging"][1:]
+    (
+        {"loader": "dict of TrainLoaders", "WeightAveraging": "on", "network": "BatchNorm"},
+        {},
+        "several training loaders",
     ),
     *(
-        ({"Lightning's": name, "WeightAveraging": kind}, {} if kind == "ema" else None, "a run has one average")
+        ({"Lightning's": name, "WeightAveraging": "on"}, {}, "a run has one average")
         for name in FACTORS["Lightning's"]
         if "Averaging" in name
-        for kind in FACTORS["WeightAveraging"][1:]
-    ),
-    (
-        {"Lightning's": "StochasticWeightAveraging", "loader": "iterable data set", "network": "BatchNorm"},
-        {},
-        "Iterable-style datasets are not supported",
     ),
     ({"Lightning's": "GradientAccumulationScheduler"}, {}, "would both accumulate: keep one GradientAccumulation"),
     (
@@ -98,8 +87,7 @@ REFUSED: list[tuple[Row, Row | None, str]] = [
 REFUSALS = (
     "LBFGS on several devices or micro-batches; a DataLoader that resumes within an epoch on another number of"
     " devices; an iterable data set that resumes within an epoch; `global_batch_size` and BatchNorm of averages with"
-    " several loaders; WeightAveraging beside Lightning's averages;"
-    " StochasticWeightAveraging of BatchNorm on an iterable data set; GradientAccumulationScheduler;"
+    " several loaders; WeightAveraging beside Lightning's averages; GradientAccumulationScheduler;"
     " BackboneFinetuning on several devices, or resumed"
 )
 
@@ -111,7 +99,7 @@ def statement() -> str:
         return ", ".join(value for value in FACTORS[factor] if value not in ("none", "no", "to the end"))
 
     ours = ", ".join(name for name, values in FACTORS.items() if values == ON_OFF)
-    by = f"GradientAccumulation by {every('accumulate')}, WeightAveraging by {every('WeightAveraging')}"
+    by = f"GradientAccumulation by {every('accumulate')}"
     rows = {
         "processes x micro-batches": every("split"),
         "stops": every("stop"),
@@ -197,10 +185,8 @@ def judge(row: Row, lives: list[list[Life]]) -> Outcome:
     if len(lives) == 2:
         if not 0 < min(last.rates, default=0) <= first.updates < len(reference.rates):
             problems.append(f"stopped after {first.updates} updates, resumed after {min(last.rates, default=0)}")
-        averages = (
-            "Averaging" in row["Lightning's"] or row["BNRecalibration"] == "on" or row["WeightAveraging"] != "none"
-        )
-        if not averages:  # These change the weights, or their statistics, when a run ends.
+        averages = "Averaging" in row["Lightning's"] or row["WeightAveraging"] == "on"
+        if not averages:  # They change the weights, and their statistics, when a run ends.
             errors.append(differences(first.weights, reference.after[first.updates]))
     rates = first.rates | last.rates
     if sorted(rates) == list(range(len(reference.rates))):

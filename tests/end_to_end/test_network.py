@@ -72,7 +72,7 @@ def _addresses_while(roots: list[int], runs: Callable[[], bool]) -> set[str]:
     found: set[str] = set()
     while runs():
         found |= {address for address, _ in _listening(roots)}
-        time.sleep(0.01)
+        time.sleep(0.03)
     return found
 
 
@@ -81,7 +81,7 @@ def test_processes_of_one_machine_listen_on_the_loopback_interface_only(tmp_path
     where = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(2 // nodes), "MASTER_PORT": str(free_port())}
     where["MASTER_ADDR"] = socket.gethostname() if nodes == 1 else "localhost"
     ranks = [where | {"RANK": str(rank), "LOCAL_RANK": str(rank % (2 // nodes))} for rank in (0, 1)]
-    shells = [Shell(tmp_path, f"rank{i}", ["--name", "run", "--max-epochs", "20"], env) for i, env in enumerate(ranks)]
+    shells = [Shell(tmp_path, f"rank{i}", ["--name", "run", "--max-epochs", "5"], env) for i, env in enumerate(ranks)]
     pids = [shell.process.pid for shell in shells if shell.process.pid is not None]
     addresses = _addresses_while(pids, lambda: any(shell.process.is_alive() for shell in shells))
     assert [shell.wait().status for shell in shells] == [0, 0], shells[0].read("err")
@@ -101,7 +101,7 @@ def _popen(folder: Path, name: str, command: list[str], env: dict[str, str] | No
     ids=["started here", "torchrun"],
 )
 def test_however_it_is_started(tmp_path: Path, start: list[str]) -> None:
-    run = _popen(tmp_path, "run", [*start, "--max-epochs", "100"])
+    run = _popen(tmp_path, "run", [*start, "--max-epochs", "20"])
     addresses = _addresses_while([run.pid], lambda: run.poll() is None)
     assert run.returncode == 0, (tmp_path / "run.log").read_text()
     assert addresses == {"127.0.0.1"}

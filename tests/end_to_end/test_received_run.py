@@ -78,7 +78,7 @@ def test_a_received_run_writes_nowhere_else_and_its_values_end_no_run_with_a_tra
     )
     for number, (place, value, _) in enumerate(cases):
         changed(last, tmp_path / f"{number}.ckpt", (place, value))
-    lines = typed(tmp_path, *(f"--resume {n}.ckpt --max-epochs 2 --resume-anyway" for n in range(len(cases))))
+    lines = typed(tmp_path, *(f"--resume {n}.ckpt --max-epochs 2" for n in range(len(cases))))
     for (place, _, message), line in zip(cases, lines, strict=True):
         assert line.status == 2, (place, line)
         assert line.err.count("\n") == 1, line.err

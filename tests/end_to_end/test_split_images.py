@@ -26,7 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "light": {"image_size": 32, "mixup": 0.3, "cutmix": 1.0},
 }
 # The kind of file, loader workers, and whether decoded images are kept on disk.
-SOURCES = [("folder", 0, False), ("folder", 2, True), ("zip", 2, False), ("tar", 0, True)]
+SOURCES = [("folder", 0, False), ("zip", 2, False), ("tar", 0, True)]
 
 
 def write_photographs(folder: Path) -> None:

@@ -128,9 +128,6 @@ MEANT = {
     "callbacks/lib/targets.py:warn_of_ignored_targets": Meant(
         _TRAINING, in_the_first_batch, "a warning of labels that are left out"
     ),
-    "callbacks/drawing/classification_images.py:on_train_batch_start": Meant(
-        _TRAINING, in_the_first_batch, "the images that are drawn"
-    ),
     "datamodules/images/image_folder.py:_normalise": Meant(
         _TRAINING, in_the_first_batch, "mean and deviation go to the device"
     ),
@@ -178,7 +175,7 @@ class _Fused(MNISTClassifier):
 
 def _mnist() -> Any:
     data = MNISTDataModule("digits", batch_size=32, eval_batch_size=32)
-    return _Fused(network="classic", tta="crops"), data, []
+    return _Fused(network="classic"), data, []
 
 
 def _resnet() -> Any:
@@ -195,8 +192,7 @@ def _translator(**options: Any) -> Any:
 
 _FEW = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1, "enable_progress_bar": False}
 RUNS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "every callback": (functools.partial(_images, TOGETHER), {}),
-    "SWA": (functools.partial(_images, ["RunProgress", "WeightAveraging, SWA"]), {"gradient_clip_val": 0.1}),
+    "every callback": (functools.partial(_images, TOGETHER), {"gradient_clip_val": 0.1}),
     "mnist": (_mnist, _FEW),
     "resnet": (_resnet, _FEW),
     "seq2seq": (_translator, _FEW),

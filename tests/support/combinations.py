@@ -22,7 +22,6 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
-    StochasticWeightAveraging,
     Timer,
     WeightAveraging,
 )
@@ -33,7 +32,6 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from typing_extensions import override
 
-from callbacks.bn_recalibration import BNRecalibration
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
 from callbacks.finite_weights import FiniteWeights
 from callbacks.freezing import FreezeLayers
@@ -91,15 +89,13 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "LearningRateMonitor",
         "EMAWeightAveraging",
         "WeightAveraging",
-        "StochasticWeightAveraging",
         "ModelCheckpoint",
     ),
-    "WeightAveraging": ("none", "ema", "swa"),
+    "WeightAveraging": ON_OFF,
     "WarmupLR": ON_OFF,
     "SyncBN": ON_OFF,
     "SeedControl": ON_OFF,
     "FreezeLayers": ON_OFF,
-    "BNRecalibration": ON_OFF,
     "TrainLoss": ON_OFF,
     "RankConsistency": ON_OFF,
     "FiniteWeights": ON_OFF,
@@ -107,12 +103,6 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "LeanLoop": ON_OFF,
 }
 """The values of each factor, the simplest one first."""
-
-AVERAGES: dict[str, dict[str, Any]] = {
-    "ema": {"ema": 0.8},
-    "swa": {"swa": True, "average_from": "3 steps"},
-}
-"""Of `WeightAveraging`."""
 
 PLAIN = {factor: values[0] for factor, values in FACTORS.items()}
 OTHER_SPLIT = {"1x4": "2x2", "2x1": "1x2", "2x2": "1x4"}
@@ -320,13 +310,12 @@ def callbacks_of_row(settings: Settings, cut: Cut, folder: Path, stopping: bool)
         "LearningRateMonitor": lambda: LearningRateMonitor("step"),
         "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.8),
         "WeightAveraging": lambda: WeightAveraging(use_buffers=True),
-        "StochasticWeightAveraging": lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2),
         "ModelCheckpoint": lambda: ModelCheckpoint(folder / "theirs", every_n_train_steps=2),
         "GradientAccumulationScheduler": lambda: GradientAccumulationScheduler({0: 2}),
         "BackboneFinetuning": lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1),
     }
     ours: dict[str, Callable[[], pl.Callback]] = {
-        "BNRecalibration": BNRecalibration,
+        "WeightAveraging": lambda: OwnWeightAveraging(ema=0.8),
         "WarmupLR": lambda: WarmupLR(f"{WARMUP} steps"),
         "SyncBN": SyncBN,
         "FreezeLayers": lambda: FreezeLayers(until="head", unfreeze={"backbone": "1 epochs"}),
@@ -339,8 +328,6 @@ def callbacks_of_row(settings: Settings, cut: Cut, folder: Path, stopping: bool)
     found: list[pl.Callback] = [GradientAccumulation(steps, global_batch_size)]
     if settings["Lightning's"] != "none":
         found.append(theirs[settings["Lightning's"]]())
-    if settings["WeightAveraging"] != "none":
-        found.append(OwnWeightAveraging(**AVERAGES[settings["WeightAveraging"]]))
     found += [make() for name, make in ours.items() if settings[name] == "on"]
     if settings["stop"] == "Timer":
         batches = STOP_EPOCH * epoch_batches(settings, cut) + stop_batch(cut) + 1 if stopping else 10**6
@@ -428,7 +415,7 @@ def live(settings: Settings, folder: Path, resumed: bool = False) -> Life:
                 ckpt_path=str(folder / "last.ckpt") if resumed else None,
                 weights_only=True,
             )
-    except (UserError, MisconfigurationException, AssertionError) as error:  # Lightning's SWA asserts.
+    except (UserError, MisconfigurationException) as error:
         refused = f"{type(error).__name__}: {error}"
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from datamodules.loading.sampling import epoch_order, range_of_rank
 from tests.support.combinations import (
@@ -62,26 +62,18 @@ class Network(nn.Module):
 
 
 class Average:
-    """The weights of samples, and the network with their sum by the definition of each average.
+    """The weights of samples, and the network with their sum by the definition of the moving average."""
 
-    Args:
-        kind: a value of the factor "WeightAveraging".
-        network: that is trained.
-    """
-
-    def __init__(self, kind: str, network: Network) -> None:
-        self.kind, self.network, self.module = kind, network, copy.deepcopy(network)
+    def __init__(self, network: Network) -> None:
+        self.network, self.module = network, copy.deepcopy(network)
         self.samples: list[list[Tensor]] = []
 
-    def add(self, updates: int) -> None:
-        """Take a sample, where one is due after so many updates."""
-        if {"none": False, "ema": True, "swa": updates >= 3}[self.kind]:
-            self.samples.append([parameter.detach().clone() for parameter in self.network.parameters()])
+    def add(self) -> None:
+        """Take a sample."""
+        self.samples.append([parameter.detach().clone() for parameter in self.network.parameters()])
 
     def shares(self) -> list[float]:
         """Of each sample in the average."""
-        if self.kind == "swa":
-            return [1 / len(self.samples)] * len(self.samples)
         new = [max(0.2, 9 / (9 + number)) for number in range(len(self.samples))]
         return [weight * math.prod(1 - later for later in new[number + 1 :]) for number, weight in enumerate(new)]
 
@@ -156,16 +148,12 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
         average = AveragedModel(network, avg_fn=get_ema_avg_fn(0.8), use_buffers=True)
     elif settings["Lightning's"] == "WeightAveraging":
         average = AveragedModel(network, use_buffers=True)
-    own = Average(settings["WeightAveraging"], network)
-    swa = settings["Lightning's"] == "StochasticWeightAveraging"
-    has_norm = settings["network"] == "BatchNorm"
+    own = Average(network)
     after, rates = [_state(network)], []
 
     def validate(epoch: int) -> float:
         order = _order(settings, epoch + 1, cut_at(len(rates)))
         evaluated = average.module if average else own.evaluated(inputs[order])
-        if settings["BNRecalibration"] == "on" and has_norm and network.backbone[1].training:
-            _recalibrate(evaluated, inputs[order])
         evaluated.eval()
         with torch.no_grad():
             loss = float(loss_of(evaluated(inputs[-6:]), targets[-6:]))
@@ -178,12 +166,6 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
     for epoch in range(EPOCHS):
         if settings["FreezeLayers"] == "on":
             network.backbone.train(epoch >= 1).requires_grad_(epoch >= 1)
-        if swa and epoch == 1:
-            optimizer.param_groups[0]["initial_lr"] = 0.05
-            scheduler, interval = SWALR(optimizer, 0.05, last_epoch=EPOCHS), "epoch"
-            average = AveragedModel(network)
-        if swa and average:
-            average.update_parameters(network)
         order = _order(settings, epoch, cut_at(len(rates)))
         updates = order.split(GLOBAL_BATCH)
         for number, rows in enumerate(updates):
@@ -214,10 +196,11 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
             optimizer.param_groups[0]["lr"] = rate
             if scheduler and interval == "step":
                 scheduler.step()
-            if average and not swa:
+            if average:
                 average.update_parameters(network)
             last = number + 1 == len(updates)
-            own.add(len(rates))
+            if settings["WeightAveraging"] == "on":
+                own.add()
             if settings["stop"] == "EarlyStopping":
                 if not last or epoch_batches(settings, cut) % cut.micro_batches == 0:
                     loss = validate(epoch)
@@ -225,31 +208,9 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
                 loss = validate(epoch)
             after.append(_state(network))
         if scheduler and interval == "epoch":
-            scheduler.step(*((loss,) if settings["schedule"] == "ReduceLROnPlateau" and not _swaps(swa, epoch) else ()))
+            scheduler.step(*((loss,) if settings["schedule"] == "ReduceLROnPlateau" else ()))
     end = average.module if average else own.evaluated(inputs[_order(settings, EPOCHS, cut_at(len(rates)))])
-    if swa and has_norm:
-        _measure(network, end, settings, cut_at(len(rates)), inputs)
-    if settings["BNRecalibration"] == "on" and has_norm:
-        # StochasticWeightAveraging has taken an epoch more.
-        _recalibrate(end, inputs[_order(settings, EPOCHS + swa, cut_at(len(rates)))])
     return Reference(after, _state(end), rates)
-
-
-def _swaps(swa: bool, epoch: int) -> bool:
-    return swa and epoch >= 1
-
-
-def _measure(network: nn.Module, end: nn.Module, settings: Settings, cut: Cut, inputs: Tensor) -> None:
-    """The statistics that `StochasticWeightAveraging` measures: the mean over the batches of process 0."""
-    norm = end.backbone[1]
-    norm.reset_running_stats()
-    norm.momentum = None
-    end.train()
-    with torch.no_grad():
-        for update in _order(settings, EPOCHS, cut).split(GLOBAL_BATCH):
-            for rank, part in _forward_passes(settings, update, cut):
-                if rank == 0:
-                    end(inputs[part])
 
 
 def _state(network: nn.Module) -> dict[str, Tensor]:

@@ -9,10 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from callbacks.bn_recalibration import BNRecalibration
 from callbacks.checkpointing.verified_io import CheckpointGuard
-from callbacks.drawing.classification_images import ClassificationImages
-from callbacks.drawing.translation_samples import TranslationSamples
 from callbacks.finite_weights import FiniteWeights
 from callbacks.freezing import FreezeLayers
 from callbacks.gradient_accumulation import GradientAccumulation
@@ -39,17 +36,13 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "FreezeLayers": lambda: FreezeLayers(until="1", unfreeze={"0.0": "1 epochs", "0": "60%"}),
     "FiniteWeights": lambda: FiniteWeights(),
     "RankConsistency": lambda: RankConsistency(),
-    "BNRecalibration": lambda: BNRecalibration(samples=24),
-    "ClassificationImages": lambda: ClassificationImages(samples=2, mistakes=2),
     "RunProgress": lambda: RunProgress(),
     "TrainLoss": lambda: TrainLoss(),
     "TrainingMonitor": lambda: TrainingMonitor(every=2),
     "Preemption": lambda: Preemption(),
-    "TranslationSamples": lambda: TranslationSamples(samples=2),
     "LeanLoop": lambda: LeanLoop(),
     "CheckpointGuard": lambda: CheckpointGuard(),
-    "WeightAveraging": lambda: WeightAveraging(ema=0.9, average_from="5 steps"),
-    "WeightAveraging, SWA": lambda: WeightAveraging(swa=True, average_from="40%"),
+    "WeightAveraging": lambda: WeightAveraging(ema=0.9),
 }
 """Every callback of the package with tiny settings. Build SeedControl before the module, as its docstring says."""
 
@@ -61,13 +54,10 @@ TOGETHER = (
     "FreezeLayers",
     "FiniteWeights",
     "RankConsistency",
-    "BNRecalibration",
-    "ClassificationImages",
     "RunProgress",
     "TrainLoss",
     "TrainingMonitor",
     "Preemption",
-    "TranslationSamples",
     "LeanLoop",
     "CheckpointGuard",
     "WeightAveraging",
