@@ -60,11 +60,6 @@ REFUSED: list[tuple[Row, Row | None, str]] = [
         for shown in ({"resumed": FACTORS["resumed"][1]} if stop == "an exception" else None,)
     ),
     ({"loader": "dict of TrainLoaders", "accumulate": "global_batch_size"}, {}, "cannot tell the batch size"),
-    (
-        {"loader": "dict of TrainLoaders", "WeightAveraging": "on", "network": "BatchNorm"},
-        {},
-        "several training loaders",
-    ),
     *(
         ({"Lightning's": name, "WeightAveraging": "on"}, {}, "a run has one average")
         for name in FACTORS["Lightning's"]
@@ -86,8 +81,9 @@ REFUSED: list[tuple[Row, Row | None, str]] = [
 
 REFUSALS = (
     "LBFGS on several devices or micro-batches; a DataLoader that resumes within an epoch on another number of"
-    " devices; an iterable data set that resumes within an epoch; `global_batch_size` and BatchNorm of averages with"
-    " several loaders; WeightAveraging beside Lightning's averages; GradientAccumulationScheduler;"
+    " devices; an iterable data set that resumes within an epoch; `global_batch_size` with several"
+    " loaders; WeightAveraging beside Lightning's averages;"
+    " GradientAccumulationScheduler;"
     " BackboneFinetuning on several devices, or resumed"
 )
 
@@ -185,8 +181,8 @@ def judge(row: Row, lives: list[list[Life]]) -> Outcome:
     if len(lives) == 2:
         if not 0 < min(last.rates, default=0) <= first.updates < len(reference.rates):
             problems.append(f"stopped after {first.updates} updates, resumed after {min(last.rates, default=0)}")
-        averages = "Averaging" in row["Lightning's"] or row["WeightAveraging"] == "on"
-        if not averages:  # They change the weights, and their statistics, when a run ends.
+        # Averages change the weights as a run ends.
+        if "Averaging" not in row["Lightning's"] and row["WeightAveraging"] == "off":
             errors.append(differences(first.weights, reference.after[first.updates]))
     rates = first.rates | last.rates
     if sorted(rates) == list(range(len(reference.rates))):

@@ -2,9 +2,7 @@
 
 import csv
 import json
-import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from recipes import fit
 from tests.support.command_lines import Typed, type_line, typed
 from tests.support.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
 RECIPES = {
     "mnist": ("recipes:MNISTClassifier", "datamodules:MNISTDataModule"),
     "resnet": ("recipes:ResNetFineTuner", "datamodules:ImageFolderDataModule"),
@@ -118,12 +115,11 @@ def test_own_digits_train_alike_from_a_folder_an_archive_and_python_and_are_test
     fit("mnist", data=(images, labels), name="python", **exact, **settings)
     assert equal(weights(tmp_path, "mnist", "python"), expected)
     # Two devices with half the batch each take the same samples; float64 has no rounding to speak of.
-    alone = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for name, size, devices in (("one", "100", "1"), ("two", "50", "2")):
-        cut = ("--batch-size", size, "--devices", devices, "--sync-bn", "--precision", "64-true", "--name", name)
-        command = [sys.executable, "-m", "recipes.mnist", "--data-dir", "tree", *line, *cut]
-        done = subprocess.run(command, cwd=tmp_path, env=alone, check=True, capture_output=True, text=True)
-        assert ("note: SyncBN normalises over what the devices see" in done.stdout + done.stderr) == (name == "two")
+    for name, size, devices in (("one", "100", 1), ("two", "50", 2)):
+        cut = ("--batch-size", size, f"--devices={devices}", "--sync-bn", "--precision", "64-true", "--name", name)
+        done = run_ranks(type_line, devices, *RECIPES["mnist"], ["--data-dir", "tree", *line, *cut], str(tmp_path))[0]
+        assert done.status == 0, done.err
+        assert ("note: SyncBN normalises over what the devices see" in done.out + done.err) == (name == "two")
     one, two = weights(tmp_path, "mnist", "one"), weights(tmp_path, "mnist", "two")
     assert max(float((two[name].double() - one[name].double()).abs().max()) for name in one) < 1e-8
     found = results(tmp_path, "mnist", "tree")

@@ -1,9 +1,6 @@
 """What belongs to a recipe stands in the recipe: one outside of the package needs no edit of ours."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,26 +10,15 @@ import yaml
 from tests.support.command_lines import Typed, type_line
 from tests.support.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
 COMMON = ["--accelerator", "cpu", "--precision", "32", "--enable-progress-bar=false"]
 LAST = "runs/characters/run/checkpoints/last.ckpt"
-
-
 CLASSES = "tests.support.own_recipe:NextCharacter", "tests.support.own_recipe:Text"
 
 
-def typed(folder: Path, *args: str) -> Typed:
-    """A command line in a fresh process."""
-    command = [args[0], *COMMON, *args[1:]] if args[0] == "predict" else [*COMMON, *args]
-    return run_ranks(type_line, 1, *CLASSES, command, str(folder))[0]
-
-
-def started(folder: Path, *args: str) -> Typed:
-    """A command line of the script, which starts the processes of other devices itself."""
-    program = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "own_recipe.py"), *COMMON, *args]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    return Typed(done.returncode, done.stdout, done.stderr)
+def typed(folder: Path, *args: str, devices: int = 1) -> Typed:
+    """A command line in fresh processes, and what rank 0 prints."""
+    command = [args[0], *COMMON, *args[1:]] if args[0] == "predict" else [*COMMON, *args, f"--devices={devices}"]
+    return run_ranks(type_line, devices, *CLASSES, command, str(folder))[0]
 
 
 def test_parameters_of_one_call_free_ones_and_the_rows_of_predict_are_the_recipes_own(tmp_path: Path) -> None:
@@ -65,11 +51,10 @@ def test_parameters_of_one_call_free_ones_and_the_rows_of_predict_are_the_recipe
 def test_its_batches_of_tokens_are_shared_among_more_devices_on_a_resume(tmp_path: Path) -> None:
     begun = typed(tmp_path, "--name", "run", "--accumulate", "2")
     assert begun.status == 0, begun.err
-    more = ["--resume", LAST, "--max-epochs", "3", "--devices", "2"]
-    resumed = started(tmp_path, *more)
+    resumed = typed(tmp_path, "--resume", LAST, "--max-epochs", "3", devices=2)
     assert resumed.status == 0, resumed.err
     assert "devices: 1 before, 2 now; the updates and their order stay" in resumed.out
     assert "micro-batches of 32 tokens on 2 devices" in resumed.out, resumed.out
-    refused = started(tmp_path, *more[:2], "--max-epochs", "4", "--devices", "2", "--characters", "64")
+    refused = typed(tmp_path, "--resume", LAST, "--max-epochs", "4", "--characters", "64", devices=2)
     assert refused.status == 2
     assert "8 samples of an update are no multiple of the 16 that all devices process at once" in refused.err

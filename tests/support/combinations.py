@@ -65,13 +65,12 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "max_steps at an epoch's end",
         "Timer",
         "EarlyStopping",
-        "should_stop by a callback",
         "should_stop by the module",
         "SIGTERM to one rank",
         "an exception",
     ),
     "resumed": ("no", "as before", "on another split"),
-    "optimizer": ("SGD", "Adam", "AdamW fused", "AdamW foreach", "Adagrad", "LBFGS"),
+    "optimizer": ("SGD", "AdamW fused", "AdamW foreach", "LBFGS"),
     "schedule": ("none", "StepLR", "OneCycleLR", "LambdaLR", "ReduceLROnPlateau", "SequentialLR"),
     "clipping": ("none", "norm", "value"),
     "loader": (
@@ -146,10 +145,8 @@ def samples(settings: Settings) -> tuple[Tensor, Tensor]:
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3),
-    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.02),
     "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.02, fused=True),
     "AdamW foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.02, foreach=True),
-    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
     "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.01, max_iter=2, history_size=1),
 }
 
@@ -276,9 +273,7 @@ class Watch(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if (trainer.current_epoch, batch_idx) != self.stops_at:
             return
-        if self.stop == "should_stop by a callback":
-            trainer.should_stop = True
-        elif self.stop == "SIGTERM to one rank" and trainer.global_rank == trainer.world_size - 1:
+        if self.stop == "SIGTERM to one rank" and trainer.global_rank == trainer.world_size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         elif self.stop == "an exception":
             raise Interruption
@@ -315,7 +310,7 @@ def callbacks_of_row(settings: Settings, cut: Cut, folder: Path, stopping: bool)
         "BackboneFinetuning": lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1),
     }
     ours: dict[str, Callable[[], pl.Callback]] = {
-        "WeightAveraging": lambda: OwnWeightAveraging(ema=0.8),
+        "WeightAveraging": lambda: OwnWeightAveraging(0.8),
         "WarmupLR": lambda: WarmupLR(f"{WARMUP} steps"),
         "SyncBN": SyncBN,
         "FreezeLayers": lambda: FreezeLayers(until="head", unfreeze={"backbone": "1 epochs"}),

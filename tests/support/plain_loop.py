@@ -62,33 +62,29 @@ class Network(nn.Module):
 
 
 class Average:
-    """The weights of samples, and the network with their sum by the definition of the moving average."""
+    """The weights and running statistics after each update, and the network with their moving average by definition."""
 
     def __init__(self, network: Network) -> None:
         self.network, self.module = network, copy.deepcopy(network)
         self.samples: list[list[Tensor]] = []
 
+    def tensors(self, network: Network) -> list[Tensor]:
+        """The values that are averaged."""
+        return [value for value in network.state_dict().values() if value.is_floating_point()]
+
     def add(self) -> None:
         """Take a sample."""
-        self.samples.append([parameter.detach().clone() for parameter in self.network.parameters()])
+        self.samples.append([value.clone() for value in self.tensors(self.network)])
 
-    def shares(self) -> list[float]:
-        """Of each sample in the average."""
+    def evaluated(self) -> Network:
+        """The network that is validated."""
         new = [max(0.2, 9 / (9 + number)) for number in range(len(self.samples))]
-        return [weight * math.prod(1 - later for later in new[number + 1 :]) for number, weight in enumerate(new)]
-
-    @torch.no_grad()
-    def evaluated(self, inputs: Tensor) -> Network:
-        """The network that is validated; the statistics of BatchNorm, if it trains, are those of these inputs."""
-        if not self.samples:
-            return self.network
-        for number, parameter in enumerate(self.module.parameters()):
-            values = [share * sample[number] for share, sample in zip(self.shares(), self.samples, strict=True)]
-            parameter.copy_(torch.stack(values).sum(0))
-        for buffer, value in zip(self.module.buffers(), self.network.buffers(), strict=True):
-            buffer.copy_(value)
-        if isinstance(self.module.backbone[1], nn.BatchNorm2d) and self.network.backbone[1].training:
-            _recalibrate(self.module, inputs)
+        shares = [weight * math.prod(1 - later for later in new[number + 1 :]) for number, weight in enumerate(new)]
+        for average, *values in zip(self.tensors(self.module), *self.samples, strict=True):
+            average.copy_(sum(share * value for share, value in zip(shares, values, strict=True)))
+        for name, counter in self.module.named_buffers():
+            if not counter.is_floating_point():
+                counter.copy_(self.network.get_buffer(name))
         return self.module
 
 
@@ -124,15 +120,6 @@ def _forward_passes(settings: Settings, update: Tensor, cut: Cut) -> list[tuple[
     return [(rank, part) for rank, parts in enumerate(by_rank) for part in parts if len(part)]
 
 
-@torch.no_grad()
-def _recalibrate(network: nn.Module, inputs: Tensor) -> None:
-    """The statistics of these inputs: mean, and variance with Bessel's correction."""
-    convolution, norm = network.backbone[0], network.backbone[1]
-    values = convolution(inputs).transpose(0, 1).flatten(1)
-    norm.running_mean.copy_(values.mean(1))
-    norm.running_var.copy_(values.var(1))
-
-
 def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference:
     """Train a row in one process.
 
@@ -148,12 +135,14 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
         average = AveragedModel(network, avg_fn=get_ema_avg_fn(0.8), use_buffers=True)
     elif settings["Lightning's"] == "WeightAveraging":
         average = AveragedModel(network, use_buffers=True)
-    own = Average(network)
+    own = Average(network) if settings["WeightAveraging"] == "on" else None
     after, rates = [_state(network)], []
 
+    def averaged() -> nn.Module:
+        return average.module if average else own.evaluated() if own else network
+
     def validate(epoch: int) -> float:
-        order = _order(settings, epoch + 1, cut_at(len(rates)))
-        evaluated = average.module if average else own.evaluated(inputs[order])
+        evaluated = averaged()
         evaluated.eval()
         with torch.no_grad():
             loss = float(loss_of(evaluated(inputs[-6:]), targets[-6:]))
@@ -199,7 +188,7 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
             if average:
                 average.update_parameters(network)
             last = number + 1 == len(updates)
-            if settings["WeightAveraging"] == "on":
+            if own:
                 own.add()
             if settings["stop"] == "EarlyStopping":
                 if not last or epoch_batches(settings, cut) % cut.micro_batches == 0:
@@ -209,8 +198,7 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
             after.append(_state(network))
         if scheduler and interval == "epoch":
             scheduler.step(*((loss,) if settings["schedule"] == "ReduceLROnPlateau" else ()))
-    end = average.module if average else own.evaluated(inputs[_order(settings, EPOCHS, cut_at(len(rates)))])
-    return Reference(after, _state(end), rates)
+    return Reference(after, _state(averaged()), rates)
 
 
 def _state(network: nn.Module) -> dict[str, Tensor]:
