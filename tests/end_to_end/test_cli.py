@@ -211,6 +211,21 @@ def test_resuming_a_copied_checkpoint_leaves_the_folders_around_it_alone(session
     assert sorted(path.name for path in (tmp_path / "home").rglob("*")) == ["last.ckpt", "precious", "project"]
 
 
+def test_barebones_leaves_no_folder_and_no_epochs_the_initial_weights(tmp_path: Path) -> None:
+    zero = "--dataset digits --max-epochs 0 --name zero --precision 32-true"
+    bare, none = typed(tmp_path, f"{QUICK} --dataset digits --barebones", zero, **CLASSES)
+    assert (bare.status, none.status) == (0, 0), bare.err + none.err
+    assert "nothing is logged, saved or tested" in bare.out
+    assert "samples/s" in bare.out
+    assert [path.name for path in (tmp_path / "runs/mnist").iterdir()] == ["zero"]
+    assert "nothing is trained in 0 epochs or steps: the initial weights are saved and scored" in none.out + none.err
+    found = json.loads((tmp_path / "runs/mnist/zero/results.json").read_text())
+    assert found["epochs"] == 0
+    assert found["trainable_parameters"] == found["parameters"]
+    assert 0 < found["scores"]["test/accuracy"] < 0.4
+    assert (tmp_path / "runs/mnist/zero/checkpoints/last.ckpt").is_file()
+
+
 def _test_beside_a_module(folder: str) -> Typed:
     sys.path.insert(0, folder)
     return type_line(*CLASSES.values(), ["test", "--ckpt", "evil.ckpt", "--accelerator", "cpu"], folder)

@@ -1,11 +1,8 @@
 """Every way of starting a run, on loopback: processes that find each other, or say why they do not."""
 
 import json
-import os
 import secrets
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -187,66 +184,16 @@ def test_where_rank_0_cannot_decide_what_was_left_open_all_ranks_end(tmp_path):
     assert not (tmp_path / "runs/failing/other").exists()
 
 
-def typed(folder: Path, *commands: list[str]) -> list[tuple[int, str, str]]:
-    """What real command lines, started at once, end with and print."""
-    python = Path(sys.executable)
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{python.parent}:/usr/bin:/bin",
-    }
-    processes = []
-    for i, command in enumerate(commands):
-        out, err = (folder / f"{i}.out").open("w"), (folder / f"{i}.err").open("w")
-        processes.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=err))
-        out.close(), err.close()
-    try:
-        statuses = [process.wait(240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(n, (folder / f"{i}.out").read_text(), (folder / f"{i}.err").read_text()) for i, n in enumerate(statuses)]
-
-
-RECIPE = [
-    "-m",
-    "tests.support.launch_recipe",
-    "--accelerator",
-    "cpu",
-    "--precision",
-    "32",
-    "--max-epochs",
-    "2",
-    "--name",
-    "run",
-]
-RECIPE += ["--rendezvous-timeout", "120"]
-
-
-def by_hand(port: int) -> list[list[str]]:
-    where = ["--devices", "2", "--num-nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    return [[sys.executable, *RECIPE, *where, "--node-rank", node] for node in ("0", "1")]
-
-
 @pytest.mark.slow
 def test_two_nodes_of_two_started_manually_train_and_prepare_the_data_once_each(tmp_path):
     port = free_port()
-    zero, one = typed(tmp_path, *by_hand(port))
-    assert (zero[0], one[0]) == (0, 0), (zero, one)
-    assert f"started manually, 2 nodes x 2 devices, 127.0.0.1:{port}, gloo, 4 x" in zero[1]
-    assert one[1] == ""
+    where = ["--devices", "2", "--num-nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    where += ["--name", "run", "--rendezvous-timeout", "80"]
+    zero, one = start(tmp_path, [([*where, "--node-rank", node], {}) for node in ("0", "1")])
+    assert (zero.status, one.status) == (0, 0), (zero, one)
+    assert f"started manually, 2 nodes x 2 devices, 127.0.0.1:{port}, gloo, 4 x" in zero.out
+    assert one.out == ""
     assert {path.name for path in tmp_path.glob("prepared*")} == {"prepared-on-0-0", "prepared-on-1-0"}
-
-
-@pytest.mark.slow
-def test_torchrun_starts_the_processes_again_without_further_settings(tmp_path):
-    fails = ["--fail-rank", "1", "--fail-how", "kill", "--fail-until", "1"]
-    command = ["torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", *RECIPE, *fails]
-    ((status, out, err),) = typed(tmp_path, command)
-    assert status == 0, err
-    assert out.count("started by torchrun") == 2
-    assert "rank 1 (node 0" in err
-    assert "epoch 2/2" in out
 
 
 @pytest.mark.parametrize(
