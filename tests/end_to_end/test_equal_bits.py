@@ -155,11 +155,11 @@ def checkpoint_name(row: Row, world_size: int) -> str:
 
 
 def first_life(world_size: int, rows: Sequence[Row], folder: Path) -> dict[Row, tuple[str, str]]:
-    """Each row undisturbed, by ours and by stock Lightning; and a part of it, which leaves a checkpoint."""
+    """Each row undisturbed, by ours and of all rows by stock Lightning; and a part of it, which leaves a checkpoint."""
     silence()
     found = {}
     for row in rows:
-        found[row] = train(row, world_size), train(row, world_size, ours=False)
+        found[row] = train(row, world_size), train(row, world_size, ours=False) if rows == ROWS else ""
         saves = ExactCheckpoint(folder, filename=checkpoint_name(row, world_size), every_n_train_steps=STOP)
         train(row, world_size, saves, Stop())
     return found
@@ -193,8 +193,8 @@ def test_a_run_has_one_hash_on_any_number_of_devices_interrupted_or_not(
     for row in rows:
         ours = {rank[row][0] for world in others for rank in whole[world]}
         ours |= {rank[row] for world in others for rank in resumed[world]}
-        stock = {world: whole[world][0][row][1].split()[0] for world in others}
+        stock = {world: whole[world][0][row][1].partition(" ")[0] for world in others}
         name = f"{row.task}, {row.precision}, {row.micro_batches} micro-batches"
         print(f"{name:42}{' | '.join(sorted(ours))}   {' '.join(value[:6] for value in stock.values())}")
-        wrong += [name] * (len(ours) > 1 or len({*stock.values()}) < 3)
+        wrong += [name] * (len(ours) > 1 or (rows == ROWS and len({*stock.values()}) < 3))
     assert not wrong, wrong

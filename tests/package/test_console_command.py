@@ -40,14 +40,6 @@ def test_the_list_imports_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-def test_a_recipe_has_the_same_help_from_both_commands(console: str, tmp_path: Path) -> None:
-    ours = _call(console, "mnist", "--help", folder=tmp_path)
-    theirs = _call(sys.executable, "-m", "recipes.mnist", "--help", folder=tmp_path)
-    assert ours.stdout.startswith("usage: lightning-recipes mnist ["), ours.stderr
-    assert ours.stdout.replace("lightning-recipes mnist", "python -m recipes.mnist") == theirs.stdout
-
-
 def test_an_unknown_recipe_is_answered_in_one_line(console: str, tmp_path: Path) -> None:
     done = _call(console, "minst", folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
