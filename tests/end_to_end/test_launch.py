@@ -118,7 +118,7 @@ def test_when_rank_0_ends_the_others_end(tmp_path):
 
 
 def test_a_rank_that_waits_for_ever_is_given_up_after_the_collective_timeout(tmp_path):
-    args = ["--fail-rank", "1", "--fail-how", "wait", "--collective-timeout", "2", "--name", "run"]
+    args = ["--fail-rank", "1", "--fail-how", "wait", "--collective-timeout", "4", "--name", "run"]
     zero, one = start(tmp_path, [(args, env) for env in by_torchrun(free_port())])
     assert (zero.status, one.status) == (1, 1)
     assert "rank 0 (node 0," in last_line(zero)
@@ -127,10 +127,10 @@ def test_a_rank_that_waits_for_ever_is_given_up_after_the_collective_timeout(tmp
 
 def test_a_missing_rank_is_refused_and_named(tmp_path):
     zero, one, three = by_torchrun(free_port(), nodes=2)[:3]
-    args = ["--rendezvous-timeout", "2"]
+    args = ["--rendezvous-timeout", "3"]
     all_ended = start(tmp_path, [(args, zero), (args, one), (args, three)])
     assert [ended.status for ended in all_ended] == [2, 2, 2]
-    assert "3 of 4 processes joined within 2 s; missing: rank 3 on node 1" in all_ended[0].err
+    assert "3 of 4 processes joined within 3 s; missing: rank 3 on node 1" in all_ended[0].err
 
 
 def test_nodes_with_unequal_numbers_of_devices_are_named_within_seconds_with_what_to_type_on_each(tmp_path):
