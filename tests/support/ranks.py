@@ -20,7 +20,16 @@ import torch
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["torch", "torchmetrics", "lightning.pytorch", "pytest", "hypothesis", "recipes.cli.command_line"]
+    [
+        "torch",
+        "torchmetrics",
+        "lightning.pytorch",
+        "pytest",
+        "hypothesis",
+        "sklearn.datasets",
+        "torch.utils.tensorboard",
+    ]
+    + ["recipes.cli.command_line", "recipes.mnist.recipe", "datamodules.images.mnist"]
 )
 
 
