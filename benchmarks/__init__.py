@@ -17,7 +17,6 @@ SECTIONS = {
     "fine_tuning": "seconds of a step with a frozen backbone, and of an epoch with cached features",
     "seq2seq": "target tokens a second and BLEU of a translator in training",
     "decoding": "sentences a second that a beam search translates",
-    "multi30k": "BLEU of translators after 40 minutes of training each",
     "scaling": "throughput of more processes on this machine",
     "equal_bits": "an update with sums whose bits do not depend on the processes, compared with PyTorch's own",
 }

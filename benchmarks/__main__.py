@@ -1,9 +1,8 @@
-"""``python -m benchmarks [NAMES] [--json out.json] [--plot DIR] [--quick] [--compare old.json]``."""
+"""``python -m benchmarks [NAMES] [--json out.json] [--quick] [--compare old.json]``."""
 
 import argparse
 import difflib
 import json
-import math
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -23,13 +22,6 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not 1 or greater")
-    return number
-
-
-def _minutes(text: str) -> float:
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return number
 
 
@@ -55,13 +47,6 @@ def _results(text: str) -> dict[str, Any]:
     return results
 
 
-def _folder(text: str) -> Path:
-    path = Path(text).expanduser()
-    if path.exists() and not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{path} is a file; name a folder")
-    return path
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The command line; the sections are listed in its help."""
     listed = "\n".join(f"  {name:16} {what}" for name, what in SECTIONS.items())
@@ -71,9 +56,8 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=f"sections:\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", metavar="NAMES", help="sections to run; all but multi30k by default")
+    parser.add_argument("names", nargs="*", metavar="NAMES", help="sections to run; all by default")
     parser.add_argument("--json", type=_json_path, metavar="FILE", help="write the results there, after each section")
-    parser.add_argument("--plot", type=_folder, metavar="DIR", help="a plot of each section, as PNG and TensorBoard's")
     parser.add_argument("--compare", type=_results, metavar="FILE", help="print what changed since these results")
     parser.add_argument("--quick", action="store_true", help="smaller and fewer, to see that it works; rough figures")
     parser.add_argument("--repeats", type=_positive, metavar="N", help="rounds; by default each section's own choice")
@@ -81,9 +65,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data-dir", default="data", metavar="FOLDER", help="where data sets are (default: data)")
     parser.add_argument(
         "--devices", type=_counts, default=(), metavar="N,N", help="scaling: processes on a node, as in 1,2,4,8"
-    )
-    parser.add_argument(
-        "--minutes", type=_minutes, metavar="N", help="multi30k: of training for each row (default: 40)"
     )
     return parser
 
@@ -94,7 +75,7 @@ def check_names(parser: argparse.ArgumentParser, names: Sequence[str]) -> list[s
         if name not in SECTIONS:
             near = difflib.get_close_matches(name.replace("-", "_"), SECTIONS, n=1, cutoff=0.4) or list(SECTIONS)
             parser.error(f"no section {name!r}; did you mean {' or '.join(near)}?")
-    return list(dict.fromkeys(names)) or [name for name in SECTIONS if name != "multi30k"]  # It takes hours.
+    return list(dict.fromkeys(names or SECTIONS))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         for difference in differing_machines(args.compare["machine"], machine):
             console.print(f"[yellow]compared with another machine: {difference}", soft_wrap=True)
-    options = Options(args.quick, args.repeats, args.threads, args.data_dir, args.devices, args.minutes)
+    options = Options(args.quick, args.repeats, args.threads, args.data_dir, args.devices)
     done: dict[str, Section] = {}
     interrupted = False
     for name in names:
@@ -146,10 +127,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_section(done[name], console)
         if args.json is not None:
             write_json(args.json, machine, done, interrupted)
-        if args.plot is not None and name in done:
-            from benchmarks.harness.plots import write_plots
-
-            console.print(f"drawn: {write_plots(args.plot, name, done[name])}", soft_wrap=True)
         if args.compare is not None and name in done:
             from benchmarks.harness.comparison import changes
 

@@ -150,20 +150,25 @@ def _run_line(words: list[str], folder: Path, how: str) -> None:
         args = [*args, "--print-config"]
     elif recipe not in (None, "recipes") and how != "as it is":
         args = _as_trial(args)
-    several = any(word.startswith("--devices") for word in words) and "--print-config" not in args
-    if several or not (recipe or words[0] == "python"):
-        command = [sys.executable, "-m", recipe, *args] if recipe else words
-        command = [sys.executable, *command[1:]] if command[0] == "python" else command
-        env = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"it ended with status {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
-    elif recipe:
+    devices = 1 if "--print-config" in args else int((re.findall(r"--devices[= ](\d+)", " ".join(words)) or [1])[0])
+    if devices > 1:
+        from tests.support.ranks import run_ranks
+
+        # Processes that have imported torch already; each is told its rank, as by a launcher.
+        run_ranks(_run_program, devices, words, recipe, args, folder)
+    else:
+        _run_program(words, recipe, args, folder)
+
+
+def _run_program(words: list[str], recipe: str | None, args: list[str], folder: Path) -> None:
+    if recipe:
         with _called([recipe, *args], folder):
             runpy.run_module(recipe, run_name="__main__", alter_sys=True)
-    else:
+    elif words[0] == "python":
         with _called(words[1:], folder):
             runpy.run_path(words[1], run_name="__main__")
+    else:
+        subprocess.run(words, cwd=folder, check=True)
 
 
 def run_page(page: str, folder: str) -> None:

@@ -11,7 +11,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -52,7 +52,6 @@ class Options:
         threads: of torch; None is the section's own choice.
         data_dir: where data sets are looked for.
         devices: of the scaling section: processes, for each world to measure.
-        minutes: of the multi30k section: of training for each row; None is its own choice.
     """
 
     quick: bool = False
@@ -60,7 +59,6 @@ class Options:
     threads: int | None = None
     data_dir: str = "data"
     devices: tuple[int, ...] = ()
-    minutes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -202,7 +200,6 @@ class Section:
         header: how it was measured: threads, precision, repeats and the like.
         columns: of the figures; each row has one for every column, or None.
         notes: what a reader must know to read the figures.
-        ours: the rows of this project, which the plot shows in a colour of their own.
     """
 
     title: str
@@ -212,7 +209,6 @@ class Section:
     goals: list[Goal] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
-    ours: Collection[str] = ()
 
 
 def available_cores() -> int:

@@ -139,7 +139,6 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         columns=[Column("milliseconds a save", ".1f"), Column("times plain torch.save", ".2f")],
         rows=rows,
         goals=[goal(timings, size) for size in sizes],
-        ours=[name for name in rows if OURS in name],
         notes=[f"{size}: {found[0] / 1e6:.1f} MB" for size, found in sizes.items()],
         interrupted=timings.interrupted,
     )

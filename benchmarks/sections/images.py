@@ -162,6 +162,5 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         ],
         rows=rows,
         goals=goals(timings),
-        ours=[UNCACHED, FIRST, LATER],
         interrupted=timings.interrupted,
     )

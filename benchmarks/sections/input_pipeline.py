@@ -151,7 +151,6 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         ],
         rows=rows,
         goals=[goal(timings, STOCK, OURS_PLAIN), goal(timings, STOCK, OURS), goal(timings, STOCK_AUGMENTED, OURS)],
-        ours=[OURS, OURS_PLAIN],
         notes=["few images: starting the workers weighs more than in a full epoch"] if options.quick else [],
         interrupted=timings.interrupted,
     )

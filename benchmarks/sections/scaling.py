@@ -272,5 +272,4 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         ],
         rows=rows,
         goals=goals,
-        ours=list(rows),
     )

@@ -217,7 +217,6 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         ],
         rows=rows,
         goals=_goals(timings, mixed, scores),
-        ours=[name for name in rows if name.startswith("recipe")],
         notes=["the classic tutorial decodes fewer tokens than are counted: it stops at its own end mark"],
         interrupted=timings.interrupted,
     )

@@ -89,7 +89,6 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         columns=[Column("seconds", ".2f"), Column("times the imports", ".2f")],
         rows=rows,
         goals=[goal(timings, HELP), goal(timings, FIRST_STEP)],
-        ours=[HELP, FIRST_STEP],
         notes=[
             "the first step is compared with the time until the imports are done, the rest with whole processes",
             f"milliseconds up to the first step: {', '.join(f'{name} {ms:,.0f}' for name, ms in split.items())}",

@@ -101,7 +101,6 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         ],
         rows=rows,
         goals=goals,
-        ours=[RECIPE],
         notes=_notes(answers, steps, options.quick),
         interrupted=timings.interrupted,
     )

@@ -199,7 +199,6 @@ def run(options: Options, progress: Progress | None = None) -> Section:
         ],
         rows=rows,
         goals=goals(networks, precision),
-        ours=[name for name in rows if "recipe" in name],
         notes=_notes(absent_peers(), quick),
         interrupted=any(network.timings.interrupted for network in networks.values()),
     )

@@ -2,8 +2,6 @@
 
 import json
 import math
-import signal
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -12,9 +10,9 @@ from typing import Any
 import pytest
 
 import benchmarks
-from benchmarks.__main__ import INTERRUPTED, main
-from benchmarks.harness.measurements import Column, Goal, Options, Section, Spread, alternate, stopwatch, write_json
-from benchmarks.harness.terminal import interruptible, unread_terminal
+from benchmarks.__main__ import main
+from benchmarks.harness.measurements import Column, Goal, Section, Spread, alternate, stopwatch, write_json
+from benchmarks.harness.terminal import unread_terminal
 from datamodules.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -83,24 +81,6 @@ def test_ctrl_c_keeps_the_complete_rounds_only() -> None:
         alternate({"a": contender(9.0), "b": contender()}, repeats=5)
 
 
-def test_ctrl_c_in_whatever_is_measured_is_a_keyboard_interrupt_and_the_next_one_is_heard() -> None:
-    """A Trainer would exit the program instead, and ignore further interrupts."""
-    from benchmarks.harness.bare_trainer import suppress_output
-    from benchmarks.sections.callbacks_cost import Classifier, fit
-
-    class Interrupted(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            signal.raise_signal(signal.SIGINT)
-            return super().training_step(batch, batch_idx)
-
-    handler = signal.getsignal(signal.SIGINT)
-    with suppress_output(), pytest.raises(KeyboardInterrupt):
-        fit(Interrupted(8), 4, list)
-    with pytest.raises(KeyboardInterrupt), interruptible():
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) == handler
-
-
 def _section(interrupted: bool = False) -> Section:
     rows: dict[str, list[Spread | None]] = {
         "base": [Spread((2.0, 4.0)), None],
@@ -135,37 +115,6 @@ def test_json_holds_every_figure_and_what_is_not_finite_keeps_the_old_file(tmp_p
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("within_a_section", [True, False])
-def test_ctrl_c_ends_the_run_and_keeps_what_is_done(
-    within_a_section: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def second(*_: Any) -> Section:
-        if within_a_section:
-            return _section(interrupted=True)
-        raise KeyboardInterrupt
-
-    def third(*_: Any) -> Section:
-        raise AssertionError("ran after Ctrl-C")
-
-    for name, run in (("first", lambda *_: _section()), ("second", second), ("third", third)):
-        _fake_section(monkeypatch, name, run)
-    path = tmp_path / "out.json"
-    assert main(["first", "second", "third", "--json", str(path)]) == INTERRUPTED
-    written = json.loads(path.read_text())
-    assert written["interrupted"]
-    assert list(written["sections"]) == (["first", "second"] if within_a_section else ["first"])
-    printed = capsys.readouterr()
-    assert "3 (2..4)" in printed.out
-    assert "what was done is kept" in printed.err
-
-
-def test_sections_get_what_the_command_line_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Options] = []
-    _fake_section(monkeypatch, "fake", lambda options, _: asked.append(options) or _section())
-    assert main(["fake", "fake", "--quick", "--repeats", "2", "--threads", "1", "--data-dir", "there"]) == 0
-    assert asked == [Options(quick=True, repeats=2, threads=1, data_dir="there")]
-
-
 def test_a_mistake_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*_: Any) -> Section:
         raise UserError("train-images is damaged; delete it")
@@ -180,20 +129,6 @@ def test_a_mistake_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pyt
             main(args)
         assert ended.value.code == status
         assert expected in capsys.readouterr().err
-
-
-def test_importing_benchmarks_and_asking_for_help_loads_neither_torch_nor_rich() -> None:
-    code = (
-        "import sys, runpy, benchmarks\n"
-        "sys.argv = ['benchmarks', '--help']\n"
-        "try:\n    runpy.run_module('benchmarks', run_name='__main__')\n"
-        "except SystemExit as ended:\n    assert ended.code == 0\n"
-        "print(sorted({'torch', 'lightning', 'rich', 'numpy'} & set(sys.modules)))"
-    )
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    *help_page, loaded = found.stdout.splitlines()
-    assert loaded == "[]"
-    assert all(any(line.startswith(f"  {name} ") for line in help_page) for name in benchmarks.SECTIONS)
 
 
 def test_compare_says_what_changed_beyond_the_noise(

@@ -23,17 +23,11 @@ def run(program: str, precision: str) -> str:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_a_loop_has_one_hash_on_any_number_of_processes(precision: str) -> None:
-    alone, two, three = (run_ranks(run, n, "ddp_loop.py", precision)[0] for n in (1, 2, 3))
-    assert len(alone) == 64
-    assert alone == two == three
-
-
-def test_a_loop_of_accelerate_has_the_hash_of_the_other_one() -> None:
-    pytest.importorskip("accelerate")
-    found = [run_ranks(run, n, "accelerate_loop.py", precision)[0] for precision in ("float32", "bf16") for n in (1, 2)]
-    plain = [run_ranks(run, 1, "ddp_loop.py", precision)[0] for precision in ("float32", "bf16")]
-    assert found == [plain[0], plain[0], plain[1], plain[1]]
+def test_both_loops_have_one_hash_on_any_number_of_processes(precision: str) -> None:
+    found = [run_ranks(run, n, "ddp_loop.py", precision)[0] for n in (1, 3)]
+    found.append(run_ranks(run, 2, "accelerate_loop.py", precision)[0])
+    assert len(found[0]) == 64
+    assert len(set(found)) == 1
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

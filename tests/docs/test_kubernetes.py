@@ -17,7 +17,8 @@ from tests.support.ranks import free_port
     if block.title == "pytorchjob.yaml"
 ]
 REPLICAS = JOB["spec"]["pytorchReplicaSpecs"]
-NODES, DEVICES = sum(part["replicas"] for part in REPLICAS.values()), int(JOB["spec"]["nprocPerNode"])
+NODES, DEVICES = sum(part["replicas"] for part in REPLICAS.values()), 1
+"""Of the job, and of a pod here: each process takes seconds to start."""
 
 
 def test_the_file_has_what_the_operator_looks_for() -> None:
@@ -70,7 +71,7 @@ def test_the_pods_of_a_job_train_together_save_when_one_is_preempted_and_go_on_w
     started[1].process.send_signal(signal.SIGTERM)
     output = [(pod.wait(60), pod.output()) for pod in started]
     assert [status for status, _ in output] == [1, 1], output
-    assert f"started by torchrun, {NODES} nodes x {DEVICES} devices" in output[0][1]
+    assert f"started by torchrun, {NODES} nodes x {DEVICES} device," in output[0][1]
     saved = updates_done(last)
     started = pods(tmp_path, "again")
     output = [(pod.wait(), pod.output()) for pod in started]

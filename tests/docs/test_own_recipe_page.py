@@ -1,7 +1,6 @@
 """The recipe of "Your own recipe" keeps the promise: splits and kills change nothing that it learns."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from docs.code_blocks import ROOT, blocks_of
+from tests.support.ranks import run_ranks
 
 # 322 rows in updates of 64, twice over: the sixth update of an epoch holds two rows.
 COMMON = {"max_epochs": 2, "precision": "64-true", "accelerator": "cpu", "verbose": False}
@@ -42,13 +42,11 @@ def trained(devices: int, batch_size: int) -> str:
     return FIT.format(name=f"{devices}x{batch_size}", resume=None, callbacks=[], settings=settings)
 
 
-def start(folder: Path, *lines: str, devices: int = 1) -> int:
-    """The exit status of the lines, in a process for each device."""
-    (folder / "train.py").write_text(SCRIPT + "\n".join(lines))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
-    command = [sys.executable, *(torchrun if devices > 1 else []), "train.py"]
-    return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
+def execute(folder: Path, *lines: str) -> None:
+    """Run the lines in this process."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    exec(SCRIPT + "\n".join(lines), {"__name__": "__main__"})
 
 
 def weights_of(folder: Path, name: str) -> dict[str, Tensor]:
@@ -64,12 +62,13 @@ def test_it_has_at_most_eighty_lines() -> None:
 def test_it_learns_the_same_on_two_processes_and_after_a_kill(tmp_path: Path) -> None:
     (tmp_path / "diabetes.py").write_text(code())
     killed = {"name": "killed", "settings": COMMON | {"batch_size": 64, "save_every": "3 steps"}}
-    assert start(tmp_path, FIT.format(resume=None, callbacks="[Kill()]", **killed)) == -9
+    with pytest.raises(AssertionError, match="died with exit status -9"):
+        run_ranks(execute, 1, tmp_path, FIT.format(resume=None, callbacks="[Kill()]", **killed))
     kept = torch.load(tmp_path / "runs/diabetes/killed/checkpoints/last.ckpt", weights_only=True)
     assert kept["global_step"] == 6
     alone = [trained(1, batch_size) for batch_size in SPLITS[1]]
-    assert start(tmp_path, *alone, FIT.format(resume="auto", callbacks=[], **killed)) == 0
-    assert start(tmp_path, *(trained(2, batch_size) for batch_size in SPLITS[2]), devices=2) == 0
+    run_ranks(execute, 1, tmp_path, *alone, FIT.format(resume="auto", callbacks=[], **killed))
+    run_ranks(execute, 2, tmp_path, *(trained(2, batch_size) for batch_size in SPLITS[2]))
 
     expected = weights_of(tmp_path, "1x64")
     for devices, batch_size in [(1, 16), (2, 32), (2, 8)]:

@@ -1,11 +1,8 @@
 """Every way of starting a run, on loopback: processes that find each other, or say why they do not."""
 
 import json
-import os
 import secrets
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -89,6 +86,7 @@ def test_slurms_processes_find_each_other_and_take_nodes_and_devices_from_it(tmp
     results = json.loads((tmp_path / "runs/failing/run/results.json").read_text())
     assert results["hardware"].startswith("4 x")
     assert (results["devices"], results["num_nodes"]) == (2, 2)
+    assert "curve: line" in (tmp_path / "runs/failing/run/config.yaml").read_text(), "rank 0 has decided"
     seconds = results["seconds"]
     assert seconds["start_up"] + seconds["train"] < seconds["total"]
 
@@ -127,24 +125,7 @@ def test_a_rank_that_waits_for_ever_is_given_up_after_the_collective_timeout(tmp
     assert "Timed out" in last_line(zero)
 
 
-def test_ranks_with_other_settings_are_refused_and_named(tmp_path):
-    one, two = by_torchrun(free_port())
-    ranks = [(["--lr", "0.1"], one), (["--lr", "0.2", "--run-dir", "elsewhere"], two)]
-    zero, other = start(tmp_path, ranks)
-    message = f"rank 1 (node 0, {socket.gethostname()}): lr is 0.2, on rank 0 0.1."
-    assert (zero.status, other.status) == (2, 2)
-    assert message in zero.err
-    assert message in other.err
-    assert "run_dir" not in zero.err
-
-
-def test_a_taken_port_and_a_missing_rank_are_refused_with_the_command(tmp_path):
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        (ended,) = start(tmp_path, [([], by_torchrun(port)[0])])
-    assert ended.status == 2
-    assert f"port {port} of this machine is in use" in ended.err
-    assert "torchrun chooses another one when it is started again, on every node: torchrun --standalone" in ended.err
+def test_a_missing_rank_is_refused_and_named(tmp_path):
     zero, one, three = by_torchrun(free_port(), nodes=2)[:3]
     args = ["--rendezvous-timeout", "3"]
     all_ended = start(tmp_path, [(args, zero), (args, one), (args, three)])
@@ -166,14 +147,6 @@ def test_nodes_with_unequal_numbers_of_devices_are_named_within_seconds_with_wha
     assert f"--master-addr 127.0.0.1 --master-port {port}" in on_one
     assert on_zero.count("--devices 1") == on_one.count("--devices 1") == 1
     assert max(zero.seconds, one.seconds) < 30, "the rendezvous timeout is 60"
-
-
-def test_processes_with_nothing_but_their_ranks_in_the_environment_find_each_other(tmp_path):
-    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [where | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
-    zero, one = start(tmp_path, [(["--name", "run"], env) for env in ranks])
-    assert (zero.status, one.status) == (0, 0), (zero, one)
-    assert "started manually, 1 node x 2 devices, 127.0.0.1:" in zero.out
 
 
 def test_a_mistake_of_one_rank_alone_and_of_all_ranks_is_said_once(tmp_path):
@@ -202,11 +175,7 @@ def test_agents_that_have_counted_restarts_differently_are_no_hindrance_and_the_
     assert [ended.err.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") for ended in both] == [1, 0]
 
 
-def test_rank_0_decides_what_was_left_open_and_where_it_cannot_all_ranks_end(tmp_path):
-    decided = start(tmp_path, [(["--name", "run"], env) for env in by_torchrun(free_port())])
-    assert [ended.status for ended in decided] == [0, 0], decided
-    assert "curve: line" in (tmp_path / "runs/failing/run/config.yaml").read_text()
-    (tmp_path / "prepared-on-0-0").unlink()
+def test_where_rank_0_cannot_decide_what_was_left_open_all_ranks_end(tmp_path):
     (tmp_path / "no-curve").touch()
     zero, one = start(tmp_path, [(["--name", "other"], env) for env in by_torchrun(free_port())])
     assert (zero.status, one.status) == (2, 2), (zero, one)
@@ -215,96 +184,16 @@ def test_rank_0_decides_what_was_left_open_and_where_it_cannot_all_ranks_end(tmp
     assert not (tmp_path / "runs/failing/other").exists()
 
 
-def test_restarts_on_several_nodes_without_a_name_never_start_fresh_silently(tmp_path):
-    processes = [([], env | {"TORCHELASTIC_MAX_RESTARTS": "3"}) for env in by_torchrun(free_port(), 2, 1)]
-    for ended in start(tmp_path, processes):
-        assert ended.status == 2, ended
-        assert "add --rdzv-id NAME to torchrun's flags on every node" in ended.err
-    assert not (tmp_path / "runs").exists()
-
-
-def test_resuming_takes_the_number_of_devices_from_this_call_and_not_from_the_checkpoint(tmp_path):
-    args = ["--name", "run"]
-    two = start(tmp_path, [(args, env) for env in by_torchrun(free_port())])
-    assert [ended.status for ended in two] == [0, 0], two
-    resume = ["--resume", "runs/failing/run/checkpoints/last.ckpt", "--max-epochs", "3"]
-    (tmp_path / "prepared-on-0-0").unlink()
-    (one,) = start(tmp_path, [(resume, {})])
-    assert one.status == 0, one
-    assert one.out.startswith("devices: 2 before, 1 now; the updates and their order stay\nfailing: 1 x ")
-    assert "epoch 3/3" in one.out
-
-
-def typed(folder: Path, *commands: list[str]) -> list[tuple[int, str, str]]:
-    """What real command lines, started at once, end with and print."""
-    python = Path(sys.executable)
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{python.parent}:/usr/bin:/bin",
-    }
-    processes = []
-    for i, command in enumerate(commands):
-        out, err = (folder / f"{i}.out").open("w"), (folder / f"{i}.err").open("w")
-        processes.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=err))
-        out.close(), err.close()
-    try:
-        statuses = [process.wait(240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(n, (folder / f"{i}.out").read_text(), (folder / f"{i}.err").read_text()) for i, n in enumerate(statuses)]
-
-
-RECIPE = [
-    "-m",
-    "tests.support.launch_recipe",
-    "--accelerator",
-    "cpu",
-    "--precision",
-    "32",
-    "--max-epochs",
-    "2",
-    "--name",
-    "run",
-]
-RECIPE += ["--rendezvous-timeout", "120"]
-
-
-def by_hand(port: int) -> list[list[str]]:
-    where = ["--devices", "2", "--num-nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    return [[sys.executable, *RECIPE, *where, "--node-rank", node] for node in ("0", "1")]
-
-
 @pytest.mark.slow
 def test_two_nodes_of_two_started_manually_train_and_prepare_the_data_once_each(tmp_path):
     port = free_port()
-    zero, one = typed(tmp_path, *by_hand(port))
-    assert (zero[0], one[0]) == (0, 0), (zero, one)
-    assert f"started manually, 2 nodes x 2 devices, 127.0.0.1:{port}, gloo, 4 x" in zero[1]
-    assert one[1] == ""
+    where = ["--devices", "2", "--num-nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    where += ["--name", "run", "--rendezvous-timeout", "80"]
+    zero, one = start(tmp_path, [([*where, "--node-rank", node], {}) for node in ("0", "1")])
+    assert (zero.status, one.status) == (0, 0), (zero, one)
+    assert f"started manually, 2 nodes x 2 devices, 127.0.0.1:{port}, gloo, 4 x" in zero.out
+    assert one.out == ""
     assert {path.name for path in tmp_path.glob("prepared*")} == {"prepared-on-0-0", "prepared-on-1-0"}
-
-
-@pytest.mark.slow
-def test_torchrun_starts_two_nodes_of_two(tmp_path):
-    port = free_port()
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test"]
-    command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "2", *rendezvous, *RECIPE]
-    ended = typed(tmp_path, command, command)
-    assert [status for status, _, _ in ended] == [0, 0], ended
-    assert sum("started by torchrun, 2 nodes x 2 devices" in out for _, out, _ in ended) == 1
-
-
-@pytest.mark.slow
-def test_torchrun_starts_the_processes_again_without_further_settings(tmp_path):
-    fails = ["--fail-rank", "1", "--fail-how", "kill", "--fail-until", "1"]
-    command = ["torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", *RECIPE, *fails]
-    ((status, out, err),) = typed(tmp_path, command)
-    assert status == 0, err
-    assert out.count("started by torchrun") == 2
-    assert "rank 1 (node 0" in err
-    assert "epoch 2/2" in out
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,12 +12,9 @@ import psutil
 import pytest
 from torch import distributed
 
-from tests.support.agents import shell_environment
 from tests.support.command_lines import COMMON, Typed, type_line
 from tests.support.nodes import Shell
 from tests.support.ranks import free_port, run_ranks
-
-RECIPE = ["-m", "tests.support.launch_recipe", "--accelerator", "cpu", "--precision", "32", "--name", "run"]
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +67,7 @@ def _addresses_while(roots: list[int], runs: Callable[[], bool]) -> set[str]:
     found: set[str] = set()
     while runs():
         found |= {address for address, _ in _listening(roots)}
-        time.sleep(0.01)
+        time.sleep(0.03)
     return found
 
 
@@ -81,27 +76,8 @@ def test_processes_of_one_machine_listen_on_the_loopback_interface_only(tmp_path
     where = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(2 // nodes), "MASTER_PORT": str(free_port())}
     where["MASTER_ADDR"] = socket.gethostname() if nodes == 1 else "localhost"
     ranks = [where | {"RANK": str(rank), "LOCAL_RANK": str(rank % (2 // nodes))} for rank in (0, 1)]
-    shells = [Shell(tmp_path, f"rank{i}", ["--name", "run", "--max-epochs", "20"], env) for i, env in enumerate(ranks)]
+    shells = [Shell(tmp_path, f"rank{i}", ["--name", "run", "--max-epochs", "5"], env) for i, env in enumerate(ranks)]
     pids = [shell.process.pid for shell in shells if shell.process.pid is not None]
     addresses = _addresses_while(pids, lambda: any(shell.process.is_alive() for shell in shells))
     assert [shell.wait().status for shell in shells] == [0, 0], shells[0].read("err")
-    assert addresses == {"127.0.0.1"}
-
-
-def _popen(folder: Path, name: str, command: list[str], env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-    with (folder / f"{name}.log").open("w") as log:
-        variables = shell_environment() | (env or {})
-        return subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=subprocess.STDOUT)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "start",
-    [[sys.executable, *RECIPE, "--devices", "2"], ["torchrun", "--standalone", "--nproc-per-node", "2", *RECIPE]],
-    ids=["started here", "torchrun"],
-)
-def test_however_it_is_started(tmp_path: Path, start: list[str]) -> None:
-    run = _popen(tmp_path, "run", [*start, "--max-epochs", "100"])
-    addresses = _addresses_while([run.pid], lambda: run.poll() is None)
-    assert run.returncode == 0, (tmp_path / "run.log").read_text()
     assert addresses == {"127.0.0.1"}

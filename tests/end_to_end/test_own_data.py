@@ -2,9 +2,7 @@
 
 import csv
 import json
-import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from recipes import fit
 from tests.support.command_lines import Typed, type_line, typed
 from tests.support.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
 RECIPES = {
     "mnist": ("recipes:MNISTClassifier", "datamodules:MNISTDataModule"),
     "resnet": ("recipes:ResNetFineTuner", "datamodules:ImageFolderDataModule"),
@@ -84,18 +81,6 @@ def test_a_run_names_its_classes_and_their_sizes_before_it_trains_on_rank_0_only
 
 
 @pytest.mark.slow
-def test_no_epochs_save_and_score_the_initial_weights(tmp_path: Path):
-    line = ("--dataset", "digits", "--max-epochs", "0", "--name", "zero", *EXACT)
-    _, out, err = type_in(tmp_path, "mnist", *line)
-    assert "nothing is trained in 0 epochs or steps: the initial weights are saved and scored" in out + err
-    found = results(tmp_path, "mnist", "zero")
-    assert found["epochs"] == 0
-    assert found["trainable_parameters"] == found["parameters"]
-    assert 0 < found["scores"]["test/accuracy"] < 0.4
-    assert weights(tmp_path, "mnist", "zero")
-
-
-@pytest.mark.slow
 def test_own_digits_train_alike_from_a_folder_an_archive_and_python_and_are_tested_and_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -118,12 +103,11 @@ def test_own_digits_train_alike_from_a_folder_an_archive_and_python_and_are_test
     fit("mnist", data=(images, labels), name="python", **exact, **settings)
     assert equal(weights(tmp_path, "mnist", "python"), expected)
     # Two devices with half the batch each take the same samples; float64 has no rounding to speak of.
-    alone = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for name, size, devices in (("one", "100", "1"), ("two", "50", "2")):
-        cut = ("--batch-size", size, "--devices", devices, "--sync-bn", "--precision", "64-true", "--name", name)
-        command = [sys.executable, "-m", "recipes.mnist", "--data-dir", "tree", *line, *cut]
-        done = subprocess.run(command, cwd=tmp_path, env=alone, check=True, capture_output=True, text=True)
-        assert ("note: SyncBN normalises over what the devices see" in done.stdout + done.stderr) == (name == "two")
+    for name, size, devices in (("one", "100", 1), ("two", "50", 2)):
+        cut = ("--batch-size", size, f"--devices={devices}", "--sync-bn", "--precision", "64-true", "--name", name)
+        done = run_ranks(type_line, devices, *RECIPES["mnist"], ["--data-dir", "tree", *line, *cut], str(tmp_path))[0]
+        assert done.status == 0, done.err
+        assert ("note: SyncBN normalises over what the devices see" in done.out + done.err) == (name == "two")
     one, two = weights(tmp_path, "mnist", "one"), weights(tmp_path, "mnist", "two")
     assert max(float((two[name].double() - one[name].double()).abs().max()) for name in one) < 1e-8
     found = results(tmp_path, "mnist", "tree")
@@ -136,31 +120,3 @@ def test_own_digits_train_alike_from_a_folder_an_archive_and_python_and_are_test
     type_in(tmp_path, "mnist", "predict", "--ckpt", ckpt, "--output", "out.csv", *files)
     rows = list(csv.DictReader((tmp_path / "out.csv").open()))
     assert [row["file"] for row in rows] == files
-
-
-@pytest.mark.slow
-def test_lists_of_photographs_and_a_table_of_sentences_are_trained_on_and_counted(tmp_path: Path):
-    for number in range(22):
-        colour = (number, 200 * (number % 2), 90)
-        (tmp_path / "pics").mkdir(exist_ok=True)
-        Image.new("RGB", (40, 40), colour).save(tmp_path / "pics" / f"{number}.png")
-    rows = [f"pics/{number}.png,{('ant', 'bee')[number % 2]}" for number in range(22)]
-    (tmp_path / "train.csv").write_text("path,label\n" + "\n".join([*rows, "pics/99.png,ant"]) + "\n")
-    line = ("--data-dir", "train.csv", "--weights", "none", "--image-size", "32", "--on-corrupt", "skip", "--name", "a")
-    _, out, err = type_in(tmp_path, "resnet", *line, "--max-epochs", "1", *EXACT)
-    assert "note: a batch of 32 holds the whole training set of 20 samples: an epoch is one step" in out + err
-    found = results(tmp_path, "resnet", "a")
-    assert found["data"] == {
-        "name": "train.csv",
-        "sizes": {"train": 20, "val": 2},
-        "left_out": {"whose file does not exist": 1},
-    }
-    pairs = [f"phrase {'tres ' * (i % 5)}{i},sentence {'very ' * (i % 5)}{i}" for i in range(60)]
-    (tmp_path / "pairs.csv").write_text("fr,en\n" + "\n".join(pairs) + "\n\n")
-    line = ("--data-file", "pairs.csv", "--max-length", "5", "--batch-size", "80", "--max-epochs", "1", "--name", "b")
-    _, out, err = type_in(tmp_path, "seq2seq", *line, "--hidden-size", "16", *EXACT)
-    assert "line 1 is a header and no pair: the source is 'fr', the target 'en'" in out + err
-    assert "62 lines read = 36 pairs kept + 1 header + 1 blank + 24 over --max-length 5" in out + err
-    found = results(tmp_path, "seq2seq", "b")
-    assert found["data"]["left_out"] == {"header": 1, "blank": 1, "over max_length=5": 24}
-    assert sum(found["data"]["sizes"].values()) == 36

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -80,21 +79,4 @@ def test_a_balanced_run_learns_the_same_on_any_split_and_after_a_resume_within_a
     torch.save(saved, tmp_path / "loss" / "step=5.ckpt")
     resumed = _train("loss", 1, 1, tmp_path / "loss", resume=True)
     assert torch.equal(resumed["class_weights"], saved["class_weights"])
-    # A second fit takes those of its own data.
-    recipe = Linear(num_classes=3)
-    recipe.class_weights = saved["class_weights"]
-    pl.Trainer(max_epochs=0, enable_checkpointing=False, enable_progress_bar=False, **QUIET).fit(recipe, _data())
-    assert recipe.class_weights is None
     assert not torch.allclose(whole["sampling"]["weight"], whole["loss"]["weight"], rtol=1e-3)
-
-
-@pytest.mark.parametrize("balance", ["sampling", "loss"])
-def test_validation_and_test_are_as_without_balance(balance: str) -> None:
-    def scores(balance: str) -> list[dict[str, float]]:
-        data = MNISTDataModule("digits", balance=balance)  # type: ignore[arg-type]
-        trainer = pl.Trainer(**QUIET, enable_checkpointing=False, enable_progress_bar=False)
-        torch.manual_seed(1)
-        recipe = MNISTClassifier(network="classic")
-        return [*trainer.validate(recipe, data, verbose=False), *trainer.test(recipe, data, verbose=False)]
-
-    assert scores(balance) == scores("none")

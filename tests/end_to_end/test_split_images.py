@@ -1,4 +1,8 @@
-"""Photographs from a folder, archives and the cache on disk, in runs that are cut up, stopped and resumed."""
+"""Images that are cut up, stopped and resumed reach the network with the same bits, and are scored alike.
+
+Photographs from a folder, archives and the cache on disk; digits in memory, of which the last update has one sample, so
+that one of two processes has none.
+"""
 
 import hashlib
 import shutil
@@ -14,7 +18,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from callbacks import ExactCheckpoint, GradientAccumulation
-from datamodules import ImageFolderDataModule
+from datamodules import ImageFolderDataModule, MNISTDataModule
+from recipes.scores import ClassificationScores
 from tests.support.ranks import run_ranks
 from tests.support.tables import QUIET, on_ranks, silence
 
@@ -24,9 +29,19 @@ EPOCHS = 2
 SETTINGS: dict[str, dict[str, Any]] = {
     "standard": {"image_size": 64},
     "light": {"image_size": 32, "mixup": 0.3, "cutmix": 1.0},
+    "digits": {},
 }
-# The kind of file, loader workers, and whether decoded images are kept on disk.
-SOURCES = [("folder", 0, False), ("folder", 2, True), ("zip", 2, False), ("tar", 0, True)]
+SAMPLES = {"standard": 21, "light": 21, "digits": 17}
+TEST_SIZES = (50, 1)
+Source = tuple[str, int, bool]
+"""The kind of file, loader workers, and whether decoded images are kept on disk."""
+FOLDER: Source = ("folder", 0, False)
+RUNS: list[tuple[str, Source]] = [
+    ("standard", ("tar", 0, True)),
+    ("standard", ("zip", 2, False)),
+    ("light", ("tar", 0, True)),
+    ("digits", FOLDER),
+]
 
 
 def write_photographs(folder: Path) -> None:
@@ -41,44 +56,64 @@ def write_photographs(folder: Path) -> None:
         shutil.make_archive(str(folder / "all"), kind, folder / "all")
 
 
+def _photographs(root: Path, setting: str, source: Source, batch_size: int) -> ImageFolderDataModule:
+    kind, workers, kept = source
+    return ImageFolderDataModule(
+        data_dir=str(root / ("all" if kind == "folder" else f"all.{kind}")),
+        batch_size=batch_size,
+        val_fraction=0.0,
+        num_workers=workers,
+        **SETTINGS[setting],
+        cache_gb=2.0 if kept else 0.0,
+    )
+
+
+def _digits(batch_size: int, test: int) -> MNISTDataModule:
+    generator = torch.Generator().manual_seed(1)
+    images, labels = torch.rand(80, 28, 28, generator=generator), torch.arange(80) % 10
+    parts = (images[:17], labels[:17]), (images[-test:], labels[-test:])
+    return MNISTDataModule.from_arrays(
+        *parts[0], test=parts[1], batch_size=batch_size, eval_batch_size=4, val_fraction=0.0, num_classes=10
+    )
+
+
 class Recorder(pl.LightningModule):
     """An ordinary module that remembers the bits of what it was fed."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: int = 3, classes: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.network = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 2)).double()
+        self.network = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * channels, classes)).double()
         self.seen: list[tuple[int, str]] = []
+        self.scores = ClassificationScores(classes)
+        self.found: dict[str, Tensor] = {}
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, targets = batch
         self.seen += [(self.global_step, hashlib.sha256(image.numpy().tobytes()).hexdigest()) for image in images]
         return F.cross_entropy(self.network(images.double()), targets)
 
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.scores.update(self.network(batch[0].double()), batch[1])
+
+    def on_test_epoch_end(self) -> None:
+        scores, matrix = self.scores.compute()
+        self.found = scores | {"matrix": matrix}
+        self.scores.reset()
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def _train(
-    root: Path,
-    setting: str,
-    source: tuple[str, int, bool],
-    world_size: int = 1,
-    micro_batches: int = 1,
-    resume: str = "",
+    root: Path, setting: str, source: Source, world_size: int = 1, micro_batches: int = 1, resume: str = ""
 ) -> dict[str, Any]:
     """Two epochs, saved after the second update, in the first epoch; or from there to the end."""
     silence()
-    kind, workers, kept = source
-    data = ImageFolderDataModule(
-        data_dir=str(root / ("all" if kind == "folder" else f"all.{kind}")),
-        batch_size=GLOBAL_BATCH // world_size // micro_batches,
-        val_fraction=0.0,
-        num_workers=workers,
-        **SETTINGS[setting],
-        cache_gb=2.0 if kept else 0.0,
-    )
-    module = Recorder()
+    batch_size = GLOBAL_BATCH // world_size // micro_batches
+    digits = setting == "digits"
+    data = _digits(batch_size, 1) if digits else _photographs(root, setting, source, batch_size)
+    module = Recorder(1, 10) if digits else Recorder()
     saves = world_size == micro_batches == 1
     save = ExactCheckpoint(root / "saved" / setting, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     trainer = pl.Trainer(
@@ -93,15 +128,23 @@ def _train(
     return {"seen": module.seen, "weight": module.network[2].weight.detach().clone()}
 
 
-def _ranks(root: Path) -> dict[str, dict[str, Any]]:
-    """What a rank saw: the processes start once."""
-    found = {}
-    for setting in SETTINGS:
-        for source in SOURCES:
-            found[f"{setting}: {source}"] = _train(root, setting, source, 2, 2 if source[1] else 1)
+def _test(test: int, world_size: int = 1) -> dict[str, Tensor]:
+    """The scores of a test set of so many digits."""
+    module = Recorder(1, 10)
+    options: dict[str, Any] = QUIET | on_ranks(world_size) | {"enable_checkpointing": False}
+    pl.Trainer(**options, enable_progress_bar=False).test(module, _digits(4, test), verbose=False)
+    return module.found
+
+
+def _ranks(root: Path) -> dict[str, Any]:
+    """What a rank saw, and the scores of the test sets: the processes start once."""
+    found: dict[str, Any] = {}
+    for setting, source in RUNS:
+        found[f"{setting}: {source}"] = _train(root, setting, source, 2, 2 if source[1] else 1)
+    for setting, source in {**dict(RUNS), "standard": ("zip", 2, True)}.items():
         checkpoint = str(root / "saved" / setting / "step=2.ckpt")
-        found[f"{setting}: resumed"] = _train(root, setting, ("zip", 2, True), 2, 1, checkpoint)
-    return found
+        found[f"{setting}: resumed"] = _train(root, setting, source, 2, 1, checkpoint)
+    return found | {"scores": [_test(n, 2) for n in TEST_SIZES]}
 
 
 def _updates(runs: list[dict[str, Any]]) -> dict[int, Counter[str]]:
@@ -111,23 +154,26 @@ def _updates(runs: list[dict[str, Any]]) -> dict[int, Counter[str]]:
     return updates
 
 
-def test_photographs_reach_the_network_with_the_same_bits_wherever_they_lie_and_however_a_run_is_cut(
-    tmp_path: Path,
-) -> None:
+def test_images_reach_the_network_with_the_same_bits_wherever_they_lie_and_however_a_run_is_cut(tmp_path: Path) -> None:
     write_photographs(tmp_path)
-    whole = {setting: _train(tmp_path, setting, SOURCES[0]) for setting in SETTINGS}
+    whole = {setting: _train(tmp_path, setting, FOLDER) for setting in SETTINGS}
     ranks = run_ranks(_ranks, 2, tmp_path)
+    for scores in [rank.pop("scores") for rank in ranks]:
+        for n, found in zip(TEST_SIZES, scores, strict=True):
+            assert int(found["matrix"].sum()) == n
+            assert all(torch.equal(found[name], score) for name, score in _test(n).items()), "equal to the last digit"
     found = {name: [rank[name] for rank in ranks] for name in ranks[0]}
-    for setting in SETTINGS:
-        for source in SOURCES[1:]:
-            found[f"{setting}: alone, {source}"] = [_train(tmp_path, setting, source, 1, 2)]
+    for setting, source in RUNS:
+        found[f"{setting}: alone, {source}"] = [_train(tmp_path, setting, source, 1, 2)]
     for name, runs in found.items():
-        expected = whole[name.partition(": ")[0]]
+        setting = name.partition(": ")[0]
+        expected = whole[setting]
         updates = _updates([expected])
         assert len(updates) == EPOCHS * 3
-        assert len(set().union(*updates.values())) == EPOCHS * 21
+        assert len(set().union(*updates.values())) == EPOCHS * SAMPLES[setting]
         left = {update: seen for update, seen in updates.items() if update >= 2 or "resumed" not in name}
         assert _updates(runs) == left, name
         for run in runs:
             largest = float((run["weight"] - expected["weight"]).abs().max() / expected["weight"].abs().max())
             assert largest < 1e-12, name
+            assert torch.equal(run["weight"], runs[0]["weight"]), "the ranks differ"

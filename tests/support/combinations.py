@@ -15,22 +15,10 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    EarlyStopping,
-    EMAWeightAveraging,
-    GradientAccumulationScheduler,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    Timer,
-    WeightAveraging,
-)
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from typing_extensions import override
 
 from callbacks.checkpointing.exact_checkpoint import ExactCheckpoint
@@ -45,7 +33,6 @@ from callbacks.seed_control import SeedControl
 from callbacks.sync_bn import SyncBN
 from callbacks.train_loss import TrainLoss
 from callbacks.warmup_lr import WarmupLR
-from callbacks.weight_averaging import WeightAveraging as OwnWeightAveraging
 from datamodules.errors import UserError
 from datamodules.loading.loaders import TrainLoader
 from tests.support.tables import CLASSES, PADDING, QUIET, loss_of, noisy_images, on_ranks, sentences, silence
@@ -64,15 +51,13 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "to the end",
         "max_steps",
         "max_steps at an epoch's end",
-        "Timer",
         "EarlyStopping",
-        "should_stop by a callback",
         "should_stop by the module",
         "SIGTERM to one rank",
         "an exception",
     ),
     "resumed": ("no", "as before", "on another split"),
-    "optimizer": ("SGD", "Adam", "AdamW fused", "AdamW foreach", "Adagrad", "LBFGS"),
+    "optimizer": ("SGD", "AdamW fused", "AdamW foreach"),
     "schedule": ("none", "StepLR", "OneCycleLR", "LambdaLR", "ReduceLROnPlateau", "SequentialLR"),
     "clipping": ("none", "norm", "value"),
     "loader": (
@@ -80,20 +65,9 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "limit_train_batches",
         "DataLoader with DistributedSampler",
         "DataLoader with Lightning's sampler",
-        "iterable data set",
-        "dict of TrainLoaders",
     ),
     "network": ("BatchNorm", "tokens"),
     "accumulate": ("steps", "global_batch_size"),
-    "Lightning's": (
-        "none",
-        "LearningRateMonitor",
-        "EMAWeightAveraging",
-        "WeightAveraging",
-        "StochasticWeightAveraging",
-        "ModelCheckpoint",
-    ),
-    "WeightAveraging": ON_OFF,
     "WarmupLR": ON_OFF,
     "SyncBN": ON_OFF,
     "SeedControl": ON_OFF,
@@ -142,17 +116,14 @@ def layers(settings: Settings) -> tuple[nn.Module, nn.Module]:
 
 
 def samples(settings: Settings) -> tuple[Tensor, Tensor]:
-    """Inputs and targets: those to train on, then as many for the second of two loaders."""
-    return noisy_images(2 * SAMPLES) if settings["network"] == "BatchNorm" else sentences(2 * SAMPLES)
+    """Inputs and targets: those to train on, then those to validate."""
+    return noisy_images(SAMPLES + 6) if settings["network"] == "BatchNorm" else sentences(SAMPLES + 6)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3),
-    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.02),
     "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.02, fused=True),
     "AdamW foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.02, foreach=True),
-    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
-    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.01, max_iter=2, history_size=1),
 }
 
 
@@ -189,8 +160,6 @@ class Learner(pl.LightningModule):
 
     @override
     def forward(self, inputs: Any) -> Tensor:
-        if isinstance(inputs, dict):
-            inputs = torch.cat([first for first, _ in inputs.values()])
         return self.head(self.backbone(inputs))
 
     def _stops_now(self) -> bool:
@@ -200,8 +169,6 @@ class Learner(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.settings["stop"] == "should_stop by the module" and self._stops_now():
             self.trainer.should_stop = True
-        if isinstance(batch, dict):
-            batch = [torch.cat(tensors) for tensors in zip(*batch.values(), strict=True)]
         inputs, targets = batch
         loss = loss_of(self(inputs), targets)
         return {"loss": loss, "count": (targets != PADDING).sum()} if targets.dim() > 1 else loss
@@ -224,18 +191,6 @@ class Learner(pl.LightningModule):
         }
 
 
-class Sequence(IterableDataset):
-    """Samples in their order, dealt to the ranks in turn; their number is not known before."""
-
-    def __init__(self, inputs: Tensor, targets: Tensor, rank: int, world_size: int) -> None:
-        self.inputs, self.targets, self.rank, self.world_size = inputs, targets, rank, world_size
-
-    @override
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for number in range(self.rank, len(self.inputs), self.world_size):
-            yield self.inputs[number], self.targets[number]
-
-
 def loader_of(settings: Settings, cut: Cut, rank: int) -> Any:
     """The training loader of a rank."""
     inputs, targets = samples(settings)
@@ -247,11 +202,7 @@ def loader_of(settings: Settings, cut: Cut, rank: int) -> Any:
         return DataLoader(TensorDataset(*even), batch_size, sampler=sampler)
     if name == "DataLoader with Lightning's sampler":
         return DataLoader(TensorDataset(*even), batch_size)
-    if name == "iterable data set":
-        return DataLoader(Sequence(*even, rank, cut.processes), batch_size)
-    rows = torch.arange(2 * SAMPLES).split(SAMPLES)
-    loaders = [TrainLoader(inputs, targets, part, batch_size, 1, rank, cut.processes) for part in rows]
-    return dict(zip("ab", loaders, strict=True)) if name == "dict of TrainLoaders" else loaders[0]
+    return TrainLoader(inputs, targets, torch.arange(SAMPLES), batch_size, 1, rank, cut.processes)
 
 
 def validation_loader(settings: Settings) -> DataLoader:
@@ -278,9 +229,7 @@ class Watch(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if (trainer.current_epoch, batch_idx) != self.stops_at:
             return
-        if self.stop == "should_stop by a callback":
-            trainer.should_stop = True
-        elif self.stop == "SIGTERM to one rank" and trainer.global_rank == trainer.world_size - 1:
+        if self.stop == "SIGTERM to one rank" and trainer.global_rank == trainer.world_size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         elif self.stop == "an exception":
             raise Interruption
@@ -290,35 +239,10 @@ class Watch(pl.Callback):
         self.rates[trainer.global_step] = float(optimizer.param_groups[0]["lr"])
 
 
-class BatchTimer(Timer):
-    """Lightning's Timer, on a clock that ticks with each micro-batch."""
-
-    ticks = 0
-
-    @override
-    def time_elapsed(self, stage: str = "train") -> float:
-        return self.ticks + self._offset
-
-    @override
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self.ticks += 1
-        super().on_train_batch_end(*args, **kwargs)
-
-
-def callbacks_of_row(settings: Settings, cut: Cut, folder: Path, stopping: bool) -> list[pl.Callback]:
+def callbacks_of_row(settings: Settings, cut: Cut, folder: Path) -> list[pl.Callback]:
     """All callbacks of a run but `SeedControl`, which is built before the module."""
     steps, global_batch_size = (cut.micro_batches, None) if settings["accumulate"] == "steps" else (1, GLOBAL_BATCH)
-    theirs: dict[str, Callable[[], pl.Callback]] = {
-        "LearningRateMonitor": lambda: LearningRateMonitor("step"),
-        "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.8),
-        "WeightAveraging": lambda: WeightAveraging(use_buffers=True),
-        "StochasticWeightAveraging": lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2),
-        "ModelCheckpoint": lambda: ModelCheckpoint(folder / "theirs", every_n_train_steps=2),
-        "GradientAccumulationScheduler": lambda: GradientAccumulationScheduler({0: 2}),
-        "BackboneFinetuning": lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1),
-    }
     ours: dict[str, Callable[[], pl.Callback]] = {
-        "WeightAveraging": lambda: OwnWeightAveraging(0.8),
         "WarmupLR": lambda: WarmupLR(f"{WARMUP} steps"),
         "SyncBN": SyncBN,
         "FreezeLayers": lambda: FreezeLayers(until="head", unfreeze={"backbone": "1 epochs"}),
@@ -329,12 +253,7 @@ def callbacks_of_row(settings: Settings, cut: Cut, folder: Path, stopping: bool)
         "LeanLoop": LeanLoop,
     }
     found: list[pl.Callback] = [GradientAccumulation(steps, global_batch_size)]
-    if settings["Lightning's"] != "none":
-        found.append(theirs[settings["Lightning's"]]())
     found += [make() for name, make in ours.items() if settings[name] == "on"]
-    if settings["stop"] == "Timer":
-        batches = STOP_EPOCH * epoch_batches(settings, cut) + stop_batch(cut) + 1 if stopping else 10**6
-        found.append(BatchTimer({"seconds": batches}))
     if settings["stop"] == "EarlyStopping":
         threshold: dict[str, Any] = {"mode": "max", "stopping_threshold": 0.5, "patience": 10**6}
         found.append(EarlyStopping("stop", check_on_train_epoch_end=False, **threshold))
@@ -343,16 +262,16 @@ def callbacks_of_row(settings: Settings, cut: Cut, folder: Path, stopping: bool)
     return found
 
 
+def is_stock(settings: Settings) -> bool:
+    """Whether the loader is torch's, whose sampler deals samples to the ranks in turn."""
+    return settings["loader"].startswith("DataLoader")
+
+
 def epoch_batches(settings: Settings, cut: Cut) -> int:
     """Micro-batches in an epoch."""
     if settings["loader"] == "limit_train_batches":
         return LIMIT * cut.micro_batches
-    even = settings["loader"] in (
-        "DataLoader with DistributedSampler",
-        "DataLoader with Lightning's sampler",
-        "iterable data set",
-    )
-    return -(-(EVEN_SAMPLES if even else SAMPLES) * cut.micro_batches // GLOBAL_BATCH)
+    return -(-(EVEN_SAMPLES if is_stock(settings) else SAMPLES) * cut.micro_batches // GLOBAL_BATCH)
 
 
 def stop_batch(cut: Cut) -> int:
@@ -402,12 +321,11 @@ def live(settings: Settings, folder: Path, resumed: bool = False) -> Life:
             "use_distributed_sampler": settings["loader"] == "DataLoader with Lightning's sampler",
             "limit_train_batches": LIMIT * cut.micro_batches if settings["loader"] == "limit_train_batches" else None,
             "val_check_interval": cut.micro_batches if settings["stop"] == "EarlyStopping" else None,
-            "logger": DummyLogger() if settings["Lightning's"] == "LearningRateMonitor" else False,
             "gradient_clip_val": {"none": None, "norm": 0.3, "value": 0.02}[settings["clipping"]],
             "gradient_clip_algorithm": None if settings["clipping"] == "none" else settings["clipping"],
-            "enable_checkpointing": settings["resumed"] != "no" or settings["Lightning's"] == "ModelCheckpoint",
+            "enable_checkpointing": settings["resumed"] != "no",
             "enable_progress_bar": False,
-            "callbacks": [*seeds, *callbacks_of_row(settings, cut, folder, stopping), watch],
+            "callbacks": [*seeds, *callbacks_of_row(settings, cut, folder), watch],
         }
         trainer = pl.Trainer(**(QUIET | on_ranks(cut.processes) | options))
         with contextlib.suppress(Preempted, Interruption):
@@ -418,7 +336,7 @@ def live(settings: Settings, folder: Path, resumed: bool = False) -> Life:
                 ckpt_path=str(folder / "last.ckpt") if resumed else None,
                 weights_only=True,
             )
-    except (UserError, MisconfigurationException, AssertionError) as error:  # Lightning's SWA asserts.
+    except UserError as error:
         refused = f"{type(error).__name__}: {error}"
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]

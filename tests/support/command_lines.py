@@ -6,11 +6,14 @@ import os
 import shlex
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from tests.support.ranks import run_ranks
 
-__all__ = ["Typed", "contents", "type_line", "typed"]
+__all__ = ["Typed", "contents", "in_tensorboard", "type_line", "typed"]
 
 COMMON = ["--accelerator=cpu", "--enable-progress-bar=false"]
 
@@ -49,10 +52,19 @@ def typed(
     data: str = "tests.support.stock_data:Points",
 ) -> list[Typed]:
     """Type commands in a folder, for a recipe and a data module by ``module:name``."""
-    ended: list[Typed] = run_ranks(_type_each, 1, recipe, data, [*map(shlex.split, commands)], str(folder))[0]
+    lines = [shlex.split(command) for command in commands]
+    ended: list[Typed] = run_ranks(_type_each, 1, recipe, data, lines, str(folder), timeout=240)[0]
     return ended
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     """The bytes of all files in a folder, by path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def in_tensorboard(folder: Path) -> dict[str, Any]:
+    """The hyper-parameters that a run has logged."""
+    events = EventAccumulator(str(folder)).Reload()
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    info = HParamsPluginData.FromString(content).session_start_info
+    return {name: getattr(value, str(value.WhichOneof("kind"))) for name, value in info.hparams.items()}

@@ -5,7 +5,6 @@ Only the statistics of batch normalisation are those of a forward pass: the samp
 all processes see at once with `SyncBN`. So the update's forward pass is cut as the row's are.
 """
 
-import copy
 import math
 from collections.abc import Callable
 from itertools import zip_longest
@@ -13,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn
 
 from datamodules.loading.sampling import epoch_order, range_of_rank
 from tests.support.combinations import (
@@ -27,6 +25,7 @@ from tests.support.combinations import (
     Cut,
     Settings,
     epoch_batches,
+    is_stock,
     layers,
     samples,
     schedule_of,
@@ -41,12 +40,10 @@ class Reference(NamedTuple):
 
     Attributes:
         after: parameters and buffers after each number of updates.
-        end: those of the finished run, averaged if it averages.
         rates: the learning rate of each update.
     """
 
     after: list[dict[str, Tensor]]
-    end: dict[str, Tensor]
     rates: list[float]
 
 
@@ -61,63 +58,30 @@ class Network(nn.Module):
         return self.head(self.backbone(inputs))
 
 
-class Average:
-    """The weights and running statistics after each update, and the network with their moving average by definition."""
-
-    def __init__(self, network: Network) -> None:
-        self.network, self.module = network, copy.deepcopy(network)
-        self.samples: list[list[Tensor]] = []
-
-    def tensors(self, network: Network) -> list[Tensor]:
-        """The values that are averaged."""
-        return [value for value in network.state_dict().values() if value.is_floating_point()]
-
-    def add(self) -> None:
-        """Take a sample."""
-        self.samples.append([value.clone() for value in self.tensors(self.network)])
-
-    def evaluated(self) -> Network:
-        """The network that is validated."""
-        new = [max(0.2, 9 / (9 + number)) for number in range(len(self.samples))]
-        shares = [weight * math.prod(1 - later for later in new[number + 1 :]) for number, weight in enumerate(new)]
-        for average, *values in zip(self.tensors(self.module), *self.samples, strict=True):
-            average.copy_(sum(share * value for share, value in zip(shares, values, strict=True)))
-        for name, counter in self.module.named_buffers():
-            if not counter.is_floating_point():
-                counter.copy_(self.network.get_buffer(name))
-        return self.module
-
-
 def _order(settings: Settings, epoch: int, cut: Cut) -> Tensor:
     """The samples of an epoch in their order; `DistributedSampler` documents its own."""
     name = settings["loader"]
-    if name == "iterable data set" or (name == "DataLoader with Lightning's sampler" and cut.processes == 1):
+    if name == "DataLoader with Lightning's sampler" and cut.processes == 1:
         return torch.arange(EVEN_SAMPLES)
-    if name in ("DataLoader with DistributedSampler", "DataLoader with Lightning's sampler"):
+    if is_stock(settings):
         seed = 1 if name == "DataLoader with DistributedSampler" or settings["SeedControl"] == "on" else 0
         return torch.randperm(EVEN_SAMPLES, generator=torch.Generator().manual_seed(seed + epoch))
     order = epoch_order(SAMPLES, seed=1, epoch=epoch)
     return order[: LIMIT * GLOBAL_BATCH] if name == "limit_train_batches" else order
 
 
-def _forward_passes(settings: Settings, update: Tensor, cut: Cut) -> list[tuple[int, Tensor]]:
-    """The forward passes of an update in the order of their numbers, each with its process."""
+def _forward_passes(settings: Settings, update: Tensor, cut: Cut) -> list[Tensor]:
+    """The forward passes of an update in the order of their numbers."""
     together, batch_size = GLOBAL_BATCH // cut.micro_batches, GLOBAL_BATCH // cut.micro_batches // cut.processes
-    if settings["loader"] in (
-        "DataLoader with DistributedSampler",
-        "DataLoader with Lightning's sampler",
-        "iterable data set",
-    ):
+    if is_stock(settings):
         by_rank = [[rows[r :: cut.processes] for rows in update.split(together)] for r in range(cut.processes)]
     else:
         numbered = update.split(batch_size)
         ranges = [range_of_rank(len(numbered), rank, cut.processes) for rank in range(cut.processes)]
         by_rank = [list(numbered[first:stop]) for first, stop in ranges]
-    if settings["loader"] == "dict of TrainLoaders":
-        by_rank = [[torch.cat((part, part + SAMPLES)) for part in parts] for parts in by_rank]
     if settings["SyncBN"] == "on":
-        return [(0, torch.cat([part for part in at_once if part is not None])) for at_once in zip_longest(*by_rank)]
-    return [(rank, part) for rank, parts in enumerate(by_rank) for part in parts if len(part)]
+        return [torch.cat([part for part in at_once if part is not None]) for at_once in zip_longest(*by_rank)]
+    return [part for parts in by_rank for part in parts if len(part)]
 
 
 def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference:
@@ -130,24 +94,13 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
     network = Network(settings)
     optimizer = OPTIMIZERS[settings["optimizer"]](network.parameters())
     scheduler, interval = schedule_of(settings["schedule"], optimizer)
-    average: AveragedModel | None = None
-    if settings["Lightning's"] == "EMAWeightAveraging":
-        average = AveragedModel(network, avg_fn=get_ema_avg_fn(0.8), use_buffers=True)
-    elif settings["Lightning's"] == "WeightAveraging":
-        average = AveragedModel(network, use_buffers=True)
-    own = Average(network) if settings["WeightAveraging"] == "on" else None
-    swa = settings["Lightning's"] == "StochasticWeightAveraging"
     after, rates = [_state(network)], []
 
-    def averaged() -> nn.Module:
-        return average.module if average else own.evaluated() if own else network
-
     def validate(epoch: int) -> float:
-        evaluated = averaged()
-        evaluated.eval()
+        network.eval()
         with torch.no_grad():
-            loss = float(loss_of(evaluated(inputs[-6:]), targets[-6:]))
-        evaluated.train()
+            loss = float(loss_of(network(inputs[-6:]), targets[-6:]))
+        network.train()
         if epoch < 1 and settings["FreezeLayers"] == "on":
             network.backbone.eval()
         return loss
@@ -156,47 +109,30 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
     for epoch in range(EPOCHS):
         if settings["FreezeLayers"] == "on":
             network.backbone.train(epoch >= 1).requires_grad_(epoch >= 1)
-        if swa and epoch == 1:
-            optimizer.param_groups[0]["initial_lr"] = 0.05
-            scheduler, interval = SWALR(optimizer, 0.05, last_epoch=EPOCHS), "epoch"
-            average = AveragedModel(network)
-        if swa and average:
-            average.update_parameters(network)
         order = _order(settings, epoch, cut_at(len(rates)))
         updates = order.split(GLOBAL_BATCH)
         for number, rows in enumerate(updates):
             cut = cut_at(len(rates))
             passes = _forward_passes(settings, rows, cut)
-            count = sum((targets[part] != PADDING).sum() for _, part in passes)
-
-            def closure(
-                passes: list[tuple[int, Tensor]] = passes,
-                count: Tensor = count,
-            ) -> Tensor:
-                optimizer.zero_grad()
-                total = torch.zeros((), dtype=torch.float64)
-                for _, part in passes:
-                    total = total + loss_of(network(inputs[part]), targets[part], reduction="sum")
-                (total / count).backward()
-                if settings["clipping"] == "norm":
-                    nn.utils.clip_grad_norm_(network.parameters(), 0.3)
-                elif settings["clipping"] == "value":
-                    nn.utils.clip_grad_value_(network.parameters(), 0.02)
-                return total / count
-
+            count = sum((targets[part] != PADDING).sum() for part in passes)
+            total = torch.zeros((), dtype=torch.float64)
+            for part in passes:
+                total = total + loss_of(network(inputs[part]), targets[part], reduction="sum")
+            optimizer.zero_grad()
+            (total / count).backward()
+            if settings["clipping"] == "norm":
+                nn.utils.clip_grad_norm_(network.parameters(), 0.3)
+            elif settings["clipping"] == "value":
+                nn.utils.clip_grad_value_(network.parameters(), 0.02)
             rate = optimizer.param_groups[0]["lr"]
             if settings["WarmupLR"] == "on" and len(rates) < WARMUP:
                 optimizer.param_groups[0]["lr"] = rate * (0.01 + 0.99 * len(rates) / WARMUP)
             rates.append(optimizer.param_groups[0]["lr"])
-            optimizer.step(closure)
+            optimizer.step()
             optimizer.param_groups[0]["lr"] = rate
             if scheduler and interval == "step":
                 scheduler.step()
-            if average and not swa:
-                average.update_parameters(network)
             last = number + 1 == len(updates)
-            if own:
-                own.add()
             if settings["stop"] == "EarlyStopping":
                 if not last or epoch_batches(settings, cut) % cut.micro_batches == 0:
                     loss = validate(epoch)
@@ -204,28 +140,8 @@ def train_plainly(settings: Settings, cut_at: Callable[[int], Cut]) -> Reference
                 loss = validate(epoch)
             after.append(_state(network))
         if scheduler and interval == "epoch":
-            scheduler.step(*((loss,) if settings["schedule"] == "ReduceLROnPlateau" and not _swaps(swa, epoch) else ()))
-    end = averaged()
-    if swa and settings["network"] == "BatchNorm":
-        _measure(network, end, settings, cut_at(len(rates)), inputs)
-    return Reference(after, _state(end), rates)
-
-
-def _swaps(swa: bool, epoch: int) -> bool:
-    return swa and epoch >= 1
-
-
-def _measure(network: nn.Module, end: nn.Module, settings: Settings, cut: Cut, inputs: Tensor) -> None:
-    """The statistics that `StochasticWeightAveraging` measures: the mean over the batches of process 0."""
-    norm = end.backbone[1]
-    norm.reset_running_stats()
-    norm.momentum = None
-    end.train()
-    with torch.no_grad():
-        for update in _order(settings, EPOCHS, cut).split(GLOBAL_BATCH):
-            for rank, part in _forward_passes(settings, update, cut):
-                if rank == 0:
-                    end(inputs[part])
+            scheduler.step(*((loss,) if settings["schedule"] == "ReduceLROnPlateau" else ()))
+    return Reference(after, rates)
 
 
 def _state(network: nn.Module) -> dict[str, Tensor]:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["torch", "torchmetrics", "lightning.pytorch", "pytest", "hypothesis", "recipes.runner.run"]
-)
+_PRELOADED = "torch torchmetrics lightning.pytorch pytest hypothesis sklearn.datasets torch.utils.tensorboard"
+_PRELOADED += " recipes.runner.run recipes.mnist.recipe datamodules.images.mnist"
+context.set_forkserver_preload(_PRELOADED.split())
 
 
 def free_port() -> int:

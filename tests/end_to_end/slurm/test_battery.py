@@ -48,13 +48,7 @@ class Cluster:
 
     def sbatch(self, *options: str, flags: tuple[str, ...] = ()) -> str:
         """Submit train.sh; returns the number of the job."""
-        out = [
-            "--parsable",
-            "--chdir",
-            str(self.folder),
-            "--output",
-            "%A_%a.log" if "array" in str(options) else "%j.log",
-        ]
+        out = ["--parsable", "--chdir", str(self.folder), "--output", "%j.log"]
         return self.slurm.call("sbatch", *out, *options, str(self.script), *FLAGS, *flags, env=self.env).strip()
 
     def last(self, job: str) -> Path:
@@ -151,22 +145,6 @@ def test_a_job_that_must_not_be_requeued_fails_and_tells_how_to_go_on(cluster: C
     other = cluster.sbatch(flags=("--name", f"slurm-{job}"))
     cluster.finishes(other)
     assert weights_of(cluster.last(job)) == undisturbed
-
-
-def test_the_tasks_of_an_array_are_requeued_each_for_itself(cluster: Cluster, undisturbed: str) -> None:
-    array = cluster.sbatch("--array=1-2")
-    first, second = f"{array}_1", f"{array}_2"
-    wait_until(
-        lambda: cluster.slurm.job(first)["JobState"] == cluster.slurm.job(second)["JobState"] == "RUNNING", "run"
-    )
-    numbers = {task: cluster.slurm.job(task)["JobId"] for task in (first, second)}
-    wait_until(lambda: updates_done(cluster.last(numbers[second])) > 0, "a first checkpoint")
-    cluster.slurm.call("scancel", "--signal=USR1", second)
-    cluster.restarts(second)
-    cluster.finishes(first)
-    assert cluster.slurm.job(first)["Restarts"] == "0"
-    assert re.search(r"SIGUSR1 after update \d+: saved ", cluster.log(second)), cluster.log(second)
-    assert {weights_of(cluster.last(number)) for number in numbers.values()} == {undisturbed}
 
 
 def test_a_cancelled_job_tells_the_flag_with_which_a_new_one_goes_on(cluster: Cluster, undisturbed: str) -> None:
